@@ -1,0 +1,265 @@
+"""The flat home of parameters, and the buckets in which tensors travel.
+
+:class:`Buckets` moves parameters into one contiguous buffer per device and dtype and makes them views of it, so that
+one kernel or one collective can walk all of them. :func:`cut` slices any tensors, homed or loose, into buckets of a
+bounded size: what one collective carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Bytes that one collective carries. A 124 M-parameter fp32 model travels in one.
+BUCKET_BYTES = 512 * 2**20
+
+#: Every tensor starts at a multiple of this in its flat buffer: one cache line of the GPU, 8 of its 16-byte accesses.
+ALIGN_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lives: elements ``offset .. offset + numel`` of flat buffer ``flat``, in memory order."""
+
+    flat: int
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Buckets:
+    """Parameters re-homed into one contiguous buffer per (device, dtype), each of them a view with its own strides.
+
+    ``params`` keep their identity: ``model.load_state_dict``, autograd, DDP and ``torch.compile`` see the same
+    ``Parameter`` objects. A parameter given twice, or tied to another one (same memory, shape and strides), has one
+    slot. Gaps between tensors are zeros.
+
+    Raises before anything is moved if a parameter cannot be re-homed: not a dense strided tensor, overlapping
+    memory, a distributed tensor, or memory shared in part with another parameter.
+    """
+
+    def __init__(self, params: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.params: tuple[Tensor, ...] = unique(params)
+        if not self.params:
+            raise ValueError("Buckets got no parameters: pass model.parameters() or an optimizer's parameters")
+        self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
+        for index, param in enumerate(self.params):
+            _check_can_be_homed(index, param)
+        owner = _tied_to(self.params)
+
+        keys: list[tuple[torch.device, torch.dtype]] = []
+        ends: list[int] = []
+        slots: list[Slot] = []
+        for index, param in enumerate(self.params):
+            if owner[index] != index:
+                slots.append(slots[owner[index]])
+                continue
+            key = (param.device, param.dtype)
+            if key not in keys:
+                keys.append(key)
+                ends.append(0)
+            flat = keys.index(key)
+            slots.append(Slot(flat, ends[flat], param.numel(), tuple(param.shape), tuple(param.stride())))
+            ends[flat] = _aligned(ends[flat] + param.numel(), param.element_size())
+        self.slots: tuple[Slot, ...] = tuple(slots)
+        self.flats: tuple[Tensor, ...] = tuple(
+            torch.zeros(end, device=device, dtype=dtype) for end, (device, dtype) in zip(ends, keys, strict=True)
+        )
+        self._views = self.views(self.flats)
+        self._adopt(range(len(self.params)))
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """One view a parameter, with its shape and strides, into buffers laid out like :attr:`flats`."""
+        return [torch.as_strided(flats[s.flat], s.shape, s.stride, s.offset) for s in self.slots]
+
+    def like(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Zeroed buffers laid out like :attr:`flats`, for optimizer state."""
+        return tuple(torch.zeros_like(flat, dtype=dtype) for flat in self.flats)
+
+    def moved(self) -> list[int]:
+        """Indices of parameters that no longer live in their slot (``.to()``, ``.data = …``, ``load_state_dict`` with
+        ``assign=True``)."""
+        return [
+            index
+            for index, (param, view) in enumerate(zip(self.params, self._views, strict=True))
+            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.stride() != view.stride()
+        ]
+
+    def rehome(self) -> list[int]:
+        """Bring parameters that moved away back into their slots with the values they have now; returns their indices.
+
+        Raises, before anything is copied, if one changed its device, dtype or shape: then build the optimizer anew.
+        """
+        moved = self.moved()
+        for index in moved:
+            param, view = self.params[index], self._views[index]
+            now, then = (param.device, param.dtype, tuple(param.shape)), (view.device, view.dtype, tuple(view.shape))
+            if now != then:
+                raise RuntimeError(
+                    f"parameter {index} was {_spell(*then)} when the optimizer was built and is {_spell(*now)} now; "
+                    "move or convert the model before building the optimizer"
+                )
+        self._adopt(moved)
+        return moved
+
+    def _adopt(self, indices: Iterable[int]) -> None:
+        with torch.no_grad():
+            for index in indices:
+                param, view = self.params[index], self._views[index]
+                if param.data_ptr() != view.data_ptr():
+                    view.copy_(param)
+                param.data = view
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start .. stop`` of tensor ``index``, in memory order."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one collective carries: pieces of tensors of one device, as elements of ``dtype``."""
+
+    device: torch.device
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def cut(tensors: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Cut 1-D ``tensors`` into the fewest buckets of at most ``bucket_bytes``: ⌈bytes / bucket_bytes⌉ for each
+    (device, dtype of travel). A tensor may be split between buckets. Every element is in exactly one piece."""
+    capacity_bytes = checked_bucket_bytes(bucket_bytes)
+    buckets: list[Bucket] = []
+    pending: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
+    room: dict[tuple[torch.device, torch.dtype], int] = {}
+    for index, tensor in enumerate(tensors):
+        key = (tensor.device, travel_dtype(tensor.dtype))
+        capacity = max(capacity_bytes // key[1].itemsize, 1)
+        start = 0
+        while start < tensor.numel():
+            take = min(tensor.numel() - start, room.setdefault(key, capacity))
+            pending.setdefault(key, []).append(Piece(index, start, start + take))
+            start += take
+            room[key] -= take
+            if room[key] == 0:
+                buckets.append(Bucket(*key, tuple(pending.pop(key))))
+                room[key] = capacity
+    buckets.extend(Bucket(*key, tuple(pieces)) for key, pieces in pending.items())
+    return buckets
+
+
+def travel_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values are summed over replicas. Half-precision values travel as fp32: summed as bf16 or
+    fp16, the mean of eight replicas would be rounded seven times (and fp16 can overflow) before it is divided."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in memory order, as a 1-D view of the same memory (complex as pairs of reals)."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if not is_dense(tensor):
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} has gaps or overlaps in memory "
+            "and cannot be averaged in place; make it contiguous (tensor.contiguous()) before training"
+        )
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their span of memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def layout_hash(tensors: Iterable[Tensor]) -> int:
+    """48 bits that agree between processes exactly if the tensors agree in number, order, shape, strides and dtype.
+    (48 bits survive a trip through float64.)"""
+    digest = hashlib.blake2b(digest_size=6)
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)}{tuple(tensor.stride())}{tensor.dtype};".encode())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors in order, each object once (tied parameters are one object)."""
+    return tuple({id(tensor): tensor for tensor in tensors}.values())
+
+
+def checked_bucket_bytes(bucket_bytes: int) -> int:
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}; the default is {BUCKET_BYTES}")
+    return bucket_bytes
+
+
+def _aligned(elements: int, itemsize: int) -> int:
+    unit = max(ALIGN_BYTES // itemsize, 1)
+    return math.ceil(elements / unit) * unit
+
+
+def _check_can_be_homed(index: int, param: Tensor) -> None:
+    if not isinstance(param, Tensor):
+        raise TypeError(f"Buckets expected tensors, parameter {index} is a {type(param).__name__}")
+    if type(param) not in (Tensor, torch.nn.Parameter) or param.layout is not torch.strided:
+        raise TypeError(
+            f"parameter {index} is a {type(param).__name__} of layout {param.layout}; only dense torch tensors can be "
+            "moved into contiguous buckets"
+        )
+    if not is_dense(param):
+        raise ValueError(
+            f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}: gaps or overlaps in memory "
+            "cannot be kept in a bucket; make it contiguous first (param.data = param.data.contiguous())"
+        )
+
+
+def _tied_to(params: Sequence[Tensor]) -> list[int]:
+    """For each parameter the index of the one whose memory it shares exactly (its own, if none)."""
+    owner = list(range(len(params)))
+    filled = [i for i in owner if params[i].numel()]
+    filled.sort(key=lambda i: (str(params[i].device), params[i].data_ptr(), i))
+    for before, index in zip(filled, filled[1:], strict=False):
+        a, b = params[before], params[index]
+        if a.device != b.device or a.data_ptr() + a.numel() * a.element_size() <= b.data_ptr():
+            continue
+        if (a.data_ptr(), a.shape, a.stride(), a.dtype) != (b.data_ptr(), b.shape, b.stride(), b.dtype):
+            raise ValueError(
+                f"parameters {before} and {index} share part of their memory; only parameters that are tied as a "
+                "whole can be moved into contiguous buckets"
+            )
+        owner[index] = owner[before]
+    return owner
+
+
+def _spell(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {shape} on {device}"
