@@ -8,6 +8,7 @@ bounded size: what one collective carries.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class Buckets:
         return [
             index
             for index, (param, view) in enumerate(zip(self.params, self._views, strict=True))
-            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.stride() != view.stride()
+            if (param.data_ptr() != view.data_ptr() and view.numel())
+            or (param.device, param.dtype, param.shape) != (view.device, view.dtype, view.shape)
         ]
 
     def rehome(self) -> list[int]:
@@ -176,6 +178,11 @@ def travel_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype for sums of many numbers: fp64, but for the one kind of device that does not know it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def flat_view(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, as a 1-D view of the same memory (complex as pairs of reals)."""
     tensor = tensor.detach()
@@ -248,7 +255,7 @@ def _tied_to(params: Sequence[Tensor]) -> list[int]:
     owner = list(range(len(params)))
     filled = [i for i in owner if params[i].numel()]
     filled.sort(key=lambda i: (str(params[i].device), params[i].data_ptr(), i))
-    for before, index in zip(filled, filled[1:], strict=False):
+    for before, index in itertools.pairwise(filled):
         a, b = params[before], params[index]
         if a.device != b.device or a.data_ptr() + a.numel() * a.element_size() <= b.data_ptr():
             continue

@@ -1,0 +1,95 @@
+"""The published reference's class, same arguments and names, working."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from torch.optim import Optimizer
+
+from .controller import SoftmaxController
+from .ensemble import default_ensemble
+from .schedule import HDETOneCycleLR
+
+log = logging.getLogger("hdet_kernels")
+
+
+class OneCycleAutoLR(HDETOneCycleLR):
+    """``OneCycleAutoLR`` of the paper's authors, as a thin layer over :class:`hdet_kernels.HDETOneCycleLR`.
+
+    Arguments, their order and their defaults are the published ones, and so is ``step(loss)``. What differs is what
+    the published class meant to do and did not: the spread reaches the optimizer from the first step, replicas are
+    averaged also with ``enable_auto_lr=False``, the learning rate decays to OneCycle's floor, every rank draws the
+    same permutation, no global generator is reseeded, and the average takes a few collectives.
+
+    ``rank`` and ``world_size`` are those of the process group if one is initialised, whatever is passed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_lr: float | list[float],
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float | list[float] = 0.85,
+        max_momentum: float | list[float] = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        last_epoch: int = -1,
+        auto_lr_warmup_steps: int = 100_000,
+        ensemble_lr_spread_ratio: float = 0.0,
+        model_sync_interval: int = 1000,
+        rank: int = 0,
+        world_size: int = 1,
+        enable_auto_lr: bool = False,
+        loss_scale: float = 0.002,
+        lr_of_lr: float = 0.5,
+        momentum_of_lr: float = 0.9,
+    ) -> None:
+        ensemble = default_ensemble()
+        if world_size > 1 and ensemble.size == 1:
+            raise ValueError(
+                f"world_size={world_size}, but there is no process group of that size: call "
+                "torch.distributed.init_process_group() before building the scheduler"
+            )
+        if world_size not in (1, ensemble.size) or (world_size > 1 and rank != ensemble.replica):
+            log.warning(
+                "rank=%d, world_size=%d were passed; the process group says %d of %d, and that is used",
+                rank,
+                world_size,
+                ensemble.replica,
+                ensemble.size,
+            )
+        controller = SoftmaxController(
+            warmup_steps=auto_lr_warmup_steps, scale=loss_scale, rate=lr_of_lr, beta=momentum_of_lr
+        )
+        self.rank = ensemble.replica
+        self.world_size = ensemble.size
+        self.enable_auto_lr = enable_auto_lr
+        self.ensemble_lr_spread_ratio = ensemble_lr_spread_ratio
+        self.model_sync_interval = model_sync_interval
+        super().__init__(
+            optimizer,
+            max_lr,
+            total_steps,
+            epochs,
+            steps_per_epoch,
+            pct_start,
+            anneal_strategy,
+            cycle_momentum,
+            base_momentum,
+            max_momentum,
+            div_factor,
+            final_div_factor,
+            three_phase,
+            last_epoch,
+            spread=ensemble_lr_spread_ratio,
+            sync_every=model_sync_interval,
+            auto_lr=controller if enable_auto_lr else False,
+            ensemble=ensemble,
+        )

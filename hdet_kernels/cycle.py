@@ -1,0 +1,363 @@
+"""One cycle of HDET: fan-out, T steps, losses and values of all replicas, controller, converge, and again.
+
+The schedulers own a :class:`Cycle` and tell it two things: a step is finished (:meth:`Cycle.end_step`), and what the
+schedule says now (:meth:`Cycle.rates`). It knows nothing of how the schedule is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .controller import Controller, Observation, Run
+from .converge import AverageState, Converger, Outcome, Report
+from .ensemble import Ensemble
+from .explore import Hyperparameter
+from .gradients import Displacement, fingerprint, weakly
+from .history import SyncRecord
+from .window import LossWindow
+
+log = logging.getLogger("hdet_kernels")
+
+Gradients = Literal["auto", "shared", "local"]
+Probe = Callable[[], float | Tensor]
+
+
+class Cycle:
+    """The state of a run between and at its syncs, on this replica.
+
+    ``hyperparameters`` begin with one learning rate for each parameter group, in order. ``scheduled`` holds what the
+    schedule says of them now.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        hyperparameters: Sequence[Hyperparameter],
+        run: Run,
+        controller: Controller | None,
+        ensemble: Ensemble,
+        converger: Converger,
+        *,
+        probe: Probe | None,
+        gradients: Gradients,
+        average_state: AverageState,
+        seed: int,
+        step: int,
+        scheduled: Sequence[float | Tensor],
+    ) -> None:
+        self.optimizer = optimizer
+        self.hyperparameters = tuple(hyperparameters)
+        self.run = run
+        self.controller = controller
+        self.ensemble = ensemble
+        self.converger = converger
+        self.probe = probe
+        self.gradients = gradients
+        self.average_state = average_state
+        self.seed = seed
+        self.step = step
+        self.scheduled = list(scheduled)
+        self.window = LossWindow()
+        self.history: list[SyncRecord] = []
+        self.control = controller.start(len(self.hyperparameters)) if controller else {}
+        self.diverges = any(h.spread for h in self.hyperparameters)
+        self._group_count = len(optimizer.param_groups)
+        self._multipliers = self._fan_out()
+        self._fingerprint: Tensor | None = None
+        self._shared: bool | None = None
+        self._away = False  # inside consensus(): the parameters are not this replica's
+        self._displacement = Displacement(optimizer) if controller and controller.reads == "slopes" else None
+        optimizer.register_step_pre_hook(weakly(self._before_optimizer_step))
+        optimizer.register_load_state_dict_post_hook(weakly(self.write))
+
+    # Fan-out
+
+    @property
+    def number(self) -> int:
+        """The number of the current cycle, from 0."""
+        return self.step // self.run.sync_every
+
+    def _fan_out(self) -> NDArray[np.float64]:
+        """[J, N]: the multipliers of all replicas in this cycle."""
+        n = self.ensemble.size
+        return np.stack([h.multipliers(n, seed=self.seed, cycle=self.number) for h in self.hyperparameters])
+
+    def base(self, index: int) -> Any:
+        """The base value η of a hyperparameter now."""
+        hyper = self.hyperparameters[index]
+        start = self.scheduled[index] if hyper.base is None else hyper.base
+        return hyper.bounded(self.controller.base(self.control, index, start) if self.controller else start)
+
+    def value(self, index: int) -> Any:
+        """What this replica trains with."""
+        multiplier = float(self._multipliers[index, self.ensemble.replica])
+        return self.hyperparameters[index].bounded(self.base(index) * multiplier)
+
+    def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """This replica's learning rates where the schedule says ``scheduled``."""
+        self.scheduled = list(scheduled)
+        return [self.value(index) for index in range(self._group_count)]
+
+    def write(self) -> None:
+        """Give the optimizer and the user's setters this replica's values."""
+        for index, hyper in enumerate(self.hyperparameters):
+            hyper.write(self.optimizer.param_groups, self.value(index))
+
+    # A step
+
+    def end_step(self, loss: float | Tensor | None, last_step: int | None) -> None:
+        """The optimizer has finished a step; sync where one is due. Raises with nothing changed.
+
+        ``last_step`` is the step after which there are no more, if the schedule knows one."""
+        if self._away:
+            raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
+        if len(self.optimizer.param_groups) != self._group_count:
+            raise RuntimeError(
+                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups, the scheduler was built for "
+                f"{self._group_count}: build the scheduler after the last add_param_group()"
+            )
+        if last_step is not None and self.step >= last_step:
+            raise ValueError(
+                f"step {self.step + 1} is past the end: total_steps is {last_step}; stop there, or build the scheduler "
+                "with the number of steps that you mean to make"
+            )
+        mark = self.window.mark() if self._sync_due(self.step + 1) else None
+        if loss is not None:
+            self.window.record(loss)
+        if self._reads_losses() and self.probe is None and not self.window.ever:
+            raise RuntimeError(
+                "auto_lr is on and needs the training loss, but none was recorded: call scheduler.step(loss), or "
+                "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass "
+                "auto_lr=False (fan-out and averaging only)"
+            )
+        if mark is None:
+            self.step += 1
+            return
+        try:
+            self._sync()
+        except BaseException:
+            self.window.reset(mark)
+            raise
+
+    def _sync_due(self, step: int) -> bool:
+        return step % self.run.sync_every == 0 or step == self.run.total_steps
+
+    def _before_optimizer_step(self) -> None:
+        if self._displacement is not None:
+            self._displacement.measure()
+        if self.gradients == "auto" and self.ensemble.size > 1 and self._sync_due(self.step + 1):
+            self._fingerprint = fingerprint(self.optimizer.param_groups)
+
+    def _reads_losses(self) -> bool:
+        return self.controller is not None and self.controller.reads == "losses"
+
+    # A sync
+
+    def _sync(self) -> None:
+        """Converge, let the controller move the base values, and fan out anew: the end of step ``self.step + 1``."""
+        step = self.step + 1
+        kind: Literal["sync", "last"] = "sync" if step % self.run.sync_every == 0 else "last"
+        acting = self.controller is not None and self.controller.active(self.run, step)
+        probe = self._run_probe() if acting and self._reads_losses() else None
+        outcome = self.converger.converge(
+            self._report(step, probe),
+            average_state=self._average_state(),
+            known_shared=self._shared,
+            needs_shared=self._displacement is not None,
+            needs_loss=acting and self._reads_losses() and self.probe is None,
+            skip_if_equal=not self.diverges,
+        )
+        self._shared = outcome.shared
+        self._note(step, kind, outcome)
+        slopes = self._displacement.turn() if self._displacement else None
+        if acting and self.controller is not None:
+            self.control = self.controller.update(self.run, self.control, self._observation(outcome, slopes))
+        self.window.clear()
+        self._fingerprint = None
+        self.step = step
+        self._multipliers = self._fan_out()
+        self.write()
+
+    def converge(self) -> None:
+        """Average all replicas now, wherever in the cycle; the cycle goes on."""
+        if self._away:
+            raise RuntimeError("cannot average inside scheduler.consensus(): the parameters are averaged already")
+        outcome = self.converger.converge(
+            self._report(self.step), average_state=self._average_state(), known_shared=self._shared
+        )
+        self._note(self.step, "manual", outcome)
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """The averaged parameters and buffers inside the block, this replica's own again after it."""
+        if self._away:
+            raise RuntimeError(
+                "scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already"
+            )
+        covered = [tensor.detach() for tensor in self.converger.covered()]
+        own = [tensor.clone() for tensor in covered]
+        self.converger.converge(self._report(self.step), include_state=False)
+        self._away = True
+        try:
+            yield
+        finally:
+            self._away = False
+            torch._foreach_copy_(covered, own)
+
+    def _report(self, step: int, probe: float | Tensor | None = None) -> Report:
+        return Report(step, self.window.sum, self.window.count, probe, self._fingerprint, self.config_hash)
+
+    def _average_state(self) -> AverageState:
+        if self.average_state != "auto":
+            return self.average_state
+        return "auto" if self.gradients == "auto" else self.gradients == "local"
+
+    def _run_probe(self) -> float | Tensor | None:
+        if self.probe is None:
+            return None
+        with torch.no_grad():
+            loss = self.probe()
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(f"probe() must return a scalar loss, got a tensor of shape {tuple(loss.shape)}")
+        return loss
+
+    def _all_values(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[J] base values and [J, N] values of all replicas, now."""
+        base = np.array([float(self.base(index)) for index in range(len(self.hyperparameters))])
+        rows = zip(self.hyperparameters, base[:, None] * self._multipliers, strict=True)
+        return base, np.stack([hyper.bounded(row) for hyper, row in rows])
+
+    def _observation(self, outcome: Outcome, slopes: list[float] | None) -> Observation:
+        base, values = self._all_values()
+        losses = outcome.losses if np.isnan(outcome.probes).all() else outcome.probes
+        multipliers = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
+        full = None
+        if slopes is not None:  # learning rates have them, other hyperparameters stay where they are
+            full = np.zeros(len(base))
+            full[: len(slopes)] = slopes
+        return Observation(np.where(outcome.healthy, losses, np.nan), multipliers, base, full)
+
+    def _note(self, step: int, kind: Literal["sync", "last", "manual"], outcome: Outcome) -> None:
+        base, values = self._all_values()
+        names = [hyper.name for hyper in self.hyperparameters]
+        excluded = np.flatnonzero(~outcome.healthy).tolist()
+        if excluded:
+            log.warning("step %d: replicas %s were not finite; left out of the mean and given it", step, excluded)
+        seen: Literal["shared", "local", "unknown"]
+        if self.gradients != "auto":
+            seen = self.gradients
+        else:
+            seen = "unknown" if outcome.shared is None else "shared" if outcome.shared else "local"
+        record = SyncRecord(
+            step=step,
+            cycle=self.number,
+            kind=kind,
+            losses=outcome.losses.tolist(),
+            probes=None if np.isnan(outcome.probes).all() else outcome.probes.tolist(),
+            base=dict(zip(names, base.tolist(), strict=True)),
+            values=dict(zip(names, values.tolist(), strict=True)),
+            excluded=excluded,
+            gradients=seen,
+            bytes=outcome.bytes,
+            collectives=outcome.collectives,
+            seconds=outcome.seconds,
+        )
+        self.history.append(record)
+
+    # Checkpoints
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """What must be equal on all replicas and in a checkpoint that is loaded, as plain values."""
+        controller = self.controller
+        constants: dict[str, Any] = {}
+        if dataclasses.is_dataclass(controller) and not isinstance(controller, type):
+            constants = dataclasses.asdict(controller)
+        return {
+            "hyperparameters": [
+                {
+                    "name": h.name,
+                    "spread": h.spread,
+                    "spacing": h.spacing,
+                    "bounds": list(h.bounds or ()),
+                    "base": h.base,
+                }
+                for h in self.hyperparameters
+            ],
+            "sync_every": self.run.sync_every,
+            "total_steps": self.run.total_steps,
+            "seed": self.seed,
+            "controller": type(controller).__name__ if controller else None,
+            "controller_constants": constants,
+            "probe": self.probe is not None,
+        }
+
+    @functools.cached_property
+    def config_hash(self) -> int:
+        text = json.dumps([self.config, self.gradients, self.average_state], sort_keys=True, default=str)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors only: ``torch.load(weights_only=True)`` reads it."""
+        return {
+            "config": self.config,
+            "size": self.ensemble.size,
+            "replica": self.ensemble.replica,
+            "step": self.step,
+            "scheduled": [float(value) for value in self.scheduled],
+            "controller": self.control,
+            "window": self.window.state_dict(),
+            "displacement": self._displacement.state_dict() if self._displacement else None,
+            "history": [record.to_dict() for record in self.history],
+        }
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise unless :meth:`load_state_dict` can take ``state``."""
+        for key, here in self.config.items():
+            if state["config"].get(key) != here:
+                raise ValueError(
+                    f"the checkpoint was made with {key}={state['config'].get(key)!r}, this scheduler has {here!r}: "
+                    "build it with the arguments of the saved run"
+                )
+        into_cycle = state["step"] % self.run.sync_every
+        if state["size"] != self.ensemble.size and into_cycle and state["step"] != self.run.total_steps:
+            raise ValueError(
+                f"the checkpoint has {state['size']} replicas and was saved {into_cycle} steps into a cycle, this run "
+                f"has {self.ensemble.size}: another number of replicas can resume only where all are equal, at a "
+                f"multiple of sync_every={self.run.sync_every}; save there"
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume, in this replica's own place in the spread, whichever replica saved ``state``."""
+        self.check_state_dict(state)
+        if state["replica"] != self.ensemble.replica and state["step"] % self.run.sync_every:
+            log.info(
+                "resuming from replica %d's checkpoint, %d steps into a cycle: the parameters of the other replicas at "
+                "that moment are not in it",
+                state["replica"],
+                state["step"] % self.run.sync_every,
+            )
+        self.step = state["step"]
+        self.scheduled = list(state["scheduled"])
+        self.control = copy.deepcopy(state["controller"])
+        self.window.load_state_dict(state["window"])
+        if self._displacement is not None:
+            self._displacement.load_state_dict(state["displacement"])
+        self.history[:] = [SyncRecord(**record) for record in state["history"]]
+        self._multipliers = self._fan_out()
+        self._fingerprint = None
+        self.write()

@@ -1,0 +1,203 @@
+"""A scalar hyperparameter that is explored: where it lives, its base, spread and bounds.
+
+:class:`Explore` is what the user writes. :func:`expand` turns it into one :class:`Hyperparameter` for every parameter
+group that it covers; each of them has its own base, permutation and place in the controller.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .fanout import Spacing, check_spread, multipliers, permutation
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Explore:
+    """Explore one scalar beside the learning rate.
+
+    Args:
+        name: a key of the optimizer's parameter groups (``"weight_decay"``, ``"eps"``, ``"betas[1]"`` for an entry of
+            a tuple), or any name for a scalar of yours, with ``apply``.
+        spread: α, the half width of the multipliers: values lie in base·[1 − α, 1 + α].
+        base: the value to explore around. Default for a group key: what the group holds.
+        apply: called with this replica's value whenever it changes, for scalars that do not live in the optimizer:
+            ``lambda p: setattr(model.dropout, "p", p)``.
+        bounds: (lowest, highest) value that a replica may ever get.
+        spacing: ``"linear"`` or ``"log"``, see :func:`hdet_kernels.multipliers`.
+        groups: indices of the parameter groups that are explored. Default: all.
+
+    ``Explore("lr", …)`` replaces the scheduler's ``spread`` for the groups it names.
+    """
+
+    name: str
+    spread: float = 0.3
+    base: float | None = None
+    apply: Callable[[float], object] | None = None
+    bounds: tuple[float, float] | None = None
+    spacing: Spacing = "linear"
+    groups: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        check_spread(self.spread, self.spacing, f"spread of {self.name!r}")
+        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
+            raise ValueError(f"bounds of {self.name!r} must be (lowest, highest), got {self.bounds}")
+        if self.apply is not None:
+            if not callable(self.apply):
+                raise TypeError(f"apply of {self.name!r} must be callable with one float, got {self.apply!r}")
+            if self.base is None:
+                raise ValueError(f"Explore({self.name!r}, apply=…) needs base=, the value to explore around")
+            if self.groups is not None:
+                raise ValueError(f"Explore({self.name!r}, apply=…) is not in a parameter group: leave out groups=")
+        if self.base is not None:
+            check_base(self.name, self.base)
+
+
+@dataclass(frozen=True)
+class Hyperparameter:
+    """One explored scalar: entry ``key`` of parameter group ``group``, or whatever ``apply`` sets.
+
+    ``base`` is None for a learning rate: then the schedule gives it at every step.
+    """
+
+    name: str
+    spread: float
+    spacing: Spacing
+    bounds: tuple[float, float] | None
+    base: float | None
+    group: int | None = None
+    key: str = ""
+    apply: Callable[[float], object] | None = None
+
+    def multipliers(self, n: int, *, seed: int, cycle: int) -> NDArray[np.float64]:
+        """ρ_{π(r)} of every replica r in this cycle."""
+        order = permutation(n, seed=seed, cycle=cycle, hyperparameter=self.name)
+        return multipliers(n, self.spread, self.spacing)[order]
+
+    def bounded(self, value: Any) -> Any:
+        """``value`` (a number or an array) moved into the bounds."""
+        if self.bounds is None:
+            return value
+        return (
+            np.clip(value, *self.bounds)
+            if isinstance(value, np.ndarray)
+            else min(max(value, self.bounds[0]), self.bounds[1])
+        )
+
+    def write(self, groups: Sequence[Group], value: float) -> None:
+        """Give this replica's value to the optimizer group or to the user's setter."""
+        if self.apply is not None:
+            self.apply(value)
+        elif self.group is not None:
+            write_entry(groups[self.group], self.key, value)
+
+
+def expand(explores: Iterable[Explore], groups: Sequence[Group], lr_spread: float) -> list[Hyperparameter]:
+    """One :class:`Hyperparameter` for every group and scalar: first the learning rates of all groups, in order (those
+    that no ``Explore("lr", …)`` covers have spread ``lr_spread``), then the others. Touches nothing."""
+    check_spread(lr_spread, "linear")
+    by_group: dict[int, Explore] = {}
+    others: list[Hyperparameter] = []
+    for explore in explores:
+        if not isinstance(explore, Explore):
+            raise TypeError(f"explore= takes hdet_kernels.Explore objects, got {explore!r}")
+        if explore.apply is not None:
+            others.append(_hyperparameter(explore, explore.name, explore.base))
+            continue
+        for group in _covered(explore, groups):
+            if explore.name == "lr":
+                if explore.base is not None:
+                    raise ValueError(
+                        f"Explore('lr', base={explore.base}) has no meaning: the schedule gives the learning rate; "
+                        "set max_lr, or the wrapped scheduler's learning rate, instead"
+                    )
+                if group in by_group:
+                    raise ValueError(f"the learning rate of parameter group {group} is explored twice")
+                by_group[group] = explore
+            else:
+                base = read_entry(groups[group], explore.name) if explore.base is None else explore.base
+                check_base(f"{explore.name} of parameter group {group}", base)
+                others.append(_hyperparameter(explore, f"{explore.name}/{group}", base, group))
+    default = Explore("lr", spread=lr_spread)
+    rates = [_hyperparameter(by_group.get(g, default), f"lr/{g}", None, g) for g in range(len(groups))]
+    found = rates + others
+    names = [h.name for h in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"explored twice: {', '.join(twice)}; give every hyperparameter one Explore")
+    return found
+
+
+def check_base(name: str, base: float) -> None:
+    """Raise unless multipliers of ``base`` differ from each other: it must be a positive finite number."""
+    if not (math.isfinite(base) and base > 0):
+        raise ValueError(
+            f"the base value of {name} must be a positive number, got {base}: its replicas train with multiples of it; "
+            "pass base= to Explore"
+        )
+
+
+def read_entry(group: Group, key: str) -> float:
+    """The number under ``key`` (``"weight_decay"``, ``"betas[1]"``) of an optimizer group."""
+    name, index = _split(key)
+    if name not in group:
+        scalars = sorted(k for k, v in group.items() if isinstance(v, int | float) and not isinstance(v, bool))
+        raise ValueError(
+            f"{name!r} is not a key of the optimizer's parameter groups; it has {', '.join(scalars)}. For a scalar "
+            "that lives elsewhere pass apply= and base="
+        )
+    value = group[name]
+    if index is not None:
+        if not isinstance(value, tuple | list) or index >= len(value):
+            raise ValueError(f"{key!r} does not exist: the group holds {name}={value!r}")
+        value = value[index]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{key!r} must be a number to be explored, the group holds {value!r}")
+    return float(value)
+
+
+def write_entry(group: Group, key: str, value: float | torch.Tensor) -> None:
+    """Set the number under ``key``; a tensor is filled in place, so that captured graphs see the new value."""
+    name, index = _split(key)
+    if index is not None:
+        entries = list(group[name])
+        entries[index] = value
+        group[name] = tuple(entries)
+    elif isinstance(group[name], torch.Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
+def _covered(explore: Explore, groups: Sequence[Group]) -> Sequence[int]:
+    indices = range(len(groups)) if explore.groups is None else explore.groups
+    for index in indices:
+        if not 0 <= index < len(groups):
+            raise ValueError(
+                f"Explore({explore.name!r}, groups={list(explore.groups or ())}) names parameter group {index}; the "
+                f"optimizer has {len(groups)}, counted from 0"
+            )
+    return indices
+
+
+def _hyperparameter(explore: Explore, name: str, base: float | None, group: int | None = None) -> Hyperparameter:
+    if base is not None and explore.bounds is not None and not explore.bounds[0] <= base <= explore.bounds[1]:
+        raise ValueError(f"the base value {base} of {name} lies outside its bounds {explore.bounds}")
+    return Hyperparameter(
+        name, explore.spread, explore.spacing, explore.bounds, base, group, explore.name, explore.apply
+    )
+
+
+def _split(key: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(\w+)\[(\d+)\]", key)
+    return (match[1], int(match[2])) if match else (key, None)

@@ -1,0 +1,57 @@
+"""Fan-out: which multiplier of the base value each replica trains with.
+
+Replica r of N uses η_j · ρ_{π_{j,k}(r)}: the multipliers ρ are symmetric around 1, and a permutation π for every
+hyperparameter j and cycle k decides who has which, so that several hyperparameters are explored without confounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Spacing = Literal["linear", "log"]
+
+
+def multipliers(n: int, spread: float, spacing: Spacing = "linear") -> NDArray[np.float64]:
+    """The multipliers ρ_0 … ρ_{n−1}, in increasing order.
+
+    With u_r = (r − (n−1)/2) / max((n−1)/2, ½), which runs from −1 to 1:
+
+    * ``linear``: ρ_r = 1 + spread·u_r, with mean 1, in [1 − spread, 1 + spread];
+    * ``log``: ρ_r = (1 + spread)^{u_r}, with geometric mean 1, for wide spreads.
+    """
+    if n < 1:
+        raise ValueError(f"the number of replicas must be at least 1, got {n}")
+    check_spread(spread, spacing)
+    centre = (n - 1) / 2
+    u: NDArray[np.float64] = (np.arange(n, dtype=np.float64) - centre) / max(centre, 0.5)
+    return 1 + spread * u if spacing == "linear" else np.power(1 + spread, u)
+
+
+def permutation(n: int, *, seed: int, cycle: int, hyperparameter: str) -> NDArray[np.int64]:
+    """The permutation π_{j,k} of 0 … n−1: replica r takes multiplier ρ_{π(r)}.
+
+    A function of its arguments alone, so every rank computes the same one without talking. It sorts n 64-bit words of
+    a SHAKE-128 stream keyed by (seed, cycle, hyperparameter): the result depends on no generator's state and on no
+    library's version, and no global generator is touched.
+    """
+    if n < 1:
+        raise ValueError(f"the number of replicas must be at least 1, got {n}")
+    stream = hashlib.shake_128(f"{seed}/{cycle}/{hyperparameter}".encode()).digest(8 * n)
+    return np.argsort(np.frombuffer(stream, dtype="<u8"), kind="stable")
+
+
+def check_spread(spread: float, spacing: str, what: str = "spread") -> None:
+    """Raise unless ``spread`` keeps every multiplier positive."""
+    if spacing not in ("linear", "log"):
+        raise ValueError(f"spacing must be 'linear' or 'log', got {spacing!r}")
+    if not 0 <= spread < float("inf"):
+        raise ValueError(f"{what} must be a finite number of at least 0, got {spread}")
+    if spacing == "linear" and spread >= 1:
+        raise ValueError(
+            f"{what} must be below 1 with linear spacing, got {spread}: the lowest multiplier 1 − spread would be "
+            f"{1 - spread:g}; use a smaller spread, or spacing='log' for wide ones"
+        )

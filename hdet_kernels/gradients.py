@@ -1,0 +1,102 @@
+"""What the gradients tell: whether all replicas have the same ones, and the hypergradient's slopes.
+
+Both are read in a hook just before ``optimizer.step()``, the one moment at which the gradients are certainly there,
+and stay on their device until the next sync.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .buckets import wide_dtype
+
+
+def weakly(call: Callable[[], None]) -> Callable[..., None]:
+    """A hook for an optimizer that runs bound method ``call`` for as long as its object lives."""
+    method = weakref.WeakMethod(call)
+
+    def hook(*_: Any) -> None:
+        if (alive := method()) is not None:
+            alive()
+
+    return hook
+
+
+def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
+    """A number that is equal on two replicas exactly, but for luck, if their gradients are equal to the bit: the sum
+    of the gradients' norms. All-reduced gradients are; local ones are not. None where there is no gradient."""
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    norms = [torch.linalg.vector_norm(g.detach()) for g in dense if g.numel()]
+    if not norms:
+        return None
+    device = norms[0].device
+    return torch.stack([norm.to(device, wide_dtype(device)) for norm in norms]).sum()
+
+
+class Displacement:
+    """The hypergradient's slopes b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩, one for each parameter group.
+
+    :meth:`turn` is called at every sync, with the averaged parameters in place; :meth:`measure` before every
+    optimizer step, and only the first one after a sync does anything.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.last = self._copy()
+        self.moved: list[list[Tensor]] | None = None
+        self.measured: Tensor | None = None
+
+    def _parameters(self) -> list[list[Tensor]]:
+        return [[p.detach() for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def _copy(self) -> list[list[Tensor]]:
+        return [[p.clone() for p in group] for group in self._parameters()]
+
+    def turn(self) -> list[float] | None:
+        """End a cycle: returns the slopes measured in it, if any, and takes the displacement that it made."""
+        slopes = None if self.measured is None else self.measured.tolist()
+        now = self._parameters()
+        self.moved = [
+            list(torch._foreach_sub(new, old)) if new else [] for new, old in zip(now, self.last, strict=True)
+        ]
+        self.last = self._copy()
+        self.measured = None
+        return slopes
+
+    def measure(self) -> None:
+        if self.moved is None:
+            return
+        device = self.last[0][0].device
+        wide = wide_dtype(device)
+        slopes = []
+        for group, moved in zip(self.optimizer.param_groups, self.moved, strict=True):
+            pairs = zip(group["params"], moved, strict=True)
+            dots = [(p.grad.detach() * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None]
+            slopes.append(torch.stack(dots).sum() if dots else torch.zeros((), dtype=wide, device=device))
+        self.measured = torch.stack(slopes)
+        if (scale := getattr(self.optimizer, "grad_scale", None)) is not None:
+            self.measured = self.measured / scale.to(device)  # GradScaler left unscaling to a fused optimizer
+        self.moved = None
+
+    def state_dict(self) -> dict[str, Any]:
+        measured = None if self.measured is None else self.measured.tolist()
+        return {"last": self.last, "moved": self.moved, "measured": measured}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        device = self.last[0][0].device
+        self.last = [_placed(saved, here) for saved, here in zip(state["last"], self.last, strict=True)]
+        moved = state["moved"]
+        self.moved = moved and [_placed(saved, here) for saved, here in zip(moved, self.last, strict=True)]
+        measured = state["measured"]
+        self.measured = None if measured is None else torch.tensor(measured, dtype=wide_dtype(device), device=device)
+
+
+def _placed(saved: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    return [s.to(here.device, here.dtype, copy=True) for s, here in zip(saved, like, strict=True)]

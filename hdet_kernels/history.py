@@ -1,0 +1,36 @@
+"""What happened at every sync."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class SyncRecord:
+    """One sync. Lists have one entry a replica.
+
+    step: finished steps. cycle: the number of the cycle that ended. kind: ``"sync"`` at a multiple of ``sync_every``,
+    ``"last"`` at the end of the run, ``"manual"`` for ``scheduler.converge()``.
+    losses: mean training loss since the last sync (NaN: none recorded). probes: losses on the probe, where one ran.
+    base: the base value of every hyperparameter, by name. values: what each replica trained with, by name.
+    excluded: replicas that were not finite; they were left out of the mean and received it.
+    gradients: ``"shared"``, ``"local"``, or ``"unknown"``.
+    bytes, collectives, seconds: what this sync cost this process.
+    """
+
+    step: int
+    cycle: int
+    kind: Literal["sync", "last", "manual"]
+    losses: list[float]
+    probes: list[float] | None
+    base: dict[str, float]
+    values: dict[str, list[float]]
+    excluded: list[int]
+    gradients: Literal["shared", "local", "unknown"]
+    bytes: int
+    collectives: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
