@@ -1,0 +1,39 @@
+# make demo: set-up, then replicas train a small language model; ends in a table and plots (in demo-out/).
+# make test: set-up, then the linters and the whole test suite.
+# Both build .venv once; a second run installs nothing. PYTHON chooses the interpreter (3.11 or newer).
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+DEMO_ARGS ?=
+
+.PHONY: demo test lint bench setup clean
+
+demo: $(READY)
+	$(BIN)/python -m hdet_kernels demo $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench-out.json
+
+setup: $(READY)
+
+# torch first and by its pin: the package is then built against it, without an environment of its own.
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "hdet_kernels needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version): make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy 'setuptools>=77' ninja
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build *.egg-info hdet_kernels/*.so demo-out bench-out.json

@@ -1,0 +1,80 @@
+"""Run a function on N ranks: real processes in a real gloo process group."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# A server that has torch imported and forks the ranks from there: a rank starts in milliseconds, and no thread of the
+# test process is forked. torch imports _dynamo when the first optimizer is built, for more than a second.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pytest", "hypothesis", "hdet_kernels"])
+
+
+def run_ranks(
+    n: int, function: Callable[..., Any], *args: Any, timeout: float = 120, expect_dead: int = 0
+) -> list[Any]:
+    """``[function(rank, *args) for rank in range(n)]``, each call in a process of its own, all in one gloo group.
+
+    A rank that raises fails the test with its traceback. ``expect_dead`` ranks may end without a result (None).
+    """
+    results: Any = _context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks = [_context.Process(target=_rank, args=(r, n, store, results, function, args)) for r in range(n)]
+        for process in ranks:
+            process.start()
+        try:
+            found = _collect(ranks, results, n - expect_dead, time.monotonic() + timeout)
+        finally:
+            for process in ranks:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(found.items()) if not ok]
+    if failures:
+        raise AssertionError("\n\n".join(failures))
+    return [pickle.loads(found[rank][1]) if rank in found else None for rank in range(n)]
+
+
+def _collect(ranks: list[Any], results: Any, expected: int, deadline: float) -> dict[int, tuple[bool, Any]]:
+    found: dict[int, tuple[bool, Any]] = {}
+    while len(found) < expected:
+        try:
+            rank, ok, value = results.get(timeout=0.5)
+            found[rank] = (ok, value)
+        except queue.Empty:
+            gone = [r for r, p in enumerate(ranks) if not p.is_alive() and r not in found]
+            if len(gone) > len(ranks) - expected and results.empty():
+                raise AssertionError(f"ranks {gone} died without a result; so far {found}") from None
+            if time.monotonic() > deadline:
+                raise AssertionError(f"ranks {sorted(set(range(len(ranks))) - set(found))} did not finish") from None
+    return found
+
+
+def _rank(rank: int, n: int, store: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=datetime.timedelta(seconds=20)
+        )
+        # Plain pickle: tensors travel by value, not as shared memory of a process that is about to end.
+        results.put((rank, True, pickle.dumps(function(rank, *args))))
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+    finally:
+        results.close()
+        results.join_thread()
+        os._exit(0)  # a rank whose peer died would wait for it in destroy_process_group
