@@ -91,6 +91,8 @@ class Converger:
             if hasattr(param, "device_mesh"):
                 raise TypeError(f"parameter {index} is a distributed tensor; sharded parameters cannot be averaged yet")
         self.buffers = unique(buffers)
+        for tensor in self.covered():
+            flat_view(tensor)  # refuses what has no memory order of its own, now and not after the first T steps
         self.state = state
         self.ensemble = ensemble
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)

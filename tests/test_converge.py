@@ -1,0 +1,244 @@
+"""Converge over real gloo groups: the mean, its cost, and what happens when a replica is bad."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from training import Trainer
+
+import hdet_kernels as hk
+from hdet_kernels import Buckets, Converger, ProcessEnsemble
+from hdet_kernels.converge import Report
+from hdet_kernels.optim import FusedAdamW
+
+OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
+
+
+def _many(rank: int, count: int, homed: bool, bucket_bytes: int) -> tuple[int, int, bool]:
+    params = [nn.Parameter(torch.full((3, 5), float(rank * count + i))) for i in range(count)]
+    n = dist.get_world_size()
+    source = Buckets(params) if homed else params
+    outcome = Converger(source, ProcessEnsemble(), bucket_bytes=bucket_bytes).converge(Report(step=1))
+    right = all(torch.equal(p, torch.full((3, 5), (n - 1) / 2 * count + i)) for i, p in enumerate(params))
+    return outcome.collectives, outcome.bytes, right
+
+
+@pytest.mark.parametrize("homed", [False, True], ids=["loose", "homed"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_400_tensors_take_one_control_and_one_bucket_collective(n: int, homed: bool) -> None:
+    results = run_ranks(n, _many, 400, homed, 2**29)
+    assert [(collectives, right) for collectives, _, right in results] == [(2, True)] * n
+
+
+@pytest.mark.parametrize("homed", [False, True], ids=["loose", "homed"])
+@pytest.mark.parametrize("bucket_bytes", [1, 16, 100, 4096])
+def test_collectives_are_bytes_over_bucket_bytes(bucket_bytes: int, homed: bool) -> None:
+    payload = 7 * (32 if homed else 15) * 4  # homed tensors start at multiples of 128 bytes
+    (collectives, sent, right), *_ = run_ranks(2, _many, 7, homed, bucket_bytes)
+    assert right
+    assert collectives == 1 + math.ceil(payload / max(bucket_bytes // 4 * 4, 4))
+    assert sent == payload + 12 * 8, "a control row of twelve numbers, then every byte once"
+
+
+def _dtypes(rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    params = {
+        "fp64": nn.Parameter(torch.randn(5, dtype=torch.float64)),
+        "fp32": nn.Parameter(torch.randn(3, 4)),
+        "bf16": nn.Parameter(torch.randn(33, dtype=torch.bfloat16)),
+        "fp16": nn.Parameter(torch.full((4,), 40000.0, dtype=torch.float16)),
+        "complex": nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+        "channels_last": nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        "transposed": nn.Parameter(torch.randn(4, 6).t()),
+        "empty": nn.Parameter(torch.empty(0, 3)),
+        "scalar": nn.Parameter(torch.randn(())),
+    }
+    before = {name: p.detach().clone() for name, p in params.items()}
+    strides = {name: p.stride() for name, p in params.items()}
+    outcome = Converger(params.values(), ProcessEnsemble()).converge(Report(step=0))
+    assert strides == {name: p.stride() for name, p in params.items()}
+    return {"before": before, "after": {k: p.detach() for k, p in params.items()}, "collectives": outcome.collectives}
+
+
+def test_every_dtype_and_layout_is_averaged_in_at_least_fp32() -> None:
+    results = run_ranks(3, _dtypes)
+    assert [r["collectives"] for r in results] == [3] * 3, "control, fp32 (half precision and complex with it), fp64"
+    for name in results[0]["before"]:
+        stacked = torch.stack([r["before"][name] for r in results])
+        wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
+        # The mean of numbers held in fp32, rounded once to the dtype: 40000 · 3 would overflow fp16.
+        expected = (wide.mean(dim=0) if stacked.numel() else wide[0]).to(stacked.dtype)
+        for r in results:
+            torch.testing.assert_close(r["after"][name], expected, rtol=None, atol=None)
+            assert torch.equal(r["after"][name], results[0]["after"][name])
+
+
+def _sick(rank: int, sick: list[int], what: str, kind: str, ddp: bool) -> dict[str, Any]:
+    trainer = Trainer(rank, ddp=ddp, make_optimizer=OPTIMIZERS[kind], auto_lr=False)
+    trainer.train(3)
+
+    def break_it(trainer: Trainer) -> None:
+        if rank not in sick:
+            return
+        if what == "parameter":
+            trainer.module.inner.weight.data[1, 1] = math.inf
+        elif what == "moment":
+            trainer.optimizer.state[trainer.module.inner.weight]["exp_avg"][0, 0] = math.nan
+        else:
+            trainer.scheduler.record_loss(math.nan)
+
+    before: list[Tensor] = []
+    trainer.train(1, before_step=lambda t: (break_it(t), before.append(t.parameters()))[0])
+    after, moments = trainer.parameters(), trainer.moments()
+    trainer.train(8)
+    records = [(r.excluded, r.step) for r in trainer.scheduler.history]
+    return {"before": before[0], "after": after, "moments": moments, "end": trainer.parameters(), "records": records}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("ddp", [True, False], ids=["shared", "local"])
+@pytest.mark.parametrize("what", ["parameter", "loss", "moment"])
+def test_a_replica_that_is_not_finite_is_left_out_and_healed(what: str, ddp: bool, kind: str) -> None:
+    results = run_ranks(4, _sick, [1, 3], what, kind, ddp)
+    mean = (results[0]["before"].double() + results[2]["before"].double()) / 2
+    for r in results:
+        torch.testing.assert_close(r["after"], mean.float(), rtol=2e-7, atol=2e-8)
+        assert torch.isfinite(r["moments"]).all()
+        assert torch.equal(r["moments"], results[0]["moments"])
+        assert torch.isfinite(r["end"]).all()
+        assert torch.equal(r["end"], results[0]["end"])
+        assert r["records"] == [([1, 3], 4), ([], 8), ([], 12)]
+
+
+def _all_sick(rank: int) -> tuple[str, bool, int]:
+    trainer = Trainer(rank, ddp=False, auto_lr=False)
+    trainer.train(3)
+    trainer.module.inner.weight.data[0, 0] = math.nan
+    before, groups = trainer.parameters(), [g["lr"] for g in trainer.optimizer.param_groups]
+    with pytest.raises(RuntimeError) as error:
+        trainer.scheduler.step(1.0)
+    unchanged = torch.equal(before, trainer.parameters()) or (
+        torch.equal(before.isnan(), trainer.parameters().isnan())
+        and torch.equal(before.nan_to_num(), trainer.parameters().nan_to_num())
+    )
+    return str(error.value), unchanged and groups == [g["lr"] for g in trainer.optimizer.param_groups], trainer.step
+
+
+def test_when_all_are_bad_nothing_is_overwritten() -> None:
+    for message, unchanged, step in run_ranks(3, _all_sick):
+        assert "no replica is sound at step 4" in message
+        assert "parameters, state or buffers on ranks 0, 1, 2" in message
+        assert unchanged
+        assert step == 3
+
+
+def _exploding_loss_with_auto_lr(rank: int) -> tuple[list[float], list[int]]:
+    trainer = Trainer(rank, ddp=False, total_steps=100, sync_every=5, max_lr=1e-3)
+    trainer.train(10, before_step=lambda t: t.scheduler.record_loss(math.inf) if rank == 2 and t.step == 7 else None)
+    return trainer.scheduler.cycle.control["mu"], trainer.scheduler.history[1].excluded
+
+
+def test_an_exploding_replica_does_not_reach_the_controller_as_a_number() -> None:
+    results = run_ranks(3, _exploding_loss_with_auto_lr)
+    assert all(excluded == [2] for _, excluded in results)
+    assert all(math.isfinite(mu) for mus, _ in results for mu in mus)
+
+
+def _disagree(rank: int, how: str) -> tuple[str, bool]:
+    options: dict[str, Any] = {"seed": rank} if how == "settings" else {}
+    trainer = Trainer(rank, ddp=False, auto_lr=how == "loss", groups=how == "groups" and rank == 1, **options)
+    if how == "layout" and rank == 1:
+        trainer.optimizer = torch.optim.AdamW(list(trainer.module.parameters())[1:], lr=0.01)
+        trainer.scheduler = hk.HDETOneCycleLR(trainer.optimizer, 0.01, 12, sync_every=4, auto_lr=False)
+    if how == "step" and rank == 1:
+        trainer.scheduler.cycle.step = 8
+    if how == "loss":  # the controller acts at the sync, and one rank stops recording after the first step
+        trainer.scheduler = hk.HDETOneCycleLR(
+            trainer.optimizer, 0.01, 40, sync_every=4, auto_lr=hk.RegressionController(start_at=0.0)
+        )
+        trainer.scheduler.record_loss(1.0)
+        trainer.scheduler.cycle.window.clear()
+    before = trainer.parameters()
+    loss = None if how == "loss" and rank == 1 else 1.0
+    for _ in range(3):
+        trainer.scheduler.step(loss)
+    with pytest.raises(RuntimeError) as error:
+        trainer.scheduler.step(loss)
+    return str(error.value), torch.equal(before, trainer.parameters())
+
+
+DISAGREEMENTS = {
+    "step": r"disagree on the step \(ranks 0, 2: step 4; rank 1: step 12\)",
+    "layout": r"disagree on the layout of parameters and buffers \(ranks 0, 2: 4 tensors, 129 elements; "
+    r"rank 1: 3 tensors, 33 elements\)",
+    "groups": r"disagree on the settings \(ranks 0, 2: .*; rank 1: ",
+    "settings": r"disagree on the settings \(rank 0: config \d+; rank 1: config \d+; rank 2: config \d+\)",
+    "loss": r"no loss was recorded since the last sync on rank 1: call scheduler\.step\(loss\)",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("how", DISAGREEMENTS)
+def test_replicas_that_disagree_all_get_an_error_that_names_them(how: str) -> None:
+    for message, unchanged in run_ranks(3, _disagree, how):
+        assert re.search(DISAGREEMENTS[how], message), message
+        assert unchanged
+
+
+def _dead_peer(rank: int) -> tuple[bool, bool, float]:
+    trainer = Trainer(rank, ddp=False, auto_lr=False)
+    trainer.train(3)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = trainer.parameters()
+    start = time.monotonic()
+    raised = False
+    try:
+        trainer.scheduler.step(1.0)
+    except RuntimeError:
+        raised = True
+    return raised, torch.equal(before, trainer.parameters()), time.monotonic() - start
+
+
+def test_a_dead_peer_raises_within_the_timeout_with_parameters_intact() -> None:
+    results = run_ranks(3, _dead_peer, expect_dead=1)
+    assert results[1] is None
+    for raised, intact, seconds in (results[0], results[2]):
+        assert raised
+        assert intact
+        assert seconds < 25, "the group's timeout is 20 seconds"
+
+
+def _moved(rank: int) -> bool:
+    """A parameter that left its bucket is averaged where it is now."""
+    param = nn.Parameter(torch.full((4,), float(rank)))
+    converger = Converger(Buckets([param]), ProcessEnsemble())
+    param.data = torch.full((4,), 10.0 + rank)
+    converger.converge(Report(step=0))
+    return torch.equal(param, torch.full((4,), 10.5))
+
+
+def test_a_parameter_that_moved_away_is_averaged_with_its_current_values() -> None:
+    assert run_ranks(2, _moved) == [True, True]
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameters to average"):
+        Converger([], hk.ensemble.SingleReplica())
+    with pytest.raises(RuntimeError, match=r"start the script with torchrun.*init_process_group"):
+        ProcessEnsemble()
+    with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
+        Converger([nn.Parameter(torch.ones(2))], hk.ensemble.SingleReplica(), bucket_bytes=0)
+    overlapping = nn.Parameter(torch.ones(1).expand(3))
+    with pytest.raises(ValueError, match="gaps or overlaps"):
+        Converger([overlapping], hk.ensemble.SingleReplica())
