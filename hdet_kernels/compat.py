@@ -68,8 +68,6 @@ class OneCycleAutoLR(HDETOneCycleLR):
         controller = SoftmaxController(
             warmup_steps=auto_lr_warmup_steps, scale=loss_scale, rate=lr_of_lr, beta=momentum_of_lr
         )
-        self.rank = ensemble.replica
-        self.world_size = ensemble.size
         self.enable_auto_lr = enable_auto_lr
         self.ensemble_lr_spread_ratio = ensemble_lr_spread_ratio
         self.model_sync_interval = model_sync_interval
@@ -93,3 +91,11 @@ class OneCycleAutoLR(HDETOneCycleLR):
             auto_lr=controller if enable_auto_lr else False,
             ensemble=ensemble,
         )
+
+    @property
+    def rank(self) -> int:
+        return self.cycle.ensemble.replica
+
+    @property
+    def world_size(self) -> int:
+        return self.cycle.ensemble.size

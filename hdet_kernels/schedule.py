@@ -156,7 +156,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         if self._cycle is None:  # torch's constructor takes the first values of the schedule
             super().step()
             return
-        self._cycle.end_step(loss, last_step=self.total_steps)
+        self._cycle.end_step(loss, self.total_steps)
         super().step()
 
     def get_lr(self) -> list[float | Tensor]:
@@ -246,7 +246,9 @@ class HDETScheduler(_WithCycle, LRScheduler):
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """After ``optimizer.step()``, as :meth:`HDETOneCycleLR.step`."""
-        self.cycle.end_step(loss, last_step=None)
+        # OneCycleLR refuses to go on; the others may be stepped for ever.
+        last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
+        self.cycle.end_step(loss, last_step)
         groups = self.optimizer.param_groups
         # Chainable schedulers compute the next learning rate from the current one: theirs, not this replica's.
         for group, rate in zip(groups, self.cycle.scheduled, strict=True):
@@ -314,7 +316,7 @@ def _build_cycle(
         raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
     ensemble = default_ensemble() if ensemble is None else ensemble
     if ensemble.size == 1:
-        log.info("one replica: HDET is plain %s here", "training under the wrapped schedule")
+        log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
     buffers = list(model.buffers()) if model is not None and average_buffers else []
     buckets = getattr(optimizer, "buckets", None)
     converger = Converger(
@@ -369,7 +371,8 @@ def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
 
 
 def _averaged_state(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer state that belongs to parameters element by element: moments, not step counts."""
+    """The optimizer state that belongs to parameters element by element: moments, not step counts and not state of
+    another shape (LBFGS's history)."""
     flats = getattr(optimizer, "state_flats", None)
     if callable(flats):
         return list(flats())
@@ -379,11 +382,9 @@ def _averaged_state(optimizer: Optimizer) -> list[Tensor]:
             state = optimizer.state.get(param, {})
             found += [
                 value
-                for _, value in sorted(state.items())
-                if isinstance(value, Tensor)
-                and value.shape == param.shape
-                and value.is_floating_point()
-                and param.dim()
+                for key, value in sorted(state.items())
+                if key != "step" and isinstance(value, Tensor) and value.shape == param.shape
+                if value.is_floating_point() or value.is_complex()
             ]
     return found
 

@@ -226,6 +226,18 @@ def test_the_last_step_converges_and_nothing_follows() -> None:
     assert (groups_of(optimizer), scheduler.last_epoch) == before
 
 
+def test_a_wrapped_onecycle_ends_where_it_ends() -> None:
+    optimizer = adam()
+    scheduler = hk.HDETScheduler(schedules.OneCycleLR(optimizer, 0.1, total_steps=4), sync_every=3, auto_lr=False)
+    for _ in range(4):
+        advance(optimizer, scheduler)
+    assert [(r.step, r.kind) for r in scheduler.history] == [(3, "sync"), (4, "last")]
+    before = groups_of(optimizer), scheduler.last_epoch
+    with pytest.raises(ValueError, match="step 5 is past the end: total_steps is 4"):
+        scheduler.step()
+    assert (groups_of(optimizer), scheduler.last_epoch) == before
+
+
 def test_bare_step_works_after_record_loss_and_window_means_all_records() -> None:
     optimizer = adam()
     scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, sync_every=2)
