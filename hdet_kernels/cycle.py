@@ -76,7 +76,7 @@ class Cycle:
         self.control = controller.start(len(self.hyperparameters)) if controller else {}
         self.diverges = any(h.spread for h in self.hyperparameters)
         self._group_count = len(optimizer.param_groups)
-        self._multipliers = self._fan_out()
+        self._fan_out()
         self._fingerprint: Tensor | None = None
         self._shared: bool | None = None
         self._away = False  # inside consensus(): the parameters are not this replica's
@@ -91,10 +91,11 @@ class Cycle:
         """The number of the current cycle, from 0."""
         return self.step // self.run.sync_every
 
-    def _fan_out(self) -> NDArray[np.float64]:
-        """[J, N]: the multipliers of all replicas in this cycle."""
-        n = self.ensemble.size
-        return np.stack([h.multipliers(n, seed=self.seed, cycle=self.number) for h in self.hyperparameters])
+    def _fan_out(self) -> None:
+        """Take the multipliers of this cycle: [J, N] of all replicas, and this replica's own."""
+        n, cycle = self.ensemble.size, self.number
+        self._multipliers = np.stack([h.multipliers(n, seed=self.seed, cycle=cycle) for h in self.hyperparameters])
+        self._own: list[float] = self._multipliers[:, self.ensemble.replica].tolist()
 
     def base(self, index: int) -> Any:
         """The base value η of a hyperparameter now."""
@@ -104,8 +105,7 @@ class Cycle:
 
     def value(self, index: int) -> Any:
         """What this replica trains with."""
-        multiplier = float(self._multipliers[index, self.ensemble.replica])
-        return self.hyperparameters[index].bounded(self.base(index) * multiplier)
+        return self.hyperparameters[index].bounded(self.base(index) * self._own[index])
 
     def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
         """This replica's learning rates where the schedule says ``scheduled``."""
@@ -189,7 +189,7 @@ class Cycle:
         self.window.clear()
         self._fingerprint = None
         self.step = step
-        self._multipliers = self._fan_out()
+        self._fan_out()
         self.write()
 
     def converge(self) -> None:
@@ -358,6 +358,6 @@ class Cycle:
         if self._displacement is not None:
             self._displacement.load_state_dict(state["displacement"])
         self.history[:] = [SyncRecord(**record) for record in state["history"]]
-        self._multipliers = self._fan_out()
+        self._fan_out()
         self._fingerprint = None
         self.write()

@@ -32,11 +32,11 @@ class LossWindow:
             )
         if loss.is_complex():
             raise TypeError(f"the loss must be real, got {loss.dtype}")
-        loss = loss.detach().reshape(())
+        loss = loss.detach()
         if isinstance(self.sum, Tensor) and self.sum.device == loss.device:
-            self.sum.add_(loss)
+            self.sum.add_(loss if loss.dim() == 0 else loss.reshape(()))
         else:
-            self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(float(self.sum))
+            self.sum = loss.reshape(()).to(wide_dtype(loss.device), copy=True).add_(float(self.sum))
 
     def clear(self) -> None:
         if isinstance(self.sum, Tensor):
