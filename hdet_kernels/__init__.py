@@ -1,6 +1,6 @@
 """Hyperparameter-Divergent Ensemble Training (HDET): find the learning rate while training."""
 
-from . import compat
+from . import compat, report
 from .buckets import Buckets
 from .controller import (
     HypergradientController,
@@ -14,6 +14,8 @@ from .explore import Explore
 from .fanout import multipliers, permutation
 from .history import SyncRecord
 from .initialise import warm_noisy_init_
+from .ops.backends import backends, use_backend
+from .optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from .schedule import HDETOneCycleLR, HDETScheduler
 
 __version__ = "0.1.0"
@@ -22,6 +24,11 @@ __all__ = [
     "Buckets",
     "Converger",
     "Explore",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLion",
+    "FusedSGD",
     "HDETOneCycleLR",
     "HDETScheduler",
     "HypergradientController",
@@ -29,9 +36,12 @@ __all__ = [
     "RegressionController",
     "SoftmaxController",
     "SyncRecord",
+    "backends",
     "compat",
     "multipliers",
     "paper_settings",
     "permutation",
+    "report",
+    "use_backend",
     "warm_noisy_init_",
 ]

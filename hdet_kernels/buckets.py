@@ -73,7 +73,10 @@ class Buckets:
             torch.zeros(end, device=device, dtype=dtype) for end, (device, dtype) in zip(ends, keys, strict=True)
         )
         self._views = self.views(self.flats)
-        self._adopt(range(len(self.params)))
+        with torch.no_grad():
+            for param, view in zip(self.params, self._views, strict=True):
+                view.copy_(param)
+                param.data = view
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """One view a parameter, with its shape and strides, into buffers laid out like :attr:`flats`."""
@@ -84,13 +87,14 @@ class Buckets:
         return tuple(torch.zeros_like(flat, dtype=dtype) for flat in self.flats)
 
     def moved(self) -> list[int]:
-        """Indices of parameters that no longer live in their slot (``.to()``, ``.data = …``, ``load_state_dict`` with
-        ``assign=True``)."""
+        """Indices of parameters that no longer live in their slot (``.to()``, ``.data = …``). Parameters that were
+        replaced by new objects, as by ``load_state_dict(assign=True)``, are no longer these, as for any optimizer."""
         return [
             index
             for index, (param, view) in enumerate(zip(self.params, self._views, strict=True))
             if (param.data_ptr() != view.data_ptr() and view.numel())
-            or (param.device, param.dtype, param.shape) != (view.device, view.dtype, view.shape)
+            or (param.device, param.dtype, param.shape, param.stride())
+            != (view.device, view.dtype, view.shape, view.stride())
         ]
 
     def rehome(self) -> list[int]:
@@ -107,16 +111,12 @@ class Buckets:
                     f"parameter {index} was {_spell(*then)} when the optimizer was built and is {_spell(*now)} now; "
                     "move or convert the model before building the optimizer"
                 )
-        self._adopt(moved)
+        # Copied out first: a parameter may have come to live in the slot of another.
+        values = [self.params[index].detach().clone() for index in moved]
+        for index, value in zip(moved, values, strict=True):
+            self._views[index].copy_(value)
+            self.params[index].data = self._views[index]
         return moved
-
-    def _adopt(self, indices: Iterable[int]) -> None:
-        with torch.no_grad():
-            for index in indices:
-                param, view = self.params[index], self._views[index]
-                if param.data_ptr() != view.data_ptr():
-                    view.copy_(param)
-                param.data = view
 
     @property
     def nbytes(self) -> int:
@@ -150,8 +150,9 @@ class Bucket:
 
 
 def cut(tensors: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut 1-D ``tensors`` into the fewest buckets of at most ``bucket_bytes``: ⌈bytes / bucket_bytes⌉ for each
-    (device, dtype of travel). A tensor may be split between buckets. Every element is in exactly one piece."""
+    """Cut 1-D ``tensors`` into the fewest buckets of at most ``bucket_bytes`` (and at least one element):
+    ⌈bytes / bucket_bytes⌉ for each (device, dtype of travel). A tensor may be split between buckets. Every element is
+    in exactly one piece."""
     capacity_bytes = checked_bucket_bytes(bucket_bytes)
     buckets: list[Bucket] = []
     pending: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
@@ -221,6 +222,8 @@ def layout_hash(tensors: Iterable[Tensor]) -> int:
 
 def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """The tensors in order, each object once (tied parameters are one object)."""
+    if isinstance(tensors, Tensor):
+        raise TypeError("expected several tensors, such as model.parameters(), got a single one: pass [tensor]")
     return tuple({id(tensor): tensor for tensor in tensors}.values())
 
 
@@ -243,6 +246,8 @@ def _check_can_be_homed(index: int, param: Tensor) -> None:
             f"parameter {index} is a {type(param).__name__} of layout {param.layout}; only dense torch tensors can be "
             "moved into contiguous buckets"
         )
+    if param.is_meta:
+        raise ValueError(f"parameter {index} is on the meta device and has no values yet: materialise the model first")
     if not is_dense(param):
         raise ValueError(
             f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}: gaps or overlaps in memory "

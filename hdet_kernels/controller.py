@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 State = dict[str, Any]
 
+#: Shares of a run become steps by a product that may be off by a rounding: 0.29·100 is a little less than 29.
+EDGE = 1e-6
+
 
 @dataclass(frozen=True)
 class Run:
@@ -30,7 +33,8 @@ class Run:
 
     def syncs(self, first: float, last: float) -> int:
         """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
-        return max(math.floor(last / self.sync_every) - max(math.ceil(first / self.sync_every), 1) + 1, 0)
+        first_sync = max(math.ceil((first - EDGE) / self.sync_every), 1)
+        return max(math.floor((last + EDGE) / self.sync_every) - first_sync + 1, 0)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class _SlopeController:
 
     def active(self, run: Run, step: int) -> bool:
         first, last = self.window(run)
-        return first <= step <= last
+        return first - EDGE <= step <= last + EDGE
 
     def start(self, count: int) -> State:
         return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "updates": 0}
@@ -128,6 +132,7 @@ class _SlopeController:
         return scheduled * math.exp(state["mu"][index])
 
     def _moved(self, run: Run, state: State, slopes: Array) -> State:
+        slopes = np.where(np.isfinite(slopes), slopes, 0.0)  # an overflowed gradient says nothing
         updates = state["updates"] + 1
         m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
         q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
@@ -144,6 +149,10 @@ class RegressionController(_SlopeController):
 
     reads: ClassVar[Literal["losses"]] = "losses"
     ridge: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive("ridge", self.ridge)
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         return self._moved(run, state, regress(seen.losses, np.log(seen.multipliers), self.ridge))
@@ -196,8 +205,9 @@ class SoftmaxController:
         for name in ("scale", "rate", "div_factor", "final_div_factor"):
             _check_positive(name, getattr(self, name))
         _check_share("beta", self.beta, below_one=True)
-        if not isinstance(self.decay, float | int) and self.decay not in ("floor", "published"):
-            raise ValueError(f"decay must be 'floor', 'published' or a number, got {self.decay!r}")
+        number = isinstance(self.decay, float | int) and -math.inf < self.decay < 1
+        if not number and self.decay not in ("floor", "published"):
+            raise ValueError(f"decay must be 'floor', 'published' or a number below 1, got {self.decay!r}")
 
     def check(self, run: Run) -> None:
         if run.total_steps is None and not isinstance(self.decay, float | int):
@@ -217,7 +227,7 @@ class SoftmaxController:
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         gamma = state["gamma"] or self._gammas(run, seen.base)
-        eta = np.asarray(state["eta"] or seen.base)
+        eta = seen.base  # the state's, moved into the bounds
         values = eta[:, None] * seen.multipliers
         delta = values @ softmax_weights(seen.losses, self.scale) - values.mean(axis=1)
         velocity = self.beta * np.asarray(state["velocity"]) + (1 - self.beta) * delta

@@ -1,33 +1,31 @@
 """One cycle of HDET: fan-out, T steps, losses and values of all replicas, controller, converge, and again.
 
 The schedulers own a :class:`Cycle` and tell it two things: a step is finished (:meth:`Cycle.end_step`), and what the
-schedule says now (:meth:`Cycle.rates`). It knows nothing of how the schedule is computed.
+schedule says now (:meth:`Spread.rates`). It knows nothing of how the schedule is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .controller import Controller, Observation, Run
+from .controller import Run
 from .converge import AverageState, Converger, Outcome, Report
 from .ensemble import Ensemble
-from .explore import Hyperparameter
 from .gradients import Displacement, fingerprint, weakly
 from .history import SyncRecord
+from .spread import Spread
 from .window import LossWindow
 
 log = logging.getLogger("hdet_kernels")
@@ -37,85 +35,50 @@ Probe = Callable[[], float | Tensor]
 
 
 class Cycle:
-    """The state of a run between and at its syncs, on this replica.
-
-    ``hyperparameters`` begin with one learning rate for each parameter group, in order. ``scheduled`` holds what the
-    schedule says of them now.
-    """
+    """The state of a run between and at its syncs, on this replica."""
 
     def __init__(
         self,
         optimizer: Optimizer,
-        hyperparameters: Sequence[Hyperparameter],
+        spread: Spread,
         run: Run,
-        controller: Controller | None,
         ensemble: Ensemble,
         converger: Converger,
         *,
         probe: Probe | None,
         gradients: Gradients,
         average_state: AverageState,
-        seed: int,
         step: int,
-        scheduled: Sequence[float | Tensor],
     ) -> None:
         self.optimizer = optimizer
-        self.hyperparameters = tuple(hyperparameters)
+        self.spread = spread
         self.run = run
-        self.controller = controller
         self.ensemble = ensemble
         self.converger = converger
         self.probe = probe
         self.gradients = gradients
         self.average_state = average_state
-        self.seed = seed
         self.step = step
-        self.scheduled = list(scheduled)
         self.window = LossWindow()
         self.history: list[SyncRecord] = []
-        self.control = controller.start(len(self.hyperparameters)) if controller else {}
-        self.diverges = any(h.spread for h in self.hyperparameters)
         self._group_count = len(optimizer.param_groups)
-        self._fan_out()
         self._fingerprint: Tensor | None = None
         self._shared: bool | None = None
         self._away = False  # inside consensus(): the parameters are not this replica's
-        self._displacement = Displacement(optimizer) if controller and controller.reads == "slopes" else None
+        takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
+        self._displacement = Displacement(optimizer) if takes_slopes else None
+        spread.fan_out(self.number)
         optimizer.register_step_pre_hook(weakly(self._before_optimizer_step))
         optimizer.register_load_state_dict_post_hook(weakly(self.write))
-
-    # Fan-out
 
     @property
     def number(self) -> int:
         """The number of the current cycle, from 0."""
         return self.step // self.run.sync_every
 
-    def _fan_out(self) -> None:
-        """Take the multipliers of this cycle: [J, N] of all replicas, and this replica's own."""
-        n, cycle = self.ensemble.size, self.number
-        self._multipliers = np.stack([h.multipliers(n, seed=self.seed, cycle=cycle) for h in self.hyperparameters])
-        self._own: list[float] = self._multipliers[:, self.ensemble.replica].tolist()
-
-    def base(self, index: int) -> Any:
-        """The base value η of a hyperparameter now."""
-        hyper = self.hyperparameters[index]
-        start = self.scheduled[index] if hyper.base is None else hyper.base
-        return hyper.bounded(self.controller.base(self.control, index, start) if self.controller else start)
-
-    def value(self, index: int) -> Any:
-        """What this replica trains with."""
-        return self.hyperparameters[index].bounded(self.base(index) * self._own[index])
-
-    def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
-        """This replica's learning rates where the schedule says ``scheduled``."""
-        self.scheduled = list(scheduled)
-        return [self.value(index) for index in range(self._group_count)]
-
     def write(self) -> None:
         """Give the optimizer and the user's setters this replica's values."""
-        for index, hyper in enumerate(self.hyperparameters):
-            hyper.write(self.optimizer.param_groups, self.value(index))
+        self.spread.write(self.optimizer.param_groups)
 
     # A step
 
@@ -138,7 +101,7 @@ class Cycle:
         mark = self.window.mark() if self._sync_due(self.step + 1) else None
         if loss is not None:
             self.window.record(loss)
-        if self._reads_losses() and self.probe is None and not self.window.ever:
+        if self.spread.reads_losses and self.probe is None and not self.window.ever:
             raise RuntimeError(
                 "auto_lr is on and needs the training loss, but none was recorded: call scheduler.step(loss), or "
                 "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass "
@@ -162,34 +125,33 @@ class Cycle:
         if self.gradients == "auto" and self.ensemble.size > 1 and self._sync_due(self.step + 1):
             self._fingerprint = fingerprint(self.optimizer.param_groups)
 
-    def _reads_losses(self) -> bool:
-        return self.controller is not None and self.controller.reads == "losses"
-
     # A sync
 
     def _sync(self) -> None:
         """Converge, let the controller move the base values, and fan out anew: the end of step ``self.step + 1``."""
         step = self.step + 1
         kind: Literal["sync", "last"] = "sync" if step % self.run.sync_every == 0 else "last"
-        acting = self.controller is not None and self.controller.active(self.run, step)
-        probe = self._run_probe() if acting and self._reads_losses() else None
+        controller = self.spread.controller
+        acting = controller is not None and controller.active(self.run, step)
+        probe = self._run_probe() if acting and self.spread.reads_losses else None
         outcome = self.converger.converge(
             self._report(step, probe),
             average_state=self._average_state(),
             known_shared=self._shared,
             needs_shared=self._displacement is not None,
-            needs_loss=acting and self._reads_losses() and self.probe is None,
-            skip_if_equal=not self.diverges,
+            needs_loss=acting and self.spread.reads_losses and self.probe is None,
+            skip_if_equal=not self.spread.diverges,
         )
         self._shared = outcome.shared
         self._note(step, kind, outcome)
         slopes = self._displacement.turn() if self._displacement else None
-        if acting and self.controller is not None:
-            self.control = self.controller.update(self.run, self.control, self._observation(outcome, slopes))
+        if acting:
+            losses = outcome.losses if np.isnan(outcome.probes).all() else outcome.probes
+            self.spread.move(self.run, np.where(outcome.healthy, losses, np.nan), slopes)
         self.window.clear()
         self._fingerprint = None
         self.step = step
-        self._fan_out()
+        self.spread.fan_out(self.number)
         self.write()
 
     def converge(self) -> None:
@@ -208,15 +170,14 @@ class Cycle:
             raise RuntimeError(
                 "scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already"
             )
-        covered = [tensor.detach() for tensor in self.converger.covered()]
-        own = [tensor.clone() for tensor in covered]
-        self.converger.converge(self._report(self.step), include_state=False)
+        own = [tensor.detach().clone() for tensor in self.converger.covered()]
         self._away = True
         try:
+            self.converger.converge(self._report(self.step), include_state=False)
             yield
         finally:
             self._away = False
-            torch._foreach_copy_(covered, own)
+            torch._foreach_copy_([tensor.detach() for tensor in self.converger.covered()], own)
 
     def _report(self, step: int, probe: float | Tensor | None = None) -> Report:
         return Report(step, self.window.sum, self.window.count, probe, self._fingerprint, self.config_hash)
@@ -235,25 +196,9 @@ class Cycle:
             raise ValueError(f"probe() must return a scalar loss, got a tensor of shape {tuple(loss.shape)}")
         return loss
 
-    def _all_values(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[J] base values and [J, N] values of all replicas, now."""
-        base = np.array([float(self.base(index)) for index in range(len(self.hyperparameters))])
-        rows = zip(self.hyperparameters, base[:, None] * self._multipliers, strict=True)
-        return base, np.stack([hyper.bounded(row) for hyper, row in rows])
-
-    def _observation(self, outcome: Outcome, slopes: list[float] | None) -> Observation:
-        base, values = self._all_values()
-        losses = outcome.losses if np.isnan(outcome.probes).all() else outcome.probes
-        multipliers = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
-        full = None
-        if slopes is not None:  # learning rates have them, other hyperparameters stay where they are
-            full = np.zeros(len(base))
-            full[: len(slopes)] = slopes
-        return Observation(np.where(outcome.healthy, losses, np.nan), multipliers, base, full)
-
     def _note(self, step: int, kind: Literal["sync", "last", "manual"], outcome: Outcome) -> None:
-        base, values = self._all_values()
-        names = [hyper.name for hyper in self.hyperparameters]
+        base, values = self.spread.table()
+        names = [hyper.name for hyper in self.spread.hyperparameters]
         excluded = np.flatnonzero(~outcome.healthy).tolist()
         if excluded:
             log.warning("step %d: replicas %s were not finite; left out of the mean and given it", step, excluded)
@@ -283,24 +228,15 @@ class Cycle:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """What must be equal on all replicas and in a checkpoint that is loaded, as plain values."""
-        controller = self.controller
+        controller = self.spread.controller
         constants: dict[str, Any] = {}
         if dataclasses.is_dataclass(controller) and not isinstance(controller, type):
             constants = dataclasses.asdict(controller)
         return {
-            "hyperparameters": [
-                {
-                    "name": h.name,
-                    "spread": h.spread,
-                    "spacing": h.spacing,
-                    "bounds": list(h.bounds or ()),
-                    "base": h.base,
-                }
-                for h in self.hyperparameters
-            ],
+            "hyperparameters": self.spread.config(),
             "sync_every": self.run.sync_every,
             "total_steps": self.run.total_steps,
-            "seed": self.seed,
+            "seed": self.spread.seed,
             "controller": type(controller).__name__ if controller else None,
             "controller_constants": constants,
             "probe": self.probe is not None,
@@ -318,8 +254,7 @@ class Cycle:
             "size": self.ensemble.size,
             "replica": self.ensemble.replica,
             "step": self.step,
-            "scheduled": [float(value) for value in self.scheduled],
-            "controller": self.control,
+            "spread": self.spread.state_dict(),
             "window": self.window.state_dict(),
             "displacement": self._displacement.state_dict() if self._displacement else None,
             "history": [record.to_dict() for record in self.history],
@@ -352,12 +287,11 @@ class Cycle:
                 state["step"] % self.run.sync_every,
             )
         self.step = state["step"]
-        self.scheduled = list(state["scheduled"])
-        self.control = copy.deepcopy(state["controller"])
+        self.spread.load_state_dict(state["spread"])
         self.window.load_state_dict(state["window"])
         if self._displacement is not None:
             self._displacement.load_state_dict(state["displacement"])
         self.history[:] = [SyncRecord(**record) for record in state["history"]]
-        self._fan_out()
+        self.spread.fan_out(self.number)
         self._fingerprint = None
         self.write()

@@ -49,8 +49,12 @@ class Explore:
 
     def __post_init__(self) -> None:
         check_spread(self.spread, self.spacing, f"spread of {self.name!r}")
-        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
+        if self.bounds is not None and not (len(self.bounds) == 2 and self.bounds[0] < self.bounds[1]):
             raise ValueError(f"bounds of {self.name!r} must be (lowest, highest), got {self.bounds}")
+        if self.groups is not None and not len(self.groups):
+            raise ValueError(
+                f"Explore({self.name!r}, groups={self.groups!r}) explores nothing: leave out groups= for all"
+            )
         if self.apply is not None:
             if not callable(self.apply):
                 raise TypeError(f"apply of {self.name!r} must be callable with one float, got {self.apply!r}")
@@ -126,6 +130,7 @@ def expand(explores: Iterable[Explore], groups: Sequence[Group], lr_spread: floa
             else:
                 base = read_entry(groups[group], explore.name) if explore.base is None else explore.base
                 check_base(f"{explore.name} of parameter group {group}", base)
+                _check_decay_bounds(explore)
                 others.append(_hyperparameter(explore, f"{explore.name}/{group}", base, group))
     default = Explore("lr", spread=lr_spread)
     rates = [_hyperparameter(by_group.get(g, default), f"lr/{g}", None, g) for g in range(len(groups))]
@@ -171,12 +176,23 @@ def write_entry(group: Group, key: str, value: float | torch.Tensor) -> None:
     name, index = _split(key)
     if index is not None:
         entries = list(group[name])
+        if isinstance(entries[index], torch.Tensor):
+            entries[index].fill_(value)
+            return
         entries[index] = value
         group[name] = tuple(entries)
     elif isinstance(group[name], torch.Tensor):
         group[name].fill_(value)
     else:
         group[name] = value
+
+
+def _check_decay_bounds(explore: Explore) -> None:
+    if _split(explore.name)[0] in ("betas", "momentum") and not (explore.bounds and explore.bounds[1] < 1):
+        raise ValueError(
+            f"Explore({explore.name!r}) needs bounds= that end below 1, got {explore.bounds}: multiples of a number "
+            "near 1 soon exceed it, and with a decay of 1 or more training diverges"
+        )
 
 
 def _covered(explore: Explore, groups: Sequence[Group]) -> Sequence[int]:

@@ -23,8 +23,7 @@ def multipliers(n: int, spread: float, spacing: Spacing = "linear") -> NDArray[n
     * ``linear``: ρ_r = 1 + spread·u_r, with mean 1, in [1 − spread, 1 + spread];
     * ``log``: ρ_r = (1 + spread)^{u_r}, with geometric mean 1, for wide spreads.
     """
-    if n < 1:
-        raise ValueError(f"the number of replicas must be at least 1, got {n}")
+    _check_count(n)
     check_spread(spread, spacing)
     centre = (n - 1) / 2
     u: NDArray[np.float64] = (np.arange(n, dtype=np.float64) - centre) / max(centre, 0.5)
@@ -38,10 +37,14 @@ def permutation(n: int, *, seed: int, cycle: int, hyperparameter: str) -> NDArra
     a SHAKE-128 stream keyed by (seed, cycle, hyperparameter): the result depends on no generator's state and on no
     library's version, and no global generator is touched.
     """
-    if n < 1:
-        raise ValueError(f"the number of replicas must be at least 1, got {n}")
+    _check_count(n)
     stream = hashlib.shake_128(f"{seed}/{cycle}/{hyperparameter}".encode()).digest(8 * n)
     return np.argsort(np.frombuffer(stream, dtype="<u8"), kind="stable")
+
+
+def _check_count(n: int) -> None:
+    if not isinstance(n, int | np.integer) or n < 1:
+        raise ValueError(f"the number of replicas must be a whole number of at least 1, got {n!r}")
 
 
 def check_spread(spread: float, spacing: str, what: str = "spread") -> None:

@@ -33,7 +33,9 @@ def warm_noisy_init_(
         raise ValueError(f"nu must be a finite number of at least 0, got {nu}")
     if scope not in ("tensor", "global"):
         raise ValueError(f"scope must be 'tensor' or 'global', got {scope!r}")
-    floating = [p for p in unique(params) if p.is_floating_point() and p.numel()]
+    # By address: parameters that are tied by sharing their memory get their noise once.
+    by_memory = {p.data_ptr(): p for p in reversed(unique(params)) if p.is_floating_point() and p.numel()}
+    floating = list(reversed(by_memory.values()))
     if not floating:
         raise ValueError("warm_noisy_init_ got no floating-point parameters: pass model.parameters()")
     replica = (default_ensemble() if ensemble is None else ensemble).replica

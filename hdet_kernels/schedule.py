@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,15 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from .buckets import Buckets
-from .controller import Controller, RegressionController, Run
-from .converge import AverageState, Converger
+from .assemble import build_cycle, learning_rates, untouched_on_error
+from .controller import Controller
+from .converge import AverageState
 from .cycle import Cycle, Gradients, Probe
-from .ensemble import Ensemble, default_ensemble
-from .explore import Explore, Group, Hyperparameter, expand, write_entry
+from .ensemble import Ensemble
+from .explore import Explore, write_entry
 from .history import SyncRecord
-
-log = logging.getLogger("hdet_kernels")
 
 
 class _WithCycle:
@@ -43,6 +40,10 @@ class _WithCycle:
     def sync_every(self) -> int:
         """T, in steps."""
         return self.cycle.run.sync_every
+
+    def get_base_lr(self) -> list[float | Tensor]:
+        """The base learning rate of every parameter group now: what the replicas are spread around."""
+        return self.cycle.spread.base_rates()
 
     def record_loss(self, loss: float | Tensor) -> None:
         """Add a training loss to the current window: any number of times before :meth:`step`, for gradient
@@ -111,7 +112,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         model: torch.nn.Module | None = None,
         seed: int = 0,
     ) -> None:
-        with _untouched_on_error(optimizer):
+        with untouched_on_error(optimizer):
             super().__init__(
                 optimizer,
                 max_lr,
@@ -130,7 +131,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
             )
             explore = tuple(explore)
             _refuse_scheduled_momentum(explore, cycle_momentum)
-            self._cycle = _build_cycle(
+            self._cycle = build_cycle(
                 optimizer,
                 step=self.last_epoch,
                 total_steps=self.total_steps,
@@ -148,7 +149,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
                 seed=seed,
             )
             self._cycle.write()
-            self._last_lr = _learning_rates(optimizer)
+            self._last_lr = learning_rates(optimizer)
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """After ``optimizer.step()``: record ``loss``, average the replicas if a sync is due, and set the next learning
@@ -161,7 +162,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
 
     def get_lr(self) -> list[float | Tensor]:
         scheduled = super().get_lr()
-        return scheduled if self._cycle is None else self._cycle.rates(scheduled)
+        return scheduled if self._cycle is None else self._cycle.spread.rates(scheduled)
 
     def state_dict(self) -> dict[str, Any]:
         state = {key: value for key, value in super().state_dict().items() if key != "_cycle"}
@@ -173,7 +174,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         hdet = state.pop("hdet")
         super().load_state_dict(state)
         self.cycle.load_state_dict(hdet)
-        self._last_lr = _learning_rates(self.optimizer)
+        self._last_lr = learning_rates(self.optimizer)
 
 
 class HDETScheduler(_WithCycle, LRScheduler):
@@ -213,10 +214,10 @@ class HDETScheduler(_WithCycle, LRScheduler):
         # torch's constructor would take a first step; the wrapped scheduler has done that.
         self.base_scheduler = base_scheduler
         self.optimizer = base_scheduler.optimizer
-        with _untouched_on_error(self.optimizer):
+        with untouched_on_error(self.optimizer):
             explore = tuple(explore)
             _refuse_scheduled_momentum(explore, getattr(base_scheduler, "cycle_momentum", False))
-            self._cycle = _build_cycle(
+            self._cycle = build_cycle(
                 self.optimizer,
                 step=getattr(base_scheduler, "last_epoch", 0),
                 total_steps=_run_length(base_scheduler) if total_steps is None else total_steps,
@@ -234,7 +235,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
                 seed=seed,
             )
             self._cycle.write()
-        self._last_lr = _learning_rates(self.optimizer)
+        self._last_lr = learning_rates(self.optimizer)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -251,15 +252,15 @@ class HDETScheduler(_WithCycle, LRScheduler):
         self.cycle.end_step(loss, last_step)
         groups = self.optimizer.param_groups
         # Chainable schedulers compute the next learning rate from the current one: theirs, not this replica's.
-        for group, rate in zip(groups, self.cycle.scheduled, strict=True):
+        for group, rate in zip(groups, self.cycle.spread.scheduled, strict=True):
             write_entry(group, "lr", rate)
         self.base_scheduler.step()
-        for group, rate in zip(groups, self.cycle.rates(_learning_rates(self.optimizer)), strict=True):
+        for group, rate in zip(groups, self.cycle.spread.rates(learning_rates(self.optimizer)), strict=True):
             write_entry(group, "lr", rate)
-        self._last_lr = _learning_rates(self.optimizer)
+        self._last_lr = learning_rates(self.optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        return self.cycle.rates(self.cycle.scheduled)
+        return self.cycle.spread.rates(self.cycle.spread.scheduled)
 
     def state_dict(self) -> dict[str, Any]:
         return {"base_scheduler": self.base_scheduler.state_dict(), "hdet": self.cycle.state_dict()}
@@ -268,125 +269,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
         self.cycle.check_state_dict(_own_part(state_dict))
         self.base_scheduler.load_state_dict(state_dict["base_scheduler"])
         self.cycle.load_state_dict(state_dict["hdet"])
-        self._last_lr = _learning_rates(self.optimizer)
-
-
-def default_sync_every(total_steps: int) -> int:
-    """T where none is given: 2.5 % of the run, between 1 and 1000 steps."""
-    return min(max(round(0.025 * total_steps), 1), 1000)
-
-
-def _build_cycle(
-    optimizer: Optimizer,
-    *,
-    step: int,
-    total_steps: int | None,
-    peak: float,
-    spread: float,
-    sync_every: int | None,
-    auto_lr: bool | Controller,
-    probe: Probe | None,
-    explore: Sequence[Explore],
-    gradients: Gradients,
-    ensemble: Ensemble | None,
-    average_state: AverageState,
-    average_buffers: bool,
-    model: torch.nn.Module | None,
-    seed: int,
-) -> Cycle:
-    """Check the arguments and put the parts together. Writes nothing to the optimizer's groups."""
-    groups = optimizer.param_groups
-    if total_steps is not None and total_steps < 1:
-        raise ValueError(f"total_steps must be at least 1, got {total_steps}")
-    if sync_every is None:
-        if total_steps is None:
-            raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
-        sync_every = default_sync_every(total_steps)
-    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-        raise ValueError(f"sync_every must be a whole number of steps, at least 1, got {sync_every!r}")
-    _check_choice("gradients", gradients, ("auto", "shared", "local"))
-    _check_choice("average_state", average_state, ("auto", True, False))
-    if probe is not None and not callable(probe):
-        raise TypeError(f"probe must be callable without arguments and return a loss, got {probe!r}")
-    hyperparameters = expand(explore, groups, spread)
-    floors = tuple(_floor(h, groups) for h in hyperparameters)
-    run = Run(total_steps, sync_every, peak, floors)
-    controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
-    if controller is not None and controller.reads == "slopes" and gradients == "local":
-        raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
-    ensemble = default_ensemble() if ensemble is None else ensemble
-    if ensemble.size == 1:
-        log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
-    buffers = list(model.buffers()) if model is not None and average_buffers else []
-    buckets = getattr(optimizer, "buckets", None)
-    converger = Converger(
-        buckets if isinstance(buckets, Buckets) else [p for group in groups for p in group["params"]],
-        ensemble,
-        state=lambda: _averaged_state(optimizer),
-        buffers=[b for b in buffers if b.is_floating_point()],
-    )
-    return Cycle(
-        optimizer,
-        hyperparameters,
-        run,
-        controller,
-        ensemble,
-        converger,
-        probe=probe,
-        gradients=gradients,
-        average_state=average_state,
-        seed=seed,
-        step=step,
-        scheduled=_learning_rates(optimizer),
-    )
-
-
-def _chosen_controller(auto_lr: bool | Controller, diverges: bool, run: Run) -> Controller | None:
-    if not isinstance(auto_lr, bool | Controller):
-        raise TypeError(f"auto_lr must be True, False or a controller such as RegressionController(), got {auto_lr!r}")
-    controller: Controller | None = None if isinstance(auto_lr, bool) else auto_lr
-    if auto_lr is True:
-        controller = RegressionController()
-    if controller is None or (controller.reads == "losses" and not diverges):
-        return None
-    controller.check(run)
-    if run.total_steps is not None and not any(
-        controller.active(run, step) for step in range(run.sync_every, run.total_steps + 1, run.sync_every)
-    ):
-        log.warning(
-            "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
-            "schedule will not be changed",
-            type(controller).__name__,
-            run.sync_every,
-            run.total_steps,
-        )
-    return controller
-
-
-def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
-    """Where the schedule ends: OneCycleLR says so in the group, others do not."""
-    if hyper.key != "lr" or hyper.group is None or "min_lr" not in groups[hyper.group]:
-        return None
-    return float(groups[hyper.group]["min_lr"])
-
-
-def _averaged_state(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer state that belongs to parameters element by element: moments, not step counts and not state of
-    another shape (LBFGS's history)."""
-    flats = getattr(optimizer, "state_flats", None)
-    if callable(flats):
-        return list(flats())
-    found = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state.get(param, {})
-            found += [
-                value
-                for key, value in sorted(state.items())
-                if key != "step" and isinstance(value, Tensor) and value.shape == param.shape
-                if value.is_floating_point() or value.is_complex()
-            ]
-    return found
+        self._last_lr = learning_rates(self.optimizer)
 
 
 def _run_length(scheduler: LRScheduler) -> int | None:
@@ -403,39 +286,8 @@ def _refuse_scheduled_momentum(explore: Sequence[Explore], cycle_momentum: bool)
             )
 
 
-def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-
-
 def _own_part(state: dict[str, Any]) -> dict[str, Any]:
     if "hdet" not in state:
         raise ValueError("this is not a checkpoint of an HDET scheduler: it has no 'hdet' entry")
     own: dict[str, Any] = state["hdet"]
     return own
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-@contextlib.contextmanager
-def _untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Put the optimizer's groups back as they were if the block raises: a refused argument changes nothing."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    before = [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        for group in optimizer.param_groups
-    ]
-    try:
-        yield
-    except BaseException:
-        for group, old in zip(optimizer.param_groups, before, strict=True):
-            rate = group["lr"]
-            group.clear()
-            group.update(old)
-            if isinstance(rate, Tensor):
-                group["lr"] = rate.copy_(old["lr"])
-        raise

@@ -50,7 +50,8 @@ class LossWindow:
         return self.sum.clone() if isinstance(self.sum, Tensor) else self.sum, self.count, self.ever
 
     def reset(self, mark: tuple[float | Tensor, int, bool]) -> None:
-        self.sum, self.count, self.ever = mark
+        saved, self.count, self.ever = mark
+        self.sum = saved.clone() if isinstance(saved, Tensor) else saved
 
     def state_dict(self) -> dict[str, Any]:
         return {"sum": float(self.sum), "count": self.count, "ever": self.ever}

@@ -52,7 +52,7 @@ def result(trainer: Trainer) -> dict[str, Any]:
     groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.optimizer.param_groups]
     return {
         "parameters": trainer.parameters(), "moments": trainer.moments(), "rates": trainer.rates, "history": history,
-        "groups": groups, "last_lr": trainer.scheduler.get_last_lr(), "control": trainer.scheduler.cycle.control,
+        "groups": groups, "last_lr": trainer.scheduler.get_last_lr(), "control": trainer.scheduler.cycle.spread.control,
     }  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def test_when_all_are_bad_nothing_is_overwritten() -> None:
 def _exploding_loss_with_auto_lr(rank: int) -> tuple[list[float], list[int]]:
     trainer = Trainer(rank, ddp=False, total_steps=100, sync_every=5, max_lr=1e-3)
     trainer.train(10, before_step=lambda t: t.scheduler.record_loss(math.inf) if rank == 2 and t.step == 7 else None)
-    return trainer.scheduler.cycle.control["mu"], trainer.scheduler.history[1].excluded
+    return trainer.scheduler.cycle.spread.control["mu"], trainer.scheduler.history[1].excluded
 
 
 def test_an_exploding_replica_does_not_reach_the_controller_as_a_number() -> None:

@@ -55,10 +55,12 @@ class Trainer:
         batch_norm: bool = False,
         groups: bool = False,
         lr: Any = 0.01,
+        device: str = "cpu",
         **scheduler: Any,
     ) -> None:
         self.rank = rank
-        self.module = network(batch_norm)
+        self.device = device
+        self.module = network(batch_norm).to(device)
         self.model: nn.Module = DistributedDataParallel(self.module) if ddp else self.module
         params: Any = self.model.parameters()
         if groups:
@@ -75,7 +77,7 @@ class Trainer:
 
     def loss(self) -> Tensor:
         x, y = batch(self.rank, self.step)
-        return F.mse_loss(self.model(x), y)
+        return F.mse_loss(self.model(x.to(self.device)), y.to(self.device))
 
     def train(self, steps: int, before_step: Callable[[Trainer], None] | None = None) -> Trainer:
         for _ in range(steps):

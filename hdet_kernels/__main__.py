@@ -1,0 +1,158 @@
+"""``python -m hdet_kernels info | demo``."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata, util
+from pathlib import Path
+
+import torch
+
+from . import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own); returns the exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    command: Callable[[argparse.Namespace], int] = arguments.run
+    return command(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hdet_kernels",
+        description="Hyperparameter-Divergent Ensemble Training: find the learning rate while training.",
+    )
+    parser.add_argument("--version", action="version", version=f"hdet_kernels {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    info = commands.add_parser(
+        "info",
+        help="what is available here: backends, GPUs, versions",
+        description="Say which backends can run here, which cannot and why, and the versions of everything.",
+    )
+    info.set_defaults(run=_info)
+
+    demo = commands.add_parser(
+        "demo",
+        help="train with and without HDET on this machine, in a minute or two",
+        description=(
+            "Train a small model twice from a learning rate that is about ten times too low: with torch's OneCycleLR "
+            "under plain data parallel, and with HDET. Same data, same seeds, same number of steps. Ends with a table, "
+            "and with plots (which need matplotlib), a table of syncs and all numbers as JSON in --out."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--replicas", type=int, default=4, metavar="N", help="processes that train together, at least 2")
+    demo.add_argument(
+        "--steps", type=int, metavar="S", default=argparse.SUPPRESS, help="steps of each run (default: the task's own)"
+    )
+    demo.add_argument(
+        "--task",
+        choices=("text", "digits"),
+        default="text",
+        help="text: a byte-level transformer on the standard library's source; digits: an MLP on scikit-learn's digits",
+    )
+    demo.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="folder for the results")
+    demo.add_argument("--seed", type=int, default=0, metavar="S", help="of the first model and the data order")
+    demo.add_argument(
+        "--max-lr",
+        type=float,
+        metavar="X",
+        default=argparse.SUPPRESS,
+        help="peak learning rate that both start from (default: a tenth of a good one)",
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .demo.command import run_demo
+    from .demo.launch import RankFailed
+    from .demo.options import checked_options
+
+    try:
+        options = checked_options(
+            replicas=arguments.replicas,
+            steps=getattr(arguments, "steps", None),
+            task=arguments.task,
+            out=arguments.out,
+            seed=arguments.seed,
+            max_lr=getattr(arguments, "max_lr", None),
+        )
+    except ValueError as error:
+        print(f"python -m hdet_kernels demo: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        run_demo(options)
+    except RankFailed as error:
+        print(f"\npython -m hdet_kernels demo: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"\npython -m hdet_kernels demo: error: cannot write the results: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; all replicas have ended", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _info(_: argparse.Namespace) -> int:
+    from .ops import native
+    from .ops.backends import backends
+
+    missing = native.why_not()
+    sections = {
+        "backends": backends(),
+        "versions": _versions(),
+        "compiled extension": {"hdet_kernels._native": missing or "ok"},
+        "GPUs": _gpus(),
+    }
+    for title, entries in sections.items():
+        print(f"{title}:")
+        width = max(len(name) for name in entries)
+        for name, value in entries.items():
+            print(f"  {name:<{width}}  {value}")
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return {
+        "hdet_kernels": __version__,
+        "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
+        "torch": f"{torch.__version__} (built {'for ' if torch.version.cuda else ''}{cuda})",
+        "triton": _version_of("triton"),
+        "numpy": _version_of("numpy"),
+        "matplotlib": _version_of("matplotlib"),
+    }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "installed, version unknown" if util.find_spec(package) else "not installed"
+
+
+def _gpus() -> dict[str, str]:
+    count = torch.cuda.device_count()
+    if not count:
+        return {"none": "torch finds no GPU that it can use"}
+    found = {}
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        found[str(index)] = f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The demo from beginning to end."""
+
+from __future__ import annotations
+
+import sys
+
+from .. import report
+from .launch import place, run_ranks
+from .options import Options
+from .outcome import TITLES, comparison, gathered, verdict, write_json
+from .plots import plot_learning_rates, plot_training_losses
+from .progress import Bar
+from .tasks import TASKS
+from .training import Progress, train_both
+
+
+def run_demo(options: Options) -> None:
+    """Train both, print the table, write the files. Raises :class:`hdet_kernels.demo.launch.RankFailed`."""
+    backend, device = place(options.replicas)
+    where = f"{options.replicas} replicas, {'one GPU each' if device == 'cuda' else 'CPU'}, {backend}"
+    print(f"Task: {TASKS[options.task].title}.")
+    print(f"Two runs of {options.steps} steps from peak learning rate {options.max_lr:g}: {where}.")
+    sys.stdout.flush()
+
+    bars = _Bars()
+    runs = gathered(run_ranks(options.replicas, train_both, options, on_message=bars.show))
+    print(f"\n{comparison(runs, options)}\n\n{verdict(runs, options)}\n")
+
+    out = options.out
+    files = {out / "results.json": "all numbers, step by step", out / "syncs.md": "every sync of the HDET run"}
+    write_json(runs, options, backend, out / "results.json")
+    (out / "syncs.md").write_text(report.table(runs["hdet"].history) + "\n", encoding="utf-8")
+    try:
+        plot_training_losses(runs, options, out / "training_loss.png")
+        plot_learning_rates(runs, options, out / "learning_rates.png")
+        files[out / "training_loss.png"] = "training loss of both runs"
+        files[out / "learning_rates.png"] = "learning rate of every replica"
+    except ImportError as error:
+        print(error)
+    width = max(len(str(file)) for file in files)
+    for file, what in files.items():
+        print(f"{file!s:<{width}}  {what}")
+
+
+class _Bars:
+    """One bar for each run, made when its first message comes."""
+
+    def __init__(self) -> None:
+        self.bars: dict[str, Bar] = {}
+
+    def show(self, progress: Progress) -> None:
+        if progress.run not in self.bars:
+            self.bars[progress.run] = Bar(TITLES[progress.run], progress.steps, sys.stderr)
+        self.bars[progress.run].update(progress.step, f"loss {progress.loss:.3f}  lr {progress.lr:.1e}")

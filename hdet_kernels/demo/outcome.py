@@ -1,0 +1,148 @@
+"""What the two runs gave: numbers, table and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .. import report
+from .options import Options
+from .training import RUNS, ReplicaRun, RunName
+
+TITLES: dict[RunName, str] = {"plain": "plain OneCycleLR", "hdet": "HDET"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run over all replicas. Arrays are [steps] or [replicas, steps]; ``losses`` is the mean over the replicas."""
+
+    losses: NDArray[np.float64]
+    rates: NDArray[np.float64]
+    base: NDArray[np.float64]
+    held_out: float
+    seconds: float
+    gradient_bytes: int
+    history: list[dict[str, Any]]
+
+    @property
+    def last_losses(self) -> float:
+        """Mean training loss of the last 10 % of the steps."""
+        return float(self.losses[-max(len(self.losses) // 10, 1) :].mean())
+
+    @property
+    def peak(self) -> float:
+        """The highest base learning rate."""
+        return float(self.base.max())
+
+    def numbers(self) -> dict[str, Any]:
+        totals = report.summary(self.history)
+        return {
+            "held_out_loss": self.held_out,
+            "training_loss_last_tenth": self.last_losses,
+            "peak_base_lr": self.peak,
+            "seconds": self.seconds,
+            "syncs": totals["syncs"],
+            "collectives": totals["collectives"],
+            "bytes": totals["bytes"],
+            "converge_seconds": totals["seconds"],
+            "converge_share": totals["seconds"] / self.seconds,
+            "gradient_bytes": self.gradient_bytes,
+        }
+
+
+def gathered(replicas: Sequence[Sequence[ReplicaRun]]) -> dict[RunName, Run]:
+    """From one list of runs for each replica to one :class:`Run` over all replicas by name."""
+    return {name: _one_run([runs[index] for runs in replicas]) for index, name in enumerate(RUNS)}
+
+
+def _one_run(replicas: Sequence[ReplicaRun]) -> Run:
+    first = replicas[0]  # base, held-out loss and history are the same on all
+    return Run(
+        losses=np.mean([replica.losses for replica in replicas], axis=0),
+        rates=np.array([replica.rates for replica in replicas]),
+        base=np.array(first.base),
+        held_out=first.held_out,
+        seconds=max(replica.seconds for replica in replicas),
+        gradient_bytes=first.gradient_bytes,
+        history=first.history,
+    )
+
+
+def comparison(runs: dict[RunName, Run], options: Options) -> str:
+    """The table that ends the demo."""
+    numbers = {name: run.numbers() for name, run in runs.items()}
+
+    def row(label: str, key: str, style: str) -> list[str]:
+        return [label, *(format(numbers[name][key], style) for name in RUNS)]
+
+    def cost(label: str, key: str, form: Any) -> list[str]:
+        return [label, *(form(numbers[name][key]) if numbers[name]["syncs"] else "-" for name in RUNS)]
+
+    rows = [
+        row("held-out loss of the averaged model", "held_out_loss", ".4f"),
+        row("training loss, mean of the last 10 %", "training_loss_last_tenth", ".4f"),
+        ["peak learning rate: given", *(f"{options.max_lr:.2e}" for _ in RUNS)],
+        row("peak learning rate: used (base)", "peak_base_lr", ".2e"),
+        row("wall time of the run, s", "seconds", ".1f"),
+        cost("converge: seconds", "converge_seconds", lambda s: f"{s:.2f}"),
+        cost("converge: share of the wall time", "converge_share", lambda share: f"{100 * share:.1f} %"),
+        cost("converge: collectives", "collectives", str),
+        cost("converge: sent by a replica", "bytes", report.format_bytes),
+        ["gradients, all-reduced by DDP", *(report.format_bytes(numbers[n]["gradient_bytes"]) for n in RUNS)],
+    ]
+    return report.format_table(["", *(TITLES[name] for name in RUNS)], rows, left=1)
+
+
+def verdict(runs: dict[RunName, Run], options: Options) -> str:
+    """The table in one sentence, whichever way it went."""
+    plain, hdet = runs["plain"].held_out, runs["hdet"].held_out
+    factor = runs["hdet"].peak / options.max_lr
+    found = f"HDET changed the peak learning rate by a factor of {factor:.2g}"
+    if not (math.isfinite(plain) and math.isfinite(hdet)):
+        return f"{found}; a held-out loss is not finite: try a lower --max-lr."
+    return f"{found} and ended {abs(plain - hdet):.3f} {'below' if hdet <= plain else 'ABOVE'} the plain held-out loss."
+
+
+def write_json(runs: dict[RunName, Run], options: Options, backend: str, path: Path) -> None:
+    """Everything that the table and the plots show, step by step."""
+    content = {
+        "options": {
+            "replicas": options.replicas,
+            "steps": options.steps,
+            "task": options.task,
+            "seed": options.seed,
+            "max_lr": options.max_lr,
+            "process_group": backend,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "runs": {
+            name: {
+                **run.numbers(),
+                "losses": run.losses.tolist(),
+                "base_lr": run.base.tolist(),
+                "replica_lr": run.rates.tolist(),
+                "history": run.history,
+            }
+            for name, run in runs.items()
+        },
+    }
+    path.write_text(json.dumps(_without_nan(content), indent=1) + "\n", encoding="utf-8")
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    return [_without_nan(entry) for entry in value] if isinstance(value, list) else value

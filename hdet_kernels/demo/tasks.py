@@ -1,0 +1,147 @@
+"""What is learned: a byte-level language model on the standard library's source, or a classifier of digits.
+
+Both use data that is on every machine, and are small enough for a laptop's CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from .transformer import ByteTransformer
+
+#: Inputs and targets of a classification: class numbers of any shape [..., ].
+Batch = tuple[Tensor, Tensor]
+
+
+class Task(Protocol):
+    """Data and a model for it. ``poor_lr`` is about a tenth of a good peak learning rate for ``steps`` steps."""
+
+    title: ClassVar[str]
+    steps: ClassVar[int]
+    poor_lr: ClassVar[float]
+
+    @staticmethod
+    def missing() -> str | None:
+        """Why the task cannot run here, with the remedy, or None."""
+
+    def model(self) -> nn.Module: ...
+
+    def batch(self, generator: Generator) -> Batch:
+        """The next training batch of a replica."""
+
+    def probe(self, generator: Generator) -> Batch:
+        """Training data for the controller's probe: larger than a batch, never from the held-out data."""
+
+    def held_out(self) -> Batch:
+        """What no step has seen."""
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy in nats."""
+    inputs, targets = batch
+    logits: Tensor = model(inputs)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+class TextTask:
+    """Predict the next byte of the Python standard library's top-level modules; every tenth file is held out."""
+
+    title: ClassVar[str] = "next byte of the Python standard library's source, transformer of 137 000 parameters"
+    steps: ClassVar[int] = 400
+    poor_lr: ClassVar[float] = 2e-3
+
+    context = 64
+    batch_size = 8
+    held_out_windows = 512
+
+    def __init__(self, folder: Path | None = None) -> None:
+        files = sorted(_source_folder(folder).glob("*.py"))
+        self.train = _bytes_of([file for index, file in enumerate(files) if index % 10])
+        self.unseen = _bytes_of(files[::10])
+
+    @staticmethod
+    def missing() -> str | None:
+        folder = _source_folder(None)
+        if sum(file.stat().st_size for file in folder.glob("*.py")) > 500_000:
+            return None
+        return (
+            f"the standard library's source files are not in {folder}; use a full Python installation or --task digits"
+        )
+
+    def model(self) -> nn.Module:
+        return ByteTransformer(width=64, heads=2, layers=2, context=self.context)
+
+    def batch(self, generator: Generator) -> Batch:
+        return self._windows(self.train, self.batch_size, generator)
+
+    def probe(self, generator: Generator) -> Batch:
+        return self._windows(self.train, 4 * self.batch_size, generator)
+
+    def held_out(self) -> Batch:
+        starts = torch.linspace(0, len(self.unseen) - self.context - 1, self.held_out_windows).long()
+        return self._cut(self.unseen, starts)
+
+    def _windows(self, text: Tensor, count: int, generator: Generator) -> Batch:
+        return self._cut(text, torch.randint(len(text) - self.context, (count,), generator=generator))
+
+    def _cut(self, text: Tensor, starts: Tensor) -> Batch:
+        windows = text[starts[:, None] + torch.arange(self.context + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+class DigitsTask:
+    """Classify scikit-learn's 1797 handwritten digits, 8×8 pixels; every fifth is held out."""
+
+    title: ClassVar[str] = "scikit-learn's handwritten digits, MLP of 26 000 parameters"
+    steps: ClassVar[int] = 600
+    poor_lr: ClassVar[float] = 1e-3
+
+    batch_size = 16
+
+    def __init__(self) -> None:
+        pixels, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
+        inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels).long()
+        unseen = torch.arange(len(targets)) % 5 == 0
+        self.train, self.unseen = (inputs[~unseen], targets[~unseen]), (inputs[unseen], targets[unseen])
+
+    @staticmethod
+    def missing() -> str | None:
+        if importlib.util.find_spec("sklearn") is not None:
+            return None
+        return "--task digits needs scikit-learn, which is not installed: pip install scikit-learn; or use --task text"
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def batch(self, generator: Generator) -> Batch:
+        return self._draw(self.batch_size, generator)
+
+    def probe(self, generator: Generator) -> Batch:
+        return self._draw(16 * self.batch_size, generator)
+
+    def held_out(self) -> Batch:
+        return self.unseen
+
+    def _draw(self, count: int, generator: Generator) -> Batch:
+        inputs, targets = self.train
+        chosen = torch.randint(len(targets), (count,), generator=generator)
+        return inputs[chosen], targets[chosen]
+
+
+TASKS: dict[str, type[TextTask] | type[DigitsTask]] = {"text": TextTask, "digits": DigitsTask}
+
+
+def _source_folder(folder: Path | None) -> Path:
+    return Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+
+
+def _bytes_of(files: list[Path]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

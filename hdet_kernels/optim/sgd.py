@@ -1,0 +1,69 @@
+"""SGD with momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from hdet_kernels.optim.base import FusedOptimizer, Group
+from hdet_kernels.optim.checks import check_at_least_zero
+
+
+class FusedSGD(FusedOptimizer):
+    """torch.optim.SGD: ``θ ← θ − lr·d`` with ``d`` the (Nesterov) momentum of ``g + weight_decay·θ``.
+
+    As in torch, the momentum buffer starts as the first gradient, without dampening. If the very first step with
+    momentum was skipped by a GradScaler, the buffer is there and zero, and dampening applies after a checkpoint.
+    """
+
+    rule = "sgd"
+    shows_step = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        backend: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        check_at_least_zero(group, "lr", "momentum", "weight_decay")
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                f"nesterov=True needs momentum above 0 and dampening 0, got momentum={group['momentum']} and "
+                f"dampening={group['dampening']}; set momentum=0.9 and leave dampening out"
+            )
+
+    def row(self, group: Group) -> dict[str, float | Tensor]:
+        return {
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+            "nesterov": group["nesterov"],
+            "maximize": group["maximize"],
+        }
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        # Read at every step: OneCycleLR gives a momentum to an optimizer that was built without one.
+        with_momentum = isinstance(group["momentum"], Tensor) or group["momentum"] != 0
+        return ("momentum_buffer",) if with_momentum else ()

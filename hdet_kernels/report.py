@@ -1,0 +1,194 @@
+"""History → tables and plots.
+
+Every function takes ``scheduler.history``, or the same records as dicts (from a checkpoint or a JSON file). Plots need
+matplotlib (``pip install 'hdet_kernels[demo]'``) and leave its global state, pyplot and backend, alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .history import SyncRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+History = Iterable[SyncRecord | Mapping[str, Any]]
+Path = str | os.PathLike[str]
+
+INK = "#1a1a2e"
+MUTED = "#7a7f8c"
+
+
+def table(history: History) -> str:
+    """A Markdown table with a row for every sync; it reads as plain text too.
+
+    Losses are the replicas' mean training losses since the last sync: their mean, best and worst over the finite ones
+    («–» where none was recorded). A column for the base value of every hyperparameter. ``bytes`` is what this process
+    sent, ``ms`` what the sync took.
+    """
+    records = _records(history)
+    names = list(records[0].base) if records else []
+    header = ["step", "cycle", "mean loss", "best", "worst", *names, "excluded", "collectives", "bytes", "ms"]
+    return format_table(header, [_row(record, names) for record in records])
+
+
+def summary(history: History) -> dict[str, Any]:
+    """Totals over all syncs: ``syncs``, ``steps``, ``collectives``, ``bytes``, ``seconds``, ``excluded`` (how often a
+    replica was left out), ``first_loss`` and ``last_loss`` (mean over replicas, None where none was recorded), and for
+    every hyperparameter under ``base`` its ``first``, ``last`` and ``peak`` value at a sync."""
+    records = _records(history)
+    losses = [_loss_range(record.losses)[0] for record in records]
+    names = list(records[0].base) if records else []
+    bases = {name: [record.base[name] for record in records] for name in names}
+    return {
+        "syncs": len(records),
+        "steps": records[-1].step if records else 0,
+        "collectives": sum(record.collectives for record in records),
+        "bytes": sum(record.bytes for record in records),
+        "seconds": sum(record.seconds for record in records),
+        "excluded": sum(len(record.excluded) for record in records),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "base": {name: {"first": b[0], "last": b[-1], "peak": max(b)} for name, b in bases.items()},
+    }
+
+
+def plot_losses(history: History, path: Path) -> None:
+    """Write a plot of the replicas' training loss at every sync: their mean, and the band from best to worst. Where a
+    probe ran, its mean loss too."""
+    records = _nonempty(history)
+    figure, axes = new_figure("Training loss at every sync", "step", "loss")
+    ranges = [_loss_range(record.losses) for record in records]
+    seen = [(record.step, *range_) for record, range_ in zip(records, ranges, strict=True) if range_[0] is not None]
+    if seen:
+        steps, mean, best, worst = zip(*seen, strict=True)
+        axes.fill_between(steps, best, worst, color="#4878d0", alpha=0.25, linewidth=0, label="best to worst replica")
+        axes.plot(steps, mean, color="#4878d0", linewidth=2, label="mean of the replicas")
+    probes = [(r.step, _loss_range(r.probes)[0]) for r in records if r.probes is not None]
+    if probes:
+        axes.plot(*zip(*probes, strict=True), color="#d65f5f", marker="o", markersize=4, label="mean on the probe")
+    axes.legend(frameon=False)
+    save(figure, path)
+
+
+def plot_values(history: History, path: Path, name: str = "lr/0") -> None:
+    """Write a plot of hyperparameter ``name``: the value of every replica in each cycle, and the base value.
+
+    Learning rates are called ``lr/0``, ``lr/1``, … by parameter group, the others by their own names.
+    """
+    records = _nonempty(history)
+    if name not in records[0].values:
+        raise ValueError(f"there is no hyperparameter {name!r} in this history; it has {', '.join(records[0].values)}")
+    figure, axes = new_figure(f"{name}: base and replicas", "step", name)
+    steps = [record.step for record in records]
+    rows = [record.values[name] for record in records]
+    if len({len(row) for row in rows}) > 1:  # resumed with another number of replicas
+        _scatter_ragged(axes, steps, rows)
+    else:
+        colours = replica_colours(len(rows[0]))
+        for replica, (values, colour) in enumerate(zip(zip(*rows, strict=True), colours, strict=True)):
+            axes.plot(steps, values, "o", markersize=4, color=colour, label=f"replica {replica}")
+    axes.fill_between(steps, [min(r) for r in rows], [max(r) for r in rows], color=MUTED, alpha=0.12, linewidth=0)
+    axes.plot(steps, [record.base[name] for record in records], color=INK, linewidth=2, label="base", zorder=1)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    axes.legend(frameon=False, ncols=1 + (len(rows[0]) > 8))
+    save(figure, path)
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0) -> str:
+    """A Markdown table with aligned columns; the first ``left`` of them to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        placed = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return f"| {' | '.join(placed)} |"
+
+    rule = [("-" * w) if i < left else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+def format_bytes(count: float) -> str:
+    """«548.9 kB»: decimal units, one digit."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def new_figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """An empty labelled figure that belongs to nobody: matplotlib's pyplot does not know it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib, which is not installed: pip install 'hdet_kernels[demo]'") from error
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=13, color=INK, pad=12)
+    axes.set_xlabel(xlabel, color=INK)
+    axes.set_ylabel(ylabel, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelcolor=INK, which="both")
+    axes.grid(True, color="#e6e8ee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write ``figure`` in the format that the name of ``path`` ends with."""
+    figure.savefig(path)
+
+
+def replica_colours(count: int) -> list[Any]:
+    """One colour for each replica, told apart as well as ``count`` of them can be."""
+    import matplotlib
+
+    if count <= 8:
+        return list(matplotlib.colormaps["Dark2"].colors[:count])  # type: ignore[attr-defined]
+    return [matplotlib.colormaps["turbo"](0.05 + 0.9 * index / (count - 1)) for index in range(count)]
+
+
+def _records(history: History) -> list[SyncRecord]:
+    return [record if isinstance(record, SyncRecord) else SyncRecord(**record) for record in history]
+
+
+def _nonempty(history: History) -> list[SyncRecord]:
+    records = _records(history)
+    if not records:
+        raise ValueError("the history is empty: nothing to plot before the first sync")
+    return records
+
+
+def _row(record: SyncRecord, names: Sequence[str]) -> list[str]:
+    excluded = ", ".join(map(str, record.excluded)) or "–"
+    return [
+        str(record.step),
+        str(record.cycle),
+        *(_number(loss) for loss in _loss_range(record.losses)),
+        *(_number(record.base[name]) for name in names),
+        excluded,
+        str(record.collectives),
+        format_bytes(record.bytes),
+        f"{1000 * record.seconds:.1f}",
+    ]
+
+
+def _loss_range(losses: Sequence[float | None]) -> tuple[float | None, float | None, float | None]:
+    """Mean, best and worst of the finite losses; None (what JSON has instead of NaN) counts as not recorded."""
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return (math.fsum(finite) / len(finite), min(finite), max(finite)) if finite else (None, None, None)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _scatter_ragged(axes: Axes, steps: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+    points = [(step, value) for step, row in zip(steps, rows, strict=True) for value in row]
+    axes.plot(*zip(*points, strict=True), "o", markersize=4, color=MUTED, label="replicas")

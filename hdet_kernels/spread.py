@@ -1,0 +1,111 @@
+"""What every replica trains with in a cycle: the base values, moved by the controller, times the multipliers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .controller import Controller, Observation, Run, State
+from .ensemble import Ensemble
+from .explore import Group, Hyperparameter
+
+Array = NDArray[np.float64]
+
+
+class Spread:
+    """The values of all hyperparameters on all replicas.
+
+    ``hyperparameters`` begin with one learning rate for each parameter group, in order; ``scheduled`` is what the
+    schedule says of those now.
+    """
+
+    def __init__(
+        self,
+        hyperparameters: Sequence[Hyperparameter],
+        controller: Controller | None,
+        ensemble: Ensemble,
+        *,
+        seed: int,
+        scheduled: Sequence[float | Tensor],
+    ) -> None:
+        self.hyperparameters = tuple(hyperparameters)
+        self.controller = controller
+        self.control: State = controller.start(len(self.hyperparameters)) if controller else {}
+        self.seed = seed
+        self.scheduled = list(scheduled)
+        self._size, self._replica = ensemble.size, ensemble.replica
+        self.fan_out(0)
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the replicas' values differ at all."""
+        return any(hyper.spread for hyper in self.hyperparameters)
+
+    @property
+    def reads_losses(self) -> bool:
+        return self.controller is not None and self.controller.reads == "losses"
+
+    def fan_out(self, cycle: int) -> None:
+        """Take the places of a cycle: multipliers [J, N] of all replicas, and this replica's own."""
+        n = self._size
+        self._multipliers = np.stack([h.multipliers(n, seed=self.seed, cycle=cycle) for h in self.hyperparameters])
+        self._own: list[float] = self._multipliers[:, self._replica].tolist()
+
+    def base(self, index: int) -> Any:
+        """The base value η of a hyperparameter now."""
+        hyper = self.hyperparameters[index]
+        start = self.scheduled[index] if hyper.base is None else hyper.base
+        return hyper.bounded(self.controller.base(self.control, index, start) if self.controller else start)
+
+    def value(self, index: int) -> Any:
+        """What this replica trains with."""
+        return self.hyperparameters[index].bounded(self.base(index) * self._own[index])
+
+    def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """This replica's learning rates where the schedule says ``scheduled``."""
+        self.scheduled = list(scheduled)
+        return [self.value(index) for index in range(len(self.scheduled))]
+
+    def base_rates(self) -> list[float | Tensor]:
+        return [self.base(index) for index in range(len(self.scheduled))]
+
+    def write(self, groups: Sequence[Group]) -> None:
+        """Give the optimizer's groups and the user's setters this replica's values."""
+        for index, hyper in enumerate(self.hyperparameters):
+            hyper.write(groups, self.value(index))
+
+    def table(self) -> tuple[Array, Array]:
+        """[J] base values and [J, N] values of all replicas, now."""
+        base = np.array([float(self.base(index)) for index in range(len(self.hyperparameters))])
+        rows = zip(self.hyperparameters, base[:, None] * self._multipliers, strict=True)
+        return base, np.stack([hyper.bounded(row) for hyper, row in rows])
+
+    def move(self, run: Run, losses: Array, slopes: Sequence[float] | None) -> None:
+        """Let the controller move the base values. ``losses`` [N] are NaN where a replica is bad; ``slopes`` are those
+        of the learning rates, other hyperparameters have none."""
+        if self.controller is None:
+            return
+        base, values = self.table()
+        # What was applied, which is not always the multiplier: bounds may have cut it.
+        applied = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
+        padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(base) - len(slopes))])
+        self.control = self.controller.update(run, self.control, Observation(losses, applied, base, padded))
+
+    def config(self) -> list[dict[str, Any]]:
+        """What must be equal on all replicas, as plain values."""
+        return [
+            {"name": h.name, "spread": h.spread, "spacing": h.spacing, "bounds": list(h.bounds or ()), "base": h.base}
+            for h in self.hyperparameters
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scheduled": [float(value) for value in self.scheduled], "controller": copy.deepcopy(self.control)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduled = list(state["scheduled"])
+        self.control = copy.deepcopy(state["controller"])
