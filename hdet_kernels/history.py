@@ -16,7 +16,8 @@ class SyncRecord:
     base: the base value of every hyperparameter, by name. values: what each replica trained with, by name.
     excluded: replicas that were not finite; they were left out of the mean and received it.
     gradients: ``"shared"``, ``"local"``, or ``"unknown"``.
-    bytes, collectives, seconds: what this sync cost this process.
+    bytes, collectives, seconds: what this sync cost this process; the seconds include waiting for slower replicas, and
+        not the probe.
     """
 
     step: int

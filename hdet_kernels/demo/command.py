@@ -17,7 +17,8 @@ from .training import Progress, train_both
 def run_demo(options: Options) -> None:
     """Train both, print the table, write the files. Raises :class:`hdet_kernels.demo.launch.RankFailed`."""
     backend, device = place(options.replicas)
-    where = f"{options.replicas} replicas, {'one GPU each' if device == 'cuda' else 'CPU'}, {backend}"
+    kind = "CPU" if device == "cpu" else "a GPU each" if backend == "nccl" else "sharing the GPUs"
+    where = f"{options.replicas} replicas, {kind}, {backend}"
     print(f"Task: {TASKS[options.task].title}.")
     print(f"Two runs of {options.steps} steps from peak learning rate {options.max_lr:g}: {where}.")
     sys.stdout.flush()

@@ -29,8 +29,9 @@ class RankFailed(RuntimeError):
 
 def place(replicas: int) -> tuple[str, str]:
     """(process group backend, device) for ``replicas`` processes here: NCCL if each can have a GPU of its own, which
-    NCCL insists on, else gloo on the CPU."""
-    return ("nccl", "cuda") if torch.cuda.device_count() >= replicas else ("gloo", "cpu")
+    NCCL insists on; gloo where they share fewer GPUs, or on the CPU."""
+    gpus = torch.cuda.device_count()
+    return "nccl" if gpus >= replicas else "gloo", "cuda" if gpus else "cpu"
 
 
 def run_ranks(replicas: int, function: RankFunction, *args: Any, on_message: Callable[[Any], None]) -> list[Any]:
@@ -95,8 +96,9 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 def _first_failure(ranks: list[Any], pipes: list[Connection], rank: int, value: Any) -> RankFailed:
     """A rank that fails takes its peers down with it: report the one that was first, by the clock."""
     failures = [(rank, value)]
+    deadline = time.monotonic() + 1.0  # a killed rank's peers may hear of it before its pipe is closed
     for other, pipe in enumerate(pipes):
-        while other != rank and pipe.poll():
+        while other != rank and pipe.poll(max(deadline - time.monotonic(), 0)):
             kind, theirs = _receive(pipe)
             if kind == "error":
                 failures.append((other, theirs))
@@ -139,10 +141,10 @@ def _rank_main(
 ) -> None:
     try:
         backend, kind = place(replicas)
-        device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+        device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        elif sys.platform == "linux":
+        if backend == "gloo" and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not matter
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -151,7 +153,7 @@ def _rank_main(
             rank=rank,
             world_size=replicas,
             timeout=datetime.timedelta(minutes=5),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if backend == "nccl" else None,
         )
         result = function(rank, device, lambda message: pipe.send(("message", message)), *args)
         pipe.send(("result", result))
