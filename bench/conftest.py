@@ -1,0 +1,27 @@
+"""What every recorded benchmark says of itself: the command, the GPU, the versions; and no more than its statistics."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hdet_kernels as hk
+
+
+def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
+    machine_info.pop("node", None)
+    arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    machine_info |= {
+        "command": " ".join(["python -m pytest", *arguments[1:]]),
+        "torch": torch.__version__,
+        "backends": hk.backends(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def pytest_benchmark_update_json(config: Any, benchmarks: list[Any], output_json: dict[str, Any]) -> None:
+    for entry in output_json["benchmarks"]:
+        entry["stats"].pop("data", None)
