@@ -12,7 +12,8 @@ import hdet_kernels as hk
 
 
 def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
-    machine_info.pop("node", None)
+    for name in ("node", "release", "python_build"):
+        machine_info.pop(name, None)
     arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
     machine_info |= {
         "command": " ".join(["python -m pytest", *arguments[1:]]),

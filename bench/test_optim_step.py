@@ -85,8 +85,8 @@ def _cases() -> Iterator[Any]:
         absent = device == "cuda" and not torch.cuda.is_available()
         for way in WAYS:
             backend = way.removeprefix("hdet-") if way.startswith("hdet-") else "torch"
-            if backend == ("cpp" if device == "cuda" else "cuda"):
-                continue
+            if way in (("hdet-cpp", "hdet-torch") if device == "cuda" else ("hdet-cuda",)):
+                continue  # of the other device, or the fallback, which takes minutes for 10 000 tensors there
             reason = "torch finds no usable NVIDIA GPU" if absent else backends()[backend]
             for model in models:
                 mark = pytest.mark.skipif(reason != "ok", reason=f"{way} on {device}: {reason}")
@@ -128,7 +128,7 @@ def test_optim_step(benchmark: Any, device: str, model: str, way: str, rule: str
             optimizer.step()
         _wait(device)
 
-    benchmark.pedantic(run, rounds=7, iterations=1, warmup_rounds=3)
+    benchmark.pedantic(run, rounds=5, iterations=1, warmup_rounds=1)
     best = benchmark.stats.stats.min / inner
     moved = BYTES[rule] * sum(param.numel() for param in params)
     share = moved / best / copy_bandwidth(device)
