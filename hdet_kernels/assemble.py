@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import Buckets
-from .controller import Controller, RegressionController, Run
+from .buckets import Buckets, unique
+from .controller import Controller, RegressionController, Run, SoftmaxController
 from .converge import AverageState, Converger
 from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble, default_ensemble
-from .explore import Explore, Group, Hyperparameter, expand
+from .explore import Explore, Group, Hyperparameter, expand, remember_bases
 from .spread import Spread
 
 log = logging.getLogger("hdet_kernels")
@@ -43,8 +43,9 @@ def build_cycle(
     average_buffers: bool,
     model: torch.nn.Module | None,
     seed: int,
+    schedule: str,
 ) -> Cycle:
-    """Check the arguments and put the parts together. Writes nothing to the optimizer's groups."""
+    """Check the arguments and put the parts together. Writes base values to the optimizer's groups, nothing else."""
     groups = optimizer.param_groups
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
@@ -54,6 +55,8 @@ def build_cycle(
         sync_every = default_sync_every(total_steps)
     if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
         raise ValueError(f"sync_every must be a whole number of steps, at least 1, got {sync_every!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
     _check_choice("gradients", gradients, ("auto", "shared", "local"))
     _check_choice("average_state", average_state, ("auto", True, False))
     if probe is not None and not callable(probe):
@@ -67,14 +70,15 @@ def build_cycle(
     ensemble = default_ensemble() if ensemble is None else ensemble
     if ensemble.size == 1:
         log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
-    buffers = list(model.buffers()) if model is not None and average_buffers else []
     buckets = getattr(optimizer, "buckets", None)
     converger = Converger(
         buckets if isinstance(buckets, Buckets) else [p for group in groups for p in group["params"]],
         ensemble,
         state=lambda: _averaged_state(optimizer),
-        buffers=[b for b in buffers if b.is_floating_point()],
+        # Looked up at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
+        buffers=lambda: [b for b in model.buffers() if b.is_floating_point()] if model and average_buffers else [],
     )
+    remember_bases(hyperparameters, groups)
     return Cycle(
         optimizer,
         Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=learning_rates(optimizer)),
@@ -85,18 +89,26 @@ def build_cycle(
         gradients=gradients,
         average_state=average_state,
         step=step,
+        schedule=schedule,
     )
 
 
 def _chosen_controller(auto_lr: bool | Controller, diverges: bool, run: Run) -> Controller | None:
     if not isinstance(auto_lr, bool | Controller):
         raise TypeError(f"auto_lr must be True, False or a controller such as RegressionController(), got {auto_lr!r}")
+    if isinstance(auto_lr, type):
+        raise TypeError(f"auto_lr is the class {auto_lr.__name__}: pass an instance, {auto_lr.__name__}()")
     controller: Controller | None = None if isinstance(auto_lr, bool) else auto_lr
     if auto_lr is True:
         controller = RegressionController()
     if controller is None or (controller.reads == "losses" and not diverges):
         return None
     controller.check(run)
+    if isinstance(controller, SoftmaxController) and isinstance(controller.decay, str) and run.floors[0] is None:
+        log.warning(
+            "SoftmaxController replaces the schedule and decays to its floor, and only OneCycleLR says where that is: "
+            "the learning rate will not decay; pass decay= as a number"
+        )
     if run.total_steps is not None and not any(
         controller.active(run, step) for step in range(run.sync_every, run.total_steps + 1, run.sync_every)
     ):
@@ -117,23 +129,18 @@ def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
     return float(groups[hyper.group]["min_lr"])
 
 
-def _averaged_state(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer state that belongs to parameters element by element: moments, not step counts and not state of
-    another shape (LBFGS's history)."""
+def _averaged_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The floating-point state of all parameters, by parameter and name: moments and the like, not step counts."""
     flats = getattr(optimizer, "state_flats", None)
     if callable(flats):
-        return list(flats())
-    found = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state.get(param, {})
-            found += [
-                value
-                for key, value in sorted(state.items())
-                if key != "step" and isinstance(value, Tensor) and value.shape == param.shape
-                if value.is_floating_point() or value.is_complex()
-            ]
-    return found
+        return dict(flats())
+    params = unique(param for group in optimizer.param_groups for param in group["params"])
+    return {
+        f"{index}/{key}": value
+        for index, param in enumerate(params)
+        for key, value in sorted(optimizer.state.get(param, {}).items())
+        if key != "step" and isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    }
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -211,12 +211,12 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def layout_hash(tensors: Iterable[Tensor]) -> int:
-    """48 bits that agree between processes exactly if the tensors agree in number, order, shape, strides and dtype.
-    (48 bits survive a trip through float64.)"""
+def layout_hash(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -> int:
+    """48 bits that agree between processes exactly if the tensors agree in number, order, shape, strides, dtype and,
+    where given, names. (48 bits survive a trip through float64.)"""
     digest = hashlib.blake2b(digest_size=6)
-    for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)}{tuple(tensor.stride())}{tensor.dtype};".encode())
+    for tensor, name in zip(tensors, itertools.repeat("") if names is None else names, strict=names is not None):
+        digest.update(f"{name}{tuple(tensor.shape)}{tuple(tensor.stride())}{tensor.dtype};".encode())
     return int.from_bytes(digest.digest(), "big")
 
 

@@ -231,7 +231,8 @@ class SoftmaxController:
         values = eta[:, None] * seen.multipliers
         delta = values @ softmax_weights(seen.losses, self.scale) - values.mean(axis=1)
         velocity = self.beta * np.asarray(state["velocity"]) + (1 - self.beta) * delta
-        eta = eta * (1 - np.asarray(gamma)) + self.rate * velocity
+        moved = eta * (1 - np.asarray(gamma)) + self.rate * velocity
+        eta = np.maximum(moved, 0.01 * eta)  # a rate far beyond the paper's must not turn the sign
         return {"eta": eta.tolist(), "velocity": velocity.tolist(), "gamma": list(gamma)}
 
     def _gammas(self, run: Run, base: Array) -> list[float]:

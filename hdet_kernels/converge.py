@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ class Report:
 
     step: finished steps. loss_sum, loss_count: the window of training losses. probe: its loss on the probe batch.
     gradients: a number that is equal on all replicas exactly if their gradients were. config: a hash of the settings.
+    base: the base learning rate of the first group; bases: a hash of all base values. failed: its probe raised.
     """
 
     step: int
@@ -38,6 +39,9 @@ class Report:
     probe: float | Tensor | None = None
     gradients: float | Tensor | None = None
     config: int = 0
+    base: float = 0.0
+    bases: int = 0
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,13 @@ class Outcome:
     seconds: float
 
 
-_COLUMNS = ("config", "step", "layout", "tensors", "elements", "state", "loss_sum", "loss_count", "probe", "gradients",
-            "checksum", "rest")  # fmt: skip
+#: The control row, in fp64; hashes have 48 bits.
+_COLUMNS = (
+    *("config", "step", "base", "bases", "failed"),
+    *("layout", "tensors", "elements", "state"),
+    *("loss_sum", "loss_count", "probe", "gradients"),
+    *("checksum", "rest"),
+)
 
 
 class Converger:
@@ -69,9 +78,9 @@ class Converger:
         params: a :class:`Buckets` (averaged in place, in the parameters' own memory) or loose parameters (packed into
             a staging buffer of at most ``bucket_bytes``, averaged there and unpacked).
         ensemble: the replicas.
-        state: returns the optimizer state that belongs with the parameters, as it is at that moment.
-        buffers: floating-point buffers that are averaged with the parameters.
-        bucket_bytes: what one collective carries at most.
+        state: returns the optimizer state that belongs with the parameters, by name, as it is at that moment.
+        buffers: returns the floating-point buffers that are averaged with the parameters, as they are at that moment.
+        bucket_bytes: what one collective carries at most. Default: that of the ``Buckets``, or 512 MiB.
     """
 
     def __init__(
@@ -79,22 +88,26 @@ class Converger:
         params: Buckets | Iterable[Tensor],
         ensemble: Ensemble,
         *,
-        state: Callable[[], Sequence[Tensor]] = tuple,
-        buffers: Iterable[Tensor] = (),
-        bucket_bytes: int = BUCKET_BYTES,
+        state: Callable[[], Mapping[str, Tensor]] = dict,
+        buffers: Callable[[], Sequence[Tensor]] = tuple,
+        bucket_bytes: int | None = None,
     ) -> None:
         self.buckets = params if isinstance(params, Buckets) else None
-        self.params = params.params if isinstance(params, Buckets) else unique(params)
+        given = params.params if isinstance(params, Buckets) else unique(params)
+        # Integers (quantised frozen weights) have no mean and do not diverge.
+        self.params = tuple(param for param in given if param.is_floating_point() or param.is_complex())
         if not self.params:
             raise ValueError("there are no parameters to average: the optimizer's parameter groups are empty")
         for index, param in enumerate(self.params):
             if hasattr(param, "device_mesh"):
                 raise TypeError(f"parameter {index} is a distributed tensor; sharded parameters cannot be averaged yet")
-        self.buffers = unique(buffers)
+        self.buffers = buffers
         for tensor in self.covered():
             flat_view(tensor)  # refuses what has no memory order of its own, now and not after the first T steps
         self.state = state
         self.ensemble = ensemble
+        if bucket_bytes is None:
+            bucket_bytes = self.buckets.bucket_bytes if self.buckets else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
 
     def converge(
@@ -123,8 +136,9 @@ class Converger:
         start = time.perf_counter()
         if self.buckets is not None:
             self.buckets.rehome()
-        state = unique(self.state()) if include_state else ()
-        row = self._row(report, state)
+        state = dict(self.state()) if include_state else {}
+        buffers = unique(self.buffers())
+        row = self._row(report, state, buffers)
         rows = dict(zip(_COLUMNS, self.ensemble.gather(row).numpy().T, strict=True))
         sent, collectives = (row.nbytes, 1) if self.ensemble.size > 1 else (0, 0)
 
@@ -140,13 +154,14 @@ class Converger:
                 "they differ: wrap the model in DistributedDataParallel, or use the regression controller"
             )
         excluded = not healthy.all()
-        with_state = bool(state) and (excluded or (not shared if average_state == "auto" else average_state))
+        # From the gather on, every decision is made from its rows alone: what one replica knows of itself would send
+        # the replicas into different collectives.
+        wanted = excluded or (not shared if average_state == "auto" else average_state)
+        with_state = bool(wanted and rows["state"].any())
         if with_state:
-            _agree(
-                rows, "state", "the layout of the optimizer state", "a parameter had a gradient on some replicas only"
-            )
+            _agree(rows, "state", "the optimizer state that there is", _UNEVEN_STATE)
         if excluded or not (skip_if_equal and len(set(rows["checksum"].tolist())) == 1):
-            more = self._average(self._regions(state if with_state else ()), healthy)
+            more = self._average(self._regions([*buffers, *(state.values() if with_state else ())]), healthy)
             sent, collectives = sent + more[0], collectives + more[1]
         return Outcome(
             losses, rows["probe"], healthy, shared, with_state, sent, collectives, time.perf_counter() - start
@@ -154,12 +169,12 @@ class Converger:
 
     def covered(self) -> list[Tensor]:
         """The parameters and buffers that are averaged."""
-        return [*self.params, *self.buffers]
+        return [*self.params, *unique(self.buffers())]
 
-    def _regions(self, state: Sequence[Tensor]) -> list[list[Tensor]]:
+    def _regions(self, others: Sequence[Tensor]) -> list[list[Tensor]]:
         """1-D tensors to be averaged; those of one region may share a bucket. Homed parameters are regions of their
         own: alone in a bucket they are averaged in place."""
-        loose = [*self.buffers, *state] if self.buckets else [*self.params, *self.buffers, *state]
+        loose = others if self.buckets else [*self.params, *others]
         homed = [[flat_view(flat)] for flat in self.buckets.flats] if self.buckets else []
         return [*homed, [flat_view(tensor) for tensor in loose if tensor.numel()]]
 
@@ -183,7 +198,7 @@ class Converger:
             torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
         return sent, collectives
 
-    def _row(self, report: Report, state: Sequence[Tensor]) -> Tensor:
+    def _row(self, report: Report, state: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> Tensor:
         homed = self.buckets.flats if self.buckets else self.params
         device = self.params[0].device
         nan = math.nan
@@ -192,7 +207,7 @@ class Converger:
             nan if report.probe is None else report.probe,
             nan if report.gradients is None else report.gradients,
             checksum(homed, device),
-            checksum([*self.buffers, *state], device),
+            checksum([*buffers, *state.values()], device),
         ]
         # One transfer from the device for all of them.
         wide = wide_dtype(device)
@@ -201,10 +216,13 @@ class Converger:
         row = {
             "config": report.config,
             "step": report.step,
-            "layout": layout_hash([*self.params, *self.buffers]),
+            "base": report.base,
+            "bases": report.bases,
+            "failed": report.failed,
+            "layout": layout_hash([*self.params, *buffers]),
             "tensors": len(self.params),
             "elements": sum(param.numel() for param in self.params),
-            "state": layout_hash(state),
+            "state": layout_hash(state.values(), state.keys()) if state else 0,
             "loss_sum": loss_sum,
             "loss_count": report.loss_count,
             "probe": probe if report.probe is None or math.isfinite(probe) else math.inf,
@@ -213,6 +231,12 @@ class Converger:
             "rest": rest,
         }
         return torch.tensor([row[name] for name in _COLUMNS], dtype=torch.float64)
+
+
+_UNEVEN_STATE = (
+    "a parameter had its first gradient on some replicas only, or a step was skipped on some; pass "
+    "average_state=False, or use an optimizer of hdet_kernels, which has state for all parameters"
+)
 
 
 def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -230,6 +254,10 @@ def _check_agreement(rows: dict[str, NDArray[np.float64]], needs_loss: bool) -> 
     _agree(rows, "layout", "the layout of parameters and buffers", same_model, ("tensors", "elements"))
     _agree(rows, "config", "the settings", "all replicas must build the scheduler with the same arguments")
     _agree(rows, "step", "the step", "a replica stepped more often, or resumed from another checkpoint")
+    if rows["failed"].any():
+        raise RuntimeError(f"probe() raised on {ranks(rows['failed'] > 0)}. Nothing was averaged.")
+    same_schedule = "all replicas must be given the same learning rates, schedule and base values"
+    _agree(rows, "bases", "the base values", same_schedule, ("base",))
     if needs_loss and not (rows["loss_count"] > 0).all():
         raise RuntimeError(
             f"no loss was recorded since the last sync on {ranks(rows['loss_count'] == 0)}: call "
@@ -247,7 +275,7 @@ def _agree(
     for value in dict.fromkeys(values.tolist()):
         who = values == value
         first = int(np.flatnonzero(who)[0])
-        label = ", ".join(f"{int(rows[name][first])} {name}" for name in shown) or f"{column} {int(value)}"
+        label = ", ".join(f"{rows[name][first]:g} {name}" for name in shown) or f"{column} {int(value)}"
         groups.append(f"{ranks(who)}: {label}")
     raise RuntimeError(f"the replicas disagree on {what} ({'; '.join(groups)}): {hint}. Nothing was averaged.")
 

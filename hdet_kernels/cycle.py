@@ -26,7 +26,7 @@ from .ensemble import Ensemble
 from .gradients import Displacement, fingerprint, weakly
 from .history import SyncRecord
 from .spread import Spread
-from .window import LossWindow
+from .window import LossWindow, scalar
 
 log = logging.getLogger("hdet_kernels")
 
@@ -49,8 +49,10 @@ class Cycle:
         gradients: Gradients,
         average_state: AverageState,
         step: int,
+        schedule: str,
     ) -> None:
         self.optimizer = optimizer
+        self.schedule = schedule
         self.spread = spread
         self.run = run
         self.ensemble = ensemble
@@ -82,10 +84,11 @@ class Cycle:
 
     # A step
 
-    def end_step(self, loss: float | Tensor | None, last_step: int | None) -> None:
+    def end_step(self, loss: float | Tensor | None, last_step: int | None) -> bool:
         """The optimizer has finished a step; sync where one is due. Raises with nothing changed.
 
-        ``last_step`` is the step after which there are no more, if the schedule knows one."""
+        ``last_step`` is the step after which there are no more, if the schedule knows one. Returns whether there was a
+        sync: then the values are new, and :meth:`write` is due once the schedule has moved on."""
         if self._away:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
         if len(self.optimizer.param_groups) != self._group_count:
@@ -109,12 +112,14 @@ class Cycle:
             )
         if mark is None:
             self.step += 1
-            return
+            return False
         try:
-            self._sync()
+            outcome = self._meet()
         except BaseException:
             self.window.reset(mark)
             raise
+        self._turn(outcome)
+        return True
 
     def _sync_due(self, step: int) -> bool:
         return step % self.run.sync_every == 0 or step == self.run.total_steps
@@ -127,32 +132,39 @@ class Cycle:
 
     # A sync
 
-    def _sync(self) -> None:
-        """Converge, let the controller move the base values, and fan out anew: the end of step ``self.step + 1``."""
+    def _acting(self, step: int) -> bool:
+        return self.spread.controller is not None and self.spread.controller.active(self.run, step)
+
+    def _meet(self) -> Outcome:
+        """Meet the other replicas at the end of step ``self.step + 1`` and average. Raises with nothing changed."""
         step = self.step + 1
-        kind: Literal["sync", "last"] = "sync" if step % self.run.sync_every == 0 else "last"
-        controller = self.spread.controller
-        acting = controller is not None and controller.active(self.run, step)
-        probe = self._run_probe() if acting and self.spread.reads_losses else None
-        outcome = self.converger.converge(
-            self._report(step, probe),
-            average_state=self._average_state(),
-            known_shared=self._shared,
-            needs_shared=self._displacement is not None,
-            needs_loss=acting and self.spread.reads_losses and self.probe is None,
-            skip_if_equal=not self.spread.diverges,
-        )
+        reads_losses = self._acting(step) and self.spread.reads_losses
+        probe, failure = self._run_probe() if reads_losses else (None, None)
+        try:
+            return self.converger.converge(
+                dataclasses.replace(self._report(step), probe=probe, failed=failure is not None),
+                average_state=self._average_state(),
+                known_shared=self._shared,
+                needs_shared=self._displacement is not None,
+                needs_loss=reads_losses and self.probe is None,
+                skip_if_equal=not self.spread.diverges,
+            )
+        except RuntimeError as error:
+            raise error from failure
+
+    def _turn(self, outcome: Outcome) -> None:
+        """Note what happened, let the controller move the base values, and take new places: a new cycle."""
+        step = self.step + 1
         self._shared = outcome.shared
-        self._note(step, kind, outcome)
+        self._note(step, "sync" if step % self.run.sync_every == 0 else "last", outcome)
         slopes = self._displacement.turn() if self._displacement else None
-        if acting:
+        if self._acting(step):
             losses = outcome.losses if np.isnan(outcome.probes).all() else outcome.probes
             self.spread.move(self.run, np.where(outcome.healthy, losses, np.nan), slopes)
         self.window.clear()
         self._fingerprint = None
         self.step = step
         self.spread.fan_out(self.number)
-        self.write()
 
     def converge(self) -> None:
         """Average all replicas now, wherever in the cycle; the cycle goes on."""
@@ -179,22 +191,34 @@ class Cycle:
             self._away = False
             torch._foreach_copy_([tensor.detach() for tensor in self.converger.covered()], own)
 
-    def _report(self, step: int, probe: float | Tensor | None = None) -> Report:
-        return Report(step, self.window.sum, self.window.count, probe, self._fingerprint, self.config_hash)
+    def _report(self, step: int) -> Report:
+        bases, _ = self.spread.table()
+        # Six digits: the last ones may differ between machines of different kinds.
+        digest = _hash([f"{base:.6e}" for base in bases])
+        return Report(
+            step,
+            self.window.sum,
+            self.window.count,
+            gradients=self._fingerprint,
+            config=self.config_hash,
+            base=float(bases[0]),
+            bases=digest,
+        )
 
     def _average_state(self) -> AverageState:
         if self.average_state != "auto":
             return self.average_state
         return "auto" if self.gradients == "auto" else self.gradients == "local"
 
-    def _run_probe(self) -> float | Tensor | None:
+    def _run_probe(self) -> tuple[float | Tensor | None, Exception | None]:
+        """The probe's loss, or what it raised: the other replicas wait, and must hear of it."""
         if self.probe is None:
-            return None
-        with torch.no_grad():
-            loss = self.probe()
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(f"probe() must return a scalar loss, got a tensor of shape {tuple(loss.shape)}")
-        return loss
+            return None, None
+        try:
+            with torch.no_grad():
+                return scalar(self.probe(), "what probe() returns"), None
+        except Exception as error:
+            return None, error
 
     def _note(self, step: int, kind: Literal["sync", "last", "manual"], outcome: Outcome) -> None:
         base, values = self.spread.table()
@@ -233,6 +257,7 @@ class Cycle:
         if dataclasses.is_dataclass(controller) and not isinstance(controller, type):
             constants = dataclasses.asdict(controller)
         return {
+            "schedule": self.schedule,
             "hyperparameters": self.spread.config(),
             "sync_every": self.run.sync_every,
             "total_steps": self.run.total_steps,
@@ -244,8 +269,7 @@ class Cycle:
 
     @functools.cached_property
     def config_hash(self) -> int:
-        text = json.dumps([self.config, self.gradients, self.average_state], sort_keys=True, default=str)
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+        return _hash([self.config, self.gradients, self.average_state])
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors only: ``torch.load(weights_only=True)`` reads it."""
@@ -254,6 +278,7 @@ class Cycle:
             "size": self.ensemble.size,
             "replica": self.ensemble.replica,
             "step": self.step,
+            "shared": self._shared,
             "spread": self.spread.state_dict(),
             "window": self.window.state_dict(),
             "displacement": self._displacement.state_dict() if self._displacement else None,
@@ -287,7 +312,8 @@ class Cycle:
                 state["step"] % self.run.sync_every,
             )
         self.step = state["step"]
-        self.spread.load_state_dict(state["spread"])
+        self._shared = state["shared"]
+        self.spread.load_state_dict(state["spread"], self.optimizer.param_groups)
         self.window.load_state_dict(state["window"])
         if self._displacement is not None:
             self._displacement.load_state_dict(state["displacement"])
@@ -295,3 +321,9 @@ class Cycle:
         self.spread.fan_out(self.number)
         self._fingerprint = None
         self.write()
+
+
+def _hash(value: Any) -> int:
+    """48 bits of plain values, the same in every process."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")

@@ -88,14 +88,13 @@ class Hyperparameter:
         return multipliers(n, self.spread, self.spacing)[order]
 
     def bounded(self, value: Any) -> Any:
-        """``value`` (a number or an array) moved into the bounds."""
+        """``value`` (a number, an array or a tensor) moved into the bounds."""
         if self.bounds is None:
             return value
-        return (
-            np.clip(value, *self.bounds)
-            if isinstance(value, np.ndarray)
-            else min(max(value, self.bounds[0]), self.bounds[1])
-        )
+        low, high = self.bounds
+        if isinstance(value, torch.Tensor):
+            return value.clamp(low, high)  # comparing would wait for the device
+        return np.clip(value, low, high) if isinstance(value, np.ndarray) else min(max(value, low), high)
 
     def write(self, groups: Sequence[Group], value: float) -> None:
         """Give this replica's value to the optimizer group or to the user's setter."""
@@ -128,7 +127,10 @@ def expand(explores: Iterable[Explore], groups: Sequence[Group], lr_spread: floa
                     raise ValueError(f"the learning rate of parameter group {group} is explored twice")
                 by_group[group] = explore
             else:
-                base = read_entry(groups[group], explore.name) if explore.base is None else explore.base
+                base = explore.base
+                if base is None:  # what the group began with, if it has been spread before: see remember_bases
+                    base = read_entry(groups[group], explore.name)
+                    base = groups[group].get(f"initial_{explore.name}", base)
                 check_base(f"{explore.name} of parameter group {group}", base)
                 _check_decay_bounds(explore)
                 others.append(_hyperparameter(explore, f"{explore.name}/{group}", base, group))
@@ -139,6 +141,14 @@ def expand(explores: Iterable[Explore], groups: Sequence[Group], lr_spread: floa
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"explored twice: {', '.join(twice)}; give every hyperparameter one Explore")
     return found
+
+
+def remember_bases(hyperparameters: Iterable[Hyperparameter], groups: Sequence[Group]) -> None:
+    """Keep base values in the groups beside torch's ``initial_lr``: a group that was saved, loaded or scheduled again
+    holds this replica's value, not the base."""
+    for hyper in hyperparameters:
+        if hyper.group is not None and hyper.base is not None:
+            groups[hyper.group][f"initial_{hyper.key}"] = hyper.base
 
 
 def check_base(name: str, base: float) -> None:
@@ -209,8 +219,11 @@ def _covered(explore: Explore, groups: Sequence[Group]) -> Sequence[int]:
 def _hyperparameter(explore: Explore, name: str, base: float | None, group: int | None = None) -> Hyperparameter:
     if base is not None and explore.bounds is not None and not explore.bounds[0] <= base <= explore.bounds[1]:
         raise ValueError(f"the base value {base} of {name} lies outside its bounds {explore.bounds}")
+    # Plain floats, whatever was given: they are saved in checkpoints that weights_only=True must read.
+    bounds = None if explore.bounds is None else (float(explore.bounds[0]), float(explore.bounds[1]))
+    base = None if base is None else float(base)
     return Hyperparameter(
-        name, explore.spread, explore.spacing, explore.bounds, base, group, explore.name, explore.apply
+        name, float(explore.spread), explore.spacing, bounds, base, group, explore.name, explore.apply
     )
 
 

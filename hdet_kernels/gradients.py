@@ -29,15 +29,18 @@ def weakly(call: Callable[[], None]) -> Callable[..., None]:
 
 
 def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
-    """A number that is equal on two replicas exactly, but for luck, if their gradients are equal to the bit: the sum
-    of the gradients' norms. All-reduced gradients are; local ones are not. None where there is no gradient."""
+    """A number that is equal on two replicas exactly, but for luck, if their gradients are equal to the bit: norms
+    and sums of elements, in fp64 (clipping tensor by tensor makes norms equal). All-reduced gradients are equal; local
+    ones are not. None where there is no gradient."""
     gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    norms = [torch.linalg.vector_norm(g.detach()) for g in dense if g.numel()]
-    if not norms:
+    real = [torch.view_as_real(g.detach()) if g.is_complex() else g.detach() for g in dense if g.numel()]
+    if not real:
         return None
-    device = norms[0].device
-    return torch.stack([norm.to(device, wide_dtype(device)) for norm in norms]).sum()
+    device = real[0].device
+    wide = wide_dtype(device)
+    parts = [(torch.linalg.vector_norm(g, dtype=wide) + 0.618 * g.sum(dtype=wide)).to(device) for g in real]
+    return torch.stack(parts).sum()
 
 
 class Displacement:
@@ -59,6 +62,9 @@ class Displacement:
     def _copy(self) -> list[list[Tensor]]:
         return [[p.clone() for p in group] for group in self._parameters()]
 
+    def _device(self) -> torch.device:
+        return next(param.device for group in self.last for param in group)
+
     def turn(self) -> list[float] | None:
         """End a cycle: returns the slopes measured in it, if any, and takes the displacement that it made."""
         slopes = None if self.measured is None else self.measured.tolist()
@@ -73,7 +79,7 @@ class Displacement:
     def measure(self) -> None:
         if self.moved is None:
             return
-        device = self.last[0][0].device
+        device = self._device()
         wide = wide_dtype(device)
         slopes = []
         for group, moved in zip(self.optimizer.param_groups, self.moved, strict=True):
@@ -90,7 +96,7 @@ class Displacement:
         return {"last": self.last, "moved": self.moved, "measured": measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        device = self.last[0][0].device
+        device = self._device()
         self.last = [_placed(saved, here) for saved, here in zip(state["last"], self.last, strict=True)]
         moved = state["moved"]
         self.moved = moved and [_placed(saved, here) for saved, here in zip(moved, self.last, strict=True)]

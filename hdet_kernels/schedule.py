@@ -129,7 +129,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
                 three_phase,
                 last_epoch,
             )
-            explore = tuple(explore)
+            explore = _several(explore)
             _refuse_scheduled_momentum(explore, cycle_momentum)
             self._cycle = build_cycle(
                 optimizer,
@@ -147,6 +147,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
                 average_buffers=average_buffers,
                 model=model,
                 seed=seed,
+                schedule="OneCycleLR",
             )
             self._cycle.write()
             self._last_lr = learning_rates(optimizer)
@@ -157,8 +158,10 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         if self._cycle is None:  # torch's constructor takes the first values of the schedule
             super().step()
             return
-        self._cycle.end_step(loss, self.total_steps)
+        turned = self._cycle.end_step(loss, self.total_steps)
         super().step()
+        if turned:
+            self._cycle.write()
 
     def get_lr(self) -> list[float | Tensor]:
         scheduled = super().get_lr()
@@ -215,13 +218,13 @@ class HDETScheduler(_WithCycle, LRScheduler):
         self.base_scheduler = base_scheduler
         self.optimizer = base_scheduler.optimizer
         with untouched_on_error(self.optimizer):
-            explore = tuple(explore)
+            explore = _several(explore)
             _refuse_scheduled_momentum(explore, getattr(base_scheduler, "cycle_momentum", False))
             self._cycle = build_cycle(
                 self.optimizer,
                 step=getattr(base_scheduler, "last_epoch", 0),
                 total_steps=_run_length(base_scheduler) if total_steps is None else total_steps,
-                peak=0.3,
+                peak=_peak(base_scheduler),
                 spread=spread,
                 sync_every=sync_every,
                 auto_lr=auto_lr,
@@ -233,6 +236,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
                 average_buffers=average_buffers,
                 model=model,
                 seed=seed,
+                schedule=f"HDETScheduler around {type(base_scheduler).__name__}",
             )
             self._cycle.write()
         self._last_lr = learning_rates(self.optimizer)
@@ -249,7 +253,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
         """After ``optimizer.step()``, as :meth:`HDETOneCycleLR.step`."""
         # OneCycleLR refuses to go on; the others may be stepped for ever.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
-        self.cycle.end_step(loss, last_step)
+        turned = self.cycle.end_step(loss, last_step)
         groups = self.optimizer.param_groups
         # Chainable schedulers compute the next learning rate from the current one: theirs, not this replica's.
         for group, rate in zip(groups, self.cycle.spread.scheduled, strict=True):
@@ -258,6 +262,8 @@ class HDETScheduler(_WithCycle, LRScheduler):
         for group, rate in zip(groups, self.cycle.spread.rates(learning_rates(self.optimizer)), strict=True):
             write_entry(group, "lr", rate)
         self._last_lr = learning_rates(self.optimizer)
+        if turned:
+            self.cycle.write()
 
     def get_lr(self) -> list[float | Tensor]:
         return self.cycle.spread.rates(self.cycle.spread.scheduled)
@@ -272,10 +278,23 @@ class HDETScheduler(_WithCycle, LRScheduler):
         self._last_lr = learning_rates(self.optimizer)
 
 
+def _peak(scheduler: LRScheduler) -> float:
+    """The share of the run at which the learning rate is highest: OneCycleLR's own, else torch's default for it."""
+    if isinstance(scheduler, OneCycleLR):
+        return float((scheduler._schedule_phases[0]["end_step"] + 1) / scheduler.total_steps)
+    return 0.3
+
+
 def _run_length(scheduler: LRScheduler) -> int | None:
     if isinstance(scheduler, CosineAnnealingLR):
         return int(scheduler.T_max)
     return getattr(scheduler, "total_steps", None)
+
+
+def _several(explore: Iterable[Explore]) -> tuple[Explore, ...]:
+    if isinstance(explore, Explore):
+        raise TypeError(f"explore= takes several: pass [{explore!r}]")
+    return tuple(explore)
 
 
 def _refuse_scheduled_momentum(explore: Sequence[Explore], cycle_momentum: bool) -> None:
@@ -287,7 +306,7 @@ def _refuse_scheduled_momentum(explore: Sequence[Explore], cycle_momentum: bool)
 
 
 def _own_part(state: dict[str, Any]) -> dict[str, Any]:
-    if "hdet" not in state:
+    if not isinstance(state.get("hdet"), dict) or "config" not in state["hdet"]:
         raise ValueError("this is not a checkpoint of an HDET scheduler: it has no 'hdet' entry")
     own: dict[str, Any] = state["hdet"]
     return own

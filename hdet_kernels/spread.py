@@ -104,8 +104,13 @@ class Spread:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scheduled": [float(value) for value in self.scheduled], "controller": copy.deepcopy(self.control)}
+        # Tensors stay tensors: the product of an fp32 rate and a multiplier is rounded otherwise than that of floats.
+        scheduled = [value.detach().clone() if isinstance(value, Tensor) else float(value) for value in self.scheduled]
+        return {"scheduled": scheduled, "controller": copy.deepcopy(self.control)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduled = list(state["scheduled"])
+    def load_state_dict(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
+        self.scheduled = [
+            value.to(group["lr"].device) if isinstance(value, Tensor) and isinstance(group["lr"], Tensor) else value
+            for value, group in zip(state["scheduled"], groups, strict=True)
+        ]
         self.control = copy.deepcopy(state["controller"])

@@ -18,25 +18,15 @@ class LossWindow:
         self.ever = False
 
     def record(self, loss: float | Tensor) -> None:
-        if isinstance(loss, Tensor):
-            self._add(loss)
+        loss = scalar(loss, "the loss")
+        if not isinstance(loss, Tensor):
+            self.sum += loss
+        elif isinstance(self.sum, Tensor) and self.sum.device == loss.device:
+            self.sum.add_(loss)
         else:
-            self.sum += _number(loss)
+            self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(float(self.sum))
         self.count += 1
         self.ever = True
-
-    def _add(self, loss: Tensor) -> None:
-        if loss.numel() != 1:
-            raise ValueError(
-                f"the loss must be a scalar, got a tensor of shape {tuple(loss.shape)}; reduce it first: loss.mean()"
-            )
-        if loss.is_complex():
-            raise TypeError(f"the loss must be real, got {loss.dtype}")
-        loss = loss.detach()
-        if isinstance(self.sum, Tensor) and self.sum.device == loss.device:
-            self.sum.add_(loss if loss.dim() == 0 else loss.reshape(()))
-        else:
-            self.sum = loss.reshape(()).to(wide_dtype(loss.device), copy=True).add_(float(self.sum))
 
     def clear(self) -> None:
         if isinstance(self.sum, Tensor):
@@ -60,10 +50,19 @@ class LossWindow:
         self.sum, self.count, self.ever = state["sum"], state["count"], state["ever"]
 
 
-def _number(loss: object) -> float:
-    if isinstance(loss, bool | str | bytes):
-        raise TypeError(f"the loss must be a number or a scalar tensor, got {loss!r}")
+def scalar(value: object, what: str) -> float | Tensor:
+    """``value`` as a float, or as a detached tensor of no dimensions; raises unless it is one real number."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{what} must be a scalar, got a tensor of shape {tuple(value.shape)}; reduce it first, as in .mean()"
+            )
+        if value.is_complex():
+            raise TypeError(f"{what} must be real, got {value.dtype}")
+        return value.detach() if value.dim() == 0 else value.detach().reshape(())
+    if value is None or isinstance(value, bool | str | bytes):
+        raise TypeError(f"{what} must be a number or a scalar tensor, got {value!r}")
     try:
-        return float(loss)  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise TypeError(f"the loss must be a number or a scalar tensor, got {type(loss).__name__}") from error
+        raise TypeError(f"{what} must be a number or a scalar tensor, got {type(value).__name__}") from error

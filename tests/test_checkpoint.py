@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "explored": {**SETTINGS, "explore": [hk.Explore("weight_decay", spread=0.5, bounds=(1e-4, 1.0))]},
 }
 VARIANTS["hypergradient"]["ddp"] = True
+VARIANTS["wrapped, tensor lr"] = {**VARIANTS["wrapped"], "lr": torch.tensor(0.01)}
 
 
 def result(trainer: Trainer) -> dict[str, Any]:
@@ -194,6 +195,56 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(options: dic
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(saved.state_dict())
     assert same(other.state_dict(), before)
+
+
+def _shared_is_remembered(rank: int, folder: Path) -> list[int]:
+    """The bytes of a manual average right after resuming: of the parameters alone, since gradients are shared."""
+    trainer = Trainer(rank, **SETTINGS)
+    trainer.train(SYNC)
+    save(trainer, folder / f"rank{rank}.pt")
+    resumed = load(Trainer(rank, **SETTINGS), folder / f"rank{rank}.pt")
+    for each in (trainer, resumed):
+        each.scheduler.converge()
+    return [each.scheduler.history[-1].bytes for each in (trainer, resumed)]
+
+
+def test_whether_gradients_are_shared_survives(tmp_path: Path) -> None:
+    for before, after in run_ranks(2, _shared_is_remembered, tmp_path):
+        assert before == after < 1000, "129 parameters and a control row, no moments"
+
+
+def test_a_checkpoint_of_another_kind_of_scheduler_is_refused() -> None:
+    one_cycle = _single()
+    wrapped = hk.HDETScheduler(torch.optim.lr_scheduler.CosineAnnealingLR(_single().optimizer, 20))
+    with pytest.raises(ValueError, match="made with schedule='HDETScheduler around CosineAnnealingLR', this scheduler"):
+        one_cycle.load_state_dict(wrapped.state_dict())
+    with pytest.raises(ValueError, match="made with schedule='OneCycleLR', this scheduler"):
+        wrapped.load_state_dict(one_cycle.state_dict())
+    with pytest.raises(ValueError, match="not a checkpoint of an HDET scheduler"):
+        one_cycle.load_state_dict({"hdet": {}})
+
+
+def test_an_explored_base_survives_building_the_scheduler_after_loading_the_optimizer() -> None:
+    """A saved group holds the replica's value; the base is kept beside it, as torch keeps initial_lr."""
+
+    class Place:
+        size, replica = 3, 2
+
+    explore = [hk.Explore("weight_decay", spread=0.5)]
+    first = _single(explore=explore, ensemble=Place())
+    assert first.optimizer.param_groups[0]["weight_decay"] != 0.01
+    again = _single()
+    again.optimizer.load_state_dict(first.optimizer.state_dict())
+    second = hk.HDETOneCycleLR(again.optimizer, 0.1, 20, explore=explore, ensemble=Place())
+    second.load_state_dict(first.state_dict())
+    assert second.cycle.spread.config() == first.cycle.spread.config()
+    assert second.optimizer.param_groups[0]["weight_decay"] == first.optimizer.param_groups[0]["weight_decay"]
+
+
+def test_numpy_numbers_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
+    explore = [hk.Explore("weight_decay", spread=np.float64(0.5), bounds=(np.float32(0.0), np.float64(1.0)))]
+    torch.save(_single(spread=np.float64(0.2), explore=explore).state_dict(), tmp_path / "s.pt")
+    torch.load(tmp_path / "s.pt", weights_only=True)
 
 
 def test_a_plain_torch_checkpoint_is_refused() -> None:

@@ -47,7 +47,7 @@ def test_collectives_are_bytes_over_bucket_bytes(bucket_bytes: int, homed: bool)
     (collectives, sent, right), *_ = run_ranks(2, _many, 7, homed, bucket_bytes)
     assert right
     assert collectives == 1 + math.ceil(payload / max(bucket_bytes // 4 * 4, 4))
-    assert sent == payload + 12 * 8, "a control row of twelve numbers, then every byte once"
+    assert sent == payload + 15 * 8, "a control row of fifteen numbers, then every byte once"
 
 
 def _dtypes(rank: int) -> dict[str, Any]:
@@ -160,6 +160,8 @@ def _disagree(rank: int, how: str) -> tuple[str, bool]:
     if how == "layout" and rank == 1:
         trainer.optimizer = torch.optim.AdamW(list(trainer.module.parameters())[1:], lr=0.01)
         trainer.scheduler = hk.HDETOneCycleLR(trainer.optimizer, 0.01, 12, sync_every=4, auto_lr=False)
+    if how == "schedule":
+        trainer.scheduler = hk.HDETOneCycleLR(trainer.optimizer, 0.01 * (1 + rank % 2), 12, sync_every=4, auto_lr=False)
     if how == "step" and rank == 1:
         trainer.scheduler.cycle.step = 8
     if how == "loss":  # the controller acts at the sync, and one rank stops recording after the first step
@@ -182,6 +184,7 @@ DISAGREEMENTS = {
     "layout": r"disagree on the layout of parameters and buffers \(ranks 0, 2: 4 tensors, 129 elements; "
     r"rank 1: 3 tensors, 33 elements\)",
     "groups": r"disagree on the settings \(ranks 0, 2: .*; rank 1: ",
+    "schedule": r"disagree on the base values \(ranks 0, 2: 0.0\d+ base; rank 1: 0.0\d+ base\): all replicas must",
     "settings": r"disagree on the settings \(rank 0: config \d+; rank 1: config \d+; rank 2: config \d+\)",
     "loss": r"no loss was recorded since the last sync on rank 1: call scheduler\.step\(loss\)",
 }
@@ -193,6 +196,160 @@ def test_replicas_that_disagree_all_get_an_error_that_names_them(how: str) -> No
     for message, unchanged in run_ranks(3, _disagree, how):
         assert re.search(DISAGREEMENTS[how], message), message
         assert unchanged
+
+
+def _uneven_state(rank: int) -> tuple[str, bool]:
+    """Rank 0 has stepped no parameter yet, rank 1 all of them, rank 2 one."""
+    trainer = Trainer(rank, ddp=False, auto_lr=False, sync_every=1, gradients="local")
+    for index, param in enumerate(trainer.module.parameters()):
+        param.grad = torch.ones_like(param) if rank == 1 or (rank == 2 and index == 0) else None
+    trainer.optimizer.step()
+    before = trainer.parameters()
+    with pytest.raises(RuntimeError) as error:
+        trainer.scheduler.step()
+    return str(error.value), torch.equal(before, trainer.parameters())
+
+
+def test_optimizer_state_on_some_ranks_only_is_an_error_on_all() -> None:
+    for message, unchanged in run_ranks(3, _uneven_state):
+        assert "disagree on the optimizer state that there is (rank 0: " in message
+        assert "pass average_state=False" in message
+        assert unchanged
+
+
+def _same_shapes(rank: int, ours: bool) -> Any:
+    """Two parameters of one shape; every rank has a gradient for another one."""
+    params = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    optimizer = (FusedAdamW if ours else torch.optim.AdamW)(params, lr=0.01)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 4, sync_every=2, gradients="local", auto_lr=False)
+    for _ in range(2):
+        params[rank].grad = torch.full((2, 2), 1.0 if rank == 0 else -100.0)
+        optimizer.step()
+        try:
+            scheduler.step()
+        except RuntimeError as error:
+            return str(error)
+    return [float(optimizer.state[p]["exp_avg"][0, 0]) if p in optimizer.state else None for p in params]
+
+
+def test_moments_of_different_parameters_are_never_mixed() -> None:
+    assert all("disagree on the optimizer state" in r for r in run_ranks(2, _same_shapes, False))
+    (a0, _), (_, b1) = run_ranks(2, _same_shapes, True)
+    assert a0 > 0 > b1, "with state for all parameters the mean is that of one parameter"
+
+
+class _Replacing(nn.Module):
+    """A module that replaces its buffer at every call, as many moving averages do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean()
+        return y
+
+
+def _replaced_buffer(rank: int) -> tuple[float, float, float]:
+    torch.manual_seed(0)
+    model = _Replacing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = hk.HDETOneCycleLR(
+        optimizer, 0.1, 8, sync_every=4, gradients="local", auto_lr=False, cycle_momentum=False, model=model
+    )
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.full((2, 6), float(rank + step))).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        if step == 3:
+            synced = float(model.mean)
+    own = float(model.mean)
+    with scheduler.consensus():
+        inside = float(model.mean)
+    assert float(model.mean) == own
+    return synced, own, inside
+
+
+def test_buffers_are_those_that_the_model_has_at_the_sync() -> None:
+    (synced, own, inside), (synced1, own1, inside1) = run_ranks(2, _replaced_buffer)
+    assert synced == synced1
+    assert own != own1
+    assert inside == inside1
+
+
+def _factored(rank: int) -> list[list[int]]:
+    trainer = Trainer(rank, ddp=False, auto_lr=False, make_optimizer=torch.optim.Adafactor, cycle_momentum=False)
+
+    def poison(t: Trainer) -> None:
+        if rank == 1 and t.step == 1:
+            for state in t.optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.dim():
+                        value.fill_(math.nan)
+
+    trainer.train(12, before_step=poison)
+    return [record.excluded for record in trainer.scheduler.history]
+
+
+def test_state_of_another_shape_than_its_parameter_is_healed_too() -> None:
+    assert run_ranks(2, _factored) == [[[1], [], []]] * 2
+
+
+def _failing_probe(rank: int, how: str) -> tuple[str, str, int]:
+    def probe() -> Any:
+        if rank != 1:
+            return torch.tensor(1.0)
+        if how == "raises":
+            raise ZeroDivisionError("in the probe")
+        return {"none": None, "vector": torch.ones(3), "text": "1.0"}[how]
+
+    trainer = Trainer(rank, ddp=False, total_steps=40, auto_lr=hk.RegressionController(start_at=0.0), probe=probe)
+    trainer.train(3)
+    with pytest.raises(RuntimeError) as error:
+        trainer.scheduler.step(1.0)
+    return str(error.value), repr(error.value.__cause__), trainer.step
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("raises", "ZeroDivisionError"), ("none", "got None"), ("vector", "shape \\(3,\\)"), ("text", "got '1.0'")],
+)
+def test_a_probe_that_fails_on_one_rank_is_an_error_on_all_at_once(how: str, cause: str) -> None:
+    results = run_ranks(3, _failing_probe, how)
+    assert [message for message, _, _ in results] == ["probe() raised on rank 1. Nothing was averaged."] * 3
+    assert re.search(cause, results[1][1]), results[1][1]
+    assert [step for _, _, step in results] == [3] * 3
+
+
+def _nan_probe(rank: int) -> list[Any]:
+    def probe() -> float:
+        return math.nan if rank == 1 else 1.0 + rank
+
+    trainer = Trainer(rank, ddp=False, total_steps=40, auto_lr=hk.RegressionController(start_at=0.0), probe=probe)
+    trainer.train(4)
+    record = trainer.scheduler.history[0]
+    return [record.excluded, record.probes, trainer.scheduler.cycle.spread.control["mu"]]
+
+
+def test_a_probe_that_is_not_finite_counts_as_a_bad_replica() -> None:
+    results = run_ranks(3, _nan_probe)
+    assert all(r[0] == [1] and r[1][1] == math.inf and math.isfinite(r[2][0]) for r in results)
+
+
+def test_integer_parameters_are_left_alone() -> None:
+    quantised = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    converger = Converger([nn.Parameter(torch.ones(2)), quantised], hk.ensemble.SingleReplica())
+    assert len(converger.params) == 1
+    converger.converge(Report(step=0))
+
+
+def test_the_size_of_buckets_is_that_of_the_buckets() -> None:
+    buckets = Buckets([nn.Parameter(torch.ones(64))], bucket_bytes=64)
+    assert Converger(buckets, hk.ensemble.SingleReplica()).bucket_bytes == 64
+    assert Converger(buckets, hk.ensemble.SingleReplica(), bucket_bytes=128).bucket_bytes == 128
 
 
 def _dead_peer(rank: int) -> tuple[bool, bool, float]:

@@ -131,14 +131,14 @@ class TestCheckpoints:
         torchs = torch_optimizer(name, theirs, lr=0.05)
         run(torchs, theirs, range(3))
         fused = fused_optimizer(name, ours, backend=where)
-        flats = [flat.data_ptr() for flat in fused.state_flats()]
+        flats = [flat.data_ptr() for flat in fused.state_flats().values()]
         with torch.no_grad():
             for mine, other in zip(ours, theirs, strict=True):
                 mine.copy_(other)
         fused.load_state_dict(_through_a_file(torchs.state_dict()))
         assert fused.param_groups[0]["lr"] == 0.05
         assert "foreach" not in fused.param_groups[0]
-        assert [flat.data_ptr() for flat in fused.state_flats()][: len(flats)] == flats, (
+        assert [flat.data_ptr() for flat in fused.state_flats().values()][: len(flats)] == flats, (
             "state must stay in its buffers"
         )
         run(torchs, theirs, range(3, 6))
@@ -202,9 +202,9 @@ class TestCopies:
         params = parameters(device=device)
         optimizer = fused_optimizer(name, params, backend=where)
         run(optimizer, params, range(2))
-        before = [flat.clone() for flat in optimizer.state_flats()]
+        before = [flat.clone() for flat in optimizer.state_flats().values()]
         optimizer.load_state_dict(optimizer.state_dict())
-        assert_equal(optimizer.state_flats(), before)
+        assert_equal(list(optimizer.state_flats().values()), before)
 
     @pytest.mark.parametrize(
         "duplicate",
@@ -332,7 +332,7 @@ class TestHomes:
         params = parameters(device=device)
         optimizer = FusedAdamW(params, amsgrad=True, backend=where)
         run(optimizer, params, [0])
-        flats = optimizer.state_flats()
+        flats = list(optimizer.state_flats().values())
         assert len(flats) == 3
         optimizer.state[params[0]]["exp_avg"].fill_(123.0)
         assert (flats[0] == 123.0).sum() == params[0].numel()
@@ -482,7 +482,7 @@ def test_refusals_leave_everything_untouched() -> None:
     params = parameters()
     optimizer = FusedAdamW(params)
     run(optimizer, params, [0])
-    before = [tensor.clone() for tensor in (*params, *optimizer.state_flats())]
+    before = [tensor.clone() for tensor in (*params, *optimizer.state_flats().values())]
     give_gradients(params, seed=1)
     params[0].grad = torch.ones(3, 5).to_sparse()
     with pytest.raises(RuntimeError, match=r"sparse=False"):
@@ -502,7 +502,7 @@ def test_refusals_leave_everything_untouched() -> None:
     with pytest.raises(ValueError, match=r"exp_avg.*\(7,\).*\(3, 5\)"):
         optimizer.load_state_dict(other)
     assert len(optimizer.param_groups) == 1
-    assert_equal((*params, *optimizer.state_flats()), before)
+    assert_equal((*params, *optimizer.state_flats().values()), before)
     params[0].grad = None
     optimizer.step()
 

@@ -288,6 +288,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "gradients": ({"gradients": "mean"}, ValueError, "gradients must be one of 'auto', 'shared', 'local', got 'mean'"),
     "state": ({"average_state": "yes"}, ValueError, "average_state must be one of"),
     "auto": ({"auto_lr": "softmax"}, TypeError, "auto_lr must be True, False or a controller"),
+    "class": ({"auto_lr": hk.RegressionController}, TypeError, r"pass an instance, RegressionController\(\)"),
+    "one-explore": ({"explore": hk.Explore("eps")}, TypeError, r"explore= takes several: pass \[Explore"),
+    "seed": ({"seed": 1.5}, ValueError, "seed must be a whole number, got 1.5"),
     "probe": ({"probe": 3}, TypeError, "probe must be callable"),
     "explore": ({"explore": ["weight_decay"]}, TypeError, "explore= takes hdet_kernels.Explore"),
     "key": ({"explore": [hk.Explore("weight_dekay")]}, ValueError, "'weight_dekay' is not a key"),
@@ -410,6 +413,57 @@ def test_losses_stay_on_their_device_until_the_sync(monkeypatch: pytest.MonkeyPa
                 patch.setattr(Tensor, name, forbidden)
             scheduler.step(torch.tensor(1.0))
     assert scheduler.cycle.window.count == 9
+
+
+def test_a_tensor_learning_rate_with_bounds_does_not_wait_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = Adam(parameters(), lr=torch.tensor(0.1))
+    bounded = [hk.Explore("lr", spread=0.3, bounds=(0.02, 0.05))]
+    base = schedules.CosineAnnealingLR(optimizer, 20)
+    scheduler = hk.HDETScheduler(base, sync_every=10, auto_lr=False, explore=bounded, ensemble=Place(4, 1))
+    assert 0.02 <= float(optimizer.param_groups[0]["lr"]) <= 0.05
+    value = scheduler.cycle.spread.hyperparameters[0].bounded
+
+    def forbidden(*_: Any) -> Any:
+        raise AssertionError("a comparison waits for the device")
+
+    monkeypatch.setattr(Tensor, "__bool__", forbidden)
+    assert torch.equal(value(torch.tensor(7.0)), torch.tensor(0.05))
+
+
+def test_a_setter_that_raises_at_a_sync_leaves_the_schedule_in_step() -> None:
+    calls: list[float] = []
+
+    def setter(value: float) -> None:
+        calls.append(value)
+        if len(calls) == 2:
+            raise OSError("disk full")
+
+    optimizer = adam()
+    explore = [hk.Explore("x", base=1.0, apply=setter)]
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, sync_every=3, auto_lr=False, explore=explore)
+    for step in range(1, 7):
+        if step == 3:
+            with pytest.raises(OSError, match="disk full"):
+                advance(optimizer, scheduler)
+        else:
+            advance(optimizer, scheduler)
+        assert (scheduler.last_epoch, scheduler.cycle.step) == (step, step)
+    assert [r.step for r in scheduler.history] == [3, 6]
+
+
+@pytest.mark.parametrize("pct_start", [0.1, 0.3, 0.55])
+def test_the_controller_stops_at_the_peak_of_a_wrapped_onecycle_too(pct_start: float) -> None:
+    base = schedules.OneCycleLR(adam(), 0.1, total_steps=200, pct_start=pct_start)
+    assert hk.HDETScheduler(base).cycle.run.peak == pytest.approx(pct_start)
+
+
+def test_a_softmax_controller_that_cannot_know_the_floor_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    controller = hk.SoftmaxController(warmup_steps=10)
+    hk.HDETScheduler(schedules.CosineAnnealingLR(adam(), 40), auto_lr=controller)
+    assert "the learning rate will not decay; pass decay= as a number" in caplog.text
+    caplog.clear()
+    hk.HDETOneCycleLR(adam(), 0.1, 40, auto_lr=controller)
+    assert "decay" not in caplog.text
 
 
 def test_a_scheduler_that_is_gone_leaves_the_optimizer_alone() -> None:

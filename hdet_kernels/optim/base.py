@@ -66,9 +66,15 @@ class FusedOptimizer(Optimizer):
         """What the state ``name`` is filled with before the first step."""
         return 0.0
 
-    def state_flats(self) -> list[Tensor]:
-        """The flat buffers of all floating state (moments; no step counts), laid out like ``buckets.flats``."""
-        return [flat for home in self._homes for flat in home.states.values() if flat is not None]
+    def state_flats(self) -> dict[str, Tensor]:
+        """The flat buffers of all floating state (moments; no step counts), laid out like ``buckets.flats`` and named
+        by the number of the flat buffer and the state."""
+        return {
+            f"{number}/{name}": flat
+            for number, home in enumerate(self._homes)
+            for name, flat in home.states.items()
+            if flat is not None
+        }
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]

@@ -1,0 +1,76 @@
+"""Base values, multipliers and the controller together, without a schedule or processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hdet_kernels import RegressionController, SoftmaxController
+from hdet_kernels.controller import Observation, Run, State
+from hdet_kernels.explore import Hyperparameter
+from hdet_kernels.spread import Spread
+
+RUN = Run(1000, 10, 0.3, (None, None))
+
+
+class Place:
+    size, replica = 4, 1
+
+
+class Listening(RegressionController):
+    """Keeps what it is shown."""
+
+    seen: list[Observation]
+
+    def update(self, run: Run, state: State, seen: Observation) -> State:
+        self.seen.append(seen)
+        return super().update(run, state, seen)
+
+
+def spread(controller: Any, bounds: tuple[float, float] | None = None) -> Spread:
+    rate = Hyperparameter("lr/0", 0.3, "linear", bounds, None, 0, "lr")
+    other = Hyperparameter("x", 0.5, "linear", None, 2.0)
+    return Spread([rate, other], controller, Place(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
+
+
+def test_the_controller_sees_what_was_applied_not_what_bounds_cut_off() -> None:
+    controller = Listening()
+    object.__setattr__(controller, "seen", [])
+    values = spread(controller, bounds=(0.08, 0.11))
+    values.move(RUN, np.array([1.0, 2.0, 3.0, 4.0]), None)
+    (seen,) = controller.seen
+    assert seen.base.tolist() == [0.1, 2.0]
+    assert sorted(seen.multipliers[0]) == pytest.approx([0.8, 0.9, 1.1, 1.1])
+    assert sorted(seen.multipliers[1]) == pytest.approx([0.5, 1 - 0.5 / 3, 1 + 0.5 / 3, 1.5])
+
+
+def test_slopes_are_those_of_the_learning_rates_and_zero_for_the_others() -> None:
+    controller = Listening()
+    object.__setattr__(controller, "seen", [])
+    spread(controller).move(RUN, np.ones(4), [0.7])
+    slopes = controller.seen[0].slopes
+    assert slopes is not None
+    assert slopes.tolist() == [0.7, 0.0]
+
+
+def test_softmax_goes_on_from_the_bounded_base() -> None:
+    controller = SoftmaxController(warmup_steps=0, scale=0.1, rate=0.5, decay=0.0)
+    values = spread(controller, bounds=(0.09, 0.101))
+    rho = values.table()[1][0]
+    losses = -rho  # higher is better: the base wants to rise without end
+    for _ in range(30):
+        values.move(RUN, losses * 100, None)
+    assert values.base(0) == 0.101
+    assert values.control["eta"][0] < 0.101 * 1.2, "no winding up beyond the bound"
+
+
+def test_softmax_never_turns_the_sign() -> None:
+    controller = SoftmaxController(warmup_steps=0, scale=1e-3, rate=3.0, decay=0.0)
+    rate = Hyperparameter("lr/0", 0.9, "linear", None, None, 0, "lr")
+    values = Spread([rate], controller, Place(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
+    for cycle in range(20):
+        values.fan_out(cycle)
+        values.move(RUN, values.table()[1][0] * 1e3, None)
+        assert values.base(0) > 0
