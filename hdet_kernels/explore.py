@@ -156,7 +156,7 @@ def check_base(name: str, base: float) -> None:
     if not (math.isfinite(base) and base > 0):
         raise ValueError(
             f"the base value of {name} must be a positive number, got {base}: its replicas train with multiples of it; "
-            "pass base= to Explore"
+            "pass base= to Explore, or leave the group out with groups="
         )
 
 

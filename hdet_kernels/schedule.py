@@ -247,7 +247,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
 
     @property
     def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
-        return self.base_scheduler.base_lrs
+        return [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """After ``optimizer.step()``, as :meth:`HDETOneCycleLR.step`."""

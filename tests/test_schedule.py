@@ -183,6 +183,7 @@ def test_any_scheduler_can_be_wrapped(
         make(optimizers[1]), total_steps=TOTAL, spread=spread, auto_lr=False, sync_every=6, ensemble=Place(4, 3)
     )
     assert isinstance(scheduler, schedules.LRScheduler)
+    assert len(scheduler.base_lrs) == 1
     for step in range(TOTAL):
         assert scheduler.last_epoch == step
         place = hk.permutation(4, seed=0, cycle=step // 6, hyperparameter="lr/0")[3]
