@@ -129,7 +129,7 @@ class Converger:
             known the state is averaged, which is right in both cases and merely costs more.
         needs_shared: local gradients are an error.
         needs_loss: a replica without any recorded loss is an error.
-        skip_if_equal: do not average what is equal on all replicas already (plain data parallel stays bit for bit).
+        skip_if_equal: leave parameters alone that are equal on all replicas (plain data parallel stays bit for bit).
 
         Raises RuntimeError on every replica, with nothing overwritten, if they disagree or none is finite.
         """
@@ -160,9 +160,12 @@ class Converger:
         with_state = bool(wanted and rows["state"].any())
         if with_state:
             _agree(rows, "state", "the optimizer state that there is", _UNEVEN_STATE)
-        if excluded or not (skip_if_equal and len(set(rows["checksum"].tolist())) == 1):
-            more = self._average(self._regions([*buffers, *(state.values() if with_state else ())]), healthy)
-            sent, collectives = sent + more[0], collectives + more[1]
+        if skip_if_equal and not excluded and (rows["checksum"] == rows["checksum"][0]).all():
+            regions = [_flat(buffers)]
+        else:
+            regions = self._regions([*buffers, *(state.values() if with_state else ())])
+        more = self._average(regions, healthy)
+        sent, collectives = sent + more[0], collectives + more[1]
         return Outcome(
             losses, rows["probe"], healthy, shared, with_state, sent, collectives, time.perf_counter() - start
         )
@@ -175,8 +178,8 @@ class Converger:
         """1-D tensors to be averaged; those of one region may share a bucket. Homed parameters are regions of their
         own: alone in a bucket they are averaged in place."""
         loose = others if self.buckets else [*self.params, *others]
-        homed = [[flat_view(flat)] for flat in self.buckets.flats] if self.buckets else []
-        return [*homed, [flat_view(tensor) for tensor in loose if tensor.numel()]]
+        homed = [_flat([flat]) for flat in self.buckets.flats] if self.buckets else []
+        return [*homed, _flat(loose)]
 
     def _average(self, regions: list[list[Tensor]], healthy: NDArray[np.bool_]) -> tuple[int, int]:
         """Average every region over the healthy replicas; returns bytes and collectives."""
@@ -239,11 +242,15 @@ _UNEVEN_STATE = (
 )
 
 
+def _flat(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [flat_view(tensor) for tensor in tensors if tensor.numel()]
+
+
 def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """A number that is finite exactly if all elements are, and differs, but for luck, where the elements do: the
     tensors' norms, in fp64, weighted by their places."""
     wide = wide_dtype(device)
-    norms = [torch.linalg.vector_norm(flat_view(t), dtype=wide).to(device) for t in tensors if t.numel()]
+    norms = [torch.linalg.vector_norm(flat, dtype=wide).to(device) for flat in _flat(tensors)]
     if not norms:
         return torch.zeros((), dtype=wide, device=device)
     return torch.stack(norms) @ torch.arange(1, len(norms) + 1, dtype=wide, device=device)
@@ -275,7 +282,7 @@ def _agree(
     for value in dict.fromkeys(values.tolist()):
         who = values == value
         first = int(np.flatnonzero(who)[0])
-        label = ", ".join(f"{rows[name][first]:g} {name}" for name in shown) or f"{column} {int(value)}"
+        label = ", ".join(f"{rows[name][first]:.10g} {name}" for name in shown) or f"{column} {int(value)}"
         groups.append(f"{ranks(who)}: {label}")
     raise RuntimeError(f"the replicas disagree on {what} ({'; '.join(groups)}): {hint}. Nothing was averaged.")
 

@@ -148,6 +148,27 @@ def test_without_spread_ddp_training_is_torchs_bit_for_bit() -> None:
     assert all_equal(theirs + ours)
 
 
+def _plain_with_buffers(rank: int, ours: bool) -> tuple[Tensor, Tensor]:
+    trainer = Trainer(rank, batch_norm=True, spread=0)
+    options = {"spread": 0, "sync_every": 4, "model": trainer.module} if ours else {}
+    make = hk.HDETOneCycleLR if ours else torch.optim.lr_scheduler.OneCycleLR
+    scheduler: Any = make(trainer.optimizer, 0.01, 4, **options)
+    for step in range(4):
+        x, y = batch(rank, step)
+        trainer.optimizer.zero_grad()
+        nn.functional.mse_loss(trainer.model(x), y).backward()
+        trainer.optimizer.step()
+        scheduler.step()
+    return trainer.parameters(), dict(trainer.module.named_buffers())["norm.running_mean"].clone()
+
+
+def test_without_spread_buffers_are_averaged_and_parameters_left_alone() -> None:
+    theirs, ours = run_ranks(3, _plain_with_buffers, False), run_ranks(3, _plain_with_buffers, True)
+    assert all_equal([r[0] for r in theirs + ours])
+    assert not all_equal([r[1] for r in theirs])
+    assert all_equal([r[1] for r in ours])
+
+
 def _local_sgd(rank: int) -> tuple[Tensor, Tensor]:
     trainer = Trainer(rank, ddp=False, spread=0)
     return trainer.train(3).parameters(), trainer.train(1).parameters()
