@@ -56,7 +56,6 @@ class Outcome:
     probes: NDArray[np.float64]
     healthy: NDArray[np.bool_]
     shared: bool | None
-    averaged_state: bool
     bytes: int
     collectives: int
     seconds: float
@@ -166,9 +165,7 @@ class Converger:
             regions = self._regions([*buffers, *(state.values() if with_state else ())])
         more = self._average(regions, healthy)
         sent, collectives = sent + more[0], collectives + more[1]
-        return Outcome(
-            losses, rows["probe"], healthy, shared, with_state, sent, collectives, time.perf_counter() - start
-        )
+        return Outcome(losses, rows["probe"], healthy, shared, sent, collectives, time.perf_counter() - start)
 
     def covered(self) -> list[Tensor]:
         """The parameters and buffers that are averaged."""
