@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hdet_kernels.buckets import wide_dtype
+
 #: The columns of a row. A rule reads those that it knows; the others are zero. The last three are flags, 0 or 1.
 COLUMNS = (
     "lr",
@@ -62,8 +64,7 @@ class HyperTable:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._staged = Staged((rows, len(COLUMNS)), dtype, device)
+        self._staged = Staged((rows, len(COLUMNS)), wide_dtype(device), device)
 
     @property
     def tensor(self) -> Tensor:
