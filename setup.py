@@ -16,8 +16,10 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 # One binary for torch 2.10 and later: nothing beyond that version of torch's stable ABI is used.
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
-CXX_FLAGS = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", *DEFINES]
-NVCC_FLAGS = ["-O3", "-std=c++20", "-DUSE_CUDA", *DEFINES]
+# A product and a sum are rounded each, never contracted into one operation: which ones are is the compiler's choice, kernel
+# by kernel, and results would depend on it. So a rule gives the same bits however numbers are stored.
+CXX_FLAGS = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-DUSE_CUDA"]
 
 
 def say(message: str) -> None:
@@ -70,7 +72,8 @@ def extension() -> dict[str, object]:
     if missing is not None and os.environ.get("HDET_CUDA") == "1":
         raise SystemExit(f"hdet_kernels: HDET_CUDA=1, but the CUDA part cannot be built: {missing}")
     say("building with CUDA" if missing is None else f"building for the CPU alone: {missing}")
-    sources = ["csrc/library.cpp", "csrc/step_cpu.cpp"] + (["csrc/step_cuda.cu"] if missing is None else [])
+    patterns = ["*.cpp", "*.cu"] if missing is None else ["*.cpp"]
+    sources = sorted(str(source.relative_to(ROOT)) for pattern in patterns for source in (ROOT / "csrc").glob(pattern))
     if nvcc is not None and missing is None:
         # Whatever GPU this machine has or lacks: the data-centre generations, and PTX for what comes after.
         blackwell = (nvcc_version(nvcc) or (0, 0)) >= (12, 8)
@@ -80,7 +83,7 @@ def extension() -> dict[str, object]:
         "hdet_kernels._native",
         sources,
         depends=[str(header.relative_to(ROOT)) for header in sorted((ROOT / "csrc").glob("*.h"))],
-        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+        extra_compile_args={"cxx": CXX_FLAGS + DEFINES, "nvcc": NVCC_FLAGS + DEFINES},
         py_limited_api=True,
     )
     build = cpp_extension.BuildExtension.with_options(use_ninja=cpp_extension.is_ninja_available())

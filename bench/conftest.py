@@ -1,15 +1,35 @@
-"""What every recorded benchmark says of itself: the command, the GPU, the versions; and no more than its statistics."""
+"""What every recorded benchmark says of itself: the command, the GPU, the versions, the yardsticks of its run; and no
+more than its statistics."""
 
 from __future__ import annotations
 
+import gc
+import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import yardstick
 
 import hdet_kernels as hk
+
+ROOT = Path(__file__).parents[1]
+
+#: Processes that ran here in the minute before: on a busy machine a time on the CPU is that of the others too.
+LOAD = os.getloadavg()[0]
+
+
+@pytest.fixture(autouse=True)
+def memory_is_free_again() -> Iterator[None]:
+    """An optimizer and its parameters refer to each other, and the next case may need their memory."""
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
@@ -21,7 +41,9 @@ def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, An
     machine_info |= {
         "command": shlex.join(["python", "-m", "pytest", *arguments]),
         "torch": torch.__version__,
-        "backends": hk.backends(),
+        "threads": torch.get_num_threads(),
+        "load before": LOAD,
+        "backends": {name: state.replace(f"{ROOT}/", "") for name, state in hk.backends().items()},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
@@ -30,3 +52,4 @@ def pytest_benchmark_update_json(config: Any, benchmarks: list[Any], output_json
     for entry in output_json["benchmarks"]:
         entry["stats"].pop("data", None)
     output_json.pop("commit_info", None)  # of a copy without history it says nothing
+    output_json["yardsticks"] = yardstick.measured

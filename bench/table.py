@@ -1,13 +1,16 @@
-"""The table of recorded GPU results, as it stands in the README between its two comments.
+"""The tables of recorded results, as they stand in the README between two comments.
 
-python bench/table.py            # print it
-python bench/table.py --write    # put it into the README
+python bench/table.py            # print them
+python bench/table.py --write    # put them into the README
+
+Every file of ``bench/results`` is read, whatever its name; a benchmark without a record is left out.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,55 +18,214 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- bench/table.py: begin -->", "<!-- bench/table.py: end -->"
 
+Entry = dict[str, Any]
+NOTHING = "–"
+
+WAYS = {
+    "torch-foreach": "torch foreach",
+    "torch-fused": "torch fused",
+    "torch": "torch",
+    "hdet-cuda": "`cuda`",
+    "hdet-triton": "`triton`",
+    "hdet-cpp": "`cpp`",
+}
+ADDRESSES = {
+    "fixed": 'gradients="fixed"',
+    "same": "default, gradients at the same addresses",
+    "new": "default, gradients at new addresses every step",
+}
+
 
 def table() -> str:
-    optim = json.loads((RESULTS / "h200_optim_step.json").read_text())
-    scheduler = json.loads((RESULTS / "h200_scheduler_step.json").read_text())
-    cells = {_key(entry): entry["extra_info"] for entry in optim["benchmarks"] if entry["params"]["device"] == "cuda"}
-    machine = optim["machine_info"]
-    copy = next(iter(cells.values()))["copy GB/s"]
-    lines = [
-        f"One {machine['gpu']}, torch {machine['torch']}, {optim['datetime'][:10]}; `{machine['command']}`. "
-        f"Shares are of the bandwidth of a copy of 256 MB in that run, {copy:.0f} GB/s (a larger one is a little "
-        "faster); fp32, `optimizer.step()` as the user calls it.",
-        "",
-        "| model | rule | torch fused | `hk.Fused*`, cuda | time, ours / torch |",
-        "|---|---|---:|---:|---:|",
+    entries = list(_entries())
+    parts = (_steps, _host_times, _training, _reductions, _on_the_cpu, _scheduler)
+    return "\n\n".join(text for part in parts if (text := part(entries)))
+
+
+def in_readme(text: str) -> str:
+    """The README's text with the tables in their place."""
+    head, rest = text.split(BEGIN)
+    _, tail = rest.split(END)
+    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+
+
+def _entries() -> Iterable[Entry]:
+    """Every benchmark that was recorded, with its ``record``: the file that it is from."""
+    for path in sorted(RESULTS.glob("*.json")):
+        record = json.loads(path.read_text())
+        yield from (entry | {"record": record} for entry in record["benchmarks"])
+
+
+def _of(entries: list[Entry], name: str, device: str | None = None) -> list[Entry]:
+    """The entries of one file of benchmarks on one device. A share without the yardstick of its run says nothing."""
+    return [
+        entry
+        for entry in entries
+        if f"/test_{name}.py::" in entry["fullname"]
+        and (device is None or (entry["params"] or {}).get("device") == device)
+        and (name == "scheduler_step" or entry["record"].get("yardsticks"))
     ]
-    for model, rule, way in cells:
-        if way == "hdet-cuda":
-            theirs, ours = cells[model, rule, "torch-fused"], cells[model, rule, way]
-            ratio = ours["ms"] / theirs["ms"]
-            lines.append(f"| {model} | {rule} | {_cell(theirs)} | {_cell(ours)} | {ratio:.2f} |")
-    times = {(e["params"]["kind"], e["params"]["groups"]): e["stats"]["median"] * 1e6 for e in scheduler["benchmarks"]}
-    lines += [
+
+
+def _steps(entries: list[Entry]) -> str:
+    found = _of(entries, "optim_step", "cuda")
+    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
+    for entry in found:
+        params, info = entry["params"], entry["extra_info"]
+        key = (f"{params['work']} ({info['bytes a parameter']} B)", _model(params["model"], info))
+        rows.setdefault(key, {})[params["way"]] = info
+    title = (
+        "**`optimizer.step()` as the user calls it**: median time, and its share of the copy bandwidth of the same "
+        "run. Beside the work, the bytes that must move for each parameter. many-small: wall time of single steps, "
+        "with gradients at new addresses every time."
+    )
+    return _section(title, found, ("work", "model"), rows, ours="hdet-cuda")
+
+
+def _host_times(entries: list[Entry]) -> str:
+    found = _of(entries, "host_time", "cuda")
+    if not found:
+        return ""
+    columns: list[str] = []
+    rows: dict[str, dict[str, str]] = {}
+    for entry in found:
+        params, info = entry["params"], entry["extra_info"]
+        column = f"{info['tensors']:,} tensor{'s' if info['tensors'] > 1 else ''}".replace(",", " ")
+        column += ", until the device is done" if "is_done" in entry["name"] else ""
+        columns += [column] if column not in columns else []
+        if params["way"] == "addresses":
+            row = "a bare loop over `param.grad.data_ptr()`"
+        elif params["way"].startswith("torch"):
+            row = WAYS[params["way"]]
+        else:
+            row = f"{WAYS[params['way']]}, {ADDRESSES[params['addresses']]}"
+        rows.setdefault(row, {})[column] = _short(info["us"])
+    lines = [
+        "**Host time of `step()`** in µs: until the call returns, on an idle device, AdamW in fp32.",
+        _sources(found),
         "",
-        f"Host time of `scheduler.step(loss)` between two syncs (`{scheduler['machine_info']['command']}`): "
+    ]
+    lines += _grid(
+        ["", *columns], ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
+    )
+    return "\n".join(lines)
+
+
+def _training(entries: list[Entry]) -> str:
+    found = _of(entries, "training_step", "cuda")
+    title = (
+        "**A whole training step** (forward, backward, step, zero_grad) under bf16 autocast, in turns; behind the "
+        "ratio the quartiles of the turns."
+    )
+    return _turns(title, found, lambda entry: f"{entry['params']['model']}, {entry['params']['clipping']}")
+
+
+def _reductions(entries: list[Entry]) -> str:
+    found = _of(entries, "reduce", "cuda")
+    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
+    for entry in found:
+        params, info = entry["params"], entry["extra_info"]
+        key = (f"`{params['operation']}`", params["dtype"], _model(params["model"], info))
+        rows.setdefault(key, {})[params["way"]] = info
+    rows = dict(sorted(rows.items(), key=lambda item: item[0][0]))
+    title = "**One read of all gradients**; a read alone can be faster than a copy."
+    return _section(title, found, ("operation", "gradients", "model"), rows, ours="hdet-cuda")
+
+
+def _on_the_cpu(entries: list[Entry]) -> str:
+    found = _of(entries, "cpp_step")
+    title = "**On the CPU**, AdamW in fp32 with two threads, in turns; behind the ratio the quartiles of the turns."
+    return _turns(title, found, lambda entry: entry["params"]["model"])
+
+
+def _scheduler(entries: list[Entry]) -> str:
+    found = _of(entries, "scheduler_step")
+    if not found:
+        return ""
+    times = {(entry["params"]["kind"], entry["params"]["groups"]): entry["stats"]["median"] * 1e6 for entry in found}
+    return (
+        f"Host time of `scheduler.step(loss)` between two syncs (`{found[0]['record']['machine_info']['command']}`): "
         + "; ".join(
             f"{times['hdet', groups]:.0f} µs beside {times['torch', groups]:.0f} µs of torch's OneCycleLR with "
             f"{groups} parameter group{'s' if groups > 1 else ''}"
             for kind, groups in times
             if kind == "hdet"
         )
-        + ".",
-    ]
+        + "."
+    )
+
+
+def _section(
+    title: str, found: list[Entry], names: tuple[str, ...], rows: dict[tuple[str, ...], dict[str, Any]], ours: str
+) -> str:
+    """A row for each key: time and share of every way, and the ratio of ours to each of torch's."""
+    if not found:
+        return ""
+    used = [way for way in WAYS if any(way in cells for cells in rows.values())]
+    theirs = [way for way in used if way.startswith("torch") and ours in used]
+    header = [*names, *(WAYS[way] for way in used), *(f"{WAYS[ours]} / {WAYS[way]}" for way in theirs)]
+    body = []
+    for key, cells in rows.items():
+        ratios = [
+            f"{cells[ours]['ms'] / cells[way]['ms']:.3f}" if ours in cells and way in cells else NOTHING
+            for way in theirs
+        ]
+        body.append([*key, *(_cell(cells.get(way)) for way in used), *ratios])
+    lines = [title, _sources(found), "", *_grid(header, body, left=len(names))]
+    if any(info["cached"] for cells in rows.values() for info in cells.values()):
+        lines += ["", "\\* so small that it stays in the cache in part: the share says little."]
     return "\n".join(lines)
 
 
-def _key(entry: dict[str, Any]) -> tuple[str, str, str]:
-    params = entry["params"]
-    return params["model"], params["rule"], params["way"]
+def _turns(title: str, found: list[Entry], label: Any) -> str:
+    if not found:
+        return ""
+    used = [way for way in WAYS if any(way in entry["extra_info"]["ways"] for entry in found)]
+    body = []
+    for entry in found:
+        info, ratio = entry["extra_info"], entry["extra_info"]["ratio"]
+        cells = [_cell(info["ways"].get(way)) for way in used]
+        body.append([label(entry), *cells, f"{ratio['ratio']:.3f} ({ratio['low']:.3f}–{ratio['high']:.3f})"])
+    header = ["", *(WAYS[way] for way in used), "ours / torch fused"]
+    return "\n".join([title, _sources(found), "", *_grid(header, body)])
 
 
-def _cell(info: dict[str, float]) -> str:
-    return f"{info['ms']:.3f} ms ({info['share']:.1%})"
+def _sources(found: list[Entry]) -> str:
+    """What the entries were measured on and by which command."""
+    return " ".join(_source(record) for record in {id(entry["record"]): entry["record"] for entry in found}.values())
 
 
-def in_readme(text: str) -> str:
-    """The README's text with the table in its place."""
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+def _source(record: dict[str, Any]) -> str:
+    machine = record["machine_info"]
+    device = "cuda" if "cuda" in record["yardsticks"] else "cpu"
+    known = record["yardsticks"][device]
+    what = machine["gpu"] if device == "cuda" else f"{machine['cpu'].get('brand_raw') or machine['machine']} CPU"
+    state = known.get("under load") or {}
+    driver = f", driver {state['driver_version']}, {state['clocks.sm']} under load" if state else ""
+    return (
+        f"{what}{driver}, torch {machine['torch']}, {record['datetime'][:10]}; copy of {known['copied']}: "
+        f"{known['copy B/s'] / 1e9:.0f} GB/s. `{machine['command']}`"
+    )
+
+
+def _model(name: str, info: dict[str, Any]) -> str:
+    return f"{name}\\*" if info["cached"] else name
+
+
+def _cell(info: dict[str, float] | None) -> str:
+    if info is None:
+        return NOTHING
+    return f"{_short(info['ms'])} ms" + (f" ({info['share']:.1%})" if "share" in info else "")
+
+
+def _short(value: float) -> str:
+    """Four digits that count, or all that stand before the point."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}"
+
+
+def _grid(header: list[str], body: Iterable[list[str]], left: int = 1) -> list[str]:
+    rule = ["---"] * left + ["---:"] * (len(header) - left)
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *body)]
 
 
 if __name__ == "__main__":

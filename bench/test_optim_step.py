@@ -1,136 +1,98 @@
-"""Time of one optimizer step as a share of the copy bandwidth measured in the same run, beside torch's own.
+"""Time of one optimizer step as a share of the copy bandwidth of the same run, beside torch's own.
 
-    python -m pytest bench/test_optim_step.py --benchmark-columns=min,median --benchmark-group-by=param:model
+    python -m pytest bench/test_optim_step.py --benchmark-only -k gpu
+    python -m pytest bench/test_optim_step.py --benchmark-only -k 'gpu and adamw-fp32 and not clip'
 
-Every step must read θ, g and the state and write θ and the state: 28 bytes a parameter for AdamW in fp32. ``share`` is
-those bytes over the best time, over the bandwidth of a copy of 256 MB (of 64 MB on the CPU). A share above 1 is a
-model that fits into a cache.
+Every step must read θ, g and the state and write θ and the state: 28 bytes a parameter for AdamW in fp32. Many small
+tensors are measured one step at a time, call to end of the work, with gradients at new addresses every step.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from functools import cache
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import measure
+import models
 import pytest
 import torch
+import ways
+import yardstick
 from torch import nn
 
-from hdet_kernels.ops.backends import backends
-from hdet_kernels.optim import FusedAdamW, FusedSGD
 
-Shapes = list[tuple[int, ...]]
+@dataclass(frozen=True)
+class Work:
+    """``read`` and ``written`` are bytes a parameter; ``options`` are our optimizer's; ``beside`` are torch's ways."""
 
-
-def transformer(layers: int, width: int, hidden: int, vocabulary: int, context: int) -> Shapes:
-    block: Shapes = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,)]
-    block += [(hidden, width), (hidden,), (width, hidden), (width,)]
-    return [(vocabulary, width), (context, width), *(block * layers), (width,), (width,)]
-
-
-def gated_transformer(layers: int, width: int, hidden: int, vocabulary: int) -> Shapes:
-    block: Shapes = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
-    block += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
-    return [(vocabulary, width), *(block * layers), (width,), (vocabulary, width)]
+    rule: str
+    read: int
+    written: int
+    beside: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+    max_grad_norm: float | None = None
+    small_too: bool = False
 
 
-def tables() -> Shapes:
-    return [(2_000_000, 64), *[(50_000, 32)] * 40, *[(512, 512), (512,)] * 200]
-
-
-def many_small(count: int) -> Shapes:
-    return [(32, 32) if index % 2 == 0 else (128 + index % 97,) for index in range(count)]
-
-
-MODELS: dict[str, dict[str, Callable[[], Shapes]]] = {
-    "cuda": {
-        "gpt2-124M": lambda: transformer(12, 768, 3072, 50304, 1024),
-        "llama-1.2B": lambda: gated_transformer(16, 2048, 8192, 128256),
-        "recsys-mix": tables,
-        "many-small-10k": lambda: many_small(10_000),
-    },
-    "cpu": {
-        "transformer-5M": lambda: transformer(4, 256, 1024, 8192, 256),
-        "many-small-1k": lambda: many_small(1_000),
-    },
-}
-BYTES = {"adamw": 28, "sgd-momentum": 20}
-
-
-def _torch(name: str, params: list[nn.Parameter], **how: bool) -> torch.optim.Optimizer:
-    if name == "adamw":
-        return torch.optim.AdamW(params, **how)
-    return torch.optim.SGD(params, lr=1e-3, momentum=0.9, **how)
-
-
-def _ours(name: str, params: list[nn.Parameter], backend: str) -> torch.optim.Optimizer:
-    if name == "adamw":
-        return FusedAdamW(params, backend=backend)
-    return FusedSGD(params, lr=1e-3, momentum=0.9, backend=backend)
-
-
-WAYS: dict[str, Callable[[str, list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "torch-foreach": lambda name, params: _torch(name, params, foreach=True),
-    "torch-fused": lambda name, params: _torch(name, params, fused=True),
-    "hdet-cuda": lambda name, params: _ours(name, params, "cuda"),
-    "hdet-cpp": lambda name, params: _ours(name, params, "cpp"),
-    "hdet-torch": lambda name, params: _ours(name, params, "torch"),
+BF16 = torch.bfloat16
+WORKS = {
+    "adamw-fp32": Work("adamw", 16, 12, ("torch-foreach", "torch-fused"), small_too=True),
+    "adamw-fp32-clip": Work("adamw", 20, 12, ("torch-fused",), max_grad_norm=1.0, small_too=True),
+    "adamw-fp32-bf16-state": Work("adamw", 12, 8, options={"state_dtype": BF16}),
+    "adamw-bf16": Work("adamw", 8, 6, ("torch-fused",), BF16, {"state_dtype": BF16, "master_weights": False}),
+    "adamw-bf16-stochastic": Work("adamw", 8, 6, (), BF16, {"state_dtype": BF16, "stochastic_rounding": True}),
+    # θ is read too: a parameter that is not the rounding of its master was written by someone else.
+    "adamw-bf16-master": Work("adamw", 16, 14, (), BF16, {"master_weights": True}),
+    "sgd-momentum-fp32": Work("sgd-momentum", 12, 8, ("torch-fused",)),
+    "adagrad-fp32": Work("adagrad", 12, 8, ("torch-foreach", "torch-fused")),
+    "lion-fp32": Work("lion", 12, 8),
 }
 
 
 def _cases() -> Iterator[Any]:
-    for device, models in MODELS.items():
-        absent = device == "cuda" and not torch.cuda.is_available()
-        for way in WAYS:
-            backend = way.removeprefix("hdet-") if way.startswith("hdet-") else "torch"
-            if way in (("hdet-cpp", "hdet-torch") if device == "cuda" else ("hdet-cuda",)):
-                continue  # of the other device, or the fallback, which takes minutes for 10 000 tensors there
-            reason = "torch finds no usable NVIDIA GPU" if absent else backends()[backend]
-            for model in models:
-                mark = pytest.mark.skipif(reason != "ok", reason=f"{way} on {device}: {reason}")
-                yield pytest.param(device, model, way, id=f"{model}-{way}", marks=mark)
+    for device, known in models.MODELS.items():
+        for name, work in WORKS.items():
+            for model in known:
+                if models.is_small(model) and not work.small_too:
+                    continue
+                for way in (*work.beside, *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
+                    reason = ways.why_not(way, device, work.rule)
+                    yield ways.case(device, model, name, way, why_not=reason, on_device=not models.is_small(model))
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def stepper(work: Work, way: str, params: list[nn.Parameter]) -> measure.Call:
+    """A step as the user calls it, clipping included."""
+    limit = work.max_grad_norm
+    if way.startswith("hdet-"):
+        return ways.optimizer(way, work.rule, params, max_grad_norm=limit, **work.options).step
+    optimizer = ways.optimizer(way, work.rule, params)
+    if limit is None:
+        return optimizer.step
+
+    def clip_and_step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, limit)
+        optimizer.step()
+
+    return clip_and_step
 
 
-@cache
-def copy_bandwidth(device: str) -> float:
-    """Bytes read and written in a second by a plain copy: the best of several."""
-    source = torch.ones(2**26 if device == "cuda" else 2**24, device=device)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(20):
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(10):
-            target.copy_(source)
-        _wait(device)
-        best = min(best, (time.perf_counter() - start) / 10)
-    return 2 * source.nbytes / best
-
-
-@pytest.mark.parametrize("rule", BYTES)
-@pytest.mark.parametrize(("device", "model", "way"), list(_cases()))
-def test_optim_step(benchmark: Any, device: str, model: str, way: str, rule: str) -> None:
-    params = [nn.Parameter(torch.randn(shape, device=device)) for shape in MODELS[device][model]()]
-    for param in params:
-        param.grad = torch.randn_like(param) * 1e-3
-    optimizer = WAYS[way](rule, params)
-    inner = 10 if device == "cuda" else 1
-
-    def run() -> None:
-        for _ in range(inner):
-            optimizer.step()
-        _wait(device)
-
-    benchmark.pedantic(run, rounds=5, iterations=1, warmup_rounds=1)
-    best = benchmark.stats.stats.min / inner
-    moved = BYTES[rule] * sum(param.numel() for param in params)
-    share = moved / best / copy_bandwidth(device)
-    benchmark.extra_info |= {"ms": best * 1e3, "share": share, "copy GB/s": copy_bandwidth(device) / 1e9}
-    print(f"\n{model} {rule} {way}: {best * 1e3:.3f} ms, {share:.1%} of {copy_bandwidth(device) / 1e9:.0f} GB/s")
+@pytest.mark.parametrize(("device", "model", "work", "way"), list(_cases()))
+def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str) -> None:
+    yardstick.yardstick(device)
+    known = WORKS[work]
+    params = models.parameters(models.MODELS[device][model].shapes, device, known.dtype)
+    step = stepper(known, way, params)
+    if models.is_small(model):
+        alone, backward = measure.until_done(step, device), models.Backward(params, device)
+        benchmark.pedantic(alone, setup=backward, rounds=10, warmup_rounds=3)
+    else:
+        models.set_gradients(params)
+        benchmark.pedantic(step, warmup_rounds=1, **measure.plan(step, device))
+        benchmark.extra_info["host us"] = statistics.median(measure.host_times(step, device)) * 1e6
+    count = sum(param.numel() for param in params)
+    moved = known.read + known.written
+    benchmark.extra_info |= {"parameters": count, "tensors": len(params), "bytes a parameter": moved}
+    yardstick.report(benchmark, device, moved=count * moved, held=count * known.read)

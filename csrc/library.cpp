@@ -1,12 +1,16 @@
-// The operators, declared once. The implementations register themselves in step_cpu.cpp and step_cuda.cu; the Python
-// wrapper and the fake kernel are in hdet_kernels/ops/native.py.
+// The operators, declared once. The implementations register themselves in the files of their device; the Python
+// wrappers and the fake kernels are in hdet_kernels/ops/native.py.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   // One step of a rule for all slots that have a gradient. The gradients are reached through their addresses and are
-  // not arguments: the caller keeps them alive, on the device of the parameters and in their dtype.
+  // not arguments: the caller keeps them alive, on the device of the parameters. The scratch has 128 bytes for each
+  // slot; what is in it does not matter.
   m.def(
-      "step_(int rule, Tensor(a!) param, Tensor(b!)? state0, Tensor(c!)? state1, Tensor(d!)? state2, "
-      "Tensor(e!) steps, Tensor table, Tensor slots, Tensor chunks, Tensor addresses, "
-      "Tensor? multiplier, Tensor? found_inf) -> ()");
+      "step_(int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, "
+      "Tensor(e!)? state2, Tensor(f!) steps, Tensor table, Tensor slots, Tensor chunks, Tensor gradients, "
+      "Tensor(g!) scratch, Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding) -> ()");
+  // √(Σ g²) over all gradients, float64, and whether all their elements are finite; one pass over them each.
+  m.def("grad_norm(Tensor chunks, Tensor gradients) -> Tensor");
+  m.def("all_finite(Tensor chunks, Tensor gradients) -> Tensor");
 }

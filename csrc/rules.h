@@ -2,27 +2,66 @@
 //
 // A rule is a struct of what is the same for every element of one parameter at one step. `derive` forms it in double
 // from the hyperparameters and rounds once; `update` moves one element. T is the type of the arithmetic: double for
-// double, float for all others.
+// double, float for all others. kShort says that what comes out is kept in 16 bits: then a quotient may be off by the
+// two last of 24 bits, which on a GPU takes a third of the instructions.
 #pragma once
 
 #include <cmath>
 
+#include "rounding.h"
 #include "table.h"
-
-#ifdef __CUDACC__
-#define HDET_BOTH __host__ __device__ __forceinline__
-#else
-#define HDET_BOTH inline
-#endif
 
 namespace hdet {
 
-// The order of _RULES in hdet_kernels/ops/native.py.
+// The order of RULES in hdet_kernels/ops/native.py.
 enum class Rule : int64_t { sgd, adam, adamw, adagrad, lion };
 
-// Gradients come scaled (AMP, clipping), and negated where the objective is to grow.
-HDET_BOTH double gradient_factor(const Row& row, double multiplier) {
-  return row.maximize != 0 ? -multiplier : multiplier;
+// What a rule is derived from.
+struct Moment {
+  Rule rule;
+  double t;       // the number of this step, from 1
+  bool first;     // no step with momentum came before
+  double factor;  // of the gradient
+};
+
+// AMP's scale is undone, the global norm (of the stored gradients, or null) clipped as in clip_grad_norm_, and the
+// gradient negated where the objective is to grow.
+HDET_BOTH double gradient_factor(const Row& row, const float* grad_scale, const double* norm) {
+  double factor = grad_scale == nullptr ? 1.0 : 1.0 / static_cast<double>(*grad_scale);
+  if (norm != nullptr && row.max_grad_norm > 0) {
+    const double clip = row.max_grad_norm / (*norm * factor + 1e-6);
+    if (!(clip >= 1)) factor *= clip;  // a NaN goes on, as in torch
+  }
+  return row.maximize != 0 ? -factor : factor;
+}
+
+// Advances a slot's step count. Of sgd it is negative until the first step with momentum.
+HDET_BOTH Moment advanced(Rule rule, const Row& row, float& steps, const float* grad_scale, const double* norm) {
+  const bool first = steps <= 0;
+  const float t = (steps < 0 ? -steps : steps) + 1;
+  steps = rule == Rule::sgd && first && row.momentum == 0 ? -t : t;
+  return {rule, t, first, gradient_factor(row, grad_scale, norm)};
+}
+
+template <bool kShort, typename T>
+HDET_BOTH T quotient(T a, T b) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kShort && sizeof(T) == 4) return __fdividef(a, b);
+#endif
+  return a / b;
+}
+
+template <bool kShort, typename T>
+HDET_BOTH T root(T x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kShort && sizeof(T) == 4) {
+    float y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+#endif
+  using std::sqrt;
+  return sqrt(x);
 }
 
 template <typename T>
@@ -33,21 +72,18 @@ struct Sgd {
   int states;  // how many state buffers this parameter uses: the momentum, or none
   bool first, nesterov;
 
-  // The first step with momentum is told by its count, so steps without momentum do not count.
-  static HDET_BOTH bool counts(const Row& row) { return row.momentum != 0; }
-
-  static HDET_BOTH Sgd derive(const Row& row, double t, double multiplier) {
-    return {static_cast<T>(gradient_factor(row, multiplier)),
+  static HDET_BOTH Sgd derive(const Row& row, const Moment& now) {
+    return {static_cast<T>(now.factor),
             static_cast<T>(row.weight_decay),
             static_cast<T>(row.momentum),
             static_cast<T>(1 - row.dampening),
             static_cast<T>(row.lr),
             row.momentum != 0 ? 1 : 0,
-            t <= 1,
+            now.first,
             row.nesterov != 0};
   }
 
-  template <int kStates>
+  template <int kStates, bool kShort>
   HDET_BOTH void update(T& theta, T g, T* state) const {
     g *= factor;
     if (decay != 0) g += decay * theta;  // 0·θ is not 0 where θ is infinite
@@ -59,37 +95,34 @@ struct Sgd {
   }
 };
 
-template <typename T, bool kDecoupled>
-struct AdamFamily {
+// Adam and AdamW: weight decay goes into the gradient (l2) or shrinks the parameter (keep).
+template <typename T>
+struct Adam {
   static constexpr int kFewestStates = 2;
   static constexpr int kMostStates = 3;
-  T factor, decay, take1, keep2, take2, size, per_root, eps;
+  T factor, keep, l2, take1, keep2, take2, size, per_root, eps;
   int states;  // first and second moment, and with amsgrad the largest second moment
 
-  static HDET_BOTH bool counts(const Row&) { return true; }
-
-  static HDET_BOTH AdamFamily derive(const Row& row, double t, double multiplier) {
+  static HDET_BOTH Adam derive(const Row& row, const Moment& now) {
     using std::pow, std::sqrt;
-    return {static_cast<T>(gradient_factor(row, multiplier)),
-            static_cast<T>(kDecoupled ? 1 - row.lr * row.weight_decay : row.weight_decay),
+    const bool decoupled = now.rule == Rule::adamw;
+    return {static_cast<T>(now.factor),
+            static_cast<T>(decoupled ? 1 - row.lr * row.weight_decay : 1),
+            static_cast<T>(decoupled ? 0 : row.weight_decay),
             static_cast<T>(1 - row.beta1),
             static_cast<T>(row.beta2),
             static_cast<T>(1 - row.beta2),
-            static_cast<T>(row.lr / (1 - pow(row.beta1, t))),
-            static_cast<T>(1 / sqrt(1 - pow(row.beta2, t))),
+            static_cast<T>(row.lr / (1 - pow(row.beta1, now.t))),
+            static_cast<T>(1 / sqrt(1 - pow(row.beta2, now.t))),
             static_cast<T>(row.eps),
             row.amsgrad != 0 ? 3 : 2};
   }
 
-  template <int kStates>
+  template <int kStates, bool kShort>
   HDET_BOTH void update(T& theta, T g, T* state) const {
-    using std::sqrt;
     g *= factor;
-    if constexpr (kDecoupled) {
-      theta *= decay;
-    } else if (decay != 0) {
-      g += decay * theta;
-    }
+    if (l2 != 0) g += l2 * theta;
+    theta *= keep;
     state[0] += take1 * (g - state[0]);
     state[1] = keep2 * state[1] + take2 * (g * g);
     T second = state[1];
@@ -98,14 +131,9 @@ struct AdamFamily {
       second = second > state[2] || second != second ? second : state[2];
       state[2] = second;
     }
-    theta -= size * (state[0] / (sqrt(second) * per_root + eps));
+    theta -= size * quotient<kShort>(state[0], root<kShort>(second) * per_root + eps);
   }
 };
-
-template <typename T>
-using Adam = AdamFamily<T, false>;
-template <typename T>
-using AdamW = AdamFamily<T, true>;
 
 template <typename T>
 struct Adagrad {
@@ -114,20 +142,17 @@ struct Adagrad {
   T factor, decay, size, eps;
   int states;
 
-  static HDET_BOTH bool counts(const Row&) { return true; }
-
-  static HDET_BOTH Adagrad derive(const Row& row, double t, double multiplier) {
-    return {static_cast<T>(gradient_factor(row, multiplier)), static_cast<T>(row.weight_decay),
-            static_cast<T>(row.lr / (1 + (t - 1) * row.lr_decay)), static_cast<T>(row.eps), 1};
+  static HDET_BOTH Adagrad derive(const Row& row, const Moment& now) {
+    return {static_cast<T>(now.factor), static_cast<T>(row.weight_decay),
+            static_cast<T>(row.lr / (1 + (now.t - 1) * row.lr_decay)), static_cast<T>(row.eps), 1};
   }
 
-  template <int kStates>
+  template <int kStates, bool kShort>
   HDET_BOTH void update(T& theta, T g, T* state) const {
-    using std::sqrt;
     g *= factor;
     if (decay != 0) g += decay * theta;
     state[0] += g * g;
-    theta -= size * (g / (sqrt(state[0]) + eps));
+    theta -= size * quotient<kShort>(g, root<kShort>(state[0]) + eps);
   }
 };
 
@@ -138,10 +163,8 @@ struct Lion {
   T factor, keep, lr, keep1, take1, keep2, take2;
   int states;
 
-  static HDET_BOTH bool counts(const Row&) { return true; }
-
-  static HDET_BOTH Lion derive(const Row& row, double, double multiplier) {
-    return {static_cast<T>(gradient_factor(row, multiplier)),
+  static HDET_BOTH Lion derive(const Row& row, const Moment& now) {
+    return {static_cast<T>(now.factor),
             static_cast<T>(1 - row.lr * row.weight_decay),
             static_cast<T>(row.lr),
             static_cast<T>(row.beta1),
@@ -151,7 +174,7 @@ struct Lion {
             1};
   }
 
-  template <int kStates>
+  template <int kStates, bool kShort>
   HDET_BOTH void update(T& theta, T g, T* state) const {
     g *= factor;
     const T blend = keep1 * state[0] + take1 * g;

@@ -1,128 +1,116 @@
-// What the CPU and the CUDA step share: the arguments, checked and as plain pointers, and the choice of rule and type.
+// What the CPU and the CUDA step share: the arguments, checked and as plain pointers, and the choice of rule.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
 
 #include <optional>
-#include <stdexcept>
-#include <string>
-#include <type_traits>
 
+#include "check.h"
 #include "rules.h"
 #include "table.h"
 
 namespace hdet {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// Errors are put together without streams: a toolchain that links the C++ library statically has two copies of it in
-// the process then, torch's and ours, and formatting a number through the wrong one's locale crashes (torch's own
-// STD_TORCH_CHECK did).
-inline std::string text(const char* part) { return part; }
-inline std::string text(int64_t part) { return std::to_string(part); }
-
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  throw std::runtime_error((std::string("step_: ") + ... + text(parts)));
-}
-
-#define HDET_CHECK(condition, ...) \
-  if (!(condition)) ::hdet::fail(__VA_ARGS__)
-
 inline constexpr int kMaxStates = 3;
+// Of the scratch that the caller keeps, for each slot.
+inline constexpr int64_t kScratchBytes = 128;
+
+// What all elements of a slot have in common at one step.
+template <typename R>
+struct alignas(16) Prepared {
+  R rule;
+  Noise noise;
+};
 
 struct Work {
+  Rule rule;
   void* param;
+  float* master;             // may be null: the parameters are all there is
   void* states[kMaxStates];  // null where a state is not in use
   float* steps;
   const Row* table;
   const Slot* slots;
   const Chunk* chunks;
-  const int64_t* addresses;
-  const double* multiplier;  // may be null: 1
-  const float* found_inf;    // may be null: finite
+  const Gradient* gradients;
+  void* scratch;
+  const float* grad_scale;  // may be null: 1
+  const double* norm;       // may be null: not clipped
+  const float* found_inf;   // may be null: finite
   int64_t slot_count;
   int64_t chunk_count;
   int state_count;  // how many of the states, from the first on, are there
+  bool stochastic_rounding;
+  ScalarType param_type, state_type;  // the state's is the arithmetic's where there is none
 };
 
-template <typename T>
-T* checked(const Tensor& tensor, const char* name, ScalarType type, int64_t numel, const Tensor& like) {
-  HDET_CHECK(tensor.scalar_type() == type, name, " has another dtype than expected");
-  HDET_CHECK(tensor.is_contiguous(), name, " must be contiguous");
-  HDET_CHECK(tensor.numel() == numel, name, " must have ", numel, " elements, got ", tensor.numel());
-  HDET_CHECK(tensor.device() == like.device(), name, " must be on the device of the parameters");
-  return static_cast<T*>(tensor.data_ptr());
-}
-
-inline Work checked_work(const Tensor& param, const std::optional<Tensor> (&states)[kMaxStates], const Tensor& steps,
-                         const Tensor& table, const Tensor& slots, const Tensor& chunks, const Tensor& addresses,
-                         const std::optional<Tensor>& multiplier, const std::optional<Tensor>& found_inf) {
+inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<Tensor>& master,
+                         const std::optional<Tensor> (&states)[kMaxStates], const Tensor& steps, const Tensor& table,
+                         const Tensor& slots, const Tensor& chunks, const Tensor& gradients, const Tensor& scratch,
+                         const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& norm,
+                         const std::optional<Tensor>& found_inf, bool stochastic_rounding) {
+  HDET_CHECK(rule >= 0 && rule <= static_cast<int64_t>(Rule::lion), "unknown rule ", rule);
   HDET_CHECK(table.dim() == 2 && table.size(1) == kColumns, "the hyperparameter table must have ", kColumns,
-                  " columns");
+             " columns");
   Work work{};
-  work.slot_count = addresses.numel();
-  work.chunk_count = chunks.numel() / 2;
-  work.param = checked<void>(param, "param", param.scalar_type(), param.numel(), param);
+  work.rule = static_cast<Rule>(rule);
+  work.slots = checked_rows<Slot>(slots, "slots", 3, param);
+  work.chunks = checked_rows<Chunk>(chunks, "chunks", 4, param);
+  work.gradients = checked_rows<Gradient>(gradients, "gradients", 2, param);
+  work.slot_count = slots.size(0);
+  work.chunk_count = chunks.size(0);
+  HDET_CHECK(gradients.size(0) == work.slot_count, "gradients must have ", work.slot_count, " rows, got ",
+             gradients.size(0));
+  work.param_type = param.scalar_type();
+  work.state_type = work.param_type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  work.param = checked<void>(param, "param", work.param_type, param.numel(), param);
   for (int i = 0; i < kMaxStates; ++i) {
     if (!states[i].has_value()) continue;
     HDET_CHECK(work.state_count == i, "state ", i, " is given and one before it is not");
-    work.states[i] = checked<void>(*states[i], "state", param.scalar_type(), param.numel(), param);
+    if (i == 0) work.state_type = states[i]->scalar_type();
+    work.states[i] = checked<void>(*states[i], "state", work.state_type, param.numel(), param);
     work.state_count = i + 1;
   }
+  if (master) work.master = checked<float>(*master, "master", ScalarType::Float, param.numel(), param);
+  work.scratch = checked<void>(scratch, "scratch", ScalarType::Byte, kScratchBytes * work.slot_count, param);
   work.steps = checked<float>(steps, "steps", ScalarType::Float, work.slot_count, param);
   work.table = checked<const Row>(table, "table", ScalarType::Double, table.numel(), param);
-  work.slots = checked<const Slot>(slots, "slots", ScalarType::Long, work.slot_count * 3, param);
-  work.chunks = checked<const Chunk>(chunks, "chunks", ScalarType::Int, work.chunk_count * 2, param);
-  work.addresses = checked<const int64_t>(addresses, "addresses", ScalarType::Long, work.slot_count, param);
-  if (multiplier) work.multiplier = checked<const double>(*multiplier, "multiplier", ScalarType::Double, 1, param);
+  if (grad_scale) work.grad_scale = checked<const float>(*grad_scale, "grad_scale", ScalarType::Float, 1, param);
+  if (norm) work.norm = checked<const double>(*norm, "norm", ScalarType::Double, 1, param);
   if (found_inf) work.found_inf = checked<const float>(*found_inf, "found_inf", ScalarType::Float, 1, param);
+  work.stochastic_rounding = stochastic_rounding;
+
+  const bool wide = work.param_type == ScalarType::Double;
+  const bool narrow = work.param_type == ScalarType::BFloat16 || work.param_type == ScalarType::Half;
+  HDET_CHECK(wide || narrow || work.param_type == ScalarType::Float,
+             "parameters must be float32, float64, bfloat16 or float16");
+  HDET_CHECK(work.state_type == (wide ? ScalarType::Double : ScalarType::Float) ||
+                 (work.state_type == ScalarType::BFloat16 && !wide && work.param_type != ScalarType::Half),
+             "state has another dtype than expected");
+  HDET_CHECK(work.master == nullptr || narrow, "only bfloat16 and float16 parameters have a master");
+  HDET_CHECK(!stochastic_rounding || (work.master == nullptr && work.param_type != ScalarType::Half),
+             "stochastic rounding is for bfloat16 parameters without master");
   return work;
 }
 
-// Half-precision values are computed with as float and rounded once, when they are stored.
-template <typename S>
-using Arithmetic = std::conditional_t<std::is_same_v<S, double>, double, float>;
-
-// Calls run.operator()<S, R>() with the stored type S and the rule R<Arithmetic<S>>.
-template <template <typename> typename R, typename Run>
-void with_type(ScalarType type, const Work& work, Run&& run) {
-  HDET_CHECK(work.state_count >= R<float>::kFewestStates, "this rule needs ", R<float>::kFewestStates,
-                  " state buffers, got ", work.state_count);
-  switch (type) {
-    case ScalarType::Float:
-      return run.template operator()<float, R<float>>();
-    case ScalarType::Double:
-      return run.template operator()<double, R<double>>();
-    case ScalarType::BFloat16:
-      return run.template operator()<torch::headeronly::BFloat16, R<float>>();
-    case ScalarType::Half:
-      return run.template operator()<torch::headeronly::Half, R<float>>();
-    default:
-      fail("parameters must be float32, float64, bfloat16 or float16");
-  }
-}
-
-template <typename Run>
-void with_rule_and_type(int64_t rule, ScalarType type, const Work& work, Run&& run) {
-  switch (static_cast<Rule>(rule)) {
+// Calls run.operator()<R<T>>() with the rule.
+template <typename T, typename Run>
+void with_rule(const Work& work, Run&& run) {
+  const auto checked_run = [&]<typename R>() {
+    HDET_CHECK(work.state_count >= R::kFewestStates, "this rule needs ", R::kFewestStates, " state buffers, got ",
+               work.state_count);
+    static_assert(sizeof(Prepared<R>) <= kScratchBytes);
+    run.template operator()<R>();
+  };
+  switch (work.rule) {
     case Rule::sgd:
-      return with_type<Sgd>(type, work, run);
+      return checked_run.template operator()<Sgd<T>>();
     case Rule::adam:
-      return with_type<Adam>(type, work, run);
     case Rule::adamw:
-      return with_type<AdamW>(type, work, run);
+      return checked_run.template operator()<Adam<T>>();
     case Rule::adagrad:
-      return with_type<Adagrad>(type, work, run);
+      return checked_run.template operator()<Adagrad<T>>();
     case Rule::lion:
-      return with_type<Lion>(type, work, run);
-    default:
-      fail("unknown rule ", rule);
+      return checked_run.template operator()<Lion<T>>();
   }
 }
 

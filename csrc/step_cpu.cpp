@@ -1,78 +1,113 @@
-// The step on the CPU: threads share the chunks.
+// The step on the CPU: threads share the chunks. The rules run on float or double; what is stored in another type goes
+// through a small buffer that stays in the first-level cache.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <vector>
 
+#include "convert_cpu.h"
 #include "step.h"
 
 namespace hdet {
 namespace {
 
 // As many elements as torch gives at least to one thread.
-constexpr int64_t kChunksPerThread = 32768 / kChunk;
+constexpr int64_t kElementsPerThread = 32768;
+
+template <typename T>
+constexpr ScalarType kTypeOf = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
 
 // The rule comes by value and the buffers as restricted arguments: so the compiler knows that no store changes the
 // rule or another buffer, and vectorises.
-template <int kStates, typename S, typename R>
-void update_span(const R rule, S* __restrict theta, const S* __restrict gradient, S* __restrict first,
-                 S* __restrict second, S* __restrict third, int64_t count) {
-  using T = Arithmetic<S>;
+template <int kStates, typename T, typename R>
+void update_span(const R rule, T* __restrict theta, const T* __restrict gradient, T* __restrict first,
+                 T* __restrict second, T* __restrict third, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    T value = static_cast<T>(theta[i]);
+    T value = theta[i];
     T state[kMaxStates] = {};
-    if constexpr (kStates > 0) state[0] = static_cast<T>(first[i]);
-    if constexpr (kStates > 1) state[1] = static_cast<T>(second[i]);
-    if constexpr (kStates > 2) state[2] = static_cast<T>(third[i]);
-    rule.template update<kStates>(value, static_cast<T>(gradient[i]), state);
-    theta[i] = static_cast<S>(value);
-    if constexpr (kStates > 0) first[i] = static_cast<S>(state[0]);
-    if constexpr (kStates > 1) second[i] = static_cast<S>(state[1]);
-    if constexpr (kStates > 2) third[i] = static_cast<S>(state[2]);
+    if constexpr (kStates > 0) state[0] = first[i];
+    if constexpr (kStates > 1) state[1] = second[i];
+    if constexpr (kStates > 2) state[2] = third[i];
+    rule.template update<kStates, false>(value, gradient[i], state);
+    theta[i] = value;
+    if constexpr (kStates > 0) first[i] = state[0];
+    if constexpr (kStates > 1) second[i] = state[1];
+    if constexpr (kStates > 2) third[i] = state[2];
   }
 }
 
-template <typename S, typename R>
+// Elements at .. at + count of the flat buffers, at most kBlock of them.
+template <int kStates, typename T, typename R>
+void update_block(const Work& work, const Prepared<R>& own, const Gradient& gradient, int64_t start, int64_t at,
+                  int64_t count) {
+  T buffers[2 + kMaxStates][kBlock];
+  const T* slope = widened(reinterpret_cast<const void*>(gradient.address), gradient.type, start, count, buffers[0]);
+  const bool plain = work.param_type == kTypeOf<T>;
+  T* theta = plain ? static_cast<T*>(work.param) + at : buffers[1];
+  if (!plain) {
+    load(work.param, work.param_type, at, count, theta);
+    if (work.master != nullptr) prefer_master(work.master + at, work.param, work.param_type, at, count, theta);
+  }
+  T* states[kMaxStates] = {};
+  const bool plain_states = work.state_type == kTypeOf<T>;
+  for (int k = 0; k < kStates; ++k) {
+    states[k] = plain_states ? static_cast<T*>(work.states[k]) + at : buffers[2 + k];
+    if (!plain_states) load(work.states[k], work.state_type, at, count, states[k]);
+  }
+  update_span<kStates>(own.rule, theta, slope, states[0], states[1], states[2], count);
+  const Noise* noise = work.stochastic_rounding ? &own.noise : nullptr;
+  if (!plain) {
+    if (work.master != nullptr) std::copy_n(theta, count, work.master + at);
+    store(theta, work.param, work.param_type, at, count, noise, kParamStream);
+  }
+  for (int k = 0; k < kStates && !plain_states; ++k)
+    store(states[k], work.states[k], work.state_type, at, count, noise, kStateStream + k);
+}
+
+template <typename T, typename R>
 void step(const Work& work) {
   if (work.found_inf != nullptr && *work.found_inf > 0) return;
-  const double multiplier = work.multiplier == nullptr ? 1.0 : *work.multiplier;
-  std::vector<R> rules(work.slot_count);
+  auto* prepared = static_cast<Prepared<R>*>(work.scratch);
   for (int64_t i = 0; i < work.slot_count; ++i) {
-    if (work.addresses[i] == kNoGradient) continue;
+    if (work.gradients[i].address == kNoGradient) continue;
     const Row& row = work.table[work.slots[i].row];
-    if (R::counts(row)) work.steps[i] += 1;
-    rules[i] = R::derive(row, work.steps[i], multiplier);
+    const Moment now = advanced(work.rule, row, work.steps[i], work.grad_scale, work.norm);
+    prepared[i] = {R::derive(row, now), Noise::of(row.seed, now.t)};
   }
-  torch::stable::parallel_for(0, work.chunk_count, kChunksPerThread, [&](int64_t begin, int64_t end) {
+  int64_t elements = 0;
+  for (int64_t i = 0; i < work.slot_count; ++i) elements += work.slots[i].count;
+  const int64_t chunk = std::max<int64_t>(elements / std::max<int64_t>(work.chunk_count, 1), 1);
+  const int64_t chunks_per_thread = std::max<int64_t>(kElementsPerThread / chunk, 1);
+  torch::stable::parallel_for(0, work.chunk_count, chunks_per_thread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Chunk chunk = work.chunks[i];
-      const int64_t address = work.addresses[chunk.slot];
-      if (address == kNoGradient) continue;
-      const Slot& slot = work.slots[chunk.slot];
-      const R& rule = rules[chunk.slot];
-      const int64_t start = chunk.index * kChunk;
-      const int64_t count = std::min(kChunk, slot.count - start);
-      const int64_t at = slot.offset + start;
-      S* states[kMaxStates];
-      for (int k = 0; k < kMaxStates; ++k)
-        states[k] = k < work.state_count ? static_cast<S*>(work.states[k]) + at : nullptr;
-      S* theta = static_cast<S*>(work.param) + at;
-      const S* gradient = reinterpret_cast<const S*>(address) + start;
-      if (uses_most_states(rule, work)) {
-        update_span<R::kMostStates>(rule, theta, gradient, states[0], states[1], states[2], count);
-      } else {
-        update_span<R::kFewestStates>(rule, theta, gradient, states[0], states[1], states[2], count);
+      const Chunk& chunk = work.chunks[i];
+      const Gradient& gradient = work.gradients[chunk.slot];
+      if (gradient.address == kNoGradient) continue;
+      const Prepared<R>& own = prepared[chunk.slot];
+      for (int64_t done = 0; done < chunk.count; done += kBlock) {
+        const int64_t count = std::min(kBlock, chunk.count - done);
+        if (uses_most_states(own.rule, work)) {
+          update_block<R::kMostStates, T>(work, own, gradient, chunk.start + done,
+                                                                  chunk.offset + done, count);
+        } else {
+          update_block<R::kFewestStates, T>(work, own, gradient, chunk.start + done,
+                                                                    chunk.offset + done, count);
+        }
       }
     }
   });
 }
 
-void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> state0, std::optional<Tensor> state1,
-              std::optional<Tensor> state2, Tensor steps, Tensor table, Tensor slots, Tensor chunks, Tensor addresses,
-              std::optional<Tensor> multiplier, std::optional<Tensor> found_inf) {
-  const Work work =
-      checked_work(param, {state0, state1, state2}, steps, table, slots, chunks, addresses, multiplier, found_inf);
-  with_rule_and_type(rule, param.scalar_type(), work, [&]<typename S, typename R>() { step<S, R>(work); });
+void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
+              std::optional<Tensor> state1, std::optional<Tensor> state2, Tensor steps, Tensor table, Tensor slots,
+              Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
+              std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding) {
+  const Work work = checked_work(rule, param, master, {state0, state1, state2}, steps, table, slots, chunks, gradients,
+                                 scratch, grad_scale, norm, found_inf, stochastic_rounding);
+  if (work.param_type == ScalarType::Double) {
+    with_rule<double>(work, [&]<typename R>() { step<double, R>(work); });
+  } else {
+    with_rule<float>(work, [&]<typename R>() { step<float, R>(work); });
+  }
 }
 
 }  // namespace

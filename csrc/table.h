@@ -7,10 +7,8 @@
 
 namespace hdet {
 
-// Elements of a chunk: what one thread block works on at a time.
-inline constexpr int64_t kChunk = 4096;
-
-// Hyperparameters of one parameter group. The last three are flags, 0 or 1.
+// Hyperparameters of one parameter group. max_grad_norm is 0 for no clipping, seed a whole number below 2³²; the last
+// three are flags, 0 or 1.
 struct Row {
   double lr;
   double weight_decay;
@@ -20,11 +18,13 @@ struct Row {
   double momentum;
   double dampening;
   double lr_decay;
+  double max_grad_norm;
+  double seed;
   double nesterov;
   double amsgrad;
   double maximize;
 };
-inline constexpr int64_t kColumns = 11;
+inline constexpr int64_t kColumns = 13;
 static_assert(sizeof(Row) == kColumns * sizeof(double), "a row is its columns and nothing else");
 static_assert(offsetof(Row, maximize) == (kColumns - 1) * sizeof(double));
 
@@ -36,15 +36,27 @@ struct Slot {
 };
 static_assert(sizeof(Slot) == 3 * sizeof(int64_t));
 
-// Elements index·kChunk .. (index + 1)·kChunk of one slot, as far as the slot reaches.
-struct Chunk {
-  int32_t slot;
-  int32_t index;
+// What one thread block works on: elements `start` .. `start + count` of a slot, which lie at `offset` in the flat
+// buffers. How many that are is decided where the table is made (CHUNK in chunks.py).
+struct alignas(16) Chunk {
+  int64_t offset;
+  int64_t start;
+  int64_t count;
+  int64_t slot;
 };
-static_assert(sizeof(Chunk) == 2 * sizeof(int32_t));
+static_assert(sizeof(Chunk) == 4 * sizeof(int64_t));
 
-// What stands in the table of gradient addresses instead of one: no gradient (leave the slot alone), or one without
-// elements (nothing to read, but the step counts).
+enum class GradientType : int64_t { float32, float64, bfloat16, float16 };
+
+// Where the gradient of a slot is, and of what type.
+struct alignas(16) Gradient {
+  int64_t address;
+  GradientType type;
+};
+static_assert(sizeof(Gradient) == 2 * sizeof(int64_t));
+
+// What stands in the table instead of an address: no gradient (leave the slot alone), or one without elements (nothing
+// to read, but the step counts).
 inline constexpr int64_t kNoGradient = 0;
 inline constexpr int64_t kEmptyGradient = 1;
 

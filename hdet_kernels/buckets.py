@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,8 @@ class Buckets:
         self.flats: tuple[Tensor, ...] = tuple(
             torch.zeros(end, device=device, dtype=dtype) for end, (device, dtype) in zip(ends, keys, strict=True)
         )
+        #: Float32 copies of half-precision buffers that keep what rounding takes away, where there are any.
+        self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)
         self._views = self.views(self.flats)
         with torch.no_grad():
             for param, view in zip(self.params, self._views, strict=True):
@@ -85,6 +87,28 @@ class Buckets:
     def like(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Zeroed buffers laid out like :attr:`flats`, for optimizer state."""
         return tuple(torch.zeros_like(flat, dtype=dtype) for flat in self.flats)
+
+    def keep_masters(self, wanted: Callable[[torch.dtype], bool]) -> None:
+        """Make float32 masters of the buffers whose dtype is wanted to have one."""
+        self.masters = tuple(flat.float() if wanted(flat.dtype) else None for flat in self.flats)
+
+    def refresh_masters(self) -> None:
+        """Bring the masters up to date where someone has written a parameter, so that it is not its master's rounding
+        any more."""
+        for flat, master in zip(self.flats, self.masters, strict=True):
+            if master is not None:
+                master.copy_(in_full(flat, master))
+
+    def round_masters(self) -> None:
+        """Make the parameters their masters' roundings."""
+        for flat, master in zip(self.flats, self.masters, strict=True):
+            if master is not None:
+                flat.copy_(master)
+
+    @property
+    def full(self) -> tuple[Tensor, ...]:
+        """What has the parameters in full: the masters, and the buffers that have none."""
+        return tuple(flat if master is None else master for flat, master in zip(self.flats, self.masters, strict=True))
 
     def moved(self) -> list[int]:
         """Indices of parameters that no longer live in their slot (``.to()``, ``.data = …``). Parameters that were
@@ -182,6 +206,12 @@ def travel_dtype(dtype: torch.dtype) -> torch.dtype:
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The dtype for sums of many numbers: fp64, but for the one kind of device that does not know it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def in_full(param: Tensor, master: Tensor) -> Tensor:
+    """The master where the parameter (of 16 bits) is its rounding, to the bit; elsewhere the parameter."""
+    own = param.view(torch.int16) == master.to(param.dtype).view(torch.int16)
+    return torch.where(own, master, param.to(master.dtype))
 
 
 def flat_view(tensor: Tensor) -> Tensor:

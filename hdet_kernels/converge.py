@@ -135,6 +135,7 @@ class Converger:
         start = time.perf_counter()
         if self.buckets is not None:
             self.buckets.rehome()
+            self.buckets.refresh_masters()
         state = dict(self.state()) if include_state else {}
         buffers = unique(self.buffers())
         row = self._row(report, state, buffers)
@@ -168,14 +169,15 @@ class Converger:
         return Outcome(losses, rows["probe"], healthy, shared, sent, collectives, time.perf_counter() - start)
 
     def covered(self) -> list[Tensor]:
-        """The parameters and buffers that are averaged."""
-        return [*self.params, *unique(self.buffers())]
+        """The parameters (and their masters) and buffers that are averaged."""
+        masters = [master for master in self.buckets.masters if master is not None] if self.buckets else []
+        return [*self.params, *masters, *unique(self.buffers())]
 
     def _regions(self, others: Sequence[Tensor]) -> list[list[Tensor]]:
         """1-D tensors to be averaged; those of one region may share a bucket. Homed parameters are regions of their
         own: alone in a bucket they are averaged in place."""
         loose = others if self.buckets else [*self.params, *others]
-        homed = [_flat([flat]) for flat in self.buckets.flats] if self.buckets else []
+        homed = [_flat([flat]) for flat in self.buckets.full] if self.buckets else []
         return [*homed, _flat(loose)]
 
     def _average(self, regions: list[list[Tensor]], healthy: NDArray[np.bool_]) -> tuple[int, int]:
@@ -193,13 +195,15 @@ class Converger:
                 if not in_place:
                     torch._foreach_copy_(pieces, list(travelling.split([piece.numel() for piece in pieces])))
                 sent, collectives = sent + bucket.nbytes, collectives + 1
+        if self.buckets is not None:
+            self.buckets.round_masters()
         devices = {tensor.device for region in regions for tensor in region if tensor.is_cuda}
         for device in devices:
             torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
         return sent, collectives
 
     def _row(self, report: Report, state: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> Tensor:
-        homed = self.buckets.flats if self.buckets else self.params
+        homed = self.buckets.full if self.buckets else self.params
         device = self.params[0].device
         nan = math.nan
         scalars = [

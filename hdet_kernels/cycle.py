@@ -66,6 +66,7 @@ class Cycle:
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
         self._shared: bool | None = None
+        self._write_hyperparameters: Callable[[], None] | None = getattr(optimizer, "write_hyperparameters", None)
         self._away = False  # inside consensus(): the parameters are not this replica's
         takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
         self._displacement = Displacement(optimizer) if takes_slopes else None
@@ -81,6 +82,12 @@ class Cycle:
     def write(self) -> None:
         """Give the optimizer and the user's setters this replica's values."""
         self.spread.write(self.optimizer.param_groups)
+
+    def publish(self) -> None:
+        """Let an optimizer that keeps its hyperparameters on the device write them there now: where its step is part of
+        a captured CUDA graph, it would not get to do so itself."""
+        if self._write_hyperparameters is not None:
+            self._write_hyperparameters()
 
     # A step
 

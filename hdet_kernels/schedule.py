@@ -162,6 +162,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         super().step()
         if turned:
             self._cycle.write()
+        self._cycle.publish()
 
     def get_lr(self) -> list[float | Tensor]:
         scheduled = super().get_lr()
@@ -264,6 +265,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
         self._last_lr = learning_rates(self.optimizer)
         if turned:
             self.cycle.write()
+        self.cycle.publish()
 
     def get_lr(self) -> list[float | Tensor]:
         return self.cycle.spread.rates(self.cycle.spread.scheduled)

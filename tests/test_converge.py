@@ -399,3 +399,43 @@ def test_what_cannot_be_averaged_is_refused() -> None:
     overlapping = nn.Parameter(torch.ones(1).expand(3))
     with pytest.raises(ValueError, match="gaps or overlaps"):
         Converger([overlapping], hk.ensemble.SingleReplica())
+
+
+def _with_masters(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 3).to(torch.bfloat16)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    scheduler = hk.HDETScheduler(
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), total_steps=10, sync_every=5, auto_lr=False, spread=0.5
+    )
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(torch.bfloat16)
+        optimizer.step()
+        scheduler.step(1.0)
+    (master,) = optimizer.buckets.masters
+    assert master is not None
+    before = master.clone(), optimizer.buckets.flats[0].clone()
+    with scheduler.consensus():
+        inside = master.clone(), optimizer.buckets.flats[0].clone()
+    after = master.clone(), optimizer.buckets.flats[0].clone()
+    with torch.no_grad():
+        model.bias.fill_(rank + 1.0)
+    scheduler.converge()
+    return {"before": before, "inside": inside, "after": after, "bias": model.bias.detach().clone()}
+
+
+def test_masters_are_averaged_in_full_and_parameters_are_their_roundings() -> None:
+    first, second = run_ranks(2, _with_masters)
+    mean = (first["before"][0] + second["before"][0]) / 2
+    rounded = mean.to(torch.bfloat16)
+    assert not torch.equal(first["before"][0], second["before"][0])
+    for result in (first, second):
+        torch.testing.assert_close(result["inside"][0], mean, rtol=1e-6, atol=0)
+        assert torch.equal(result["inside"][0], first["inside"][0])
+        assert torch.equal(result["inside"][1], result["inside"][0].to(torch.bfloat16))
+        assert torch.equal(result["after"][0], result["before"][0]), "every digit of this replica comes back"
+        assert torch.equal(result["after"][1], result["before"][1])
+        assert torch.equal(result["bias"], torch.full((3,), 1.5, dtype=torch.bfloat16)), "what was written counts"
+    assert (rounded != ((first["before"][1] + second["before"][1]) / 2)).any(), "a mean of roundings would be another"

@@ -23,16 +23,20 @@ def arguments(case: Case, row: dict[str, float]) -> list[object]:
     """The arguments of the operator itself."""
     device = case.param.device.type
     return [
-        native._RULES.index(case.rule),
+        native.RULES.index(case.rule),
         case.param,
+        case.master,
         *[*case.states, None, None][:3],
         case.steps,
         make_table(device, row).tensor,
         case.chunks.slots,
         case.chunks.chunks,
         case.chunks.point_at(case.chunks.match(case.grads)),
+        torch.zeros(native.SCRATCH_BYTES * len(case.chunks.entries), dtype=torch.uint8, device=device),
+        torch.ones(1, device=device),
         torch.ones((), dtype=torch.float64, device=device),
         torch.zeros(1, device=device),
+        False,
     ]
 
 
@@ -44,18 +48,42 @@ def test_opcheck(backend: tuple[str, str], name: str) -> None:
     for flat in case.flats():
         flat.nan_to_num_(0.5)  # opcheck compares by equality
     torch.library.opcheck(torch.ops.hdet_kernels.step_.default, arguments(case, row))
+    chunks, gradients = arguments(case, row)[9:11]
+    torch.library.opcheck(torch.ops.hdet_kernels.grad_norm.default, (chunks, gradients))
+    torch.library.opcheck(torch.ops.hdet_kernels.all_finite.default, (chunks, gradients))
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_a_compiled_function_calls_the_operators(backend: tuple[str, str]) -> None:
+    results = []
+    for compiled in (False, True):
+        case = make_case("adamw", (33, 5000), torch.float32, backend[1], optional=True)
+
+        def function(*given: object) -> torch.Tensor:
+            torch.ops.hdet_kernels.step_(*given)
+            finite = torch.ops.hdet_kernels.all_finite(given[9], given[10])
+            return torch.ops.hdet_kernels.grad_norm(given[9], given[10]) * finite
+
+        call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+        results.append([call(*arguments(case, RULES["adamw"][1])), *case.flats(), case.steps])
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, rtol=0, atol=0, equal_nan=True)
 
 
 WRONG = {
-    "state dtype": (2, lambda value: value.double(), "state has another dtype"),
-    "state size": (2, lambda value: value[:-1], r"state must have \d+ elements"),
-    "state missing": (2, lambda value: None, "state 1 is given and one before it is not"),
-    "steps": (5, lambda value: value.double(), "steps has another dtype"),
-    "columns": (6, lambda value: value[:, :3].contiguous(), "must have 11 columns"),
-    "slots": (7, lambda value: value[:, :2].contiguous(), "slots must have"),
-    "chunks": (8, lambda value: value.long(), "chunks has another dtype"),
-    "addresses": (9, lambda value: value[:1], r"steps must have 1 elements, got 2"),
-    "multiplier": (10, lambda value: torch.ones(2).double(), "multiplier must have 1 elements, got 2"),
+    "master": (2, lambda value: torch.ones(5), "master must have"),
+    "state dtype": (3, lambda value: value.double(), "state has another dtype"),
+    "state size": (3, lambda value: value[:-1], r"state must have \d+ elements"),
+    "state missing": (3, lambda value: None, "state 1 is given and one before it is not"),
+    "steps": (6, lambda value: value.double(), "steps has another dtype"),
+    "columns": (7, lambda value: value[:, :3].contiguous(), "must have 13 columns"),
+    "slots": (8, lambda value: value[:, :2].contiguous(), "slots must have 3 columns"),
+    "chunks": (9, lambda value: value.int(), "chunks has another dtype"),
+    "gradients": (10, lambda value: value[:1], "gradients must have 2 rows, got 1"),
+    "scratch": (11, lambda value: value[:-1], "scratch must have 256 elements, got 255"),
+    "grad_scale": (12, lambda value: torch.ones(2), "grad_scale must have 1 elements, got 2"),
+    "norm": (13, lambda value: value.float(), "norm has another dtype"),
+    "found_inf": (14, lambda value: torch.ones(2), "found_inf must have 1 elements, got 2"),
     "rule": (0, lambda value: 17, "unknown rule 17"),
 }
 
@@ -102,8 +130,8 @@ def test_threads_do_not_change_the_result(backend: tuple[str, str]) -> None:
 
 def test_rules_are_numbered_as_in_the_header() -> None:
     header = (ROOT / "csrc" / "rules.h").read_text()
-    assert f"enum class Rule : int64_t {{ {', '.join(native._RULES)} }};" in header
-    assert tuple(STATES) == native._RULES
+    assert f"enum class Rule : int64_t {{ {', '.join(native.RULES)} }};" in header
+    assert tuple(STATES) == native.RULES
 
 
 def test_importing_loads_neither_the_extension_nor_triton() -> None:
@@ -158,18 +186,19 @@ def test_a_cuda_build_that_cannot_be_is_an_error() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on PATH")
-def test_the_cuda_sources_compile_for_every_generation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", sorted(path.name for path in (ROOT / "csrc").glob("*.cu")))
+def test_the_cuda_sources_compile_for_every_generation(source: str, tmp_path: Path) -> None:
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, include_paths
 
     # ptxas without optimisation: it checks the same, in a fraction of the time.
-    command = ["nvcc", "-c", str(ROOT / "csrc" / "step_cuda.cu"), "-o", str(tmp_path / "step.o"), "-Xptxas", "-O0"]
+    command = ["nvcc", "-c", str(ROOT / "csrc" / source), "-o", str(tmp_path / "object.o"), "-Xptxas", "-O0"]
     command += ["-std=c++20", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Werror", "all-warnings"]
-    command += COMMON_NVCC_FLAGS
+    command += [*COMMON_NVCC_FLAGS, "--threads", "2"]
     command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90, 100)]
     command += [argument for path in include_paths() for argument in ("-isystem", path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "step.o").stat().st_size > 0
+    assert (tmp_path / "object.o").stat().st_size > 0
 
 
 def test_the_reason_for_a_missing_extension_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +221,12 @@ def test_a_library_that_is_none_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_OPERATOR", "hdet_kernels::another_step_")
+    monkeypatch.setattr(native, "_FAKES", {"another_step_": native.operators.fake_step})
     monkeypatch.setattr("torch.ops.load_library", lambda path: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: type("Spec", (), {"origin": "/old/_native.abi3.so"}))
     reason = native.why_not.__wrapped__()
     assert reason is not None
-    assert "has no operator" in reason
+    assert "lacks one of another_step_" in reason
 
 
 def test_cuda_says_what_it_lacks() -> None:

@@ -223,7 +223,7 @@ class TestCopies:
         run(other, other_params, range(2, 4))
         assert_equal(params, kept)
         assert other.max_grad_norm == 1.0
-        assert other.backend == where
+        assert other.options.backend == where
         run(optimizer, params, range(2, 4))
         assert_equal(params, other_params)
 

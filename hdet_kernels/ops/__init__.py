@@ -1,14 +1,20 @@
-"""One operation, several backends: the fused optimizer step over a chunk table, validated and dispatched here."""
+"""One operation, several backends: validated here, then dispatched.
+
+:func:`step` updates flat parameters by one of the rules, :func:`grad_norm` and :func:`all_finite` read the gradients
+once. All of them walk a :class:`~hdet_kernels.ops.chunks.ChunkTable`, so that the number of launches does not depend on
+the number of tensors, and none of them waits for the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import reference
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
 from hdet_kernels.ops.table import COLUMNS
@@ -25,11 +31,59 @@ STATES: dict[str, tuple[str, ...]] = {
 #: State buffers that a rule can do without: no momentum, no amsgrad.
 OPTIONAL_STATES = frozenset({"momentum_buffer", "max_exp_avg_sq"})
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+#: The dtypes that the state of parameters can have. fp16 has too few exponents for squares of gradients.
+STATE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.float32: (torch.float32, torch.bfloat16),
+    torch.float64: (torch.float64,),
+    torch.bfloat16: (torch.float32, torch.bfloat16),
+    torch.float16: (torch.float32,),
+}
+
+DTYPES = tuple(STATE_DTYPES)
+
+_MODULES = {"torch": "reference", "triton": "triton_kernels", "cpp": "native", "cuda": "native"}
+
+#: Parameters that can have a float32 master.
+MASTERED = (torch.bfloat16, torch.float16)
 
 
-class _Step(Protocol):
-    def __call__(
+@dataclass(frozen=True)
+class Scalars:
+    """What a step reads on the device beside the tables, each one element or ``None``.
+
+    Gradients are divided by ``grad_scale`` (float32). ``norm`` (dtype of the table) is that of the gradients as they
+    are stored; where it is given and the row's ``max_grad_norm`` is not 0, they are also multiplied by
+    ``min(1, max_grad_norm / (norm/grad_scale + 1e-6))``. If ``found_inf`` (float32) is above zero nothing changes.
+    """
+
+    grad_scale: Tensor | None = None
+    norm: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def on(self, device: torch.device) -> Scalars:
+        """The same on another device, without waiting for it."""
+        given = (self.grad_scale, self.norm, self.found_inf)
+        if all(scalar is None or scalar.device == device for scalar in given):
+            return self
+        return Scalars(*(None if scalar is None else scalar.to(device, non_blocking=True) for scalar in given))
+
+
+class Step:
+    """One step of ``rule``, in place, for every slot of ``chunks`` that has a gradient; checked once, called often.
+
+    ``param`` [n] and each of ``states`` [n] (``None`` for an optional one that is not in use) are flat buffers laid
+    out alike. ``steps`` [slots] float32 counts the steps of each slot and is advanced by the step, so that a skipped
+    slot or step does not advance its bias correction; for ``"sgd"`` it is negative until the first step with momentum,
+    which is the one without dampening. ``table`` [rows, columns] has the hyperparameters.
+
+    ``master`` [n] float32 holds bf16 or fp16 parameters in full: the rule updates it, and the parameter is its
+    rounding. Where a parameter is no longer that rounding, someone has written it (``load_state_dict``, averaging),
+    and the master follows. With ``stochastic_rounding`` what is stored as bf16 is rounded up or down with the
+    probability that makes the expectation exact. The random bits depend only on the row's ``seed``, the step count and
+    the position, so a run can be repeated bit for bit.
+    """
+
+    def __init__(
         self,
         rule: str,
         param: Tensor,
@@ -37,84 +91,42 @@ class _Step(Protocol):
         steps: Tensor,
         table: Tensor,
         chunks: ChunkTable,
-        grads: Gradients,
-        multiplier: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None: ...
+        *,
+        master: Tensor | None = None,
+        stochastic_rounding: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        _check(rule, param, states, steps, table, chunks, master, stochastic_rounding)
+        self.chunks, self._table = chunks, table
+        self.backend = resolve(param.device, backend)
+        bind = _implementation(self.backend).bind_step
+        self._run: Callable[[Gradients, Scalars], None] = bind(
+            rule, param, master, states, steps, table, chunks, stochastic_rounding
+        )
+
+    def __call__(self, grads: Gradients, scalars: Scalars = Scalars()) -> None:  # noqa: B008 (frozen)
+        if len(grads.table) != len(self.chunks.entries):
+            raise ValueError(f"the chunk table has {len(self.chunks.entries)} slots, got {len(grads.table)} gradients")
+        _check_scalars(scalars, self._table)
+        self._run(grads, scalars)
 
 
-def step(
-    rule: str,
-    param: Tensor,
-    states: Sequence[Tensor | None],
-    steps: Tensor,
-    table: Tensor,
-    chunks: ChunkTable,
-    grads: Gradients,
-    *,
-    multiplier: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    backend: str | None = None,
-) -> None:
-    """One step of ``rule``, in place, for every slot of ``chunks`` that has a gradient.
-
-    ``param`` [n] and each of ``states`` [n] (``None`` for an optional one that is not in use) are flat buffers of one
-    dtype, laid out alike. ``steps`` [slots] float32 counts the steps of each slot and is advanced here, so that a
-    skipped slot or step does not advance its bias correction. ``table`` [rows, columns] has the hyperparameters.
-    Gradients are multiplied by ``multiplier`` (one element, the dtype of the table), and if ``found_inf`` (one
-    element, float32) is above zero nothing changes at all. Both are read on the device.
-    """
-    _check(rule, param, states, steps, table, chunks, grads, multiplier, found_inf)
-    _implementation(resolve(param.device, backend))(
-        rule, param, states, steps, table, chunks, grads, multiplier, found_inf
-    )
+def grad_norm(chunks: ChunkTable, grads: Gradients, *, backend: str | None = None) -> Tensor:
+    """√(Σ g²) over all gradients, a scalar on their device, summed in float64 (float32 on devices without it), in the
+    same order every time."""
+    norm: Tensor = _implementation(resolve(chunks.device, backend)).grad_norm(chunks, grads)
+    return norm
 
 
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """A bool scalar on the device of the first tensor: whether every element of every tensor is finite."""
-    given = list(tensors)
-    largest = [
-        norm.to(given[0].device, torch.float64 if norm.dtype == torch.float64 else torch.float32, non_blocking=True)
-        for norm in _norms(given, torch.inf)
-    ]
-    if not largest:
-        return torch.ones((), dtype=torch.bool, device=given[0].device if given else "cpu")
-    return torch.stack([norm.isfinite() for norm in largest]).all()
+def all_finite(chunks: ChunkTable, grads: Gradients, *, backend: str | None = None) -> Tensor:
+    """A bool scalar on the device of the gradients: whether every element of them is finite."""
+    finite: Tensor = _implementation(resolve(chunks.device, backend)).all_finite(chunks, grads)
+    return finite
 
 
-def grad_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """√(Σ x²) over all elements of all tensors, a scalar on the device of the first: float64 if one of them is,
-    else float32 (half-precision values are summed as float32)."""
-    given = list(tensors)
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in given) else torch.float32
-    norms = [norm.to(given[0].device, dtype, non_blocking=True) for norm in _norms(given, 2)]
-    if not norms:
-        return torch.zeros((), dtype=dtype, device=given[0].device if given else "cpu")
-    return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
-    """A norm for each non-empty floating tensor, by one fused call for each device and dtype."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        if real.is_floating_point() and real.numel():
-            kinds.setdefault((real.device, real.dtype), []).append(real)
-    return [norm for members in kinds.values() for norm in _foreach_norm(members, order)]
-
-
-def _foreach_norm(tensors: list[Tensor], order: float) -> tuple[Tensor, ...]:
-    # A norm of half-precision values overflows or loses digits if it is accumulated or returned in their precision.
-    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
-    return torch._foreach_norm(tensors, order, wide)
-
-
-def _implementation(backend: str) -> _Step:
-    if backend == "torch":
-        return reference.step
-    from hdet_kernels.ops import native
-
-    return native.step
+def _implementation(backend: str) -> ModuleType:
+    """The module of a backend: each has ``bind_step``, ``grad_norm`` and ``all_finite``."""
+    return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
 
 
 def _check(
@@ -124,9 +136,8 @@ def _check(
     steps: Tensor,
     table: Tensor,
     chunks: ChunkTable,
-    grads: Gradients,
-    multiplier: Tensor | None,
-    found_inf: Tensor | None,
+    master: Tensor | None,
+    stochastic_rounding: bool,
 ) -> None:
     if rule not in STATES:
         raise ValueError(f"unknown update rule {rule!r}; choose one of {', '.join(STATES)}")
@@ -135,21 +146,33 @@ def _check(
     names = STATES[rule]
     if len(states) != len(names):
         raise ValueError(f"{rule} has state buffers {names}, got {len(states)} of them (None for one not in use)")
-    flat = {"param": param} | {name: state for name, state in zip(names, states, strict=True) if state is not None}
-    for name in names:
-        if name not in flat and name not in OPTIONAL_STATES:
+    flats: dict[str, tuple[Tensor, tuple[torch.dtype, ...]]] = {"param": (param, (param.dtype,))}
+    for name, state in zip(names, states, strict=True):
+        if state is not None:
+            flats[name] = (state, STATE_DTYPES[param.dtype])
+        elif name not in OPTIONAL_STATES:
             raise ValueError(f"{rule} needs its state buffer {name!r}, got None")
-    for name, tensor in flat.items():
-        if tensor.shape != (param.numel(),) or tensor.dtype != param.dtype or not tensor.is_contiguous():
+    state_dtypes = [None if state is None else state.dtype for state in states]
+    if len(set(state_dtypes) - {None}) > 1:
+        raise ValueError(f"the states must have one dtype, got {state_dtypes}")
+    if master is not None:
+        if param.dtype not in MASTERED:
+            raise ValueError(f"only bf16 and fp16 parameters have a master, these are {param.dtype}")
+        flats["master"] = (master, (torch.float32,))
+    if stochastic_rounding and (master is not None or param.dtype == torch.float16):
+        raise ValueError(
+            "stochastic rounding is for bf16 parameters without master, got "
+            f"{param.dtype} {'with' if master is not None else 'without'} master"
+        )
+    for name, (tensor, dtypes) in flats.items():
+        if tensor.shape != (param.numel(),) or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            expected = " or ".join(map(str, dtypes))
             raise ValueError(
-                f"{name} must be a contiguous {param.dtype} buffer of {param.numel()} elements like the parameters, "
+                f"{name} must be a contiguous {expected} buffer of {param.numel()} elements like the parameters, "
                 f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
-    if chunks.dtype != param.dtype or len(grads.tensors) != len(chunks.entries):
-        raise ValueError(
-            f"the chunk table is for {len(chunks.entries)} slots of {chunks.dtype}, "
-            f"got {len(grads.tensors)} gradients and parameters of {param.dtype}"
-        )
+    if chunks.dtype != param.dtype:
+        raise ValueError(f"the chunk table is for parameters of {chunks.dtype}, got {param.dtype}")
     if chunks.extent > param.numel():
         raise ValueError(f"the chunk table reaches to element {chunks.extent}, the parameters have {param.numel()}")
     if steps.shape != (len(chunks.entries),) or steps.dtype != torch.float32:
@@ -161,16 +184,26 @@ def _check(
             f"the hyperparameter table must have {len(COLUMNS)} columns and at least {chunks.row_count} rows, "
             f"got shape {tuple(table.shape)}"
         )
-    scalars = {"multiplier": (multiplier, table.dtype), "found_inf": (found_inf, torch.float32)}
-    for name, (scalar, dtype) in scalars.items():
-        if scalar is not None and (scalar.numel() != 1 or scalar.dtype != dtype):
+    everything = {name: tensor for name, (tensor, _) in flats.items()}
+    for name, tensor in (everything | {"steps": steps, "table": table, "chunks": chunks.chunks}).items():
+        _check_together(name, tensor, param.device)
+
+
+def _check_scalars(scalars: Scalars, table: Tensor) -> None:
+    for name, scalar, dtype in (
+        ("grad_scale", scalars.grad_scale, torch.float32),
+        ("norm", scalars.norm, table.dtype),
+        ("found_inf", scalars.found_inf, torch.float32),
+    ):
+        if scalar is None:
+            continue
+        if scalar.numel() != 1 or scalar.dtype != dtype:
             raise ValueError(
                 f"{name} must be one element of {dtype}, got {scalar.dtype} of shape {tuple(scalar.shape)}"
             )
-    everything = [*flat.items(), ("steps", steps), ("table", table), ("chunks", chunks.chunks)]
-    everything += [(name, scalar) for name, (scalar, _) in scalars.items() if scalar is not None]
-    for name, tensor in everything:
-        if tensor.device != param.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and the parameters on {param.device}; they must be together"
-            )
+        _check_together(name, scalar, table.device)
+
+
+def _check_together(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and the parameters on {device}; they must be together")

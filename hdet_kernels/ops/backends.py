@@ -6,6 +6,7 @@ imports, and :func:`backends` says what is missing.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
@@ -15,8 +16,9 @@ import torch
 #: Environment variable that sets the backend for a whole process.
 ENVIRONMENT = "HDET_BACKEND"
 
-#: The backends that serve a kind of device, fastest first. Any other device has ``torch`` alone.
-_BY_DEVICE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpp", "torch")}
+#: The backends that serve a kind of device, fastest first. Any other device has ``torch`` alone. Triton serves the CPU
+#: only through its interpreter, which is for tests: it comes last, and never by itself.
+_BY_DEVICE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpp", "torch", "triton")}
 
 _chosen: str | None = None
 
@@ -32,6 +34,11 @@ def use_backend(name: str | None) -> None:
     if name is not None:
         _check_available(name, "use_backend()")
     _chosen = name
+
+
+def chosen() -> str | None:
+    """What :func:`use_backend` set."""
+    return _chosen
 
 
 def resolve(device: torch.device | str, requested: str | None = None) -> str:
@@ -77,7 +84,7 @@ def _why_not_cuda() -> str | None:
 
     if (missing := native.why_not()) is not None:
         return missing
-    if not native.has_kernel("CUDA"):
+    if not native.has_kernels("CUDA"):
         return "the compiled extension has no CUDA part: it was built without nvcc or against a torch without CUDA"
     if not torch.cuda.is_available():
         return "torch finds no usable NVIDIA GPU"
@@ -85,7 +92,16 @@ def _why_not_cuda() -> str | None:
 
 
 def _why_not_triton() -> str | None:
-    return "this version has no Triton kernels yet"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    if interpreting() or torch.cuda.is_available():
+        return None
+    return "torch finds no usable NVIDIA GPU (TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on the CPU)"
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def _why_not_cpp() -> str | None:

@@ -1,32 +1,37 @@
 """The chunk table: how one launch walks many parameters whose gradients lie wherever autograd put them.
 
 Parameters and state are flat (:class:`hdet_kernels.buckets.Buckets`); a *slot* is one parameter's span of the flat
-buffer. Three small tables on the device describe the work, by how often they change:
+buffer, and a *chunk* a part of a slot. Three small int64 tables on the device describe the work, by how often they
+change:
 
-========== ===================== ==================================== =================
-table      shape                 a row                                changes
-========== ===================== ==================================== =================
-slots      [slots, 3] int64      flat offset, count, group row        never
-chunks     [chunks, 2] int32     slot, index of the chunk in the slot never
-addresses  [slots] int64         gradient address, or NO_GRADIENT     when one moved
-========== ===================== ==================================== =================
+========== =========== ================================================== =================
+table      shape       a row                                              changes
+========== =========== ================================================== =================
+slots      [slots, 3]  flat offset, count, row of the hyperparameters     never
+chunks     [chunks, 4] flat offset, offset in the slot, count, slot       never
+gradients  [slots, 2]  address, or NO_GRADIENT; index in GRADIENT_DTYPES  when one moved
+========== =========== ================================================== =================
 
 ``csrc/table.h`` has the same layout.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.buckets import Slot
+from hdet_kernels.buckets import Slot, flat_view
 from hdet_kernels.ops.table import Staged
 
-#: Elements of a chunk: what one thread block works on at a time.
-CHUNK = 4096
+#: Elements of a chunk at most: what one thread block works on at a time. ``csrc/step_cuda.cu`` says how it was chosen.
+CHUNK = 2048
 
 #: Instead of an address: this slot has no gradient and is left alone, its step count too.
 NO_GRADIENT = 0
@@ -34,19 +39,25 @@ NO_GRADIENT = 0
 #: Instead of an address: an empty gradient. Nothing to read, but the step counts.
 EMPTY_GRADIENT = 1
 
+#: The dtypes of gradients, by their number in the table. The order is that of ``csrc/table.h``.
+GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+_dtype_of = attrgetter("dtype")
+
+
+#: The dtypes of as many gradients are looked at in one step; where there are more, in turn.
+LOOK = 512
+
 
 @dataclass(frozen=True)
 class Gradients:
     """Gradients (``None`` where there is none) whose elements lie in memory in the order of their slots, and their
-    addresses. Made by :meth:`ChunkTable.match`, which is what makes it safe to hand the addresses to a kernel."""
+    rows of the table. Made by :meth:`ChunkTable.match`, which makes it safe to hand the addresses to a kernel."""
 
-    tensors: list[Tensor | None]
-    addresses: list[int]
-    copied: bool = False  # whether one of them had another layout or dtype and is a copy
-
-    @property
-    def present(self) -> list[Tensor]:
-        return [grad for grad in self.tensors if grad is not None]
+    tensors: Sequence[Tensor | None]
+    table: NDArray[np.int64]
+    any: bool  # whether there is one at all
+    copied: bool = False  # whether one of them had another layout or an unknown dtype and is a copy
 
 
 class ChunkTable:
@@ -59,43 +70,97 @@ class ChunkTable:
         self.rows = tuple(rows)
         self.device, self.dtype = device, dtype
         table = [(slot.offset, slot.numel, row) for slot, row in zip(slots, rows, strict=True)]
-        self.slots = torch.tensor(table, dtype=torch.int64, device=device).view(-1, 3)
-        self.chunks = _chunks_of([slot.numel for slot in slots]).to(device)
-        self._addresses = Staged((len(slots),), torch.int64, device)
-        self._expected = [(slot.numel, slot.stride) for slot in slots]
-        self._ordinal = -1 if device.index is None else device.index
+        spans = np.array(table, dtype=np.int64).reshape(-1, 3)
+        self.slots = torch.from_numpy(spans).to(device)
+        self.chunks = torch.from_numpy(_chunks_of(spans)).to(device)
+        self._gradients = Staged((len(slots), 2), torch.int64, device)
+        self._pointed: NDArray[np.int64] | None = None
+        #: Addresses, where they are, their dtype's number, and the table of all that: as it was the last time.
+        self._known: tuple[list[int], list[int] | None, int, NDArray[np.int64]] | None = None
+        self._turn = 0
+        self._empty = [index for index, slot in enumerate(slots) if slot.numel == 0]
+        self._plain = [i for i, slot in enumerate(slots) if _is_contiguous(slot)]
+        self._permuted = [i for i, slot in enumerate(slots) if not _is_contiguous(slot)]
+        self._strides = [slots[i].stride for i in self._permuted]
+        self._numbers = _dtypes_for(dtype)
         #: What the buffers must have at least: elements of the flat buffer, rows of the hyperparameter table.
         self.extent = max((slot.offset + slot.numel for slot in slots), default=0)
         self.row_count = max(rows, default=-1) + 1
 
     def match(self, grads: Sequence[Tensor | None]) -> Gradients:
-        """Check one gradient a slot. One of another layout or dtype than its parameter is copied into it."""
-        tensors: list[Tensor | None] = []
-        addresses: list[int] = []
-        copied = False
-        dtype, ordinal = self.dtype, self._ordinal
-        for index, (grad, (numel, stride)) in enumerate(zip(grads, self._expected, strict=True)):
-            if grad is None:
-                tensors.append(None)
-                addresses.append(NO_GRADIENT)
-                continue
-            if (
-                grad.layout is not torch.strided
-                or grad.dtype is not dtype
-                or grad.numel() != numel
-                or grad.stride() != stride
-                or grad.get_device() != ordinal
-            ):
-                given, grad = grad, self._brought_into_place(index, grad)
-                copied |= grad is not given
-            tensors.append(grad)
-            addresses.append(grad.data_ptr() or EMPTY_GRADIENT)
-        return Gradients(tensors, addresses, copied)
+        """Check one gradient a slot. One that lies in another order than its parameter, or whose dtype the kernels
+        do not read, is copied."""
+        # The usual case, without a line of Python for each tensor: in order, and all of one dtype. That shape, device
+        # and dtype of ``param.grad`` are right is torch's own concern, but a user can choose the dtype
+        # (``param.grad_dtype``): so it is looked at, and where there are many, in turn.
+        present, where = grads, None
+        try:
+            try:
+                addresses = list(map(Tensor.data_ptr, present))  # type: ignore[arg-type]
+            except TypeError:  # one of them is None
+                where = [index for index, grad in enumerate(grads) if grad is not None]
+                present = [grads[index] for index in where]
+                addresses = list(map(Tensor.data_ptr, present))  # type: ignore[arg-type]
+            dtypes = set(map(_dtype_of, self._in_turn(present)))
+            in_order = self._in_order(grads, present)
+        except RuntimeError:  # sparse gradients have no address
+            return self._match_one_by_one(grads)
+        number = self._numbers.get(dtypes.pop()) if len(dtypes) == 1 else None
+        if number is None or not in_order or addresses.count(0) != self._empties(where):
+            return self._match_one_by_one(grads)
+        if self._known is None or self._known[:3] != (addresses, where, number):
+            table = np.zeros((len(grads), 2), dtype=np.int64)
+            rows = slice(None) if where is None else where
+            table[rows, 0] = np.frombuffer(array("q", addresses), dtype=np.int64)  # faster than from a list
+            table[rows, 1] = number
+            table[self._empty, 0] = [
+                EMPTY_GRADIENT if grads[index] is not None else NO_GRADIENT for index in self._empty
+            ]
+            self._known = addresses, where, number, table
+        return Gradients(grads, self._known[3], any=True)
 
     def point_at(self, grads: Gradients) -> Tensor:
-        """The addresses on the device, written only if one changed."""
-        self._addresses.write(grads.addresses)
-        return self._addresses.tensor
+        """The gradients' rows on the device, written only if one changed."""
+        if grads.table is not self._pointed:
+            self._gradients.write(grads.table)
+            self._pointed = grads.table if self._gradients.settled else None
+        return self._gradients.tensor
+
+    def _in_turn(self, present: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        if len(present) <= LOOK:
+            return present
+        start = self._turn
+        self._turn = start + LOOK if start + LOOK < len(present) else 0
+        return present[start : start + LOOK]
+
+    def _empties(self, where: list[int] | None) -> int:
+        """How many of the gradients at ``where`` have no elements, and so no address."""
+        if where is None or not self._empty:
+            return len(self._empty)
+        return len(set(where).intersection(self._empty))
+
+    def _in_order(self, grads: Sequence[Tensor | None], present: Sequence[Tensor | None]) -> bool:
+        if not self._permuted:
+            return all(map(Tensor.is_contiguous, present))  # type: ignore[arg-type]
+        plain = [grad for index in self._plain if (grad := grads[index]) is not None]
+        return all(map(Tensor.is_contiguous, plain)) and all(
+            grad is None or grad.stride() == stride
+            for grad, stride in zip([grads[index] for index in self._permuted], self._strides, strict=True)
+        )
+
+    def _match_one_by_one(self, grads: Sequence[Tensor | None]) -> Gradients:
+        tensors: list[Tensor | None] = []
+        table = np.zeros((len(self.entries), 2), dtype=np.int64)
+        copied = False
+        for index, given in enumerate(grads):
+            if given is None:
+                tensors.append(None)
+                continue
+            grad = self._brought_into_place(index, given)
+            copied |= grad is not given
+            tensors.append(grad)
+            table[index] = grad.data_ptr() or EMPTY_GRADIENT, self._numbers[grad.dtype]
+        return Gradients(tensors, table, any(tensor is not None for tensor in tensors), copied)
 
     def _brought_into_place(self, index: int, grad: Tensor) -> Tensor:
         slot = self.entries[index]
@@ -109,17 +174,42 @@ class ChunkTable:
                 f"the gradient of parameter {index} is {tuple(grad.shape)} on {grad.device}; its parameter is "
                 f"{slot.shape} on {self.device}"
             )
+        if grad.numel() and grad.data_ptr() == 0:
+            raise RuntimeError(
+                f"the gradient of parameter {index}, of shape {slot.shape}, has no memory; it was freed before the step"
+            )
         strides = zip(slot.shape, grad.stride(), slot.stride, strict=True)
-        if grad.dtype == self.dtype and all(size == 1 or got == own for size, got, own in strides):
+        if grad.dtype in self._numbers and all(size == 1 or got == own for size, got, own in strides):
             return grad
-        home = torch.empty_strided(slot.shape, slot.stride, dtype=self.dtype, device=self.device)
-        return home.copy_(grad)
+        dtype = grad.dtype if grad.dtype in self._numbers else self.dtype
+        return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=self.device).copy_(grad)
 
 
-def _chunks_of(counts: Sequence[int]) -> Tensor:
-    """[chunks, 2] int32: slot and index within the slot, in memory order."""
-    per_slot = torch.tensor([-(-count // CHUNK) for count in counts], dtype=torch.int64)
-    slot = torch.repeat_interleave(torch.arange(len(counts)), per_slot)
-    first = torch.cumsum(per_slot, 0) - per_slot
-    index = torch.arange(slot.numel()) - first[slot]
-    return torch.stack([slot, index], dim=1).to(torch.int32).contiguous()
+def flat_gradients(grads: Gradients) -> list[Tensor | None]:
+    """The gradients as 1-D tensors in the order of their slots' elements."""
+    return [None if grad is None else flat_view(grad) for grad in grads.tensors]
+
+
+def _dtypes_for(param: torch.dtype) -> dict[torch.dtype, int]:
+    """The gradients that kernels read for parameters of a dtype, and their numbers: halves and singles are widened to
+    float32 in registers, doubles stay among themselves."""
+    wide = param == torch.float64
+    return {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES) if (dtype == torch.float64) == wide}
+
+
+def _is_contiguous(slot: Slot) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(slot.shape), reversed(slot.stride), strict=True):
+        if size != 1 and stride != expected:
+            return slot.numel == 0
+        expected *= size
+    return True
+
+
+def _chunks_of(spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[chunks, 4]: flat offset, offset in the slot, count and slot, in memory order, from [slots, 3]."""
+    offsets, counts = spans[:, 0], spans[:, 1]
+    per_slot = -(-counts // CHUNK)
+    slot = np.repeat(np.arange(len(spans)), per_slot)
+    start = (np.arange(slot.size) - (np.cumsum(per_slot) - per_slot)[slot]) * CHUNK
+    return np.stack([offsets[slot] + start, start, np.minimum(counts[slot] - start, CHUNK), slot], axis=1)

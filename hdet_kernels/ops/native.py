@@ -1,24 +1,33 @@
-"""The compiled extension: loading it, its typed wrapper and its fake kernel.
+"""The compiled extension: loading it, its typed wrappers and its fake kernels.
 
-``csrc/library.cpp`` declares the operator. The library only registers operators with torch (stable ABI) and is no
+``csrc/library.cpp`` declares the operators. The library only registers operators with torch (stable ABI) and is no
 Python module, so it is loaded as a library, on first use.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdet_kernels.ops import Scalars, operators
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
 
-_OPERATOR = "hdet_kernels::step_"
+_FAKES: dict[str, Callable[..., Any]] = {
+    "step_": operators.fake_step,
+    "grad_norm": operators.fake_norm,
+    "all_finite": operators.fake_finite,
+}
 
 #: The order of ``enum class Rule`` in ``csrc/rules.h``.
-_RULES = ("sgd", "adam", "adamw", "adagrad", "lion")
+RULES = ("sgd", "adam", "adamw", "adagrad", "lion")
+
+#: ``kScratchBytes`` of ``csrc/step.h``.
+SCRATCH_BYTES = 128
 
 
 @cache
@@ -36,34 +45,39 @@ def why_not() -> str | None:
         return (
             f"the extension {spec.origin} could not be loaded ({error}); build it again for torch {torch.__version__}"
         )
-    if not has_kernel("CPU"):
-        return f"the extension {spec.origin} has no operator {_OPERATOR}; it is of another version, build it again"
-    torch.library.register_fake(_OPERATOR, _step_fake)
+    if not has_kernels("CPU"):
+        return f"the extension {spec.origin} lacks one of {', '.join(_FAKES)}; it is of another version, build it again"
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"{operators.NAMESPACE}::{name}", fake)
     return None
 
 
-def has_kernel(dispatch_key: str) -> bool:
-    """Whether the loaded extension implements the step for ``dispatch_key`` (``"CPU"``, ``"CUDA"``)."""
-    exists = torch._C._dispatch_has_kernel(_OPERATOR)
-    return bool(exists and torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, dispatch_key))
+def has_kernels(dispatch_key: str) -> bool:
+    """Whether the loaded extension implements all operators for ``dispatch_key`` (``"CPU"``, ``"CUDA"``)."""
+    names = [f"{operators.NAMESPACE}::{name}" for name in _FAKES]
+    return all(
+        torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)
+        for name in names
+    )
 
 
-def step(
+def bind_step(
     rule: str,
     param: Tensor,
+    master: Tensor | None,
     states: Sequence[Tensor | None],
     steps: Tensor,
     table: Tensor,
     chunks: ChunkTable,
-    grads: Gradients,
-    multiplier: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Apply ``rule`` to every slot that has a gradient; see :func:`hdet_kernels.ops.step`."""
+    stochastic_rounding: bool,
+) -> Callable[[Gradients, Scalars], None]:
     first, second, third = [*states, None, None][:3]
-    torch.ops.hdet_kernels.step_(
-        _RULES.index(rule),
+    scratch = torch.empty(SCRATCH_BYTES * len(chunks.entries), dtype=torch.uint8, device=param.device)
+    operator = partial(
+        torch.ops.hdet_kernels.step_.default,
+        RULES.index(rule),
         param,
+        master,
         first,
         second,
         third,
@@ -71,24 +85,18 @@ def step(
         table,
         chunks.slots,
         chunks.chunks,
-        chunks.point_at(grads),
-        multiplier,
-        found_inf,
     )
 
+    def run(grads: Gradients, scalars: Scalars) -> None:
+        scale, norm, inf = scalars.grad_scale, scalars.norm, scalars.found_inf
+        operator(chunks.point_at(grads), scratch, scale, norm, inf, stochastic_rounding)
 
-def _step_fake(
-    rule: int,
-    param: Tensor,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    state2: Tensor | None,
-    steps: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    chunks: Tensor,
-    addresses: Tensor,
-    multiplier: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    return None
+    return run
+
+
+def grad_norm(chunks: ChunkTable, grads: Gradients) -> Tensor:
+    return torch.ops.hdet_kernels.grad_norm(chunks.chunks, chunks.point_at(grads))
+
+
+def all_finite(chunks: ChunkTable, grads: Gradients) -> Tensor:
+    return torch.ops.hdet_kernels.all_finite(chunks.chunks, chunks.point_at(grads))

@@ -9,13 +9,16 @@ float64 scalars, so that nothing waits for it; on the CPU it is Python numbers, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import flat_view
-from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, Gradients
+from hdet_kernels.buckets import in_full, wide_dtype
+from hdet_kernels.ops import STATES, Scalars, operators
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, Gradients, flat_gradients
+from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
 
 States = list[Tensor | None]
 
@@ -34,14 +37,16 @@ class Row(NamedTuple):
     momentum: Tensor
     dampening: Tensor
     lr_decay: Tensor
+    max_grad_norm: Tensor
+    seed: Tensor
     nesterov: Tensor
     amsgrad: Tensor
     maximize: Tensor
 
 
 class Rule(Protocol):
-    def derive(self, t: Tensor, h: Row) -> tuple[Tensor, ...]:
-        """What :meth:`update` needs after the states, with one element a parameter."""
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> tuple[Tensor, ...]:
+        """What :meth:`update` needs after the states, with one element a parameter. ``first``: no momentum before."""
 
     def update(self, theta: Tensor, g: Tensor, states: States, *derived: Scalar) -> tuple[Tensor, States]:
         """The new parameter and states, from flat old ones."""
@@ -59,9 +64,9 @@ class SGD:
         θ ← θ − lr·d
     """
 
-    def derive(self, t: Tensor, h: Row) -> tuple[Tensor, ...]:
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> tuple[Tensor, ...]:
         on = h.momentum != 0
-        return h.weight_decay, h.weight_decay != 0, on, h.momentum, 1 - h.dampening, t <= 1, h.nesterov > 0, h.lr
+        return h.weight_decay, h.weight_decay != 0, on, h.momentum, 1 - h.dampening, first, h.nesterov > 0, h.lr
 
     def update(self, theta: Tensor, g: Tensor, states: States, *derived: Scalar) -> tuple[Tensor, States]:
         decay, decays, on, momentum, take, first, nesterov, lr = derived
@@ -87,7 +92,7 @@ class AdamW:
         θ ← θ − lr/(1 − β₁ᵗ) · m / (√u/√(1 − β₂ᵗ) + ε)
     """
 
-    def derive(self, t: Tensor, h: Row) -> tuple[Tensor, ...]:
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> tuple[Tensor, ...]:
         return 1 - h.lr * h.weight_decay, *_adam_derived(t, h)
 
     def update(self, theta: Tensor, g: Tensor, states: States, *derived: Scalar) -> tuple[Tensor, States]:
@@ -98,7 +103,7 @@ class AdamW:
 class Adam:
     """Adam, with weight decay λ as an L2 penalty: g ← g + λ·θ, then as :class:`AdamW` without its decay."""
 
-    def derive(self, t: Tensor, h: Row) -> tuple[Tensor, ...]:
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> tuple[Tensor, ...]:
         return h.weight_decay, h.weight_decay != 0, *_adam_derived(t, h)
 
     def update(self, theta: Tensor, g: Tensor, states: States, *derived: Scalar) -> tuple[Tensor, States]:
@@ -116,7 +121,7 @@ class Adagrad:
         θ ← θ − lr/(1 + (t − 1)·κ) · g / (√s + ε)
     """
 
-    def derive(self, t: Tensor, h: Row) -> tuple[Tensor, ...]:
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> tuple[Tensor, ...]:
         return h.weight_decay, h.weight_decay != 0, h.lr / (1 + (t - 1) * h.lr_decay), h.eps
 
     def update(self, theta: Tensor, g: Tensor, states: States, *derived: Scalar) -> tuple[Tensor, States]:
@@ -136,7 +141,7 @@ class Lion:
         m ← β₂·m + (1 − β₂)·g
     """
 
-    def derive(self, t: Tensor, h: Row) -> tuple[Tensor, ...]:
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> tuple[Tensor, ...]:
         return 1 - h.lr * h.weight_decay, h.lr, h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2
 
     def update(self, theta: Tensor, g: Tensor, states: States, *derived: Scalar) -> tuple[Tensor, States]:
@@ -148,49 +153,131 @@ class Lion:
 RULES: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(), "adamw": AdamW(), "adagrad": Adagrad(), "lion": Lion()}
 
 
-def step(
+def bind_step(
     rule: str,
     param: Tensor,
+    master: Tensor | None,
     states: Sequence[Tensor | None],
     steps: Tensor,
     table: Tensor,
     chunks: ChunkTable,
-    grads: Gradients,
-    multiplier: Tensor | None,
+    stochastic_rounding: bool,
+) -> Callable[[Gradients, Scalars], None]:
+    first, second, third = [*states, None, None][:3]
+    offsets = [slot.offset for slot in chunks.entries]
+    operator = partial(
+        _operators()[0], list(RULES).index(rule), param, master, first, second, third, steps, table, chunks.slots
+    )
+
+    def run(grads: Gradients, scalars: Scalars) -> None:
+        scale, norm, inf = scalars.grad_scale, scalars.norm, scalars.found_inf
+        operator(chunks.point_at(grads), offsets, flat_gradients(grads), scale, norm, inf, stochastic_rounding)
+
+    return run
+
+
+def grad_norm(chunks: ChunkTable, grads: Gradients) -> Tensor:
+    return _operators()[1](chunks.chunks, flat_gradients(grads))
+
+
+def all_finite(chunks: ChunkTable, grads: Gradients) -> Tensor:
+    return _operators()[2](chunks.chunks, flat_gradients(grads))
+
+
+@cache
+def _operators() -> tuple[Any, Any, Any]:
+    tables = "Tensor slots, Tensor gradients, int[] offsets, Tensor?[] tensors"
+    return (
+        operators.register(
+            "torch_step_", f"{operators.FLATS}, {tables}, {operators.SCALARS}", "()", _step, operators.fake_step
+        ),
+        operators.register(
+            "torch_grad_norm", "Tensor chunks, Tensor?[] tensors", "Tensor", _grad_norm, operators.fake_norm
+        ),
+        operators.register(
+            "torch_all_finite", "Tensor chunks, Tensor?[] tensors", "Tensor", _all_finite, operators.fake_finite
+        ),
+    )
+
+
+def _step(
+    rule: int,
+    param: Tensor,
+    master: Tensor | None,
+    state0: Tensor | None,
+    state1: Tensor | None,
+    state2: Tensor | None,
+    steps: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    gradients: Tensor,
+    offsets: Sequence[int],
+    tensors: Sequence[Tensor | None],
+    grad_scale: Tensor | None,
+    norm: Tensor | None,
     found_inf: Tensor | None,
+    stochastic_rounding: bool,
 ) -> None:
-    """Apply ``rule`` to every slot that has a gradient; see :func:`hdet_kernels.ops.step`."""
-    h = Row(*table[chunks.slots[:, 2]].unbind(1))
-    # The first step with momentum is told by its count, so in sgd steps without momentum do not count.
-    t = steps.to(table.dtype) + ((h.momentum != 0) if rule == "sgd" else 1)
-    factor = 1 - 2 * h.maximize
-    if multiplier is not None:
-        factor = factor * multiplier.squeeze()
+    name, own_rule = list(RULES.items())[rule]
+    states = [state0, state1, state2][: len(STATES[name])]
+    h = Row(*table[slots[:, 2]].unbind(1))
+    t = steps.to(table.dtype).abs() + 1
     skip: Scalar = False if found_inf is None else found_inf.squeeze() > 0
-    columns = (factor, *RULES[rule].derive(t, h))
+    columns = (
+        _gradient_factor(h, grad_scale, norm),
+        rounding_key(h.seed, t) if stochastic_rounding else t,
+        *own_rule.derive(t, steps <= 0, h),
+    )
     if _free_to_read(param):
         if skip:
             return
+        skip = False
         derived = zip(*(column.tolist() for column in columns), strict=True)
     else:
         derived = zip(*(column.unbind() for column in columns), strict=True)
     compute = torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
-    for slot, grad, (own_factor, *own) in zip(chunks.entries, grads.tensors, derived, strict=True):
-        if grad is None or slot.numel == 0:
+    for offset, grad, (factor, key, *own) in zip(offsets, tensors, derived, strict=True):
+        if grad is None or grad.numel() == 0:
             continue
-        span = slice(slot.offset, slot.offset + slot.numel)
-        theta = param[span]
+        span = slice(offset, offset + grad.numel())
         old = [None if state is None else state[span] for state in states]
         wide = [None if state is None else state.to(compute) for state in old]
-        g = flat_view(grad).to(compute)
-        if isinstance(own_factor, Tensor) or own_factor != 1:
-            g = g * own_factor
-        new = RULES[rule].update(theta.to(compute), g, wide, *own)
-        _store(theta, new[0], skip)
-        for target, value in zip(old, new[1], strict=True):
-            if target is not None and value is not None:
-                _store(target, value, skip)
-    _store(steps, torch.where(chunks.point_at(grads) != NO_GRADIENT, t.to(steps.dtype), steps), skip)
+        g = grad.to(compute)
+        if isinstance(factor, Tensor) or factor != 1:
+            g = g * factor
+        full = param[span] if master is None else in_full(param[span], master[span])
+        theta, new = own_rule.update(full.to(compute), g, wide, *own)
+        stored = [param[span], None if master is None else master[span], *old]
+        for stream, (target, value) in enumerate(zip(stored, [theta, theta, *new], strict=False)):
+            if target is None or value is None:
+                continue
+            if stochastic_rounding and target.dtype == torch.bfloat16:
+                value = round_stochastically(value, random_bits(key, stream, offset, value))
+            target.copy_(_unless(skip, target, value))
+    counted = torch.where((h.momentum != 0) | (steps > 0), t, -t) if name == "sgd" else t
+    counted = torch.where(gradients[:, 0] != NO_GRADIENT, counted.to(steps.dtype), steps)
+    steps.copy_(_unless(skip, steps, counted))
+
+
+def _grad_norm(chunks: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+    wide = wide_dtype(chunks.device)
+    norms = [torch.linalg.vector_norm(grad, dtype=wide) for grad in tensors if grad is not None and grad.numel()]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else chunks.new_zeros((), dtype=wide)
+
+
+def _all_finite(chunks: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+    finite = [grad.isfinite().all() for grad in tensors if grad is not None]
+    return torch.stack(finite).all() if finite else chunks.new_ones((), dtype=torch.bool)
+
+
+def _gradient_factor(h: Row, grad_scale: Tensor | None, norm: Tensor | None) -> Tensor:
+    """What gradients are multiplied by: AMP's scale undone, clipped to a global norm, negated for ``maximize``."""
+    factor = torch.ones_like(h.lr) if grad_scale is None else grad_scale.to(h.lr.dtype).reciprocal().expand_as(h.lr)
+    if norm is not None:
+        # As in clip_grad_norm_: 1e-6 keeps a zero norm from dividing by zero.
+        clip = (h.max_grad_norm / (norm.squeeze() * factor + 1e-6)).clamp(max=1.0)
+        factor = torch.where(h.max_grad_norm > 0, factor * clip, factor)
+    return factor * (1 - 2 * h.maximize)
 
 
 def _free_to_read(tensor: Tensor) -> bool:
@@ -204,9 +291,8 @@ def _choose(condition: Scalar, yes: Callable[[], Tensor], no: Callable[[], Tenso
     return torch.where(condition, yes(), no())
 
 
-def _store(target: Tensor, value: Tensor, skip: Scalar) -> None:
-    if value is not target:
-        target.copy_(_choose(skip, lambda: target, lambda: value))
+def _unless(skip: Scalar, old: Tensor, new: Tensor) -> Tensor:
+    return _choose(skip, lambda: old, lambda: new)
 
 
 def _adam_derived(t: Tensor, h: Row) -> tuple[Tensor, ...]:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.buckets import wide_dtype
 
-#: The columns of a row. A rule reads those that it knows; the others are zero. The last three are flags, 0 or 1.
+#: The columns of a row. A rule reads those that it knows; the others are zero. ``max_grad_norm`` is 0 for no clipping,
+#: ``seed`` (a whole number below 2³²) is that of stochastic rounding, and the last three are flags, 0 or 1.
 COLUMNS = (
     "lr",
     "weight_decay",
@@ -22,6 +25,8 @@ COLUMNS = (
     "momentum",
     "dampening",
     "lr_decay",
+    "max_grad_norm",
+    "seed",
     "nesterov",
     "amsgrad",
     "maximize",
@@ -38,21 +43,35 @@ class Staged:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.zeros(tuple(shape), dtype=dtype, device=device)
-        self._mirror: list[float] | list[int] | None = [0] * self.tensor.numel()
+        #: The bytes that the device has; None if that depends on which captured graph ran last.
+        self._mirror: bytes | None = None
         self._captured: list[Tensor] = []
 
-    def write(self, values: list[float] | list[int]) -> bool:
-        """Make the device tensor hold ``values`` (flattened); returns whether anything had to be copied."""
-        if values == self._mirror:
+    def holds(self, values: NDArray[np.generic]) -> bool:
+        return values.tobytes() == self._mirror
+
+    @property
+    def settled(self) -> bool:
+        """Whether the device keeps what was written last, whatever is replayed."""
+        return not self._captured
+
+    def write(self, values: NDArray[np.generic]) -> bool:
+        """Make the device tensor hold ``values``; returns whether anything had to be copied."""
+        written = values.tobytes()
+        if written == self._mirror:
             return False
+        if self.tensor.device.type == "cpu":
+            self.tensor.numpy()[...] = values
+            self._mirror = written
+            return True
         on_cuda = self.tensor.device.type == "cuda"
-        staging = torch.tensor(values, dtype=self.tensor.dtype, pin_memory=on_cuda)
-        self.tensor.copy_(staging.view(self.tensor.shape), non_blocking=on_cuda)
-        self._mirror = values
+        staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=on_cuda)
+        staging.numpy()[...] = values
+        self.tensor.copy_(staging, non_blocking=on_cuda)
         if on_cuda and torch.cuda.is_current_stream_capturing():
-            # Every replay of the graph copies from this memory, and until the first one the device has old values.
-            self._captured.append(staging)
-            self._mirror = None
+            self._captured.append(staging)  # every replay of the graph copies from this memory
+        # A graph that writes this table leaves it in its own state whenever it is replayed.
+        self._mirror = written if self.settled else None
         return True
 
 
@@ -74,17 +93,25 @@ class HyperTable:
         """Write one mapping from column to value for each row; columns left out are zero.
 
         A tensor on an accelerator is copied from device to device at every call, since the host cannot know whether it
-        changed. A tensor in host memory is read like a float.
+        changed. A tensor in host memory is read like a float. While a CUDA graph is captured no number may change: it
+        would be written again by every replay.
         """
-        values: list[float] = []
+        values = np.zeros(self.tensor.shape, dtype=np.float64)
         on_device: list[tuple[int, int, Tensor]] = []
         for index, row in enumerate(rows):
             for column, name in enumerate(COLUMNS):
                 value = row.get(name, 0.0)
                 if isinstance(value, Tensor) and value.device.type != "cpu":
                     on_device.append((index, column, value))
-                    value = 0.0
-                values.append(float(value))
-        self._staged.write(values)
+                else:
+                    values[index, column] = float(value)
+        if not self._staged.holds(values):
+            if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a hyperparameter changed since the last step, and this step is being captured in a CUDA graph, "
+                    "whose replays would all write the captured value again; call optimizer.write_hyperparameters() "
+                    "before the capture (and before a replay, for what changed since the last one)"
+                )
+            self._staged.write(values)
         for index, column, tensor in on_device:
             self.tensor[index, column].copy_(tensor.detach().squeeze(), non_blocking=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hdet_kernels.optim.base import FusedOptimizer, Group
 from hdet_kernels.optim.checks import check_at_least_zero
+from hdet_kernels.optim.options import GradientHome, Options
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -29,6 +31,10 @@ class FusedAdagrad(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        gradients: GradientHome = "autograd",
+        master_weights: bool | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = False,
         backend: str | None = None,
     ) -> None:
         defaults = {
@@ -39,7 +45,8 @@ class FusedAdagrad(FusedOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
+        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend)
+        super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         check_at_least_zero(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -13,15 +15,28 @@ from torch.optim.optimizer import ParamsT
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.chunks import Gradients
+from hdet_kernels.ops.chunks import LOOK, Gradients
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param
-from hdet_kernels.optim.home import Home, homes_of
+from hdet_kernels.optim.home import FixedGradients, Home, homes_of
+from hdet_kernels.optim.hooks import light_hooks
+from hdet_kernels.optim.options import Options
+from hdet_kernels.optim.precision import in_its_precision, unwrapped
 
 Closure = Callable[[], float]
 Group = dict[str, Any]
 
+log = logging.getLogger("hdet_kernels")
+
 #: Options of torch.optim that say how a step is computed, not what: dropped from the groups of a loaded state_dict.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
+
+#: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
+_MASTER = "master"
+
+#: The name in ``param_groups`` of the seed of stochastic rounding: with it, a resumed run rounds as the whole one.
+_SEED = "rounding_seed"
+
+_NO_SCALARS = ops.Scalars()
 
 
 class FusedOptimizer(Optimizer):
@@ -32,7 +47,7 @@ class FusedOptimizer(Optimizer):
     """
 
     rule: ClassVar[str]
-    #: Whether ``state[p]`` has torch.optim's ``step``. Step counts exist for every rule; here it is who sees them.
+    #: Whether torch.optim shows a ``step`` in ``state[p]``. Step counts exist for every rule.
     shows_step: ClassVar[bool] = True
     #: Whether ``state[p]`` exists before the first step.
     eager_state: ClassVar[bool] = False
@@ -41,14 +56,27 @@ class FusedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], *, max_grad_norm: float | None, backend: str | None
+        self, params: ParamsT, defaults: dict[str, Any], *, max_grad_norm: float | None, options: Options
     ) -> None:
-        check_max_grad_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
-        self.backend = backend
+        self.options = options
+        self._published_names: list[tuple[str, ...]] = []
         self.check_group(defaults)
+        if options.stochastic_rounding:
+            defaults[_SEED] = torch.initial_seed() % 2**32
         super().__init__(params, defaults)
         self._build()
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Gradients are scaled down to this global norm, as by ``clip_grad_norm_``; ``None``: they are not clipped."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        check_max_grad_norm(value)
+        self._max_grad_norm = value
+        self._seen_rows: list[Any] | None = None
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` if an option of ``group`` is out of range."""
@@ -76,8 +104,9 @@ class FusedOptimizer(Optimizer):
             if flat is not None
         }
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+    @light_hooks
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def step(self, closure: Closure | None = None) -> float | None:
         """One step for every parameter that has a gradient. ``closure`` re-evaluates the loss and returns it."""
         loss = None
         if closure is not None:
@@ -86,29 +115,44 @@ class FusedOptimizer(Optimizer):
         # Whatever can fail comes first: a step happens for all parameters or for none.
         self._return_home()
         grads = self._gradients()
+        self.write_hyperparameters()
         for home, present in zip(self._homes, grads, strict=True):
-            self._publish(home, present)
-        rows = [self.row(group) for group in self.param_groups]
+            if home.unpublished:
+                self._publish(home, present)
+        norm = self._norm(grads) if self._max_grad_norm is not None else None
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scalars = _NO_SCALARS if scale is norm is found_inf is None else ops.Scalars(scale, norm, found_inf)
+        for home, present in zip(self._homes, grads, strict=True):
+            if present.any:
+                home.step(present, scalars)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim's; with ``gradients="fixed"`` one fill, whatever ``set_to_none`` says."""
+        if not self._fixed:
+            return super().zero_grad(set_to_none)
+        for fixed in self._fixed:
+            fixed.flat.zero_()
+        return None
+
+    def write_hyperparameters(self) -> None:
+        """Bring what is in ``param_groups`` to the device. :meth:`step` does it by itself; call it before a replay of a
+        CUDA graph that has captured the step, if a hyperparameter changed (the schedulers of this package do)."""
+        seen = [self._read(group) for group in self.param_groups]
+        if seen == self._seen_rows:
+            return
+        common = {"max_grad_norm": self._max_grad_norm or 0.0}
+        rows = [self.row(group) | common | {"seed": group.get(_SEED, 0)} for group in self.param_groups]
         for table in {id(home.table): home.table for home in self._homes}.values():
             table.write(rows)
-        multiplier, found_inf = self._scaling(grads)
-        for home, present in zip(self._homes, grads, strict=True):
-            if not any(present.addresses):
-                continue
-            device = home.flat.device
-            ops.step(
-                self.rule,
-                home.flat,
-                list(home.states.values()),
-                home.steps,
-                home.table.tensor,
-                home.chunks,
-                present,
-                multiplier=_scalar(multiplier, device, home.table.tensor.dtype),
-                found_inf=_scalar(found_inf, device, torch.float32),
-                backend=self.backend,
-            )
-        return loss
+        # The value of a tensor can change in its place: then the rows are written every time.
+        changing = any(isinstance(value, Tensor) for row in rows for value in row.values())
+        self._seen_rows = None if changing else seen
+        names = [self.state_names(group) for group in self.param_groups]
+        if names != self._published_names:
+            for home in self._homes:
+                home.unpublished = set(range(len(home.residents)))
+            self._published_names = names
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
@@ -121,11 +165,20 @@ class FusedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # torch casts loaded state to the dtype of its parameter, and a float32 moment would lose half of its digits.
+        handle = self.register_load_state_dict_pre_hook(in_its_precision)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"max_grad_norm": self.max_grad_norm, "backend": self.backend}
+        return super().__getstate__() | {"_max_grad_norm": self._max_grad_norm, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by ``load_state_dict``, ``pickle`` and ``deepcopy``."""
+        state = state | {"state": unwrapped(state["state"])}
         defaults = state.get("defaults") or self.defaults
         for group in state["param_groups"]:
             for name in _HOW:
@@ -147,7 +200,8 @@ class FusedOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 check_param(index, param)
-                resolve(param.device, self.backend)
+                self.options.check_param(index, param)
+                resolve(param.device, self.options.backend)
                 if param.numel() and owner.setdefault((param.device, param.data_ptr()), number) != number:
                     raise ValueError(
                         f"parameter {index} of group {number} shares its memory with one of group "
@@ -158,20 +212,53 @@ class FusedOptimizer(Optimizer):
         """Move all parameters into buckets, and the state that they have along with them."""
         row_of = {id(param): row for row, group in enumerate(self.param_groups) for param in group["params"]}
         self.buckets = Buckets(param for group in self.param_groups for param in group["params"])
+        self.buckets.keep_masters(self.options.has_master)
         rows = [row_of[id(param)] for param in self.buckets.params]
-        self._homes = homes_of(self.rule, self.buckets, rows, len(self.param_groups))
-        self._addresses = [param.data_ptr() for param in self.buckets.params]
+        self._homes = homes_of(self.rule, self.buckets, rows, len(self.param_groups), self.options)
+        self._addresses = list(map(Tensor.data_ptr, self.buckets.params))
+        self._read = itemgetter(*(name for name in self.defaults if name not in _HOW))
+        self._fixed: list[FixedGradients] = []
         self._adopt_state()
+        if self.options.gradients == "fixed":
+            self._fixed = [FixedGradients(home) for home in self._homes]
 
     def _return_home(self) -> None:
         """Notice parameters that were moved (at the price of a pointer each) and state that was cleared or replaced
         since the last step. A single entry of ``state[p]`` is to be changed in place; it is a view."""
-        if [param.data_ptr() for param in self.buckets.params] != self._addresses:
+        if self._fixed:
+            if any(fixed.disturbed() for fixed in self._fixed):
+                self._settle_gradients()
+        elif not self._at_home():
             self.buckets.rehome()
         if self.state is not self._seen_state or len(self.state) != self._seen_count:
             self._adopt_state()
 
+    def _at_home(self) -> bool:
+        """Whether parameters are where they were: all of them, or in large models the next :data:`LOOK` of them, so
+        that a moved model is noticed at once and a single moved parameter within a few steps."""
+        params, start = self.buckets.params, self._turn
+        stop = start + LOOK
+        self._turn = stop if stop < len(params) else 0
+        return list(map(Tensor.data_ptr, params[start:stop])) == self._addresses[start:stop]
+
+    _turn = 0
+
+    def _settle_gradients(self) -> None:
+        self.buckets.rehome()
+        replaced = [fixed.attach() for fixed in self._fixed]
+        if any(replaced) and not self._warned:
+            self._warned = True
+            log.warning(
+                'gradients="fixed", but gradients were replaced by new tensors; they were copied back. Use '
+                "optimizer.zero_grad() instead of model.zero_grad(), and DistributedDataParallel without "
+                "gradient_as_bucket_view"
+            )
+
+    _warned = False
+
     def _gradients(self) -> list[Gradients]:
+        if self._fixed:
+            return [fixed.gradients() for fixed in self._fixed]
         grads = [home.gradients() for home in self._homes]
         # A parameter that was transposed in its place keeps its address; the layout of its gradient tells.
         if any(present.copied for present in grads) and self.buckets.rehome():
@@ -189,56 +276,48 @@ class FusedOptimizer(Optimizer):
                 names = self.state_names(group)
                 kept = [name for name in home.states if found.get(name) is not None]
                 for name in dict.fromkeys([*names, *kept]):
-                    view = home.view(name, index)
+                    view = home.view(home.ensure(name), index)
                     if name in kept:
                         view.copy_(found[name])
                     else:
                         view.fill_(self.initial_state(name, group))
+                if home.master is not None:
+                    home.view(home.master, index).copy_(found.get(_MASTER, tied[0]))
                 # A rule without a public step count needs to know only whether it has stepped before.
                 home.steps[index].copy_(torch.as_tensor(found.get("step", 1.0 if kept else 0.0)))
                 if found or self.eager_state:
                     self._publish_slot(home, index, (*names, *kept))
         self._seen_state, self._seen_count = self.state, len(self.state)
+        self._seen_rows = None
         self._published_names = [self.state_names(group) for group in self.param_groups]
 
     def _publish(self, home: Home, grads: Gradients) -> None:
         """Let ``self.state`` show the state of parameters that step for the first time, as torch.optim does."""
-        names = [self.state_names(group) for group in self.param_groups]
-        if names != self._published_names:
-            for each in self._homes:
-                each.unpublished = set(range(len(each.residents)))
-            self._published_names = names
         for index in [index for index in home.unpublished if grads.tensors[index] is not None]:
-            self._publish_slot(home, index, names[home.chunks.rows[index]])
+            self._publish_slot(home, index, self._published_names[home.chunks.rows[index]])
         self._seen_count = len(self.state)
 
     def _publish_slot(self, home: Home, index: int, names: Iterable[str]) -> None:
         home.unpublished.discard(index)
-        shown: dict[str, Tensor] = {"step": home.steps[index]} if self.shows_step else {}
-        shown |= {name: home.view(name, index) for name in names}
+        # Stochastic rounding depends on the count, so it belongs to the checkpoint of every rule then.
+        counted = self.shows_step or self.options.stochastic_rounding
+        shown: dict[str, Tensor] = {"step": home.steps[index]} if counted else {}
+        shown |= {name: home.view(home.ensure(name), index) for name in names}
+        if home.master is not None:
+            shown[_MASTER] = home.view(home.master, index)
         for param in home.residents[index] if shown else ():
             self.state[param].update(shown)
 
-    def _scaling(self, grads: list[Gradients]) -> tuple[Tensor | None, Tensor | None]:
-        """What gradients are multiplied by (AMP and clipping in one factor), and whether to skip; on the device."""
-        multiplier: Tensor | None = None
-        scale = getattr(self, "grad_scale", None)
-        if isinstance(scale, Tensor):
-            multiplier = scale.double().squeeze().reciprocal()
-        if self.max_grad_norm is not None:
-            norm = ops.grad_norm(grad for home in grads for grad in home.present).double()
-            if multiplier is not None:
-                multiplier = multiplier.to(norm.device, non_blocking=True)
-                norm = norm * multiplier
-            # As in clip_grad_norm_: 1e-6 keeps a zero norm from dividing by zero.
-            clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            multiplier = clip if multiplier is None else multiplier * clip
-        found_inf = getattr(self, "found_inf", None)
-        return multiplier, found_inf if isinstance(found_inf, Tensor) else None
-
-
-def _scalar(value: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    return None if value is None else value.to(device, dtype, non_blocking=True)
+    def _norm(self, grads: list[Gradients]) -> Tensor | None:
+        """The norm of all gradients as they are stored, on the device of the first of them."""
+        norms = [
+            ops.grad_norm(home.chunks, present, backend=self.options.backend)
+            for home, present in zip(self._homes, grads, strict=True)
+            if present.any
+        ]
+        if len(norms) < 2:
+            return norms[0] if norms else None
+        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
 
 
 def _check_shapes(state: Mapping[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One flat buffer of parameters with everything a step on it needs: state, step counts, and the tables."""
+"""One flat buffer of parameters with everything a step on it needs: state, step counts, gradients and the tables."""
 
 from __future__ import annotations
 
@@ -7,57 +7,142 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets, Slot
-from hdet_kernels.ops import STATES
+from hdet_kernels.ops.backends import chosen
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
 from hdet_kernels.ops.table import HyperTable
+from hdet_kernels.optim.options import Options
 
 
 class Home:
     """``residents[i]`` are the parameters of slot ``i``: one, or several that are tied by sharing their memory."""
 
     def __init__(
-        self, rule: str, flat: Tensor, residents: list[list[Tensor]], chunks: ChunkTable, table: HyperTable
+        self,
+        rule: str,
+        flat: Tensor,
+        master: Tensor | None,
+        residents: list[list[Tensor]],
+        chunks: ChunkTable,
+        table: HyperTable,
+        options: Options,
     ) -> None:
-        self.flat = flat
+        self.rule, self.options = rule, options
+        self.flat, self.master = flat, master
         self.residents = residents
         self.chunks = chunks
         self.table = table
         self.steps = torch.zeros(len(residents), dtype=torch.float32, device=flat.device)
         #: Flat state buffers by their name in torch.optim; None until one is needed.
-        self.states: dict[str, Tensor | None] = dict.fromkeys(STATES[rule])
+        self.states: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[rule])
         #: Slots whose state is not yet to be seen in ``optimizer.state``.
         self.unpublished: set[int] = set(range(len(residents)))
         self._single = [tied[0] for tied in residents]
         self._tied = [index for index, tied in enumerate(residents) if len(tied) > 1]
+        self._step: ops.Step | None = None
+        self._chosen: str | None = None
 
     def ensure(self, name: str) -> Tensor:
         """The flat buffer of state ``name``, made of zeros when first asked for."""
         flat = self.states[name]
         if flat is None:
-            flat = self.states[name] = torch.zeros_like(self.flat)
+            dtype = self.options.state_dtype_for(self.flat.dtype)
+            flat = self.states[name] = torch.zeros_like(self.flat, dtype=dtype)
+            self._step = None
         return flat
 
-    def view(self, name: str, index: int) -> Tensor:
-        """The state ``name`` of slot ``index``, with the shape and strides of its parameter."""
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """Slot ``index`` of a buffer laid out like the parameters, with the shape and strides of its parameter."""
         slot = self.chunks.entries[index]
-        return torch.as_strided(self.ensure(name), slot.shape, slot.stride, slot.offset)
+        return torch.as_strided(flat, slot.shape, slot.stride, slot.offset)
 
     def gradients(self) -> Gradients:
         grads = [param.grad for param in self._single]
         for index in self._tied:
             # The gradient of memory that several parameters share is the sum of theirs.
-            parts = [param.grad for param in self.residents[index] if param.grad is not None]
+            parts = [param.grad.detach() for param in self.residents[index] if param.grad is not None]
             grads[index] = sum(parts[1:], start=parts[0]) if parts else None
         return self.chunks.match(grads)
 
+    def step(self, grads: Gradients, scalars: ops.Scalars) -> None:
+        if self._step is None or self._chosen != chosen():
+            self._chosen = chosen()
+            self._step = ops.Step(
+                self.rule,
+                self.flat,
+                list(self.states.values()),
+                self.steps,
+                self.table.tensor,
+                self.chunks,
+                master=self.master,
+                stochastic_rounding=self.options.stochastic_rounding,
+                backend=self.options.backend,
+            )
+        self._step(grads, scalars.on(self.flat.device))
 
-def homes_of(rule: str, buckets: Buckets, rows: Sequence[int], row_count: int) -> list[Home]:
+
+class FixedGradients:
+    """Permanent gradients of the parameters of one home, in one flat buffer.
+
+    Parameters keep their ``grad``, and autograd adds into it. Looking at all of them would cost what this is to save,
+    so every step looks at the next few: that the whole model was moved, frozen or had its gradients replaced
+    (``model.zero_grad()``) is noticed at once, that a single parameter was, within ``len(params) / GLANCE`` steps.
+    """
+
+    GLANCE = 4
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.flat = torch.zeros_like(home.flat)
+        self._views = [home.view(self.flat, index) for index in range(len(home.residents))]
+        self._known: list[tuple[Tensor, Tensor, int]] = []
+        self._next = 0
+        self.attach()
+
+    @torch.no_grad()
+    def attach(self) -> bool:
+        """Make the views the parameters' gradients, with the values these have now; returns whether one had been
+        replaced by another tensor."""
+        replaced = False
+        self._known = []
+        steps: list[Tensor | None] = []
+        for tied, view in zip(self.home.residents, self._views, strict=True):
+            others = [param.grad for param in tied if param.grad is not None and param.grad is not view]
+            if others:
+                replaced = True
+                view.copy_(others[0].to_dense())
+                for other in others[1:]:
+                    view.add_(other)
+            elif any(param.grad is None for param in tied):
+                view.zero_()
+            trained = any(param.requires_grad for param in tied)
+            for param in tied:
+                param.grad = view if param.requires_grad else None
+                self._known.append((param, view, param.data_ptr()))
+            steps.append(view if trained else None)
+        self._gradients = self.home.chunks.match(steps)
+        return replaced
+
+    def gradients(self) -> Gradients:
+        return self._gradients
+
+    def disturbed(self) -> bool:
+        """Whether one of the parameters looked at this time has moved or has not its gradient any more."""
+        known, start = self._known, self._next
+        self._next = start + self.GLANCE if start + self.GLANCE < len(known) else 0
+        return any(
+            param.grad is not (view if param.requires_grad else None) or param.data_ptr() != address
+            for param, view, address in known[start : start + self.GLANCE]
+        )
+
+
+def homes_of(rule: str, buckets: Buckets, rows: Sequence[int], row_count: int, options: Options) -> list[Home]:
     """A home for each flat buffer. ``rows[i]`` is the hyperparameter row of ``buckets.params[i]``; the homes on one
     device share one table of ``row_count`` rows."""
     tables: dict[torch.device, HyperTable] = {}
     homes: list[Home] = []
-    for number, flat in enumerate(buckets.flats):
+    for number, (flat, master) in enumerate(zip(buckets.flats, buckets.masters, strict=True)):
         # Tied parameters have one and the same Slot object; two empty ones may have equal slots and are not tied.
         tied: dict[int, list[int]] = {}
         for index, slot in enumerate(buckets.slots):
@@ -69,5 +154,5 @@ def homes_of(rule: str, buckets: Buckets, rows: Sequence[int], row_count: int) -
             tables[flat.device] = HyperTable(row_count, flat.device)
         chunks = ChunkTable(slots, [rows[index] for index in first], flat.device, flat.dtype)
         residents = [[buckets.params[index] for index in members] for members in tied.values()]
-        homes.append(Home(rule, flat, residents, chunks, tables[flat.device]))
+        homes.append(Home(rule, flat, master, residents, chunks, tables[flat.device], options))
     return homes

@@ -1,0 +1,57 @@
+"""One read of all gradients, for their norm or to see whether they are finite, as a share of the copy bandwidth.
+
+    python -m pytest bench/test_reduce.py --benchmark-only -k gpu
+
+A read alone can be faster than a copy, so that a share may pass 100 %. Beside it torch's ``get_total_norm``, and what
+is usually done with it to find gradients that are not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import measure
+import models
+import pytest
+import torch
+import ways
+import yardstick
+
+from hdet_kernels import Buckets, ops
+from hdet_kernels.ops.chunks import ChunkTable
+
+OPERATIONS = ("grad_norm", "all_finite")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def _cases() -> Iterator[Any]:
+    for device, known in models.MODELS.items():
+        for model in known:
+            for dtype in DTYPES if not models.is_small(model) else ("fp32",):
+                for way in ("torch", *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
+                    yield ways.case(device, model, dtype, way, why_not=ways.why_not(way, device), on_device=True)
+
+
+def call_of(operation: str, way: str, params: list[torch.nn.Parameter]) -> measure.Call:
+    grads = models.gradients(params)
+    if way == "torch":
+        if operation == "grad_norm":
+            return lambda: torch.nn.utils.get_total_norm(grads)
+        return lambda: torch.nn.utils.get_total_norm(grads).isfinite()
+    buckets = Buckets(params)
+    chunks = ChunkTable(buckets.slots, [0] * len(params), buckets.flats[0].device, params[0].dtype)
+    matched = chunks.match(grads)
+    run, backend = getattr(ops, operation), way.removeprefix("hdet-")
+    return lambda: run(chunks, matched, backend=backend)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("device", "model", "dtype", "way"), list(_cases()))
+def test_reduce(benchmark: Any, device: str, model: str, dtype: str, way: str, operation: str) -> None:
+    yardstick.yardstick(device)
+    params = models.parameters(models.MODELS[device][model].shapes, device, DTYPES[dtype])
+    call = call_of(operation, way, params)
+    benchmark.pedantic(call, warmup_rounds=1, **measure.plan(call, device, seconds=0.25))
+    moved = sum(param.nbytes for param in params)
+    yardstick.report(benchmark, device, moved=moved, held=moved)

@@ -1,0 +1,56 @@
+"""The ways to make a step: torch's own and each backend of this package, and why one of them is not to be had here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import measure
+import pytest
+import torch
+from torch import nn
+
+from hdet_kernels.ops.backends import backends
+from hdet_kernels.optim import FusedAdagrad, FusedAdamW, FusedLion, FusedSGD
+
+#: Our backends by device. On a GPU the fallback is left out: it takes minutes for 10 000 tensors.
+BACKENDS = {"cuda": ("cuda", "triton"), "cpu": ("cpp", "torch")}
+
+#: By rule: torch's class (``None``: it has none), ours, and the options of both.
+RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, FusedAdamW, {"lr": 1e-3}),
+    "sgd-momentum": (torch.optim.SGD, FusedSGD, {"lr": 1e-3, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, FusedAdagrad, {"lr": 1e-3}),
+    "lion": (None, FusedLion, {"lr": 1e-4}),
+}
+
+_TORCH_FUSED = {"adamw": "aten::_fused_adamw_", "sgd-momentum": "aten::_fused_sgd_", "adagrad": "aten::_fused_adagrad_"}
+
+
+def why_not(way: str, device: str, rule: str = "adamw") -> str | None:
+    """Why ``way`` (``"hdet-"`` and a backend, or one of torch's) cannot be measured on ``device``, if so."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return "torch finds no usable NVIDIA GPU"
+    if way.startswith("hdet-"):
+        reason = backends()[way.removeprefix("hdet-")]
+        return None if reason == "ok" else reason
+    if way == "torch-fused" and not torch._C._dispatch_has_kernel_for_dispatch_key(_TORCH_FUSED[rule], device.upper()):
+        return f"torch {torch.__version__} has no fused {rule} for it"
+    return None
+
+
+def optimizer(way: str, rule: str, params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """``options`` are for our optimizers alone."""
+    theirs, ours, common = RULES[rule]
+    if way.startswith("hdet-"):
+        return ours(params, **common, **options, backend=way.removeprefix("hdet-"))
+    return theirs(params, **common, **{way.removeprefix("torch-"): True})
+
+
+def case(device: str, *values: Any, why_not: str | None, on_device: bool = False) -> Any:
+    """A parametrised case, named ``gpu-…`` or ``cpu-…``; skipped for ``why_not``; timed by the device's own clock if
+    ``on_device``, else by the host's."""
+    marks = [pytest.mark.skipif(why_not is not None, reason=f"{device}: {why_not}")]
+    if on_device:
+        marks.append(pytest.mark.benchmark(timer=measure.clock(device)))
+    name = "-".join(["gpu" if device == "cuda" else device, *map(str, values)])
+    return pytest.param(device, *values, id=name, marks=marks)

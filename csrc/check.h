@@ -1,0 +1,46 @@
+// Checks of operator arguments.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace hdet {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Errors are put together without streams: a toolchain that links the C++ library statically has two copies of it in
+// the process then, torch's and ours, and formatting a number through the wrong one's locale crashes (torch's own
+// STD_TORCH_CHECK did).
+inline std::string text(const char* part) { return part; }
+inline std::string text(int64_t part) { return std::to_string(part); }
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  throw std::runtime_error((std::string("hdet_kernels: ") + ... + text(parts)));
+}
+
+#define HDET_CHECK(condition, ...) \
+  if (!(condition)) ::hdet::fail(__VA_ARGS__)
+
+// The memory of a contiguous tensor of `numel` elements of `type` on the device of `like`.
+template <typename T>
+T* checked(const Tensor& tensor, const char* name, ScalarType type, int64_t numel, const Tensor& like) {
+  HDET_CHECK(tensor.scalar_type() == type, name, " has another dtype than expected");
+  HDET_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+  HDET_CHECK(tensor.numel() == numel, name, " must have ", numel, " elements, got ", tensor.numel());
+  HDET_CHECK(tensor.device() == like.device(), name, " must be on the device of the other tensors");
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+// The rows of an int64 table of `columns` columns.
+template <typename T>
+const T* checked_rows(const Tensor& table, const char* name, int64_t columns, const Tensor& like) {
+  HDET_CHECK(table.dim() == 2 && table.size(1) == columns, name, " must have ", columns, " columns");
+  return checked<const T>(table, name, ScalarType::Long, table.numel(), like);
+}
+
+}  // namespace hdet

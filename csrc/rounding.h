@@ -1,0 +1,72 @@
+// How numbers are kept in 16 bits: to the nearest, stochastically, or as the rounding of a float32 master.
+// hdet_kernels/ops/rounding.py has the same, and the same random bits.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define HDET_BOTH __host__ __device__ __forceinline__
+#else
+#define HDET_BOTH inline
+#endif
+
+namespace hdet {
+
+using BFloat16 = torch::headeronly::BFloat16;
+using Half = torch::headeronly::Half;
+
+inline constexpr uint32_t kGolden = 0x9e3779b9u;
+
+// The finaliser of MurmurHash3.
+HDET_BOTH uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+// Which buffer the random bits are for: a parameter, or its k-th state at kStateStream + k.
+inline constexpr uint32_t kParamStream = 0;
+inline constexpr uint32_t kStateStream = 2;
+
+// The random bits of one slot at one step: a function of the key and the position in the flat buffer alone. One hash
+// serves two neighbours: its low half the even position, its high half the odd one.
+struct Noise {
+  uint32_t key;
+
+  static HDET_BOTH Noise of(double seed, double t) {
+    return {mix(static_cast<uint32_t>(seed) + kGolden * static_cast<uint32_t>(t))};
+  }
+  HDET_BOTH uint32_t word(uint32_t stream, int64_t position) const {
+    const auto pair = static_cast<uint64_t>(position) >> 1;
+    return mix(mix(static_cast<uint32_t>(pair) ^ key) + static_cast<uint32_t>(pair >> 32) + stream * kGolden);
+  }
+  static HDET_BOTH uint32_t half(uint32_t word, int64_t position) { return (word >> (16 * (position & 1))) & 0xffffu; }
+};
+
+template <typename To, typename From>
+HDET_BOTH To bits_as(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To bits;
+  memcpy(&bits, &value, sizeof(To));
+  return bits;
+}
+
+// float32 to bf16: up with the probability of the part that is cut off, given 16 uniform random bits.
+HDET_BOTH BFloat16 round_stochastically(float value, uint32_t noise) {
+  const auto bits = bits_as<uint32_t>(value);
+  if ((bits & 0x7f800000u) == 0x7f800000u) return BFloat16(value);
+  return bits_as<BFloat16>(static_cast<uint16_t>((bits + noise) >> 16));
+}
+
+// The parameter's value: its master's, as long as the parameter is the master's rounding to the bit. If it is not,
+// someone has written the parameter since (a checkpoint, an average), and its value is the parameter's.
+template <typename P>
+HDET_BOTH float in_full(P param, float master) {
+  return bits_as<uint16_t>(param) == bits_as<uint16_t>(static_cast<P>(master)) ? master : static_cast<float>(param);
+}
+
+}  // namespace hdet

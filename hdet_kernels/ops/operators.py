@@ -1,0 +1,43 @@
+"""The operators that are written in Python, registered with torch; ``csrc/library.cpp`` declares the compiled ones.
+
+A registered operator with a fake kernel can be traced: ``torch.compile`` calls it without looking inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "hdet_kernels"
+
+#: The buffers of a step, as they stand in the schemas of all backends; ``csrc/library.cpp`` has the same.
+FLATS = (
+    "int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, Tensor(e!)? state2, "
+    "Tensor(f!) steps, Tensor table"
+)
+SCALARS = "Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding"
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def register(name: str, arguments: str, returns: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Declare ``hdet_kernels::name``; returns the operator."""
+    _library.define(f"{name}({arguments}) -> {returns}")
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(torch.ops.hdet_kernels, name).default
+
+
+def fake_step(*arguments: object) -> None:
+    """A step returns nothing; what it changes is in its schema."""
+
+
+def fake_norm(chunks: Tensor, gradients: Tensor) -> Tensor:
+    return chunks.new_empty((), dtype=torch.float64)
+
+
+def fake_finite(chunks: Tensor, gradients: Tensor) -> Tensor:
+    return chunks.new_empty((), dtype=torch.bool)

@@ -1,0 +1,278 @@
+"""The Triton backend: the tables of the compiled one, walked by kernels that Triton compiles for the GPU at hand.
+
+A step is two launches. ``_advance`` has one lane a slot: it counts the step and derives the slot's numbers in float64.
+``_walk`` has one program for every ``BLOCK`` elements, which loads those numbers and does the rest.
+"""
+# mypy: disable-error-code="no-untyped-def"
+# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hdet_kernels.ops import STATES, Scalars, operators, triton_reduce
+from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, Gradients
+from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
+from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, update
+
+#: Elements of one program of ``_walk``, and its warps: 8 elements a thread. Measured on an H200 with AdamW in fp32 and
+#: a table of chunks: 1024 with 4 warps did best, 90–97 % of the copy bandwidth; 4096 and more fell to 66–76 %.
+BLOCK = 1024
+WARPS = 4
+
+#: Slots of one program of ``_advance``. It moves some hundred bytes a slot: any shape does.
+SLOTS = 128
+
+_RULES = tuple(STATES)
+_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+_COLUMNS = tl.constexpr(len(COLUMNS))
+_NUMBERS = tl.constexpr(NUMBERS)
+_CHUNK = tl.constexpr(CHUNK)
+_NO_GRADIENT = tl.constexpr(NO_GRADIENT)
+_EMPTY_GRADIENT = tl.constexpr(EMPTY_GRADIENT)
+
+#: The bytes of a vector access.
+_ALIGNED = tl.constexpr(16)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _advance(
+    steps,
+    table,
+    slots,
+    gradients,
+    scale,
+    norm,
+    found_inf,
+    numbers,
+    plan,
+    count,
+    RULE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Fill ``numbers`` [slots, NUMBERS] and ``plan`` [slots, 3]: the address of the gradient, or NO_GRADIENT where the
+    slot is to be left alone, its dtype, and the key of the random bits."""
+    slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    inside = slot < count
+    row = table + tl.load(slots + slot * 3 + 2, mask=inside, other=0) * _COLUMNS
+    address = tl.load(gradients + slot * 2, mask=inside, other=_NO_GRADIENT)
+    if found_inf is not None:
+        address = tl.where(tl.load(found_inf) > 0, _NO_GRADIENT, address)
+    before = tl.load(steps + slot, mask=inside, other=0.0)
+    t = tl.abs(before).to(tl.float64) + 1
+
+    n, mine = numbers + slot * _NUMBERS, plan + slot * 3
+    tl.store(n, gradient_factor(row, scale, norm, inside), mask=inside)
+    derive(RULE, n, row, t, before <= 0, inside)
+    tl.store(mine, address, mask=inside)
+    tl.store(mine + 1, tl.load(gradients + slot * 2 + 1, mask=inside, other=0), mask=inside)
+    if STOCHASTIC:
+        tl.store(mine + 2, key_of(column(row, SEED, inside), t).to(tl.int64), mask=inside)
+    tl.store(steps + slot, count_after(RULE, row, before, t, inside), mask=inside & (address != _NO_GRADIENT))
+
+
+@triton.jit
+def _walk(
+    param,
+    master,
+    state0,
+    state1,
+    state2,
+    numbers,
+    plan,
+    chunks,
+    NUMBER: tl.constexpr,
+    TYPE: tl.constexpr,
+    RULE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Step the slots whose gradient has dtype ``TYPE``, which is number ``NUMBER`` in the tables."""
+    program = tl.program_id(0).to(tl.int64)
+    chunk = chunks + program // (_CHUNK // BLOCK) * 4
+    begin = program % (_CHUNK // BLOCK) * BLOCK
+    count = tl.load(chunk + 2) - begin
+    slot = tl.load(chunk + 3)
+    n, mine = numbers + slot * _NUMBERS, plan + slot * 3
+    address = tl.load(mine)
+    if (count > 0) & (address > _EMPTY_GRADIENT) & (tl.load(mine + 1) == NUMBER):
+        offset = tl.load(chunk)
+        lanes = tl.arange(0, BLOCK)
+        first = address.to(tl.pointer_type(TYPE)) + tl.load(chunk + 1) + begin
+        if (count >= BLOCK) & (address % _ALIGNED == 0) & (offset % VECTOR == 0):
+            # What was just tested, said so that the compiler sees it: VECTOR elements are one access.
+            grad = tl.multiple_of(first + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
+            at = offset // VECTOR * VECTOR + begin + lanes
+            # lanes // 2, said so that it sees neighbours share their random word.
+            halves = tl.reshape(tl.broadcast_to(tl.arange(0, BLOCK // 2)[:, None], [BLOCK // 2, 2]), [BLOCK])
+            pair = ((offset + begin) >> 1) + halves
+            inside = tl.full([BLOCK], True, tl.int1)
+            _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
+        else:
+            grad = first + lanes
+            at = offset + begin + lanes
+            pair = at >> 1
+            inside = lanes < count
+            _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
+
+
+@triton.jit
+def _block(
+    param,
+    master,
+    state0,
+    state1,
+    state2,
+    n,
+    mine,
+    grad,
+    at,
+    pair,
+    inside,
+    RULE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Step elements ``at`` of the flat buffers, as far as they are ``inside``, by the gradients at ``grad``."""
+    wide: tl.constexpr = n.dtype.element_ty
+    stored = tl.load(param + at, mask=inside, other=0.0)
+    theta = stored.to(wide)
+    if master is not None:
+        # The master, as long as the parameter is its rounding to the bit.
+        full = tl.load(master + at, mask=inside, other=0.0)
+        same = nearest(full, stored.dtype).to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
+        theta = tl.where(same, full, theta)
+    random = pair
+    if STOCHASTIC:
+        random = random_base(pair, tl.load(mine + 2).to(tl.uint32))
+    g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
+    theta = update(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+    if master is not None:
+        tl.store(master + at, theta, mask=inside)
+    write(param, at, theta, inside, random, 0, STOCHASTIC)
+
+
+def bind_step(
+    rule: str,
+    param: Tensor,
+    master: Tensor | None,
+    states: Sequence[Tensor | None],
+    steps: Tensor,
+    table: Tensor,
+    chunks: ChunkTable,
+    stochastic_rounding: bool,
+) -> Callable[[Gradients, Scalars], None]:
+    first, second, third = [*states, None, None][:3]
+    flats = (_RULES.index(rule), param, master, first, second, third, steps, table)
+    operator = partial(_operators()[0], *flats, chunks.slots, chunks.chunks)
+
+    def run(grads: Gradients, scalars: Scalars) -> None:
+        scale, norm, inf = scalars.grad_scale, scalars.norm, scalars.found_inf
+        operator(chunks.point_at(grads), dtypes_of(grads), scale, norm, inf, stochastic_rounding)
+
+    return run
+
+
+def dtypes_of(grads: Gradients) -> list[int]:
+    """The numbers of the dtypes that occur: ``_walk`` is launched once for each."""
+    to_read = grads.table[grads.table[:, 0] > EMPTY_GRADIENT, 1]
+    return np.flatnonzero(np.bincount(to_read)).tolist()
+
+
+def grad_norm(chunks: ChunkTable, grads: Gradients) -> Tensor:
+    norm: Tensor = _operators()[1](chunks.chunks, chunks.point_at(grads))
+    return norm
+
+
+def all_finite(chunks: ChunkTable, grads: Gradients) -> Tensor:
+    finite: Tensor = _operators()[2](chunks.chunks, chunks.point_at(grads))
+    return finite
+
+
+@cache
+def _operators() -> tuple[Any, Any, Any]:
+    """As ``csrc/library.cpp`` declares the compiled ones, but for ``dtypes``: what occurs is known on the host, and
+    decides which kernels are launched."""
+    tables = "Tensor slots, Tensor chunks, Tensor gradients, int[] dtypes"
+    reading = "Tensor chunks, Tensor gradients"
+    return (
+        operators.register(
+            "triton_step_", f"{operators.FLATS}, {tables}, {operators.SCALARS}", "()", _step, operators.fake_step
+        ),
+        operators.register("triton_grad_norm", reading, "Tensor", triton_reduce.grad_norm, operators.fake_norm),
+        operators.register("triton_all_finite", reading, "Tensor", triton_reduce.all_finite, operators.fake_finite),
+    )
+
+
+def _step(
+    rule: int,
+    param: Tensor,
+    master: Tensor | None,
+    state0: Tensor | None,
+    state1: Tensor | None,
+    state2: Tensor | None,
+    steps: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    chunks: Tensor,
+    gradients: Tensor,
+    dtypes: Sequence[int],
+    grad_scale: Tensor | None,
+    norm: Tensor | None,
+    found_inf: Tensor | None,
+    stochastic_rounding: bool,
+) -> None:
+    count = len(slots)
+    if count == 0:
+        return
+    structure = {"RULE": _RULES[rule], "STOCHASTIC": stochastic_rounding}
+    flats = (param, master, state0, state1, state2)
+    wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+    numbers = torch.empty((count, NUMBERS), dtype=wide, device=param.device)
+    plan = torch.empty((count, 3), dtype=torch.int64, device=param.device)
+    with torch.cuda.device_of(param):
+        _advance[(triton.cdiv(count, SLOTS),)](
+            steps,
+            table,
+            slots,
+            gradients,
+            grad_scale,
+            norm,
+            found_inf,
+            numbers,
+            plan,
+            count,
+            SLOTS=SLOTS,
+            **structure,
+        )
+        for number in dtypes if len(chunks) else ():
+            dtype = GRADIENT_DTYPES[number]
+            _walk[(len(chunks) * (CHUNK // BLOCK),)](
+                *flats,
+                numbers,
+                plan,
+                chunks,
+                NUMBER=number,
+                TYPE=_TYPES[dtype],
+                VECTOR=vector_of(dtype, *flats),
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+                **structure,
+            )
+
+
+def vector_of(gradient: torch.dtype, *flats: Tensor | None) -> int:
+    """Elements of a vector access: 16 bytes of the widest. Longer vectors of the narrow ones would give threads other
+    elements of them, and the compiler would carry those over through shared memory."""
+    return 16 // max(gradient.itemsize, *(flat.element_size() for flat in flats if flat is not None))

@@ -1,0 +1,114 @@
+"""The norm of all gradients and whether they are finite, in Triton: one launch reads them, a small one finishes.
+
+There are no atomics: every program writes a partial of its own, and they are summed in a fixed order.
+"""
+# mypy: disable-error-code="no-untyped-def"
+# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES
+
+#: Programs that share the chunks, at most. A constant, so that the order of the sum, and with it the last bit of the
+#: norm, does not depend on the GPU; 15 for each of the 132 processors of an H200. With 4 warps a thread has 16 elements
+#: of a chunk, in fp32 four 16-byte loads.
+PROGRAMS = 2048
+WARPS = 4
+
+_CHUNK = tl.constexpr(CHUNK)
+_EMPTY_GRADIENT = tl.constexpr(EMPTY_GRADIENT)
+_FLOAT32 = tl.constexpr(GRADIENT_DTYPES.index(torch.float32))
+_FLOAT64 = tl.constexpr(GRADIENT_DTYPES.index(torch.float64))
+_BFLOAT16 = tl.constexpr(GRADIENT_DTYPES.index(torch.bfloat16))
+
+#: The bytes of a vector access.
+_ALIGNED = tl.constexpr(16)
+
+
+@triton.jit(do_not_specialize=["count", "each"])
+def _reduce(chunks, gradients, partials, count, each, FINITE: tl.constexpr):
+    """One partial for ``each`` chunks: Σ g², or (``FINITE``) how many elements are not finite."""
+    total = tl.cast(0.0, tl.float64)
+    index = tl.program_id(0) * each
+    end = tl.minimum(index + each, count)
+    while index < end:  # not a range: the interpreter of Triton 3.6 cannot run over one with a recent numpy
+        chunk = chunks + tl.cast(index, tl.int64) * 4
+        start = tl.load(chunk + 1)
+        length = tl.load(chunk + 2)
+        gradient = gradients + tl.load(chunk + 3) * 2
+        address = tl.load(gradient)
+        number = tl.load(gradient + 1)
+        if address > _EMPTY_GRADIENT:
+            if number == _FLOAT32:
+                total += _reduce_chunk(address, start, length, tl.float32, FINITE)
+            elif number == _FLOAT64:
+                total += _reduce_chunk(address, start, length, tl.float64, FINITE)
+            elif number == _BFLOAT16:
+                total += _reduce_chunk(address, start, length, tl.bfloat16, FINITE)
+            else:
+                total += _reduce_chunk(address, start, length, tl.float16, FINITE)
+        index += 1
+    tl.store(partials + tl.program_id(0), total)
+
+
+@triton.jit
+def _reduce_chunk(address, start, length, TYPE: tl.constexpr, FINITE: tl.constexpr):
+    lanes = tl.arange(0, _CHUNK)
+    grad = address.to(tl.pointer_type(TYPE)) + start
+    if (length == _CHUNK) & (address % _ALIGNED == 0):
+        # What was just tested, said so that the compiler sees it and loads vectors.
+        part = _reduce_block(tl.load(tl.multiple_of(grad + lanes, _ALIGNED)), FINITE)
+    else:
+        part = _reduce_block(tl.load(grad + lanes, mask=lanes < length, other=0.0), FINITE)
+    return part
+
+
+@triton.jit
+def _reduce_block(g, FINITE: tl.constexpr):
+    if g.dtype != tl.float64:
+        g = g.to(tl.float32)
+    if FINITE:
+        finite = tl.abs(g) < float("inf")  # a NaN is not
+        part = tl.sum(1 - finite.to(tl.int32)).to(tl.float64)
+    else:
+        # Squared in float64: a gradient of 1e25 has a norm.
+        g = g.to(tl.float64)
+        part = tl.sum(g * g)
+    return part
+
+
+@triton.jit(do_not_specialize=["count"])
+def _finish(partials, result, count, FINITE: tl.constexpr, PROGRAMS: tl.constexpr):
+    lanes = tl.arange(0, PROGRAMS)
+    total = tl.sum(tl.load(partials + lanes, mask=lanes < count, other=0.0))
+    if FINITE:
+        tl.store(result, (total == 0).to(tl.uint8))
+    else:
+        tl.store(result, tl.sqrt(total))
+
+
+def grad_norm(chunks: Tensor, gradients: Tensor) -> Tensor:
+    result = chunks.new_empty((), dtype=torch.float64)
+    _read_once(chunks, gradients, result, finite=False)
+    return result
+
+
+def all_finite(chunks: Tensor, gradients: Tensor) -> Tensor:
+    result = chunks.new_empty((), dtype=torch.bool)
+    _read_once(chunks, gradients, result.view(torch.uint8), finite=True)
+    return result
+
+
+def _read_once(chunks: Tensor, gradients: Tensor, result: Tensor, *, finite: bool) -> None:
+    count = len(chunks)
+    each = max(triton.cdiv(count, PROGRAMS), 1)
+    programs = max(triton.cdiv(count, each), 1)
+    partials = torch.empty(programs, dtype=torch.float64, device=chunks.device)
+    with torch.cuda.device_of(chunks):
+        _reduce[(programs,)](chunks, gradients, partials, count, each, FINITE=finite, num_warps=WARPS)
+        _finish[(1,)](partials, result, programs, FINITE=finite, PROGRAMS=PROGRAMS)

@@ -1,0 +1,220 @@
+"""The update rules in Triton's language; ``reference.py`` has their equations.
+
+A rule has two functions, side by side. ``_derive_…`` runs once a slot: it forms in float64 what is the same for every
+element, and stores it, rounded once to the precision of the arithmetic, as the slot's *numbers* 1 and on (number 0, for
+every rule, is what gradients are multiplied by). ``_update_…`` runs once an element: it loads the numbers, reads and
+writes its states, and returns the parameter.
+"""
+# mypy: disable-error-code="no-untyped-def"
+# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.triton_rounding import read, write
+
+#: Numbers of a slot, as many as the rule with the most needs.
+NUMBERS = 9
+
+LR = tl.constexpr(COLUMNS.index("lr"))
+WEIGHT_DECAY = tl.constexpr(COLUMNS.index("weight_decay"))
+BETA1 = tl.constexpr(COLUMNS.index("beta1"))
+BETA2 = tl.constexpr(COLUMNS.index("beta2"))
+EPS = tl.constexpr(COLUMNS.index("eps"))
+MOMENTUM = tl.constexpr(COLUMNS.index("momentum"))
+DAMPENING = tl.constexpr(COLUMNS.index("dampening"))
+LR_DECAY = tl.constexpr(COLUMNS.index("lr_decay"))
+MAX_GRAD_NORM = tl.constexpr(COLUMNS.index("max_grad_norm"))
+SEED = tl.constexpr(COLUMNS.index("seed"))
+NESTEROV = tl.constexpr(COLUMNS.index("nesterov"))
+AMSGRAD = tl.constexpr(COLUMNS.index("amsgrad"))
+MAXIMIZE = tl.constexpr(COLUMNS.index("maximize"))
+
+
+@triton.jit
+def column(row, INDEX: tl.constexpr, inside):
+    return tl.load(row + INDEX, mask=inside, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def derive(RULE: tl.constexpr, n, row, t, first, inside):
+    """Store the numbers, at ``n``, of slots whose hyperparameters are at ``row``. ``first``: no momentum before."""
+    if RULE == "sgd":
+        _derive_sgd(n, row, first, inside)
+    elif RULE == "adam":
+        _derive_adam(n, row, t, inside, DECOUPLED=False)
+    elif RULE == "adamw":
+        _derive_adam(n, row, t, inside, DECOUPLED=True)
+    elif RULE == "adagrad":
+        _derive_adagrad(n, row, t, inside)
+    else:
+        _derive_lion(n, row, inside)
+
+
+@triton.jit
+def update(RULE: tl.constexpr, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC: tl.constexpr):
+    """The new parameters of elements ``at`` of the flat buffers, whose states are written. A state is ``None`` where
+    the rule does without."""
+    if RULE == "sgd":
+        theta = _update_sgd(theta, g, n, state0, at, inside, random, STOCHASTIC)
+    elif RULE == "adam":
+        g = _with_l2(theta, g, tl.load(n + 1))
+        theta = _update_adam(theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+    elif RULE == "adamw":
+        theta = theta * tl.load(n + 1)
+        theta = _update_adam(theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+    elif RULE == "adagrad":
+        theta = _update_adagrad(theta, g, n, state0, at, inside, random, STOCHASTIC)
+    else:
+        theta = _update_lion(theta, g, n, state0, at, inside, random, STOCHASTIC)
+    return theta
+
+
+@triton.jit
+def gradient_factor(row, scale, norm, inside):
+    """What gradients are multiplied by: AMP's scale undone, clipped to a global norm, negated for ``maximize``."""
+    factor = 1.0
+    if scale is not None:
+        factor = 1.0 / tl.load(scale).to(tl.float64)
+    if norm is not None:
+        limit = column(row, MAX_GRAD_NORM, inside)
+        # As in clip_grad_norm_: 1e-6 keeps a zero norm from dividing by zero, and a norm that is NaN reaches all.
+        clip = limit / (tl.load(norm).to(tl.float64) * factor + 1e-6)
+        factor = tl.where(limit > 0, factor * tl.where(clip > 1, 1.0, clip), factor)
+    return factor * (1 - 2 * column(row, MAXIMIZE, inside))
+
+
+@triton.jit
+def count_after(RULE: tl.constexpr, row, before, t, inside):
+    """What ``steps`` holds after step ``t``: for sgd it is negative until the first step with momentum."""
+    count = t
+    if RULE == "sgd":
+        count = tl.where((column(row, MOMENTUM, inside) == 0) & (before <= 0), -t, t)
+    return count
+
+
+@triton.jit
+def _derive_sgd(n, row, first, inside):
+    tl.store(n + 1, column(row, WEIGHT_DECAY, inside), mask=inside)
+    tl.store(n + 2, column(row, MOMENTUM, inside), mask=inside)
+    tl.store(n + 3, 1 - column(row, DAMPENING, inside), mask=inside)
+    tl.store(n + 4, column(row, LR, inside), mask=inside)
+    tl.store(n + 5, column(row, NESTEROV, inside), mask=inside)
+    tl.store(n + 6, first.to(tl.float64), mask=inside)
+
+
+@triton.jit
+def _update_sgd(theta, g, n, buffer, at, inside, random, STOCHASTIC: tl.constexpr):
+    momentum, take, lr, nesterov, first = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4), tl.load(n + 5), tl.load(n + 6)
+    g = _with_l2(theta, g, tl.load(n + 1))
+    if buffer is not None:
+        # A group without momentum among others with it: its buffer is neither read nor written.
+        on = tl.broadcast_to(momentum, theta.shape) != 0
+        b = read(buffer, at, inside & on, theta.dtype)
+        b = tl.where(first != 0, g, momentum * b + take * g)
+        write(buffer, at, b, inside & on, random, 2, STOCHASTIC)
+        g = tl.where(on, tl.where(nesterov != 0, g + momentum * b, b), g)
+    return theta - lr * g
+
+
+@triton.jit
+def _derive_adam(n, row, t, inside, DECOUPLED: tl.constexpr):
+    lr, decay = column(row, LR, inside), column(row, WEIGHT_DECAY, inside)
+    beta1, beta2 = column(row, BETA1, inside), column(row, BETA2, inside)
+    tl.store(n + 1, 1 - lr * decay if DECOUPLED else decay, mask=inside)
+    tl.store(n + 2, 1 - beta1, mask=inside)
+    tl.store(n + 3, beta2, mask=inside)
+    tl.store(n + 4, 1 - beta2, mask=inside)
+    tl.store(n + 5, lr / _one_minus_power(beta1, t), mask=inside)
+    tl.store(n + 6, 1 / tl.sqrt(_one_minus_power(beta2, t)), mask=inside)
+    tl.store(n + 7, column(row, EPS, inside), mask=inside)
+    tl.store(n + 8, column(row, AMSGRAD, inside), mask=inside)
+
+
+@triton.jit
+def _update_adam(theta, g, n, average, square, largest, at, inside, random, STOCHASTIC: tl.constexpr):
+    take1, keep2, take2 = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4)
+    size, per_root, eps = tl.load(n + 5), tl.load(n + 6), tl.load(n + 7)
+    m = read(average, at, inside, theta.dtype)
+    v = read(square, at, inside, theta.dtype)
+    m = m + take1 * (g - m)
+    v = keep2 * v + take2 * (g * g)
+    write(average, at, m, inside, random, 2, STOCHASTIC)
+    write(square, at, v, inside, random, 3, STOCHASTIC)
+    used = v
+    if largest is not None:
+        # A group without amsgrad among others with it: its buffer is neither read nor written.
+        on = tl.broadcast_to(tl.load(n + 8), theta.shape) != 0
+        u = read(largest, at, inside & on, theta.dtype)
+        u = tl.where((v > u) | (v != v), v, u)  # a NaN wins, as in torch.maximum
+        write(largest, at, u, inside & on, random, 4, STOCHASTIC)
+        used = tl.where(on, u, v)
+    return theta - size * _ratio(m, _root(used) * per_root + eps)
+
+
+@triton.jit
+def _derive_adagrad(n, row, t, inside):
+    tl.store(n + 1, column(row, WEIGHT_DECAY, inside), mask=inside)
+    tl.store(n + 2, column(row, LR, inside) / (1 + (t - 1) * column(row, LR_DECAY, inside)), mask=inside)
+    tl.store(n + 3, column(row, EPS, inside), mask=inside)
+
+
+@triton.jit
+def _update_adagrad(theta, g, n, total, at, inside, random, STOCHASTIC: tl.constexpr):
+    decay, size, eps = tl.load(n + 1), tl.load(n + 2), tl.load(n + 3)
+    g = _with_l2(theta, g, decay)
+    s = read(total, at, inside, theta.dtype) + g * g
+    write(total, at, s, inside, random, 2, STOCHASTIC)
+    return theta - size * _ratio(g, _root(s) + eps)
+
+
+@triton.jit
+def _derive_lion(n, row, inside):
+    lr, decay = column(row, LR, inside), column(row, WEIGHT_DECAY, inside)
+    beta1, beta2 = column(row, BETA1, inside), column(row, BETA2, inside)
+    tl.store(n + 1, 1 - lr * decay, mask=inside)
+    tl.store(n + 2, lr, mask=inside)
+    tl.store(n + 3, beta1, mask=inside)
+    tl.store(n + 4, 1 - beta1, mask=inside)
+    tl.store(n + 5, beta2, mask=inside)
+    tl.store(n + 6, 1 - beta2, mask=inside)
+
+
+@triton.jit
+def _update_lion(theta, g, n, average, at, inside, random, STOCHASTIC: tl.constexpr):
+    keep, lr, keep1 = tl.load(n + 1), tl.load(n + 2), tl.load(n + 3)
+    take1, keep2, take2 = tl.load(n + 4), tl.load(n + 5), tl.load(n + 6)
+    m = read(average, at, inside, theta.dtype)
+    blend = keep1 * m + take1 * g
+    sign = tl.where(blend > 0, 1.0, tl.where(blend < 0, -1.0, blend))  # sign(0) = 0, and a NaN stays one
+    write(average, at, keep2 * m + take2 * g, inside, random, 2, STOCHASTIC)
+    return theta * keep - lr * sign
+
+
+@triton.jit
+def _with_l2(theta, g, decay):
+    # Not always added: 0·θ is not 0 where θ is infinite.
+    return tl.where(decay != 0, g + decay * theta, g)
+
+
+@triton.jit
+def _one_minus_power(beta, t):
+    """1 − βᵗ in float64. Where βᵗ is near 1 the difference lacks the digits that exp rounded away; the ratio of the
+    exponent that exp was given to the one that belongs to its result brings them back."""
+    exponent = t * tl.log(beta)
+    power = tl.exp(exponent)
+    return tl.where(power > 0.5, (1 - power) * (exponent / tl.log(power)), 1 - power)
+
+
+@triton.jit
+def _root(x):
+    # In float32 Triton's own root and quotient are approximate.
+    return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
+
+
+@triton.jit
+def _ratio(x, y):
+    return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y

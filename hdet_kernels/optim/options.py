@@ -1,0 +1,72 @@
+"""How a fused optimizer computes and keeps its numbers; what it computes is in the parameter groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops import MASTERED, STATE_DTYPES
+
+GradientHome = Literal["autograd", "fixed"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that all fused optimizers share.
+
+    gradients: ``"autograd"`` reads gradients where autograd put them. ``"fixed"`` gives every parameter a permanent
+        gradient in one flat buffer: no address is looked at again, ``zero_grad`` is one fill, and ``grad`` is never
+        ``None``, so that a parameter that got no gradient takes a step with a zero one (momentum and weight decay go
+        on). For many small tensors, gradient accumulation and CUDA graphs.
+    master_weights: keep bf16 and fp16 parameters in float32 too, so that small updates are not lost. Default: yes,
+        unless they are rounded stochastically.
+    state_dtype: of the moments; float64 parameters have float64 ones in any case.
+    stochastic_rounding: round bf16 parameters (without master) and bf16 state up or down at random, so that small
+        updates arrive on average.
+    backend: one of ``hdet_kernels.backends()``. Default: the fastest for the device.
+    """
+
+    gradients: GradientHome = "autograd"
+    master_weights: bool | None = None
+    state_dtype: torch.dtype = torch.float32
+    stochastic_rounding: bool = False
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradients not in get_args(GradientHome):
+            choices = " or ".join(map(repr, get_args(GradientHome)))
+            raise ValueError(f"gradients must be {choices}, got {self.gradients!r}")
+        if self.master_weights not in (None, True, False):
+            raise ValueError(f"master_weights must be True, False or None to choose, got {self.master_weights!r}")
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {self.state_dtype!r}")
+        if self.stochastic_rounding not in (True, False):
+            raise ValueError(f"stochastic_rounding must be True or False, got {self.stochastic_rounding!r}")
+        if self.master_weights and self.stochastic_rounding:
+            raise ValueError(
+                "master_weights=True and stochastic_rounding=True exclude each other: a master keeps small updates "
+                "exactly, stochastic rounding keeps them on average without one; choose one of them"
+            )
+
+    def check_param(self, index: int, param: Tensor) -> None:
+        """Raise if these options cannot serve a parameter of this dtype."""
+        if self.stochastic_rounding and param.dtype == torch.float16:
+            raise ValueError(
+                f"parameter {index} is torch.float16, and stochastic rounding is for bfloat16; convert the model to "
+                "bfloat16, or use master_weights=True"
+            )
+        if self.state_dtype == torch.bfloat16 and torch.bfloat16 not in STATE_DTYPES[param.dtype]:
+            raise ValueError(
+                f"parameter {index} is {param.dtype}, whose state cannot be bfloat16; leave state_dtype out, or "
+                "convert the model to bfloat16"
+            )
+
+    def has_master(self, dtype: torch.dtype) -> bool:
+        wanted = not self.stochastic_rounding if self.master_weights is None else self.master_weights
+        return wanted and dtype in MASTERED
+
+    def state_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float64 if dtype == torch.float64 else self.state_dtype

@@ -1,0 +1,38 @@
+"""Every kernel once, on odd and unaligned sizes: what compute-sanitizer watches (see test_sanitizer.py).
+
+compute-sanitizer --tool memcheck python tests/sanitize.py cuda
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from test_ops import PRECISIONS, RULES, case_of, make_table
+
+from hdet_kernels import ops
+
+SIZES = (2049, 33, 0, 1, 5000)
+
+
+def main(backend: str) -> None:
+    steps = 0
+    for name, (_, row) in RULES.items():
+        table = make_table("cuda", row | {"max_grad_norm": 1.0})
+        for precision in PRECISIONS.values():
+            bf16 = torch.bfloat16 in (precision.param, precision.state) and not precision.master
+            for stochastic in (False, True) if bf16 else (False,):
+                case = case_of(name, SIZES, precision, "cuda")
+                grads = case.chunks.match(case.grads)
+                norm = ops.grad_norm(case.chunks, grads, backend=backend)
+                finite = ops.all_finite(case.chunks, grads, backend=backend)
+                scalars = ops.Scalars(torch.ones(1, device="cuda"), norm, 1.0 - finite.float())
+                case.step(table, backend, scalars, stochastic_rounding=stochastic)
+                case.assert_neighbours_untouched()
+                steps += 1
+    torch.cuda.synchronize()
+    print(f"{steps} steps")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

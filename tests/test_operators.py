@@ -1,0 +1,107 @@
+"""The operators as torch sees them: schemas, fake kernels, and being traced by torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_ops import BF16, FP32, RULES, Case, assert_same, available, make_case, make_table
+from torch import Tensor
+
+from hdet_kernels.ops import STATES
+from hdet_kernels.ops.chunks import flat_gradients
+
+#: The backends whose operators are written in Python; test_native.py has the compiled ones.
+WRITTEN = [
+    available("torch", "cpu"),
+    available("torch", "cuda"),
+    available("triton", "cuda"),
+    available("triton", "cpu"),
+]
+SIZES = (1030, 0, 5)
+
+
+def operators_of(backend: str) -> tuple[Any, Any, Any]:
+    if backend == "torch":
+        from hdet_kernels.ops import reference as module
+    else:
+        from hdet_kernels.ops import triton_kernels as module
+    return module._operators()
+
+
+def small_case(name: str, device: str, *, reduced: bool = False) -> Case:
+    rule, row = RULES[name]
+    optional = bool(row.get("momentum") or row.get("amsgrad"))
+    dtype = BF16 if reduced else FP32
+    case = make_case(rule, SIZES, dtype, device, optional=optional, state=FP32, master=reduced, grads=(FP32, BF16))
+    for flat in case.flats():
+        flat.nan_to_num_(0.5)  # opcheck compares by equality
+    return case
+
+
+def tables_of(case: Case, backend: str) -> list[Any]:
+    """What a backend's step takes after the hyperparameters and before the scalars."""
+    grads = case.chunks.match(case.grads)
+    on_device = case.chunks.point_at(grads)
+    if backend == "torch":
+        return [case.chunks.slots, on_device, [slot.offset for slot in case.chunks.entries], flat_gradients(grads)]
+    from hdet_kernels.ops.triton_kernels import dtypes_of
+
+    return [case.chunks.slots, case.chunks.chunks, on_device, dtypes_of(grads)]
+
+
+def arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
+    flats = [case.param, case.master, *[*case.states, None, None][:3], case.steps]
+    return [list(STATES).index(case.rule), *flats, table, *tables_of(case, backend), *scalars, False]
+
+
+def reading(case: Case, backend: str) -> list[Any]:
+    grads = case.chunks.match(case.grads)
+    return [case.chunks.chunks, flat_gradients(grads) if backend == "torch" else case.chunks.point_at(grads)]
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["fp32", "bf16-master"])
+@pytest.mark.parametrize("name", ["sgd", "adamw-amsgrad", "lion"])
+@pytest.mark.parametrize("backend", WRITTEN)
+def test_opcheck_of_a_step(backend: tuple[str, str], name: str, reduced: bool) -> None:
+    where, device = backend
+    case = small_case(name, device, reduced=reduced)
+    scalars = [torch.ones(1, device=device), torch.ones(1, device=device).double(), torch.zeros(1, device=device)]
+    for given in (scalars, [None, None, None]):
+        table = make_table(device, RULES[name][1]).tensor
+        torch.library.opcheck(operators_of(where)[0], arguments(case, where, table, *given))
+
+
+@pytest.mark.parametrize("backend", WRITTEN)
+def test_opcheck_of_norm_and_finite(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = small_case("sgd", device)
+    for operator in operators_of(where)[1:]:
+        torch.library.opcheck(operator, reading(case, where))
+
+
+@pytest.mark.parametrize("backend", WRITTEN)
+def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -> None:
+    where, device = backend
+    step, norm, finite = operators_of(where)
+    row = RULES["adamw"][1] | {"max_grad_norm": 1.0}
+    results = []
+    for compiled in (False, True):
+        case = small_case("adamw", device)
+        table = make_table(device, row).tensor
+        rule, *flats = arguments(case, where, table, None, None, None)[:8]
+        tables, grads = tables_of(case, where), reading(case, where)
+
+        def train(
+            flats: list[Any] = flats, rule: int = rule, tables: list[Any] = tables, grads: list[Any] = grads
+        ) -> tuple[Tensor, Tensor]:
+            total = norm(*grads)
+            step(rule, *flats, *tables, None, total, (~finite(*grads)).float(), False)
+            return total, flats[0].sum()  # reads what the step wrote
+
+        run = torch.compile(train, fullgraph=True, backend="aot_eager") if compiled else train
+        outputs = [value for _ in range(2) for value in run()]
+        assert case.steps.tolist() == [2, 2, 2]
+        results.append([*case.flats(), *outputs])
+    assert_same(*results)
