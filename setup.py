@@ -16,8 +16,8 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 # One binary for torch 2.10 and later: nothing beyond that version of torch's stable ABI is used.
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
-# A product and a sum are rounded each, never contracted into one operation: which ones are is the compiler's choice, kernel
-# by kernel, and results would depend on it. So a rule gives the same bits however numbers are stored.
+# A product and a sum are rounded each, never contracted into one operation: which ones are would be the compiler's
+# choice, kernel by kernel, and show in the results. So a rule gives the same bits however numbers are stored.
 CXX_FLAGS = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-DUSE_CUDA"]
 

@@ -89,6 +89,21 @@ def set_gradients(params: Sequence[Tensor]) -> None:
         param.grad = grad
 
 
+class Swap:
+    """Gradients at other addresses than last time, by turns in one of two sets of tensors that Python knows already."""
+
+    def __init__(self, params: Sequence[Tensor], device: str) -> None:
+        self.params = params
+        self.device = device
+        self._sets = [gradients(params) for _ in range(2)]
+
+    def __call__(self) -> None:
+        self._sets.reverse()
+        for param, grad in zip(self.params, self._sets[0], strict=True):
+            param.grad = grad
+        measure.synchronize(self.device)
+
+
 class Backward:
     """What a backward pass leaves, once it is done: gradients in new tensors, which Python has not seen, at other
     addresses than last time.

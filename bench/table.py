@@ -32,7 +32,8 @@ WAYS = {
 ADDRESSES = {
     "fixed": 'gradients="fixed"',
     "same": "default, gradients at the same addresses",
-    "new": "default, gradients at new addresses every step",
+    "swapped": "default, gradients in two sets of tensors by turns",
+    "new": "default, gradients fresh from a backward pass",
 }
 
 
@@ -186,24 +187,30 @@ def _turns(title: str, found: list[Entry], label: Any) -> str:
         info, ratio = entry["extra_info"], entry["extra_info"]["ratio"]
         cells = [_cell(info["ways"].get(way)) for way in used]
         body.append([label(entry), *cells, f"{ratio['ratio']:.3f} ({ratio['low']:.3f}–{ratio['high']:.3f})"])
+        if "least ratio" in info:
+            body[-1].append(f"{info['least ratio']:.3f}")
     header = ["", *(WAYS[way] for way in used), "ours / torch fused"]
+    header += ["with an optimizer at the copy bandwidth"] if len(body[0]) > len(header) else []
     return "\n".join([title, _sources(found), "", *_grid(header, body)])
 
 
 def _sources(found: list[Entry]) -> str:
     """What the entries were measured on and by which command."""
-    return " ".join(_source(record) for record in {id(entry["record"]): entry["record"] for entry in found}.values())
+    device = found[0]["params"].get("device", "cpu")
+    return " ".join(_source(record, device) for record in {id(e["record"]): e["record"] for e in found}.values())
 
 
-def _source(record: dict[str, Any]) -> str:
-    machine = record["machine_info"]
-    device = "cuda" if "cuda" in record["yardsticks"] else "cpu"
-    known = record["yardsticks"][device]
-    what = machine["gpu"] if device == "cuda" else f"{machine['cpu'].get('brand_raw') or machine['machine']} CPU"
-    state = known.get("under load") or {}
-    driver = f", driver {state['driver_version']}, {state['clocks.sm']} under load" if state else ""
+def _source(record: dict[str, Any], device: str) -> str:
+    machine, known = record["machine_info"], record["yardsticks"][device]
+    if device == "cuda":
+        state = known["under load"]
+        driver = f", driver {state['driver_version']}, {state['clocks.sm']} under load" if state else ""
+        what = machine["gpu"] + driver
+    else:
+        what = machine["cpu"].get("brand_raw") or machine["machine"]
+        what += f", load {machine['load before']:.1f} before the run"
     return (
-        f"{what}{driver}, torch {machine['torch']}, {record['datetime'][:10]}; copy of {known['copied']}: "
+        f"{what}, torch {machine['torch']}, {record['datetime'][:10]}; copy of {known['copied']}: "
         f"{known['copy B/s'] / 1e9:.0f} GB/s. `{machine['command']}`"
     )
 

@@ -2,10 +2,11 @@
 
     python -m pytest bench/test_host_time.py --benchmark-only -k gpu
 
-Single calls on an idle device, so that no full queue makes them wait. ``fixed`` is ``gradients="fixed"``; ``same`` and
-``new`` are the default, with gradients where they were in the last step, and where a backward pass has just put them.
-torch's steps are measured after the same backward pass. ``addresses`` is the loop that any optimizer needs which looks
-where the gradients are.
+Single calls on an idle device, so that no full queue makes them wait. ``fixed`` is ``gradients="fixed"``; the others
+are the default: ``same``, with gradients where they were in the last step; ``swapped``, in one of two sets of tensors
+by turns; ``new``, where a backward pass has just put them, in tensors that have no Python object yet. torch's steps are
+measured after the same backward pass. ``addresses`` is the loop that any optimizer needs which looks where the
+gradients are.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def _ways(device: str, wall: bool) -> Iterator[tuple[str, str]]:
     yield from (("torch-foreach", "new"), ("torch-fused", "new"))
     for backend in ways.BACKENDS[device]:
         if backend != "torch":  # the fallback, which is for devices that have nothing else
-            yield from ((f"hdet-{backend}", addresses) for addresses in ("fixed", "same", "new"))
+            yield from ((f"hdet-{backend}", addresses) for addresses in ("fixed", "same", "swapped", "new"))
     if not wall:
-        yield "addresses", "new"
+        yield from (("addresses", "swapped"), ("addresses", "new"))
 
 
 def call_of(way: str, addresses: str, params: list[nn.Parameter]) -> measure.Call:
@@ -59,14 +60,13 @@ def call_of(way: str, addresses: str, params: list[nn.Parameter]) -> measure.Cal
 def _run(benchmark: Any, device: str, model: str, way: str, addresses: str, wall: bool) -> None:
     yardstick.yardstick(device)
     params = models.parameters(MODELS[device][model], device)
-    if addresses != "new":
-        models.set_gradients(params)
+    models.set_gradients(params)
     step = call_of(way, addresses, params)
     call = measure.until_done(step, device) if wall else step
     prepare: Callable[[], None] = partial(measure.synchronize, device)
     rounds = 200 if device == "cuda" else 20
-    if addresses == "new":
-        prepare = models.Backward(params, device)
+    if addresses in ("swapped", "new"):
+        prepare = (models.Swap if addresses == "swapped" else models.Backward)(params, device)
         # Few for many tensors: their backward pass takes a tenth of a second.
         rounds = 12 if models.is_small(model) else rounds // 2
     benchmark.pedantic(call, setup=prepare, rounds=rounds, warmup_rounds=3)

@@ -23,8 +23,6 @@ RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "lion": (None, FusedLion, {"lr": 1e-4}),
 }
 
-_TORCH_FUSED = {"adamw": "aten::_fused_adamw_", "sgd-momentum": "aten::_fused_sgd_", "adagrad": "aten::_fused_adagrad_"}
-
 
 def why_not(way: str, device: str, rule: str = "adamw") -> str | None:
     """Why ``way`` (``"hdet-"`` and a backend, or one of torch's) cannot be measured on ``device``, if so."""
@@ -33,8 +31,12 @@ def why_not(way: str, device: str, rule: str = "adamw") -> str | None:
     if way.startswith("hdet-"):
         reason = backends()[way.removeprefix("hdet-")]
         return None if reason == "ok" else reason
-    if way == "torch-fused" and not torch._C._dispatch_has_kernel_for_dispatch_key(_TORCH_FUSED[rule], device.upper()):
-        return f"torch {torch.__version__} has no fused {rule} for it"
+    if way == "torch-fused":
+        theirs, _, common = RULES[rule]
+        try:
+            theirs([nn.Parameter(torch.ones(1, device=device))], **common, fused=True)
+        except RuntimeError:
+            return f"torch {torch.__version__} has no fused {rule} for it"
     return None
 
 

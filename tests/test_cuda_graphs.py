@@ -65,7 +65,7 @@ class Training:
 
     def replayed(self, steps: range) -> Training:
         graph = torch.cuda.CUDAGraph()
-        kept = [tensor.clone() for tensor in self.tensors()]
+        kept = [tensor.detach().clone() for tensor in self.tensors()]
         with torch.cuda.stream(self.stream):
             self.optimizer.write_hyperparameters()
         with torch.cuda.graph(graph, stream=self.stream):

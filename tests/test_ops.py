@@ -289,6 +289,25 @@ def test_step_is_as_accurate_as_plain_torch(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bound_step_follows_gradients_that_move_come_and_go_and_change_dtype(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("sgd", (1030, 33), FP32, device, optional=False)
+    step = case.bound(make_table(device, {"lr": 0.5}), where)
+    expected = case.param.clone()
+    kinds = ((FP32, FP32), (FP32, FP32), (BF16, BF16), (None, FP16), (BF16, FP32), (FP16, None))
+    for value, pair in enumerate(kinds, start=1):
+        case.grads = [
+            None if kind is None else torch.full((slot.numel,), float(value), dtype=kind, device=device)
+            for slot, kind in zip(case.chunks.entries, pair, strict=True)
+        ]
+        step(case.chunks.match(case.grads))
+        for index, kind in enumerate(pair):
+            if kind is not None:
+                expected[case.span(index)] -= 0.5 * value
+        assert_same([case.param], [expected])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_slot_uses_the_row_of_its_group(backend: tuple[str, str]) -> None:
     where, device = backend
     plain = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}

@@ -472,6 +472,28 @@ def test_hooks_run() -> None:
     assert seen == ["before", "after", "save", "loaded"]
 
 
+def test_hooks_of_all_optimizers_run_and_the_profiler_sees_the_step() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    params = parameters()
+    optimizer = FusedAdamW(params)
+    calls: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    try:
+        run(optimizer, params, range(1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["before", "after"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(optimizer, params, range(1, 2))
+    assert calls == ["before", "after"]
+    assert "Optimizer.step#FusedAdamW.step" in {event.key for event in profile.key_averages()}
+
+
 def test_names_of_parameters_are_kept() -> None:
     model = nn.Linear(2, 2)
     optimizer = FusedAdamW(model.named_parameters())

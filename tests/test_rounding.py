@@ -20,7 +20,7 @@ from test_ops import (
     make_table,
 )
 
-from hdet_kernels.ops.reference import round_stochastically
+from hdet_kernels.ops.rounding import round_stochastically
 
 #: Two whole blocks, a whole block at an address that allows no vectors, odd tails.
 SIZES = (2048 + 3, 1024 + 1, 33)

@@ -7,6 +7,7 @@ Triton decides between its compiler and its interpreter once, when it is importe
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,8 +21,9 @@ import torch
 from test_ops import BF16, FP32, FP64, PRECISIONS, RULES, Precision, assert_same, available, make_case, make_table
 
 from hdet_kernels.buckets import Slot
-from hdet_kernels.ops import OPTIONAL_STATES, STATES, backends, reference
+from hdet_kernels.ops import OPTIONAL_STATES, STATES, backends
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES, ChunkTable
+from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
 
 triton = pytest.importorskip("triton", reason=f"triton: {backends.backends()['triton']}")
 
@@ -160,9 +162,27 @@ def test_random_bits_are_those_of_plain_torch_at_any_position(backend: tuple[str
     values = torch.rand(64, generator=torch.Generator().manual_seed(0))
     got = torch.empty(64, dtype=BF16, device=device)
     _round_at[(1,)](values.to(device), got, torch.tensor([offset, seed, t], device=device))
-    key = reference._key(torch.tensor(seed, dtype=FP64), torch.tensor(t, dtype=FP64))
-    expected = reference.round_stochastically(values, reference._noise(key, 3, offset, values))
+    key = rounding_key(torch.tensor(seed, dtype=FP64), torch.tensor(t, dtype=FP64))
+    expected = round_stochastically(values, random_bits(key, 3, offset, values))
     assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("backend", TRITON)
+def test_the_correction_of_the_bias_keeps_its_digits(backend: tuple[str, str]) -> None:
+    """βᵗ rounded, and taken from 1, would leave eight of them."""
+    where, device = backend
+    case = make_case("adam", (5,), FP64, device, optional=False)
+    before, (grad,), span, t = case.param.clone(), case.grads, case.span(0), 5
+    beta1, beta2 = 1 - 1e-7, 1 - 1e-9
+    assert grad is not None
+    for state in case.states[:2]:
+        assert state is not None
+        state.zero_()
+    case.steps.fill_(t - 1)
+    case.step(make_table(device, {"lr": 0.25, "beta1": beta1, "beta2": beta2, "eps": 1e-30}), where)
+    first, second = (math.expm1(t * math.log(beta)) / (beta - 1) for beta in (beta1, beta2))
+    update = 0.25 / first * second**0.5 * grad.sign()
+    torch.testing.assert_close(before[span] - case.param[span], update, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])

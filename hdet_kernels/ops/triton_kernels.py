@@ -176,10 +176,14 @@ def bind_step(
     first, second, third = [*states, None, None][:3]
     flats = (_RULES.index(rule), param, master, first, second, third, steps, table)
     operator = partial(_operators()[0], *flats, chunks.slots, chunks.chunks)
+    known: tuple[object, list[int]] = (None, [])  # the table of the last step, and what occurs in it
 
     def run(grads: Gradients, scalars: Scalars) -> None:
+        nonlocal known
+        if grads.table is not known[0]:
+            known = grads.table, dtypes_of(grads)
         scale, norm, inf = scalars.grad_scale, scalars.norm, scalars.found_inf
-        operator(chunks.point_at(grads), dtypes_of(grads), scale, norm, inf, stochastic_rounding)
+        operator(chunks.point_at(grads), known[1], scale, norm, inf, stochastic_rounding)
 
     return run
 
