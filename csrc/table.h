@@ -1,5 +1,5 @@
 // The layout of the tables that Python writes and the kernels read. hdet_kernels/ops/table.py and chunks.py have the
-// same; tests/test_ops.py compares them.
+// same; tests/test_chunks.py compares them.
 #pragma once
 
 #include <cstddef>

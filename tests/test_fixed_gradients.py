@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.optim import FusedAdamW, FusedSGD
-from hdet_kernels.optim.home import FixedGradients
+from hdet_kernels.optim.fixed import GLANCE
 
 
 def model() -> nn.Sequential:
@@ -83,7 +84,7 @@ def test_gradients_stay_where_they_are(set_to_none: bool) -> None:
 
 
 def test_no_address_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [nn.Parameter(torch.ones(2)) for _ in range(4 * FixedGradients.GLANCE)]
+    params = [nn.Parameter(torch.ones(2)) for _ in range(4 * GLANCE)]
     optimizer = FusedSGD(params, lr=1.0, gradients="fixed")
 
     def refuse(*_: object) -> None:
@@ -158,17 +159,69 @@ def test_a_model_that_moved_is_noticed() -> None:
         optimizer.step()
 
 
-def test_a_single_parameter_that_changed_is_noticed_within_a_round() -> None:
-    params = [nn.Parameter(torch.ones(2)) for _ in range(3 * FixedGradients.GLANCE)]
+def change_grad(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def freeze(param: nn.Parameter) -> None:
+    param.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [change_grad, freeze])
+def test_a_change_to_a_part_of_the_model_is_an_error_within_a_round(change: Callable[[nn.Parameter], None]) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3 * GLANCE)]
     optimizer = FusedSGD(params, lr=1.0, gradients="fixed")
-    last = params[-1]
-    for _ in range(3):
-        last.grad = torch.full((2,), 1.0)
+    optimizer.step()
+    change(params[-1])
+    with pytest.raises(RuntimeError, match=r"1 of 12 parameters .*\(2,\).*attach_gradients\(\)"):  # noqa: PT012
+        for _ in range(3):
+            optimizer.step()
+    optimizer.attach_gradients()
+    for _ in range(4):
         optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(last.detach(), torch.zeros(2)), "one of three looks found the replaced gradient"
-    assert last.grad is not None
-    assert not last.grad.any()
+    assert (params[-1].grad is not None) == params[-1].requires_grad
+
+
+def test_frozen_parameters_do_not_hide_what_happens_to_the_others() -> None:
+    layers = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
+    layers[:8].requires_grad_(False)
+    weight = layers[8].weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+    optimizer = FusedSGD(layers.parameters(), lr=1.0, gradients="fixed")
+    seen = []
+    for step in range(6):
+        layers.zero_grad()
+        (weight * (1.0 if step % 2 == 0 else -1.0)).sum().backward()
+        optimizer.step()
+        seen.append(weight.item())
+    assert seen == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_attaching_keeps_what_tied_parameters_have_gathered() -> None:
+    for frozen in (True, False):
+        first = nn.Parameter(torch.ones(2))
+        second = nn.Parameter(first.data)
+        optimizer = FusedSGD([first, second], lr=1.0, gradients="fixed")
+        if frozen:
+            second.requires_grad_(False)
+        else:
+            second.grad = None
+        first.sum().backward()
+        if not frozen:
+            second.sum().backward()
+        optimizer.attach_gradients()
+        optimizer.step()
+        assert torch.equal(first.detach(), torch.full((2,), 0.0 if frozen else -1.0))
+
+
+def test_gradients_of_another_dtype_are_refused_before_anything_moves() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    second.grad_dtype = torch.bfloat16
+    home = first.data_ptr()
+    with pytest.raises(ValueError, match=r"parameter 1 .*bfloat16 \(grad_dtype\).*leave"):
+        FusedSGD([first, second], gradients="fixed")
+    assert (first.data_ptr(), first.grad) == (home, None)
 
 
 def test_tied_parameters_and_sparse_gradients_are_summed() -> None:

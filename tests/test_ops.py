@@ -540,7 +540,7 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda case: {"states": [case.states[0].to(BF16), *case.states[1:]]},
         r"one dtype, got \[torch\.bfloat16, torch\.float32",
     ),
-    "steps": (lambda case: {"steps": case.steps.double()}, "float32 counts"),
+    "steps": (lambda case: {"steps": case.steps.double()}, "contiguous float32 counts"),
     "columns": (lambda case: {"table": torch.zeros(1, 3).double()}, r"columns.*\(1, 3\)"),
     "rows": (lambda case: {"table": torch.zeros(0, len(COLUMNS)).double()}, "at least 1 rows"),
     "extent": (lambda case: {"param": case.param[:64], "states": [s[:64] for s in case.states]}, "reaches to element"),

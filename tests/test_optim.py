@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops import BACKENDS
+from test_ops import BACKENDS, available
 from torch import Tensor, nn
 
 from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
@@ -394,7 +394,7 @@ class TestHomes:
         assert len(fused.buckets.flats) == 2
         assert_close(params, theirs)
 
-    def test_gradients_of_another_layout_or_dtype(self, backend: tuple[str, str]) -> None:
+    def test_gradients_of_another_layout(self, backend: tuple[str, str]) -> None:
         where, device = backend
         ours, theirs = parameters(device=device), parameters(device=device)
         give_gradients(ours, theirs, seed=0)
@@ -494,6 +494,103 @@ def test_hooks_of_all_optimizers_run_and_the_profiler_sees_the_step() -> None:
     assert "Optimizer.step#FusedAdamW.step" in {event.key for event in profile.key_averages()}
 
 
+def test_a_step_that_is_overridden_runs_hooks_once() -> None:
+    class Counting(FusedAdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    params = parameters()
+    run(FusedAdamW(params), params, range(1))
+    optimizer = Counting(params)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    run(optimizer, params, range(1))
+    assert calls == ["before"]
+
+
+def many(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(4)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("backend", [available("torch", "cpu"), available("cpp", "cpu")])
+def test_gradients_of_several_dtypes_among_many(backend: tuple[str, str]) -> None:
+    params = many(1300)
+    for param in params[600:]:
+        param.grad_dtype = torch.bfloat16
+    optimizer = FusedSGD(params, lr=1.0, backend=backend[0])
+    for steps in range(1, 4):
+        torch.stack([param.sum() for param in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(torch.equal(param.detach(), torch.full((4,), -float(steps))) for param in params)
+
+
+def test_one_moved_parameter_among_many_is_noticed_at_the_next_step() -> None:
+    params = many(1500)
+    optimizer = FusedSGD(params, lr=1.0)
+    for steps in range(1, 4):
+        params[10].data = params[10].data.clone()
+        for param in params:
+            param.grad = torch.ones(4)
+        optimizer.step()
+        assert all(torch.equal(param.detach(), torch.full((4,), -float(steps))) for param in params)
+
+
+def test_a_parameter_that_shrank_in_its_place_is_refused() -> None:
+    param, other = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(2))
+    optimizer = FusedSGD([param, other], lr=1.0)
+    flat = optimizer.buckets.flats[0].clone()
+    param.data = param.data[:2]
+    param.sum().backward()
+    with pytest.raises(RuntimeError, match=r"\(2,\).*\(8,\)"):
+        optimizer.step()
+    assert torch.equal(optimizer.buckets.flats[0], flat)
+
+
+def test_parameters_exchanged_in_the_groups_are_the_ones_that_train() -> None:
+    kept, old, new = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = FusedSGD([{"params": [kept]}, {"params": [old], "lr": 0.5}], lr=1.0, momentum=0.9)
+    run(optimizer, [kept, old], range(2))
+    momentum = optimizer.state[kept]["momentum_buffer"].clone()
+    optimizer.param_groups[1]["params"][0] = new
+    new.grad = torch.ones(2)
+    before = old.detach().clone()
+    kept.grad = torch.zeros(2)
+    optimizer.step()
+    assert torch.equal(new.detach(), torch.full((2,), 0.5))
+    assert torch.equal(old.detach(), before)
+    assert torch.equal(optimizer.state[kept]["momentum_buffer"], momentum * 0.9)
+    del optimizer.param_groups[0]
+    optimizer.step()
+    assert torch.equal(new.detach(), torch.full((2,), 0.5 - 0.5 * 1.9))
+
+
+def test_an_entry_of_the_state_that_is_replaced_starts_again() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = FusedSGD([param], lr=1.0, momentum=0.5)
+    for _ in range(2):
+        param.grad = torch.ones(2)
+        optimizer.step()
+    optimizer.state[param] = {}
+    assert optimizer.state_dict()["state"] == {0: {}}
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.ones(2))
+    assert list(optimizer.state_dict()["state"][0]) == ["momentum_buffer"]
+
+
+def test_hyperparameters_that_change_in_their_place_are_seen() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = FusedAdamW([param], lr=0.5, betas=[0.9, 0.99], weight_decay=0.0)  # type: ignore[arg-type]
+    assert isinstance(optimizer.param_groups[0]["betas"], tuple)
+    rate = torch.tensor(0.5)
+    for expected in (-0.5, -1.0, -3.0):
+        param.grad = torch.ones(2)
+        optimizer.step()
+        torch.testing.assert_close(param.detach(), torch.full((2,), expected))
+        optimizer.param_groups[0]["lr"] = rate  # of the same value, then of another
+        rate.fill_(0.5 if expected > -1.0 else 2.0)
+
+
 def test_names_of_parameters_are_kept() -> None:
     model = nn.Linear(2, 2)
     optimizer = FusedAdamW(model.named_parameters())
@@ -552,6 +649,9 @@ def test_adam_with_decoupled_decay_is_not_loaded_into_the_wrong_class() -> None:
         (FusedAdamW, {"backend": "metal"}, "unknown backend 'metal'"),
         (FusedSGD, {"nesterov": True}, "nesterov=True needs momentum above 0"),
         (FusedSGD, {"momentum": -0.9}, "momentum must be"),
+        (FusedSGD, {"dampening": float("nan")}, "dampening must be a finite number, got nan"),
+        (FusedSGD, {"maximize": "false"}, "maximize must be True or False, got 'false'"),
+        (FusedAdam, {"amsgrad": "no"}, "amsgrad must be True or False, got 'no'"),
         (FusedAdagrad, {"lr_decay": -1}, "lr_decay must be"),
         (FusedAdagrad, {"initial_accumulator_value": -1}, "initial_accumulator_value must be"),
         (FusedLion, {"betas": (-0.1, 0.9)}, "betas must be in"),

@@ -43,10 +43,7 @@ EMPTY_GRADIENT = 1
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _dtype_of = attrgetter("dtype")
-
-
-#: The dtypes of as many gradients are looked at in one step; where there are more, in turn.
-LOOK = 512
+_bytes_of = attrgetter("nbytes")
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class ChunkTable:
         self._pointed: NDArray[np.int64] | None = None
         #: Addresses, where they are, their dtype's number, and the table of all that: as it was the last time.
         self._known: tuple[list[int], list[int] | None, int, NDArray[np.int64]] | None = None
-        self._turn = 0
+        self._bytes = [slot.numel * dtype.itemsize for slot in slots]
         self._empty = [index for index, slot in enumerate(slots) if slot.numel == 0]
         self._plain = [i for i, slot in enumerate(slots) if _is_contiguous(slot)]
         self._permuted = [i for i, slot in enumerate(slots) if not _is_contiguous(slot)]
@@ -90,9 +87,8 @@ class ChunkTable:
     def match(self, grads: Sequence[Tensor | None]) -> Gradients:
         """Check one gradient a slot. One that lies in another order than its parameter, or whose dtype the kernels
         do not read, is copied."""
-        # The usual case, without a line of Python for each tensor: in order, and all of one dtype. That shape, device
-        # and dtype of ``param.grad`` are right is torch's own concern, but a user can choose the dtype
-        # (``param.grad_dtype``): so it is looked at, and where there are many, in turn.
+        # The usual case, without a line of Python for each tensor: in order, and all of one size and dtype. (That a
+        # gradient is on the device of its parameter is torch's own rule.)
         present, where = grads, None
         try:
             try:
@@ -101,11 +97,12 @@ class ChunkTable:
                 where = [index for index, grad in enumerate(grads) if grad is not None]
                 present = [grads[index] for index in where]
                 addresses = list(map(Tensor.data_ptr, present))  # type: ignore[arg-type]
-            dtypes = set(map(_dtype_of, self._in_turn(present)))
+            if not addresses:
+                return Gradients(grads, np.zeros((len(grads), 2), dtype=np.int64), any=False)
+            number = self._common_dtype(present, where)
             in_order = self._in_order(grads, present)
         except RuntimeError:  # sparse gradients have no address
             return self._match_one_by_one(grads)
-        number = self._numbers.get(dtypes.pop()) if len(dtypes) == 1 else None
         if number is None or not in_order or addresses.count(0) != self._empties(where):
             return self._match_one_by_one(grads)
         if self._known is None or self._known[:3] != (addresses, where, number):
@@ -126,12 +123,20 @@ class ChunkTable:
             self._pointed = grads.table if self._gradients.settled else None
         return self._gradients.tensor
 
-    def _in_turn(self, present: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        if len(present) <= LOOK:
-            return present
-        start = self._turn
-        self._turn = start + LOOK if start + LOOK < len(present) else 0
-        return present[start : start + LOOK]
+    def _common_dtype(self, present: Sequence[Tensor | None], where: list[int] | None) -> int | None:
+        """The number of the dtype of all gradients, if they have one and each is as large as its slot."""
+        expected = self._bytes if where is None else [self._bytes[index] for index in where]
+        as_parameters = list(map(_bytes_of, present)) == expected
+        if as_parameters and self.dtype.itemsize > 2:
+            return self._numbers[self.dtype]  # no other dtype of gradients has as many bytes
+        dtypes = set(map(_dtype_of, present))
+        if len(dtypes) != 1 or not (as_parameters or self._as_large(present, where)):
+            return None
+        return self._numbers.get(dtypes.pop())
+
+    def _as_large(self, present: Sequence[Tensor | None], where: list[int] | None) -> bool:
+        counts = list(map(Tensor.numel, present))  # type: ignore[arg-type]
+        return counts == [self.entries[index].numel for index in (range(len(self.entries)) if where is None else where)]
 
     def _empties(self, where: list[int] | None) -> int:
         """How many of the gradients at ``where`` have no elements, and so no address."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet_kernels.buckets import wide_dtype
+
 NAMESPACE = "hdet_kernels"
 
 #: The buffers of a step, as they stand in the schemas of all backends; ``csrc/library.cpp`` has the same.
@@ -36,7 +38,7 @@ def fake_step(*arguments: object) -> None:
 
 
 def fake_norm(chunks: Tensor, gradients: Tensor) -> Tensor:
-    return chunks.new_empty((), dtype=torch.float64)
+    return chunks.new_empty((), dtype=wide_dtype(chunks.device))
 
 
 def fake_finite(chunks: Tensor, gradients: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hdet_kernels.optim.base import FusedOptimizer, Group
-from hdet_kernels.optim.checks import check_at_least_zero
+from hdet_kernels.optim.checks import check_at_least_zero, check_flags
 from hdet_kernels.optim.options import GradientHome, Options
 
 
@@ -49,6 +49,7 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
+        check_flags(group, "maximize")
         check_at_least_zero(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
     def row(self, group: Group) -> dict[str, float | Tensor]:

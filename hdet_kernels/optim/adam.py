@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hdet_kernels.optim.base import FusedOptimizer, Group
-from hdet_kernels.optim.checks import check_at_least_zero, check_below_one
+from hdet_kernels.optim.checks import check_at_least_zero, check_below_one, check_flags
 from hdet_kernels.optim.options import GradientHome, Options
 
 
@@ -18,6 +18,7 @@ class _AdamFamily(FusedOptimizer):
     decoupled: ClassVar[bool]
 
     def check_group(self, group: Mapping[str, Any]) -> None:
+        check_flags(group, "amsgrad", "maximize")
         check_at_least_zero(group, "lr", "eps", "weight_decay")
         check_below_one(group, "betas")
         if group.get("decoupled_weight_decay", self.decoupled) != self.decoupled:

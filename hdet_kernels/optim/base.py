@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +16,14 @@ from torch.optim.optimizer import ParamsT
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.chunks import LOOK, Gradients
-from hdet_kernels.optim.checks import check_max_grad_norm, check_param
-from hdet_kernels.optim.home import FixedGradients, Home, homes_of
+from hdet_kernels.ops.chunks import Gradients
+from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_shapes
+from hdet_kernels.optim.fixed import FixedGradients
+from hdet_kernels.optim.home import homes_of
 from hdet_kernels.optim.hooks import light_hooks
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.precision import in_its_precision, unwrapped
+from hdet_kernels.optim.state import ShownState
 
 Closure = Callable[[], float]
 Group = dict[str, Any]
@@ -29,9 +32,6 @@ log = logging.getLogger("hdet_kernels")
 
 #: Options of torch.optim that say how a step is computed, not what: dropped from the groups of a loaded state_dict.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-
-#: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
-_MASTER = "master"
 
 #: The name in ``param_groups`` of the seed of stochastic rounding: with it, a resumed run rounds as the whole one.
 _SEED = "rounding_seed"
@@ -60,10 +60,10 @@ class FusedOptimizer(Optimizer):
     ) -> None:
         self.max_grad_norm = max_grad_norm
         self.options = options
-        self._published_names: list[tuple[str, ...]] = []
         self.check_group(defaults)
         if options.stochastic_rounding:
-            defaults[_SEED] = torch.initial_seed() % 2**32
+            # The same on every rank, or replicas under DDP would drift apart.
+            defaults[_SEED] = 0
         super().__init__(params, defaults)
         self._build()
 
@@ -113,12 +113,13 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Whatever can fail comes first: a step happens for all parameters or for none.
+        self._look_at_members()
         self._return_home()
         grads = self._gradients()
         self.write_hyperparameters()
         for home, present in zip(self._homes, grads, strict=True):
             if home.unpublished:
-                self._publish(home, present)
+                self._shown.publish(home, present)
         norm = self._norm(grads) if self._max_grad_norm is not None else None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scalars = _NO_SCALARS if scale is norm is found_inf is None else ops.Scalars(scale, norm, found_inf)
@@ -139,26 +140,35 @@ class FusedOptimizer(Optimizer):
         """Bring what is in ``param_groups`` to the device. :meth:`step` does it by itself; call it before a replay of a
         CUDA graph that has captured the step, if a hyperparameter changed (the schedulers of this package do)."""
         seen = [self._read(group) for group in self.param_groups]
-        if seen == self._seen_rows:
+        # The value of a tensor can change in its place: then the rows are written every time.
+        changing = any(isinstance(value, Tensor) for row in seen for value in _flattened(row))
+        if not changing and seen == self._seen_rows:
             return
         common = {"max_grad_norm": self._max_grad_norm or 0.0}
         rows = [self.row(group) | common | {"seed": group.get(_SEED, 0)} for group in self.param_groups]
         for table in {id(home.table): home.table for home in self._homes}.values():
             table.write(rows)
-        # The value of a tensor can change in its place: then the rows are written every time.
-        changing = any(isinstance(value, Tensor) for row in rows for value in row.values())
         self._seen_rows = None if changing else seen
-        names = [self.state_names(group) for group in self.param_groups]
-        if names != self._published_names:
-            for home in self._homes:
-                home.unpublished = set(range(len(home.residents)))
-            self._published_names = names
+        self._shown.rename()
+
+    def attach_gradients(self) -> None:
+        """With ``gradients="fixed"``: bring the permanent gradients in line with the parameters after ``requires_grad``
+        or ``grad`` of some of them was changed. Gradients in other tensors are copied; ``None`` becomes zeros."""
+        for fixed in self._fixed:
+            fixed.attach()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._shown.replaced():
+            self._shown.adopt()
+        return super().state_dict()
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
         try:
-            self.check_group(self.param_groups[-1])
-            self._check_params()
+            group = self.param_groups[-1]
+            _freeze_betas(group)
+            self.check_group(group)
+            self._check_params(group)
             if hasattr(self, "_homes"):
                 self._build()
         except Exception:
@@ -186,22 +196,28 @@ class FusedOptimizer(Optimizer):
             for name, value in defaults.items():
                 if name not in _HOW:
                     group.setdefault(name, value)
+            _freeze_betas(group)
             self.check_group(group)
-        _check_shapes(state["state"])
+        check_shapes(state["state"])
         super().__setstate__(state)
         if hasattr(self, "_homes"):
             self._return_home()
-            self._adopt_state()
+            self._shown.adopt()
+            self._seen_rows = None
         else:
             self._build()
 
-    def _check_params(self) -> None:
+    def _check_params(self, group: Group) -> None:
+        for index, param in enumerate(group["params"]):
+            check_param(index, param)
+            self.options.check_param(index, param)
+        for device in {param.device for param in group["params"]}:
+            resolve(device, self.options.backend)
+
+    def _check_ties(self) -> None:
         owner: dict[tuple[torch.device, int], int] = {}
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
-                check_param(index, param)
-                self.options.check_param(index, param)
-                resolve(param.device, self.options.backend)
                 if param.numel() and owner.setdefault((param.device, param.data_ptr()), number) != number:
                     raise ValueError(
                         f"parameter {index} of group {number} shares its memory with one of group "
@@ -210,15 +226,20 @@ class FusedOptimizer(Optimizer):
 
     def _build(self) -> None:
         """Move all parameters into buckets, and the state that they have along with them."""
+        self._check_ties()
         row_of = {id(param): row for row, group in enumerate(self.param_groups) for param in group["params"]}
         self.buckets = Buckets(param for group in self.param_groups for param in group["params"])
         self.buckets.keep_masters(self.options.has_master)
         rows = [row_of[id(param)] for param in self.buckets.params]
         self._homes = homes_of(self.rule, self.buckets, rows, len(self.param_groups), self.options)
         self._addresses = list(map(Tensor.data_ptr, self.buckets.params))
+        self._members = self._current_members()
+        self._lists = [id(group["params"]) for group in self.param_groups]
         self._read = itemgetter(*(name for name in self.defaults if name not in _HOW))
         self._fixed: list[FixedGradients] = []
-        self._adopt_state()
+        self._seen_rows = None
+        self._shown = ShownState(self, self._homes)
+        self._shown.adopt()
         if self.options.gradients == "fixed":
             self._fixed = [FixedGradients(home) for home in self._homes]
 
@@ -226,26 +247,34 @@ class FusedOptimizer(Optimizer):
         """Notice parameters that were moved (at the price of a pointer each) and state that was cleared or replaced
         since the last step. A single entry of ``state[p]`` is to be changed in place; it is a view."""
         if self._fixed:
-            if any(fixed.disturbed() for fixed in self._fixed):
-                self._settle_gradients()
-        elif not self._at_home():
+            disturbed = [fixed for fixed in self._fixed if fixed.disturbed()]
+            if disturbed:
+                self.buckets.rehome()
+                self._settle_gradients(disturbed)
+        elif list(map(Tensor.data_ptr, self.buckets.params)) != self._addresses:
             self.buckets.rehome()
-        if self.state is not self._seen_state or len(self.state) != self._seen_count:
-            self._adopt_state()
+            self._addresses = list(map(Tensor.data_ptr, self.buckets.params))
+        if self._shown.disturbed():
+            self._shown.adopt()
 
-    def _at_home(self) -> bool:
-        """Whether parameters are where they were: all of them, or in large models the next :data:`LOOK` of them, so
-        that a moved model is noticed at once and a single moved parameter within a few steps."""
-        params, start = self.buckets.params, self._turn
-        stop = start + LOOK
-        self._turn = stop if stop < len(params) else 0
-        return list(map(Tensor.data_ptr, params[start:stop])) == self._addresses[start:stop]
+    def _current_members(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
-    _turn = 0
+    def _look_at_members(self) -> None:
+        """Notice parameters that were added, removed or replaced in ``param_groups`` by hand. With fixed gradients,
+        which are to cost nothing for each tensor, only lists that were replaced or have another length."""
+        lists = [group["params"] for group in self.param_groups]
+        as_before = list(map(id, lists)) == self._lists and sum(map(len, lists)) == len(self._members)
+        if as_before and (self._fixed or all(map(is_, chain.from_iterable(lists), self._members))):
+            return
+        for group in self.param_groups:
+            self._check_params(group)
+        self._build()
 
-    def _settle_gradients(self) -> None:
-        self.buckets.rehome()
-        replaced = [fixed.attach() for fixed in self._fixed]
+    def _settle_gradients(self, disturbed: list[FixedGradients]) -> None:
+        for fixed in disturbed:
+            fixed.check_whole()
+        replaced = [fixed.attach() for fixed in disturbed]
         if any(replaced) and not self._warned:
             self._warned = True
             log.warning(
@@ -265,49 +294,6 @@ class FusedOptimizer(Optimizer):
             grads = [home.gradients() for home in self._homes]
         return grads
 
-    @torch.no_grad()
-    def _adopt_state(self) -> None:
-        """Copy what is in ``self.state`` into the flat state, and make ``self.state`` views of that."""
-        for home in self._homes:
-            home.unpublished = set(range(len(home.residents)))
-            for index, tied in enumerate(home.residents):
-                group = self.param_groups[home.chunks.rows[index]]
-                found: dict[str, Any] = next((self.state[param] for param in tied if self.state.get(param)), {})
-                names = self.state_names(group)
-                kept = [name for name in home.states if found.get(name) is not None]
-                for name in dict.fromkeys([*names, *kept]):
-                    view = home.view(home.ensure(name), index)
-                    if name in kept:
-                        view.copy_(found[name])
-                    else:
-                        view.fill_(self.initial_state(name, group))
-                if home.master is not None:
-                    home.view(home.master, index).copy_(found.get(_MASTER, tied[0]))
-                # A rule without a public step count needs to know only whether it has stepped before.
-                home.steps[index].copy_(torch.as_tensor(found.get("step", 1.0 if kept else 0.0)))
-                if found or self.eager_state:
-                    self._publish_slot(home, index, (*names, *kept))
-        self._seen_state, self._seen_count = self.state, len(self.state)
-        self._seen_rows = None
-        self._published_names = [self.state_names(group) for group in self.param_groups]
-
-    def _publish(self, home: Home, grads: Gradients) -> None:
-        """Let ``self.state`` show the state of parameters that step for the first time, as torch.optim does."""
-        for index in [index for index in home.unpublished if grads.tensors[index] is not None]:
-            self._publish_slot(home, index, self._published_names[home.chunks.rows[index]])
-        self._seen_count = len(self.state)
-
-    def _publish_slot(self, home: Home, index: int, names: Iterable[str]) -> None:
-        home.unpublished.discard(index)
-        # Stochastic rounding depends on the count, so it belongs to the checkpoint of every rule then.
-        counted = self.shows_step or self.options.stochastic_rounding
-        shown: dict[str, Tensor] = {"step": home.steps[index]} if counted else {}
-        shown |= {name: home.view(home.ensure(name), index) for name in names}
-        if home.master is not None:
-            shown[_MASTER] = home.view(home.master, index)
-        for param in home.residents[index] if shown else ():
-            self.state[param].update(shown)
-
     def _norm(self, grads: list[Gradients]) -> Tensor | None:
         """The norm of all gradients as they are stored, on the device of the first of them."""
         norms = [
@@ -320,13 +306,15 @@ class FusedOptimizer(Optimizer):
         return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
 
 
-def _check_shapes(state: Mapping[Any, Any]) -> None:
-    for param, entries in state.items():
-        if not isinstance(param, Tensor):
-            continue
-        for name, value in entries.items():
-            if name != "step" and isinstance(value, Tensor) and value.shape != param.shape:
-                raise ValueError(
-                    f"the loaded state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}; "
-                    "the state_dict is of another model, or its parameters are in another order"
-                )
+def _flattened(row: Iterable[Any]) -> Iterator[Any]:
+    for value in row:
+        if isinstance(value, tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _freeze_betas(group: Group) -> None:
+    """A list could change in its place, unseen."""
+    if isinstance(group.get("betas"), list):
+        group["betas"] = tuple(group["betas"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
             )
 
 
+def check_finite(options: Mapping[str, Any], name: str) -> None:
+    value = options[name]
+    _check_number(name, value)
+    if _on_host(value) and not math.isfinite(float(value)):
+        raise ValueError(f"{name} must be a finite number, got {value}; leave it out for 0")
+
+
 def check_below_one(options: Mapping[str, Any], name: str) -> None:
     """For decay rates: a number in [0, 1), or a pair of them."""
     value = options[name]
@@ -35,6 +43,12 @@ def check_below_one(options: Mapping[str, Any], name: str) -> None:
         _check_number(name, part)
         if _on_host(part) and not 0 <= float(part) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value!r}; a usual value is 0.9")
+
+
+def check_flags(options: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if options[name] not in (True, False):
+            raise ValueError(f"{name} must be True or False, got {options[name]!r}")
 
 
 def check_max_grad_norm(value: float | None) -> None:
@@ -55,11 +69,23 @@ def check_param(index: int, param: Tensor) -> None:
         )
 
 
+def check_shapes(state: Mapping[Any, Any]) -> None:
+    for param, entries in state.items():
+        if not isinstance(param, Tensor):
+            continue
+        for name, value in entries.items():
+            if name != "step" and isinstance(value, Tensor) and value.shape != param.shape:
+                raise ValueError(
+                    f"the loaded state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}; "
+                    "the state_dict is of another model, or its parameters are in another order"
+                )
+
+
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got shape {tuple(value.shape)}")
-    elif isinstance(value, bool) or not isinstance(value, int | float):
+    elif isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number or a tensor of one element, got {value!r}")
 
 

@@ -82,61 +82,6 @@ class Home:
         self._step(grads, scalars.on(self.flat.device))
 
 
-class FixedGradients:
-    """Permanent gradients of the parameters of one home, in one flat buffer.
-
-    Parameters keep their ``grad``, and autograd adds into it. Looking at all of them would cost what this is to save,
-    so every step looks at the next few: that the whole model was moved, frozen or had its gradients replaced
-    (``model.zero_grad()``) is noticed at once, that a single parameter was, within ``len(params) / GLANCE`` steps.
-    """
-
-    GLANCE = 4
-
-    def __init__(self, home: Home) -> None:
-        self.home = home
-        self.flat = torch.zeros_like(home.flat)
-        self._views = [home.view(self.flat, index) for index in range(len(home.residents))]
-        self._known: list[tuple[Tensor, Tensor, int]] = []
-        self._next = 0
-        self.attach()
-
-    @torch.no_grad()
-    def attach(self) -> bool:
-        """Make the views the parameters' gradients, with the values these have now; returns whether one had been
-        replaced by another tensor."""
-        replaced = False
-        self._known = []
-        steps: list[Tensor | None] = []
-        for tied, view in zip(self.home.residents, self._views, strict=True):
-            others = [param.grad for param in tied if param.grad is not None and param.grad is not view]
-            if others:
-                replaced = True
-                view.copy_(others[0].to_dense())
-                for other in others[1:]:
-                    view.add_(other)
-            elif any(param.grad is None for param in tied):
-                view.zero_()
-            trained = any(param.requires_grad for param in tied)
-            for param in tied:
-                param.grad = view if param.requires_grad else None
-                self._known.append((param, view, param.data_ptr()))
-            steps.append(view if trained else None)
-        self._gradients = self.home.chunks.match(steps)
-        return replaced
-
-    def gradients(self) -> Gradients:
-        return self._gradients
-
-    def disturbed(self) -> bool:
-        """Whether one of the parameters looked at this time has moved or has not its gradient any more."""
-        known, start = self._known, self._next
-        self._next = start + self.GLANCE if start + self.GLANCE < len(known) else 0
-        return any(
-            param.grad is not (view if param.requires_grad else None) or param.data_ptr() != address
-            for param, view, address in known[start : start + self.GLANCE]
-        )
-
-
 def homes_of(rule: str, buckets: Buckets, rows: Sequence[int], row_count: int, options: Options) -> list[Home]:
     """A home for each flat buffer. ``rows[i]`` is the hyperparameter row of ``buckets.params[i]``; the homes on one
     device share one table of ``row_count`` rows."""

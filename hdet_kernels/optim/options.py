@@ -20,12 +20,14 @@ class Options:
     gradients: ``"autograd"`` reads gradients where autograd put them. ``"fixed"`` gives every parameter a permanent
         gradient in one flat buffer: no address is looked at again, ``zero_grad`` is one fill, and ``grad`` is never
         ``None``, so that a parameter that got no gradient takes a step with a zero one (momentum and weight decay go
-        on). For many small tensors, gradient accumulation and CUDA graphs.
+        on). For many small tensors, gradient accumulation and CUDA graphs. Clear gradients by the optimizer's
+        ``zero_grad``, and call ``attach_gradients`` after freezing or unfreezing a part of the model.
     master_weights: keep bf16 and fp16 parameters in float32 too, so that small updates are not lost. Default: yes,
         unless they are rounded stochastically.
     state_dtype: of the moments; float64 parameters have float64 ones in any case.
     stochastic_rounding: round bf16 parameters (without master) and bf16 state up or down at random, so that small
-        updates arrive on average.
+        updates arrive on average. The random bits depend on the group's ``rounding_seed`` (0; the same on every rank,
+        as plain data-parallel training needs it), the step and the position.
     backend: one of ``hdet_kernels.backends()``. Default: the fastest for the device.
     """
 
@@ -53,6 +55,12 @@ class Options:
 
     def check_param(self, index: int, param: Tensor) -> None:
         """Raise if these options cannot serve a parameter of this dtype."""
+        chosen = getattr(param, "grad_dtype", param.dtype)
+        if self.gradients == "fixed" and chosen not in (None, param.dtype):
+            raise ValueError(
+                f"parameter {index} is {param.dtype} and asks for gradients of {chosen} (grad_dtype), but "
+                'gradients="fixed" has them in the dtype of the parameter: leave grad_dtype alone, or gradients= out'
+            )
         if self.stochastic_rounding and param.dtype == torch.float16:
             raise ValueError(
                 f"parameter {index} is torch.float16, and stochastic rounding is for bfloat16; convert the model to "

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hdet_kernels.optim.base import FusedOptimizer, Group
-from hdet_kernels.optim.checks import check_at_least_zero
+from hdet_kernels.optim.checks import check_at_least_zero, check_finite, check_flags
 from hdet_kernels.optim.options import GradientHome, Options
 
 
@@ -53,7 +53,9 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
+        check_flags(group, "nesterov", "maximize")
         check_at_least_zero(group, "lr", "momentum", "weight_decay")
+        check_finite(group, "dampening")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov=True needs momentum above 0 and dampening 0, got momentum={group['momentum']} and "

@@ -1,0 +1,104 @@
+"""``optimizer.state`` as torch.optim shows it, made of views of flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops.chunks import Gradients
+from hdet_kernels.optim.fixed import GLANCE
+from hdet_kernels.optim.home import Home
+
+if TYPE_CHECKING:
+    from hdet_kernels.optim.base import FusedOptimizer
+
+#: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
+MASTER = "master"
+
+
+class ShownState:
+    """The entries of ``optimizer.state``, and how they come to be: loaded, or with a parameter's first step.
+
+    An entry that is replaced as a whole (``state[p] = {…}``, ``state.clear()``) is taken over: all at once, a single
+    one within ``len(state) / GLANCE`` steps, or when the state is saved. What is in an entry is to be changed in place.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, homes: list[Home]) -> None:
+        self.optimizer = optimizer
+        self.homes = homes
+        self._entries: list[tuple[Tensor, dict[str, Any]]] = []
+        self._names: list[tuple[str, ...]] = []
+        self._turn = 0
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Copy what is in ``optimizer.state`` into the flat state, and make ``optimizer.state`` views of that."""
+        optimizer = self.optimizer
+        self._entries = []
+        for home in self.homes:
+            home.unpublished = set(range(len(home.residents)))
+            for index, tied in enumerate(home.residents):
+                group = optimizer.param_groups[home.chunks.rows[index]]
+                found: dict[str, Any] = next((optimizer.state[p] for p in tied if optimizer.state.get(p)), {})
+                names = optimizer.state_names(group)
+                kept = [name for name in home.states if found.get(name) is not None]
+                for name in dict.fromkeys([*names, *kept]):
+                    view = home.view(home.ensure(name), index)
+                    if name in kept:
+                        view.copy_(found[name])
+                    else:
+                        view.fill_(optimizer.initial_state(name, group))
+                if home.master is not None:
+                    home.view(home.master, index).copy_(found.get(MASTER, tied[0]))
+                # A rule without a public step count needs to know only whether it has stepped before.
+                home.steps[index].copy_(torch.as_tensor(found.get("step", 1.0 if kept else 0.0)))
+                if found or optimizer.eager_state:
+                    self._show(home, index, (*names, *kept))
+        self._seen, self._count = optimizer.state, len(optimizer.state)
+        self._names = [optimizer.state_names(group) for group in optimizer.param_groups]
+
+    def publish(self, home: Home, grads: Gradients) -> None:
+        """Show the state of parameters that step for the first time, as torch.optim does."""
+        for index in [index for index in home.unpublished if grads.tensors[index] is not None]:
+            self._show(home, index, self._names[home.chunks.rows[index]])
+        self._count = len(self.optimizer.state)
+
+    def rename(self) -> None:
+        """A hyperparameter changed, and may have brought a state along (a momentum that was zero)."""
+        names = [self.optimizer.state_names(group) for group in self.optimizer.param_groups]
+        if names != self._names:
+            self._entries = []
+            for home in self.homes:
+                home.unpublished = set(range(len(home.residents)))
+            self._names = names
+
+    def disturbed(self) -> bool:
+        """Whether the state, or one of the entries looked at this time, is not what was shown."""
+        state, start = self.optimizer.state, self._turn
+        self._turn = start + GLANCE if start + GLANCE < len(self._entries) else 0
+        return (
+            state is not self._seen
+            or len(state) != self._count
+            or any(state.get(param) is not entry for param, entry in self._entries[start : start + GLANCE])
+        )
+
+    def replaced(self) -> bool:
+        """Whether any entry is not what was shown."""
+        return any(self.optimizer.state.get(param) is not entry for param, entry in self._entries)
+
+    def _show(self, home: Home, index: int, names: Iterable[str]) -> None:
+        home.unpublished.discard(index)
+        optimizer = self.optimizer
+        # Stochastic rounding depends on the count, so it belongs to the checkpoint of every rule then.
+        counted = optimizer.shows_step or optimizer.options.stochastic_rounding
+        shown: dict[str, Tensor] = {"step": home.steps[index]} if counted else {}
+        shown |= {name: home.view(home.ensure(name), index) for name in names}
+        if home.master is not None:
+            shown[MASTER] = home.view(home.master, index)
+        for param in home.residents[index] if shown else ():
+            entry = optimizer.state[param]
+            entry.update(shown)
+            self._entries.append((param, entry))
