@@ -102,6 +102,11 @@ BACKENDS = [
 ]
 
 
+#: Without Triton's interpreter, which takes a tenth of a second for a small step: for tests in which it is the
+#: optimizer that is tried, and the arithmetic has been elsewhere. (On a GPU, Triton's kernels take part.)
+QUICK = [backend for backend in BACKENDS if backend.id != "triton-cpu"]
+
+
 def with_sizes() -> Iterator[Any]:
     """Every backend with every tuple of slot sizes that it can be tested with in reasonable time."""
     for backend in BACKENDS:

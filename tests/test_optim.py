@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops import BACKENDS, available
+from test_ops import BACKENDS, QUICK, available
 from torch import Tensor, nn
 
 from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
@@ -123,7 +123,7 @@ def test_lion_follows_its_equations(backend: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 class TestCheckpoints:
     def test_state_of_torch_continues_here(self, backend: tuple[str, str], name: str) -> None:
         where, device = backend
@@ -184,7 +184,7 @@ def _shape_of(state: dict[int, dict[str, Tensor]]) -> dict[int, dict[str, tuple[
 
 
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 class TestCopies:
     def test_resuming_from_a_state_dict_is_exact(self, backend: tuple[str, str], name: str) -> None:
         where, device = backend
@@ -229,7 +229,7 @@ class TestCopies:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 class TestSemantics:
     def test_parameters_without_gradient_are_skipped_as_in_torch(self, backend: tuple[str, str], name: str) -> None:
         where, device = backend

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops import BACKENDS
+from test_ops import BACKENDS, QUICK
 from test_optim import FUSED, PAIRS, fused_optimizer, give_gradients, parameters, run, torch_optimizer
 from torch import Tensor, nn
 
@@ -109,7 +109,7 @@ def test_small_updates_arrive_on_average_by_stochastic_rounding(make: Any) -> No
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["fp32-state", "bf16-state"])
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 class TestResuming:
     """Train 4 = train 2, save, load, train 2: to the bit, in every precision."""
 

@@ -29,10 +29,10 @@ def test_the_sanitizer_finds_nothing(backend: str, tool: str) -> None:
     if backends()[backend] != "ok":
         pytest.skip(f"{backend}: {backends()[backend]}")
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    command += [argument for name in KERNELS[backend] for argument in ("--kernel-regex", f"kns={name}")]
+    command += [argument for name in KERNELS[backend] for argument in ("--kernel-name", f"kernel_substring={name}")]
     command += [sys.executable, str(Path(__file__).with_name("sanitize.py")), backend]
     # Every tensor in memory of its own, so that a step beyond its end is one out of bounds.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " steps" in done.stdout

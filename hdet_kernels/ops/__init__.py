@@ -177,7 +177,8 @@ def _check(
         raise ValueError(f"the chunk table reaches to element {chunks.extent}, the parameters have {param.numel()}")
     if steps.shape != (len(chunks.entries),) or steps.dtype != torch.float32 or not steps.is_contiguous():
         raise ValueError(
-            f"steps must be {len(chunks.entries)} contiguous float32 counts, got {steps.dtype} of shape {tuple(steps.shape)}"
+            f"steps must be {len(chunks.entries)} contiguous float32 counts, "
+            f"got {steps.dtype} of shape {tuple(steps.shape)}"
         )
     if table.dim() != 2 or table.shape[1] != len(COLUMNS) or table.shape[0] < chunks.row_count:
         raise ValueError(
