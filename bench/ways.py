@@ -33,8 +33,10 @@ def why_not(way: str, device: str, rule: str = "adamw") -> str | None:
         return None if reason == "ok" else reason
     if way == "torch-fused":
         theirs, _, common = RULES[rule]
+        param = nn.Parameter(torch.ones(1, device=device))
+        param.grad = torch.ones_like(param)
         try:
-            theirs([nn.Parameter(torch.ones(1, device=device))], **common, fused=True)
+            theirs([param], **common, fused=True).step()
         except RuntimeError:
             return f"torch {torch.__version__} has no fused {rule} for it"
     return None

@@ -72,7 +72,8 @@ def bind_step(
     stochastic_rounding: bool,
 ) -> Callable[[Gradients, Scalars], None]:
     first, second, third = [*states, None, None][:3]
-    scratch = torch.empty(SCRATCH_BYTES * len(chunks.entries), dtype=torch.uint8, device=param.device)
+    # Of zeros: a kernel that loads a whole row of it loads the gaps between its numbers too.
+    scratch = torch.zeros(SCRATCH_BYTES * len(chunks.entries), dtype=torch.uint8, device=param.device)
     operator = partial(
         torch.ops.hdet_kernels.step_.default,
         RULES.index(rule),
