@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +11,24 @@ from torch import Tensor
 from hdet_kernels.ops.chunks import Gradients
 from hdet_kernels.optim.fixed import GLANCE
 from hdet_kernels.optim.home import Home
-
-if TYPE_CHECKING:
-    from hdet_kernels.optim.base import FusedOptimizer
+from hdet_kernels.optim.options import Options
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
 MASTER = "master"
+
+
+class Owner(Protocol):
+    """What of an optimizer is needed here."""
+
+    shows_step: ClassVar[bool]
+    eager_state: ClassVar[bool]
+    options: Options
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]: ...
+
+    def initial_state(self, name: str, group: dict[str, Any]) -> float: ...
 
 
 class ShownState:
@@ -26,7 +38,7 @@ class ShownState:
     one within ``len(state) / GLANCE`` steps, or when the state is saved. What is in an entry is to be changed in place.
     """
 
-    def __init__(self, optimizer: FusedOptimizer, homes: list[Home]) -> None:
+    def __init__(self, optimizer: Owner, homes: list[Home]) -> None:
         self.optimizer = optimizer
         self.homes = homes
         self._entries: list[tuple[Tensor, dict[str, Any]]] = []
