@@ -182,6 +182,95 @@ def test_a_change_to_a_part_of_the_model_is_an_error_within_a_round(change: Call
     assert (params[-1].grad is not None) == params[-1].requires_grad
 
 
+def move(param: nn.Parameter) -> None:
+    param.data = param.data.clone()
+
+
+def give_other_memory(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.data = param.grad.data.clone()
+
+
+@pytest.mark.parametrize("change", [move, give_other_memory])
+def test_memory_that_was_exchanged_under_a_part_of_the_model_is_an_error(
+    change: Callable[[nn.Parameter], None],
+) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3 * GLANCE)]
+    optimizer = FusedSGD(params, lr=1.0, gradients="fixed")
+    change(params[-1])
+    with pytest.raises(RuntimeError, match="1 of 12 parameters"):  # noqa: PT012
+        for _ in range(3):
+            optimizer.step()
+    optimizer.attach_gradients()
+    torch.stack(params).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(torch.equal(param.detach(), torch.zeros(2)) for param in params)
+    assert all(param.grad is not None and not param.grad.any() for param in params)
+
+
+@pytest.mark.parametrize("change", [lambda net: net.double().float(), lambda net: net.share_memory()])
+def test_a_model_whose_memory_was_exchanged_and_brought_back(change: Callable[[nn.Module], object]) -> None:
+    plain, usual, net, optimizer = pair()
+    train(plain, usual, range(3))
+    train(net, optimizer, range(1))
+    change(net)
+    train(net, optimizer, range(1, 3))
+    assert equal(plain, net)
+    assert all(param.grad is not None and not param.grad.any() for param in net.parameters())
+
+
+def test_zero_grad_clears_gradients_wherever_they_are() -> None:
+    param = nn.Parameter(torch.ones(1))
+    optimizer = FusedSGD([param], lr=1.0, gradients="fixed")
+    param.grad = None
+    (100 * param).sum().backward()
+    optimizer.zero_grad()
+    param.sum().backward()
+    optimizer.step()
+    assert param.item() == 0.0
+    late = nn.Parameter(torch.ones(1))
+    late.grad = torch.full((1,), 100.0)
+    optimizer.param_groups[0]["params"].append(late)
+    optimizer.zero_grad()
+    late.sum().backward()
+    optimizer.step()
+    assert late.item() == 0.0
+
+
+def test_another_tensor_on_the_memory_of_a_gradient_keeps_it() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = FusedSGD([param], lr=1.0, gradients="fixed")
+    param.sum().backward()
+    assert param.grad is not None
+    param.grad = param.grad.detach()
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.zeros(2))
+
+
+def test_unfreezing_a_part_of_a_frozen_model_is_an_error() -> None:
+    params = [nn.Parameter(torch.ones(1), requires_grad=False) for _ in range(3 * GLANCE)]
+    optimizer = FusedSGD(params, lr=1.0, gradients="fixed")
+    params[-1].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="1 of 12 parameters"):  # noqa: PT012
+        for _ in range(3):
+            params[-1].sum().backward()
+            optimizer.step()
+
+
+def test_loading_does_not_stop_halfway() -> None:
+    net = model()
+    optimizer = FusedAdamW(net.parameters(), lr=0.1, gradients="fixed")
+    train(net, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.5
+    net[0].requires_grad_(False)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(RuntimeError, match="2 of 4 parameters"):
+        optimizer.step()
+
+
 def test_frozen_parameters_do_not_hide_what_happens_to_the_others() -> None:
     layers = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
     layers[:8].requires_grad_(False)

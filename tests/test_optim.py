@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterable
@@ -506,6 +507,71 @@ def test_a_step_that_is_overridden_runs_hooks_once() -> None:
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     run(optimizer, params, range(1))
     assert calls == ["before"]
+
+
+def test_a_step_that_copied_the_marks_of_another_has_hooks_too() -> None:
+    class Wrapped(FusedAdamW):
+        @functools.wraps(FusedAdamW.step)
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().step(*args, **kwargs)
+
+    params = parameters()
+    optimizer = Wrapped(params)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    run(optimizer, params, range(2))
+    assert calls == ["before", "before"]
+
+
+@pytest.mark.parametrize("gradients", ["autograd", "fixed"])
+def test_a_parameter_that_changes_its_group_by_hand_changes_its_options(gradients: Any) -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    optimizer = FusedSGD(
+        [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.5}], lr=1.0, gradients=gradients
+    )
+    groups = optimizer.param_groups
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+    torch.cat(list(params)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(torch.cat(list(params)).detach(), torch.tensor([0.9, 0.5, 0.5]))
+    state = optimizer.state_dict()
+    del groups[1]
+    assert len(optimizer.state_dict()["param_groups"]) == 1
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(state)
+
+
+def test_gradients_of_whole_numbers_are_numbers() -> None:
+    for dtype, width in ((torch.float32, torch.int32), (torch.float64, torch.int64)):
+        param = nn.Parameter(torch.ones(3, dtype=dtype))
+        param.grad_dtype = None
+        param.grad = torch.tensor([1, 2, 3], dtype=width)
+        FusedSGD([param], lr=1.0).step()
+        assert param.tolist() == [0.0, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "x", None])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = FusedSGD([param], stochastic_rounding=True)
+    optimizer.param_groups[0]["rounding_seed"] = seed
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r"rounding_seed must be a whole number from 0 .* got"):
+        optimizer.step()
+    assert torch.equal(param.detach(), torch.ones_like(param))
+
+
+def test_a_state_that_is_given_before_the_first_step_counts() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = FusedAdamW([first, second])
+    assert optimizer.state[second] == {}  # looked at, as torch's defaultdict allows
+    first.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.state[second] = {"step": torch.tensor(7.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}
+    second.grad = torch.ones(1)
+    optimizer.step()
+    assert optimizer.state[second]["step"].item() == 8.0
+    assert optimizer.state[first]["step"].item() == 2.0
 
 
 def many(count: int) -> list[nn.Parameter]:

@@ -43,7 +43,6 @@ EMPTY_GRADIENT = 1
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _dtype_of = attrgetter("dtype")
-_bytes_of = attrgetter("nbytes")
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Gradients:
     table: NDArray[np.int64]
     any: bool  # whether there is one at all
     copied: bool = False  # whether one of them had another layout or an unknown dtype and is a copy
+    permanent: bool = False  # whether they will be there, at these addresses, in every step to come
 
 
 class ChunkTable:
@@ -74,7 +74,7 @@ class ChunkTable:
         self._pointed: NDArray[np.int64] | None = None
         #: Addresses, where they are, their dtype's number, and the table of all that: as it was the last time.
         self._known: tuple[list[int], list[int] | None, int, NDArray[np.int64]] | None = None
-        self._bytes = [slot.numel * dtype.itemsize for slot in slots]
+        self._counts = [slot.numel for slot in slots]
         self._empty = [index for index, slot in enumerate(slots) if slot.numel == 0]
         self._plain = [i for i, slot in enumerate(slots) if _is_contiguous(slot)]
         self._permuted = [i for i, slot in enumerate(slots) if not _is_contiguous(slot)]
@@ -118,25 +118,19 @@ class ChunkTable:
 
     def point_at(self, grads: Gradients) -> Tensor:
         """The gradients' rows on the device, written only if one changed."""
-        if grads.table is not self._pointed:
+        # A captured graph writes the addresses that it was captured with: other steps may have written others since.
+        if grads.table is not self._pointed or (not grads.permanent and self._gradients.capturing):
             self._gradients.write(grads.table)
             self._pointed = grads.table if self._gradients.settled else None
         return self._gradients.tensor
 
     def _common_dtype(self, present: Sequence[Tensor | None], where: list[int] | None) -> int | None:
         """The number of the dtype of all gradients, if they have one and each is as large as its slot."""
-        expected = self._bytes if where is None else [self._bytes[index] for index in where]
-        as_parameters = list(map(_bytes_of, present)) == expected
-        if as_parameters and self.dtype.itemsize > 2:
-            return self._numbers[self.dtype]  # no other dtype of gradients has as many bytes
         dtypes = set(map(_dtype_of, present))
-        if len(dtypes) != 1 or not (as_parameters or self._as_large(present, where)):
+        expected = self._counts if where is None else [self._counts[index] for index in where]
+        if len(dtypes) != 1 or list(map(Tensor.numel, present)) != expected:  # type: ignore[arg-type]
             return None
         return self._numbers.get(dtypes.pop())
-
-    def _as_large(self, present: Sequence[Tensor | None], where: list[int] | None) -> bool:
-        counts = list(map(Tensor.numel, present))  # type: ignore[arg-type]
-        return counts == [self.entries[index].numel for index in (range(len(self.entries)) if where is None else where)]
 
     def _empties(self, where: list[int] | None) -> int:
         """How many of the gradients at ``where`` have no elements, and so no address."""

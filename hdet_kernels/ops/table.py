@@ -55,10 +55,15 @@ class Staged:
         """Whether the device keeps what was written last, whatever is replayed."""
         return not self._captured
 
+    @property
+    def capturing(self) -> bool:
+        """Whether what is written now becomes a part of a CUDA graph."""
+        return self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
     def write(self, values: NDArray[np.generic]) -> bool:
         """Make the device tensor hold ``values``; returns whether anything had to be copied."""
         written = values.tobytes()
-        if written == self._mirror:
+        if written == self._mirror and not self.capturing:
             return False
         if self.tensor.device.type == "cpu":
             self.tensor.numpy()[...] = values
@@ -68,7 +73,7 @@ class Staged:
         staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=on_cuda)
         staging.numpy()[...] = values
         self.tensor.copy_(staging, non_blocking=on_cuda)
-        if on_cuda and torch.cuda.is_current_stream_capturing():
+        if self.capturing:
             self._captured.append(staging)  # every replay of the graph copies from this memory
         # A graph that writes this table leaves it in its own state whenever it is replayed.
         self._mirror = written if self.settled else None
@@ -106,7 +111,7 @@ class HyperTable:
                 else:
                     values[index, column] = float(value)
         if not self._staged.holds(values):
-            if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            if self._staged.capturing:
                 raise RuntimeError(
                     "a hyperparameter changed since the last step, and this step is being captured in a CUDA graph, "
                     "whose replays would all write the captured value again; call optimizer.write_hyperparameters() "

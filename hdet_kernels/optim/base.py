@@ -17,10 +17,10 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import Gradients
-from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_shapes
+from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_seed, check_shapes
 from hdet_kernels.optim.fixed import FixedGradients
 from hdet_kernels.optim.home import homes_of
-from hdet_kernels.optim.hooks import light_hooks
+from hdet_kernels.optim.hooks import hook_step, light_hooks
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.precision import in_its_precision, unwrapped
 from hdet_kernels.optim.state import ShownState
@@ -78,6 +78,10 @@ class FusedOptimizer(Optimizer):
         self._max_grad_norm = value
         self._seen_rows: list[Any] | None = None
 
+    def _patch_step_function(self) -> None:
+        hook_step(type(self))
+        super()._patch_step_function()
+
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` if an option of ``group`` is out of range."""
         raise NotImplementedError
@@ -132,18 +136,25 @@ class FusedOptimizer(Optimizer):
         """As torch.optim's; with ``gradients="fixed"`` one fill, whatever ``set_to_none`` says."""
         if not self._fixed:
             return super().zero_grad(set_to_none)
+        self._look_at_members()
         for fixed in self._fixed:
+            if fixed.disturbed():
+                fixed.attach()
             fixed.flat.zero_()
         return None
 
     def write_hyperparameters(self) -> None:
         """Bring what is in ``param_groups`` to the device. :meth:`step` does it by itself; call it before a replay of a
         CUDA graph that has captured the step, if a hyperparameter changed (the schedulers of this package do)."""
+        for group in self.param_groups:
+            _freeze_betas(group)
         seen = [self._read(group) for group in self.param_groups]
         # The value of a tensor can change in its place: then the rows are written every time.
         changing = any(isinstance(value, Tensor) for row in seen for value in _flattened(row))
         if not changing and seen == self._seen_rows:
             return
+        for group in self.param_groups:
+            check_seed(group.get(_SEED, 0))
         common = {"max_grad_norm": self._max_grad_norm or 0.0}
         rows = [self.row(group) | common | {"seed": group.get(_SEED, 0)} for group in self.param_groups]
         for table in {id(home.table): home.table for home in self._homes}.values():
@@ -154,10 +165,12 @@ class FusedOptimizer(Optimizer):
     def attach_gradients(self) -> None:
         """With ``gradients="fixed"``: bring the permanent gradients in line with the parameters after ``requires_grad``
         or ``grad`` of some of them was changed. Gradients in other tensors are copied; ``None`` becomes zeros."""
+        self.buckets.rehome()
         for fixed in self._fixed:
             fixed.attach()
 
     def state_dict(self) -> dict[str, Any]:
+        self._look_at_members()
         if self._shown.replaced():
             self._shown.adopt()
         return super().state_dict()
@@ -198,10 +211,14 @@ class FusedOptimizer(Optimizer):
                     group.setdefault(name, value)
             _freeze_betas(group)
             self.check_group(group)
+            check_seed(group.get(_SEED, 0))
         check_shapes(state["state"])
+        built = hasattr(self, "_homes")
+        if built:
+            self._look_at_members()
+            self.buckets.rehome()
         super().__setstate__(state)
-        if hasattr(self, "_homes"):
-            self._return_home()
+        if built:
             self._shown.adopt()
             self._seen_rows = None
         else:
@@ -233,8 +250,8 @@ class FusedOptimizer(Optimizer):
         rows = [row_of[id(param)] for param in self.buckets.params]
         self._homes = homes_of(self.rule, self.buckets, rows, len(self.param_groups), self.options)
         self._addresses = list(map(Tensor.data_ptr, self.buckets.params))
-        self._members = self._current_members()
-        self._lists = [id(group["params"]) for group in self.param_groups]
+        self._lists = [(group["params"], len(group["params"])) for group in self.param_groups]
+        self._members = [param for members, _ in self._lists for param in members]
         self._read = itemgetter(*(name for name in self.defaults if name not in _HOW))
         self._fixed: list[FixedGradients] = []
         self._seen_rows = None
@@ -249,7 +266,6 @@ class FusedOptimizer(Optimizer):
         if self._fixed:
             disturbed = [fixed for fixed in self._fixed if fixed.disturbed()]
             if disturbed:
-                self.buckets.rehome()
                 self._settle_gradients(disturbed)
         elif list(map(Tensor.data_ptr, self.buckets.params)) != self._addresses:
             self.buckets.rehome()
@@ -257,14 +273,14 @@ class FusedOptimizer(Optimizer):
         if self._shown.disturbed():
             self._shown.adopt()
 
-    def _current_members(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
     def _look_at_members(self) -> None:
         """Notice parameters that were added, removed or replaced in ``param_groups`` by hand. With fixed gradients,
         which are to cost nothing for each tensor, only lists that were replaced or have another length."""
         lists = [group["params"] for group in self.param_groups]
-        as_before = list(map(id, lists)) == self._lists and sum(map(len, lists)) == len(self._members)
+        as_before = len(lists) == len(self._lists) and all(
+            members is known and len(members) == count
+            for members, (known, count) in zip(lists, self._lists, strict=True)
+        )
         if as_before and (self._fixed or all(map(is_, chain.from_iterable(lists), self._members))):
             return
         for group in self.param_groups:
@@ -274,6 +290,7 @@ class FusedOptimizer(Optimizer):
     def _settle_gradients(self, disturbed: list[FixedGradients]) -> None:
         for fixed in disturbed:
             fixed.check_whole()
+        self.buckets.rehome()
         replaced = [fixed.attach() for fixed in disturbed]
         if any(replaced) and not self._warned:
             self._warned = True

@@ -51,6 +51,11 @@ def check_flags(options: Mapping[str, Any], *names: str) -> None:
             raise ValueError(f"{name} must be True or False, got {options[name]!r}")
 
 
+def check_seed(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ValueError(f"rounding_seed must be a whole number from 0 to 2**32 - 1, got {value!r}; the default is 0")
+
+
 def check_max_grad_norm(value: float | None) -> None:
     if value is not None and not (isinstance(value, int | float) and value > 0):
         raise ValueError(f"max_grad_norm must be a positive number, or None for no clipping, got {value!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,22 +26,21 @@ class FixedGradients:
     def __init__(self, home: Home) -> None:
         self.home = home
         self.flat = torch.zeros_like(home.flat)
-        self._views = [home.view(self.flat, index) for index in range(len(home.residents))]
-        self._trained = _Round()
-        self._frozen = _Round()
         self.attach()
 
     @torch.no_grad()
     def attach(self) -> bool:
-        """Make the views the parameters' gradients, with the values these have now; returns whether one had been
-        replaced by another tensor."""
+        """Make views of the flat buffer the parameters' gradients, with the values these have now; returns whether one
+        had been replaced by another tensor."""
         replaced = False
-        trained: list[tuple[Tensor, Tensor | None, int]] = []
-        frozen: list[tuple[Tensor, Tensor | None, int]] = []
+        trained: list[_Known] = []
+        frozen: list[_Known] = []
         stepped: list[Tensor | None] = []
-        for tied, view in zip(self.home.residents, self._views, strict=True):
+        for index, tied in enumerate(self.home.residents):
+            view = self.home.view(self.flat, index)
+            # By its memory: a view may have been given other memory, and another tensor may be on ours.
             grads = [param.grad for param in tied if param.grad is not None]
-            others = [grad for grad in grads if grad is not view]
+            others = [grad for grad in grads if grad.is_sparse or grad.data_ptr() != view.data_ptr()]
             if len(others) == len(grads):
                 view.zero_()
             for other in others:
@@ -47,51 +48,66 @@ class FixedGradients:
             replaced |= bool(others)
             for param in tied:
                 param.grad = view if param.requires_grad else None
-                (trained if param.requires_grad else frozen).append((param, param.grad, param.data_ptr()))
+                (trained if param.requires_grad else frozen).append(_Known(param))
             stepped.append(view if any(param.requires_grad for param in tied) else None)
         self._trained, self._frozen = _Round(trained), _Round(frozen)
-        self._gradients = self.home.chunks.match(stepped)
+        self._gradients = replace(self.home.chunks.match(stepped), permanent=True)
         return replaced
 
     def gradients(self) -> Gradients:
         return self._gradients
 
     def disturbed(self) -> bool:
-        """Whether one of the parameters looked at this time has moved, or has not its gradient any more."""
+        """Whether one of the parameters looked at this time is not as it was."""
         return self._trained.disturbed() or self._frozen.disturbed()
 
     def check_whole(self) -> None:
-        """Raise if a part of the trained parameters, and not all, has other gradients than these: nobody knows since
-        when, and what their gradients have added up to."""
-        changed = self._trained.changed() + self._frozen.changed()
-        if not changed or len(self._trained.changed()) == len(self._trained.known):
+        """Raise if a part of the parameters, and not all that are trained, is not as it was: nobody knows since when,
+        and what their gradients have added up to."""
+        trained, frozen = self._trained.changed(), self._frozen.changed()
+        decisive = self._trained if self._trained.known else self._frozen
+        everyone = len(decisive.changed()) == len(decisive.known)
+        if everyone or not trained + frozen:
             return
+        changed, count = trained + frozen, len(self._trained.known) + len(self._frozen.known)
         shapes = ", ".join(str(tuple(param.shape)) for param in changed[:3])
         raise RuntimeError(
-            f'gradients="fixed", but {len(changed)} of {len(self._trained.known) + len(self._frozen.known)} parameters '
-            f"(of shape {shapes}{', …' if len(changed) > 3 else ''}) were frozen, unfrozen, or had their grad replaced "
-            "since it was fixed, and steps may have missed it. Call optimizer.attach_gradients() right after such a "
-            "change, clear gradients by optimizer.zero_grad(), or leave gradients= out"
+            f'gradients="fixed", but {len(changed)} of {count} parameters (of shape {shapes}'
+            f"{', …' if len(changed) > 3 else ''}) were moved, frozen, unfrozen, or had their grad replaced since it "
+            "was fixed, and steps may have missed it. Call optimizer.attach_gradients() right after such a change, "
+            "clear gradients by optimizer.zero_grad(), or leave gradients= out"
+        )
+
+
+class _Known:
+    """A parameter, and how it was when its gradient was attached."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param, self.grad, self.trains = param, param.grad, param.requires_grad
+        self.address = param.data_ptr()
+        self.grad_address = 0 if self.grad is None else self.grad.data_ptr()
+
+    def changed(self) -> bool:
+        param, grad = self.param, self.grad
+        return (
+            param.grad is not grad
+            or param.requires_grad is not self.trains
+            or param.data_ptr() != self.address
+            or (grad is not None and grad.data_ptr() != self.grad_address)
         )
 
 
 class _Round:
-    """Parameters with the gradient and the address that they should have, looked at a few at a time."""
+    """Parameters that are looked at a few at a time."""
 
-    def __init__(self, known: list[tuple[Tensor, Tensor | None, int]] | None = None) -> None:
-        self.known = known or []
+    def __init__(self, known: list[_Known]) -> None:
+        self.known = known
         self._next = 0
 
     def disturbed(self) -> bool:
         start = self._next
         self._next = start + GLANCE if start + GLANCE < len(self.known) else 0
-        return any(
-            param.grad is not grad or param.requires_grad is (grad is None) or param.data_ptr() != address
-            for param, grad, address in self.known[start : start + GLANCE]
-        )
+        return any(known.changed() for known in self.known[start : start + GLANCE])
 
     def changed(self) -> list[Tensor]:
-        """Those that have another gradient, or are no longer trained or frozen as they were."""
-        return [
-            param for param, grad, _ in self.known if param.grad is not grad or param.requires_grad is (grad is None)
-        ]
+        return [known.param for known in self.known if known.changed()]

@@ -21,7 +21,8 @@ def light_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if type(self).step is not wrapper:  # of a subclass that calls this one: its own step has the hooks
+        own = type(self).step
+        if own is not wrapper and _has_hooks(own):  # of a subclass that calls this one: they run there
             return step(self, *args, **kwargs)
         if (
             self._optimizer_step_pre_hooks
@@ -33,5 +34,21 @@ def light_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
             return whole(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
-    wrapper.hooked = True  # type: ignore[attr-defined]  # so torch does not wrap it once more
-    return wrapper
+    return _marked(wrapper)
+
+
+def hook_step(kind: type[Optimizer]) -> None:
+    """Give the step of a class its hooks, if it has none yet: what ``Optimizer`` does, but for a step that only copied
+    the mark of another one (``functools.wraps``)."""
+    if not _has_hooks(kind.step):
+        kind.step = _marked(Optimizer.profile_hook_step(kind.step))  # type: ignore[method-assign]
+
+
+def _marked(step: Callable[..., Any]) -> Callable[..., Any]:
+    step.hooked = True  # type: ignore[attr-defined]  # so torch does not wrap it once more
+    step.hooked_as = step  # type: ignore[attr-defined]
+    return step
+
+
+def _has_hooks(step: Callable[..., Any]) -> bool:
+    return getattr(step, "hooked_as", None) is step

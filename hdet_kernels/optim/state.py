@@ -42,6 +42,7 @@ class ShownState:
         self.optimizer = optimizer
         self.homes = homes
         self._entries: list[tuple[Tensor, dict[str, Any]]] = []
+        self._own: set[int] = set()
         self._names: list[tuple[str, ...]] = []
         self._turn = 0
 
@@ -74,7 +75,12 @@ class ShownState:
 
     def publish(self, home: Home, grads: Gradients) -> None:
         """Show the state of parameters that step for the first time, as torch.optim does."""
-        for index in [index for index in home.unpublished if grads.tensors[index] is not None]:
+        fresh = [index for index in home.unpublished if grads.tensors[index] is not None]
+        state = self.optimizer.state
+        if any(state.get(param) and id(state[param]) not in self._own for i in fresh for param in home.residents[i]):
+            self.adopt()  # the user has given one a state
+            fresh = [index for index in fresh if index in home.unpublished]
+        for index in fresh:
             self._show(home, index, self._names[home.chunks.rows[index]])
         self._count = len(self.optimizer.state)
 
@@ -114,3 +120,4 @@ class ShownState:
             entry = optimizer.state[param]
             entry.update(shown)
             self._entries.append((param, entry))
+            self._own.add(id(entry))
