@@ -13,7 +13,7 @@
 
 namespace hdet {
 
-// The order of RULES in hdet_kernels/ops/native.py.
+// The order of STATES in hdet_kernels/ops/__init__.py.
 enum class Rule : int64_t { sgd, adam, adamw, adagrad, lion };
 
 // What a rule is derived from.

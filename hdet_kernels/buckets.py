@@ -33,6 +33,10 @@ class Slot:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's part of a buffer laid out like its own, with the parameter's shape and strides."""
+        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+
 
 class Buckets:
     """Parameters re-homed into one contiguous buffer per (device, dtype), each of them a view with its own strides.
@@ -82,7 +86,7 @@ class Buckets:
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """One view a parameter, with its shape and strides, into buffers laid out like :attr:`flats`."""
-        return [torch.as_strided(flats[s.flat], s.shape, s.stride, s.offset) for s in self.slots]
+        return [slot.view(flats[slot.flat]) for slot in self.slots]
 
     def like(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Zeroed buffers laid out like :attr:`flats`, for optimizer state."""

@@ -1,6 +1,6 @@
 """One operation, several backends: validated here, then dispatched.
 
-:func:`step` updates flat parameters by one of the rules, :func:`grad_norm` and :func:`all_finite` read the gradients
+:class:`Step` updates flat parameters by one of the rules, :func:`grad_norm` and :func:`all_finite` read the gradients
 once. All of them walk a :class:`~hdet_kernels.ops.chunks.ChunkTable`, so that the number of launches does not depend on
 the number of tensors, and none of them waits for the device.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +48,7 @@ _MODULES = {"torch": "reference", "triton": "triton_kernels", "cpp": "native", "
 MASTERED = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Scalars:
+class Scalars(NamedTuple):
     """What a step reads on the device beside the tables, each one element or ``None``.
 
     Gradients are divided by ``grad_scale`` (float32). ``norm`` (dtype of the table) is that of the gradients as they
@@ -66,6 +66,26 @@ class Scalars:
         if all(scalar is None or scalar.device == device for scalar in given):
             return self
         return Scalars(*(None if scalar is None else scalar.to(device, non_blocking=True) for scalar in given))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step works on, the gradients apart; :class:`Step` says what each is."""
+
+    rule: str
+    param: Tensor
+    states: Sequence[Tensor | None]
+    steps: Tensor
+    table: Tensor
+    chunks: ChunkTable
+    master: Tensor | None
+    stochastic_rounding: bool
+
+    @property
+    def flats(self) -> tuple[Any, ...]:
+        """The arguments with which the step operator of every backend begins (``operators.FLATS``)."""
+        states = [*self.states, None, None][:3]
+        return list(STATES).index(self.rule), self.param, self.master, *states, self.steps, self.table
 
 
 class Step:
@@ -96,13 +116,11 @@ class Step:
         stochastic_rounding: bool = False,
         backend: str | None = None,
     ) -> None:
-        _check(rule, param, states, steps, table, chunks, master, stochastic_rounding)
+        work = Work(rule, param, states, steps, table, chunks, master, stochastic_rounding)
+        _check(work)
         self.chunks, self._table = chunks, table
         self.backend = resolve(param.device, backend)
-        bind = _implementation(self.backend).bind_step
-        self._run: Callable[[Gradients, Scalars], None] = bind(
-            rule, param, master, states, steps, table, chunks, stochastic_rounding
-        )
+        self._run: Callable[[Gradients, Scalars], None] = _implementation(self.backend).bind_step(work)
 
     def __call__(self, grads: Gradients, scalars: Scalars = Scalars()) -> None:  # noqa: B008 (frozen)
         if len(grads.table) != len(self.chunks.entries):
@@ -129,16 +147,9 @@ def _implementation(backend: str) -> ModuleType:
     return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
 
 
-def _check(
-    rule: str,
-    param: Tensor,
-    states: Sequence[Tensor | None],
-    steps: Tensor,
-    table: Tensor,
-    chunks: ChunkTable,
-    master: Tensor | None,
-    stochastic_rounding: bool,
-) -> None:
+def _check(work: Work) -> None:
+    rule, param, states, master = work.rule, work.param, work.states, work.master
+    steps, table, chunks = work.steps, work.table, work.chunks
     if rule not in STATES:
         raise ValueError(f"unknown update rule {rule!r}; choose one of {', '.join(STATES)}")
     if param.dtype not in DTYPES:
@@ -159,7 +170,7 @@ def _check(
         if param.dtype not in MASTERED:
             raise ValueError(f"only bf16 and fp16 parameters have a master, these are {param.dtype}")
         flats["master"] = (master, (torch.float32,))
-    if stochastic_rounding and (master is not None or param.dtype == torch.float16):
+    if work.stochastic_rounding and (master is not None or param.dtype == torch.float16):
         raise ValueError(
             "stochastic rounding is for bf16 parameters without master, got "
             f"{param.dtype} {'with' if master is not None else 'without'} master"

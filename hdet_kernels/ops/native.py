@@ -7,14 +7,14 @@ Python module, so it is loaded as a library, on first use.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import Scalars, operators
+from hdet_kernels.ops import Scalars, Work, operators
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -22,9 +22,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "grad_norm": operators.fake_norm,
     "all_finite": operators.fake_finite,
 }
-
-#: The order of ``enum class Rule`` in ``csrc/rules.h``.
-RULES = ("sgd", "adam", "adamw", "adagrad", "lion")
 
 #: ``kScratchBytes`` of ``csrc/step.h``.
 SCRATCH_BYTES = 128
@@ -61,36 +58,14 @@ def has_kernels(dispatch_key: str) -> bool:
     )
 
 
-def bind_step(
-    rule: str,
-    param: Tensor,
-    master: Tensor | None,
-    states: Sequence[Tensor | None],
-    steps: Tensor,
-    table: Tensor,
-    chunks: ChunkTable,
-    stochastic_rounding: bool,
-) -> Callable[[Gradients, Scalars], None]:
-    first, second, third = [*states, None, None][:3]
+def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
+    chunks, rounding = work.chunks, work.stochastic_rounding
     # Of zeros: a kernel that loads a whole row of it loads the gaps between its numbers too.
-    scratch = torch.zeros(SCRATCH_BYTES * len(chunks.entries), dtype=torch.uint8, device=param.device)
-    operator = partial(
-        torch.ops.hdet_kernels.step_.default,
-        RULES.index(rule),
-        param,
-        master,
-        first,
-        second,
-        third,
-        steps,
-        table,
-        chunks.slots,
-        chunks.chunks,
-    )
+    scratch = torch.zeros(SCRATCH_BYTES * len(chunks.entries), dtype=torch.uint8, device=work.param.device)
+    operator = partial(torch.ops.hdet_kernels.step_.default, *work.flats, chunks.slots, chunks.chunks)
 
     def run(grads: Gradients, scalars: Scalars) -> None:
-        scale, norm, inf = scalars.grad_scale, scalars.norm, scalars.found_inf
-        operator(chunks.point_at(grads), scratch, scale, norm, inf, stochastic_rounding)
+        operator(chunks.point_at(grads), scratch, *scalars, rounding)
 
     return run
 

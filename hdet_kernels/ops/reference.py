@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import in_full, wide_dtype
-from hdet_kernels.ops import STATES, Scalars, operators
+from hdet_kernels.ops import STATES, Scalars, Work, operators
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, Gradients, flat_gradients
 from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
 
@@ -153,25 +153,13 @@ class Lion:
 RULES: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(), "adamw": AdamW(), "adagrad": Adagrad(), "lion": Lion()}
 
 
-def bind_step(
-    rule: str,
-    param: Tensor,
-    master: Tensor | None,
-    states: Sequence[Tensor | None],
-    steps: Tensor,
-    table: Tensor,
-    chunks: ChunkTable,
-    stochastic_rounding: bool,
-) -> Callable[[Gradients, Scalars], None]:
-    first, second, third = [*states, None, None][:3]
+def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
+    chunks, rounding = work.chunks, work.stochastic_rounding
     offsets = [slot.offset for slot in chunks.entries]
-    operator = partial(
-        _operators()[0], list(RULES).index(rule), param, master, first, second, third, steps, table, chunks.slots
-    )
+    operator = partial(_operators()[0], *work.flats, chunks.slots)
 
     def run(grads: Gradients, scalars: Scalars) -> None:
-        scale, norm, inf = scalars.grad_scale, scalars.norm, scalars.found_inf
-        operator(chunks.point_at(grads), offsets, flat_gradients(grads), scale, norm, inf, stochastic_rounding)
+        operator(chunks.point_at(grads), offsets, flat_gradients(grads), *scalars, rounding)
 
     return run
 
@@ -218,7 +206,8 @@ def _step(
     found_inf: Tensor | None,
     stochastic_rounding: bool,
 ) -> None:
-    name, own_rule = list(RULES.items())[rule]
+    name = list(STATES)[rule]
+    own_rule = RULES[name]
     states = [state0, state1, state2][: len(STATES[name])]
     h = Row(*table[slots[:, 2]].unbind(1))
     t = steps.to(table.dtype).abs() + 1

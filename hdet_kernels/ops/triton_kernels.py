@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops import STATES, Scalars, operators, triton_reduce
+from hdet_kernels.ops import STATES, Scalars, Work, operators, triton_reduce
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, Gradients
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
@@ -163,27 +163,16 @@ def _block(
     write(param, at, theta, inside, random, 0, STOCHASTIC)
 
 
-def bind_step(
-    rule: str,
-    param: Tensor,
-    master: Tensor | None,
-    states: Sequence[Tensor | None],
-    steps: Tensor,
-    table: Tensor,
-    chunks: ChunkTable,
-    stochastic_rounding: bool,
-) -> Callable[[Gradients, Scalars], None]:
-    first, second, third = [*states, None, None][:3]
-    flats = (_RULES.index(rule), param, master, first, second, third, steps, table)
-    operator = partial(_operators()[0], *flats, chunks.slots, chunks.chunks)
+def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
+    chunks, rounding = work.chunks, work.stochastic_rounding
+    operator = partial(_operators()[0], *work.flats, chunks.slots, chunks.chunks)
     known: tuple[object, list[int]] = (None, [])  # the table of the last step, and what occurs in it
 
     def run(grads: Gradients, scalars: Scalars) -> None:
         nonlocal known
         if grads.table is not known[0]:
             known = grads.table, dtypes_of(grads)
-        scale, norm, inf = scalars.grad_scale, scalars.norm, scalars.found_inf
-        operator(chunks.point_at(grads), known[1], scale, norm, inf, stochastic_rounding)
+        operator(chunks.point_at(grads), known[1], *scalars, rounding)
 
     return run
 

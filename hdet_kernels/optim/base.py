@@ -55,6 +55,9 @@ class FusedOptimizer(Optimizer):
     #: torch's GradScaler then sets ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
     _step_supports_amp_scaling = True
 
+    #: Whether it was said that fixed gradients were replaced.
+    _warned = False
+
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, max_grad_norm: float | None, options: Options
     ) -> None:
@@ -299,8 +302,6 @@ class FusedOptimizer(Optimizer):
                 "optimizer.zero_grad() instead of model.zero_grad(), and DistributedDataParallel without "
                 "gradient_as_bucket_view"
             )
-
-    _warned = False
 
     def _gradients(self) -> list[Gradients]:
         if self._fixed:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import Gradients
+from hdet_kernels.optim.glance import Glance
 from hdet_kernels.optim.home import Home
-
-#: Parameters that are looked at in one step, where looking at all of them would cost too much.
-GLANCE = 4
 
 
 class FixedGradients:
@@ -50,7 +48,7 @@ class FixedGradients:
                 param.grad = view if param.requires_grad else None
                 (trained if param.requires_grad else frozen).append(_Known(param))
             stepped.append(view if any(param.requires_grad for param in tied) else None)
-        self._trained, self._frozen = _Round(trained), _Round(frozen)
+        self._trained, self._frozen = Glance(trained), Glance(frozen)
         self._gradients = replace(self.home.chunks.match(stepped), permanent=True)
         return replaced
 
@@ -59,20 +57,18 @@ class FixedGradients:
 
     def disturbed(self) -> bool:
         """Whether one of the parameters looked at this time is not as it was."""
-        return self._trained.disturbed() or self._frozen.disturbed()
+        return any(known.changed() for known in (*self._trained.few(), *self._frozen.few()))
 
     def check_whole(self) -> None:
         """Raise if a part of the parameters, and not all that are trained, is not as it was: nobody knows since when,
         and what their gradients have added up to."""
-        trained, frozen = self._trained.changed(), self._frozen.changed()
-        decisive = self._trained if self._trained.known else self._frozen
-        everyone = len(decisive.changed()) == len(decisive.known)
-        if everyone or not trained + frozen:
+        known = [*self._trained.items, *self._frozen.items]
+        changed = [each for each in known if each.changed()]
+        if not changed or all(each.changed() for each in self._trained.items or known):
             return
-        changed, count = trained + frozen, len(self._trained.known) + len(self._frozen.known)
-        shapes = ", ".join(str(tuple(param.shape)) for param in changed[:3])
+        shapes = ", ".join(str(tuple(each.param.shape)) for each in changed[:3])
         raise RuntimeError(
-            f'gradients="fixed", but {len(changed)} of {count} parameters (of shape {shapes}'
+            f'gradients="fixed", but {len(changed)} of {len(known)} parameters (of shape {shapes}'
             f"{', …' if len(changed) > 3 else ''}) were moved, frozen, unfrozen, or had their grad replaced since it "
             "was fixed, and steps may have missed it. Call optimizer.attach_gradients() right after such a change, "
             "clear gradients by optimizer.zero_grad(), or leave gradients= out"
@@ -95,19 +91,3 @@ class _Known:
             or param.data_ptr() != self.address
             or (grad is not None and grad.data_ptr() != self.grad_address)
         )
-
-
-class _Round:
-    """Parameters that are looked at a few at a time."""
-
-    def __init__(self, known: list[_Known]) -> None:
-        self.known = known
-        self._next = 0
-
-    def disturbed(self) -> bool:
-        start = self._next
-        self._next = start + GLANCE if start + GLANCE < len(self.known) else 0
-        return any(known.changed() for known in self.known[start : start + GLANCE])
-
-    def changed(self) -> list[Tensor]:
-        return [known.param for known in self.known if known.changed()]

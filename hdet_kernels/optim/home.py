@@ -54,8 +54,7 @@ class Home:
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Slot ``index`` of a buffer laid out like the parameters, with the shape and strides of its parameter."""
-        slot = self.chunks.entries[index]
-        return torch.as_strided(flat, slot.shape, slot.stride, slot.offset)
+        return self.chunks.entries[index].view(flat)
 
     def gradients(self) -> Gradients:
         grads = [param.grad for param in self._single]

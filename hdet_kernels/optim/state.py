@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import Gradients
-from hdet_kernels.optim.fixed import GLANCE
+from hdet_kernels.optim.glance import Glance
 from hdet_kernels.optim.home import Home
 from hdet_kernels.optim.options import Options
 
@@ -41,16 +41,16 @@ class ShownState:
     def __init__(self, optimizer: Owner, homes: list[Home]) -> None:
         self.optimizer = optimizer
         self.homes = homes
-        self._entries: list[tuple[Tensor, dict[str, Any]]] = []
-        self._own: set[int] = set()
+        #: The entries as they were shown, and their parameters to be looked at.
+        self._entries: dict[Tensor, dict[str, Any]] = {}
+        self._glance: Glance[Tensor] = Glance([])
         self._names: list[tuple[str, ...]] = []
-        self._turn = 0
 
     @torch.no_grad()
     def adopt(self) -> None:
         """Copy what is in ``optimizer.state`` into the flat state, and make ``optimizer.state`` views of that."""
         optimizer = self.optimizer
-        self._entries = []
+        self._entries = {}
         for home in self.homes:
             home.unpublished = set(range(len(home.residents)))
             for index, tied in enumerate(home.residents):
@@ -70,42 +70,45 @@ class ShownState:
                 home.steps[index].copy_(torch.as_tensor(found.get("step", 1.0 if kept else 0.0)))
                 if found or optimizer.eager_state:
                     self._show(home, index, (*names, *kept))
-        self._seen, self._count = optimizer.state, len(optimizer.state)
+        self._remember()
         self._names = [optimizer.state_names(group) for group in optimizer.param_groups]
 
     def publish(self, home: Home, grads: Gradients) -> None:
         """Show the state of parameters that step for the first time, as torch.optim does."""
         fresh = [index for index in home.unpublished if grads.tensors[index] is not None]
+        if not fresh:  # parameters that never get a gradient
+            return
         state = self.optimizer.state
-        if any(state.get(param) and id(state[param]) not in self._own for i in fresh for param in home.residents[i]):
+        if any(state.get(param) and self._changed(param) for i in fresh for param in home.residents[i]):
             self.adopt()  # the user has given one a state
             fresh = [index for index in fresh if index in home.unpublished]
         for index in fresh:
             self._show(home, index, self._names[home.chunks.rows[index]])
-        self._count = len(self.optimizer.state)
+        self._remember()
 
     def rename(self) -> None:
         """A hyperparameter changed, and may have brought a state along (a momentum that was zero)."""
         names = [self.optimizer.state_names(group) for group in self.optimizer.param_groups]
         if names != self._names:
-            self._entries = []
             for home in self.homes:
                 home.unpublished = set(range(len(home.residents)))
             self._names = names
 
     def disturbed(self) -> bool:
         """Whether the state, or one of the entries looked at this time, is not what was shown."""
-        state, start = self.optimizer.state, self._turn
-        self._turn = start + GLANCE if start + GLANCE < len(self._entries) else 0
-        return (
-            state is not self._seen
-            or len(state) != self._count
-            or any(state.get(param) is not entry for param, entry in self._entries[start : start + GLANCE])
-        )
+        state = self.optimizer.state
+        return state is not self._seen or len(state) != self._count or any(map(self._changed, self._glance.few()))
 
     def replaced(self) -> bool:
         """Whether any entry is not what was shown."""
-        return any(self.optimizer.state.get(param) is not entry for param, entry in self._entries)
+        return any(map(self._changed, self._entries))
+
+    def _changed(self, param: Tensor) -> bool:
+        return self.optimizer.state.get(param) is not self._entries.get(param)
+
+    def _remember(self) -> None:
+        self._seen, self._count = self.optimizer.state, len(self.optimizer.state)
+        self._glance = Glance(list(self._entries))
 
     def _show(self, home: Home, index: int, names: Iterable[str]) -> None:
         home.unpublished.discard(index)
@@ -119,5 +122,4 @@ class ShownState:
         for param in home.residents[index] if shown else ():
             entry = optimizer.state[param]
             entry.update(shown)
-            self._entries.append((param, entry))
-            self._own.add(id(entry))
+            self._entries[param] = entry
