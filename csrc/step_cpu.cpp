@@ -93,12 +93,11 @@ void step(const Work& work) {
       const Prepared<R>& own = prepared[chunk.slot];
       for (int64_t done = 0; done < chunk.count; done += kBlock) {
         const int64_t count = std::min(kBlock, chunk.count - done);
+        const int64_t start = chunk.start + done, at = chunk.offset + done;
         if (uses_most_states(own.rule, work)) {
-          update_block<R::kMostStates, T>(work, own, gradient, chunk.start + done,
-                                                                  chunk.offset + done, count);
+          update_block<R::kMostStates, T>(work, own, gradient, start, at, count);
         } else {
-          update_block<R::kFewestStates, T>(work, own, gradient, chunk.start + done,
-                                                                    chunk.offset + done, count);
+          update_block<R::kFewestStates, T>(work, own, gradient, start, at, count);
         }
       }
     }
