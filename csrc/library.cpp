@@ -13,4 +13,12 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   // √(Σ g²) over all gradients, float64, and whether all their elements are finite; one pass over them each.
   m.def("grad_norm(Tensor chunks, Tensor gradients) -> Tensor");
   m.def("all_finite(Tensor chunks, Tensor gradients) -> Tensor");
+  // Pieces of tensors to the staging buffer, summed over the rows whose bit in `included` is set and divided; and from
+  // the staging buffer, divided, to all rows. The tensors are reached through their addresses (`places`) and are not
+  // arguments: the caller keeps them alive, on the device of the staging buffer. What unpack changes lies behind the
+  // addresses; these are declared as changed in its stead, so that no compiler takes the call for one without effect.
+  m.def(
+      "pack(Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging) -> ()");
+  m.def(
+      "unpack(Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging) -> ()");
 }

@@ -143,7 +143,7 @@ def all_finite(chunks: ChunkTable, grads: Gradients, *, backend: str | None = No
 
 
 def _implementation(backend: str) -> ModuleType:
-    """The module of a backend: each has ``bind_step``, ``grad_norm`` and ``all_finite``."""
+    """The module of a backend: each has ``bind_step``, ``grad_norm``, ``all_finite``, ``pack`` and ``unpack``."""
     return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
 
 

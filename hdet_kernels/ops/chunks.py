@@ -69,7 +69,8 @@ class ChunkTable:
         table = [(slot.offset, slot.numel, row) for slot, row in zip(slots, rows, strict=True)]
         spans = np.array(table, dtype=np.int64).reshape(-1, 3)
         self.slots = torch.from_numpy(spans).to(device)
-        self.chunks = torch.from_numpy(_chunks_of(spans)).to(device)
+        whole = np.stack([spans[:, 0], np.zeros(len(spans), np.int64), spans[:, 1], np.arange(len(spans))], axis=1)
+        self.chunks = torch.from_numpy(chunks_of(whole)).to(device)
         self._gradients = Staged((len(slots), 2), torch.int64, device)
         self._pointed: NDArray[np.int64] | None = None
         #: Addresses, where they are, their dtype's number, and the table of all that: as it was the last time.
@@ -205,10 +206,11 @@ def _is_contiguous(slot: Slot) -> bool:
     return True
 
 
-def _chunks_of(spans: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[chunks, 4]: flat offset, offset in the slot, count and slot, in memory order, from [slots, 3]."""
-    offsets, counts = spans[:, 0], spans[:, 1]
-    per_slot = -(-counts // CHUNK)
-    slot = np.repeat(np.arange(len(spans)), per_slot)
-    start = (np.arange(slot.size) - (np.cumsum(per_slot) - per_slot)[slot]) * CHUNK
-    return np.stack([offsets[slot] + start, start, np.minimum(counts[slot] - start, CHUNK), slot], axis=1)
+def chunks_of(spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Spans cut into chunks, in order. Both [n, 4]: flat offset, offset in the slot, count and slot."""
+    counts = spans[:, 2]
+    per_span = -(-counts // CHUNK)
+    span = np.repeat(np.arange(len(spans)), per_span)
+    done = (np.arange(span.size) - (np.cumsum(per_span) - per_span)[span]) * CHUNK
+    offset, start, count, slot = spans[span].T
+    return np.stack([offset + done, start + done, np.minimum(count - done, CHUNK), slot], axis=1)

@@ -7,7 +7,7 @@ Python module, so it is loaded as a library, on first use.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -16,11 +16,14 @@ from torch import Tensor
 
 from hdet_kernels.ops import Scalars, Work, operators
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
+from hdet_kernels.ops.pack import PieceTable
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "step_": operators.fake_step,
     "grad_norm": operators.fake_norm,
     "all_finite": operators.fake_finite,
+    "pack": operators.fake_pack,
+    "unpack": operators.fake_pack,
 }
 
 #: ``kScratchBytes`` of ``csrc/step.h``.
@@ -76,3 +79,11 @@ def grad_norm(chunks: ChunkTable, grads: Gradients) -> Tensor:
 
 def all_finite(chunks: ChunkTable, grads: Gradients) -> Tensor:
     return torch.ops.hdet_kernels.all_finite(chunks.chunks, chunks.point_at(grads))
+
+
+def pack(table: PieceTable, tensors: Sequence[Tensor], included: int, divisor: float, staging: Tensor) -> None:
+    torch.ops.hdet_kernels.pack(table.chunks, table.point_at(tensors), table.strides, included, divisor, staging)
+
+
+def unpack(table: PieceTable, tensors: Sequence[Tensor], divisor: float, staging: Tensor) -> None:
+    torch.ops.hdet_kernels.unpack(table.chunks, table.point_at(tensors), table.strides, table.rows, divisor, staging)

@@ -1,0 +1,52 @@
+// What packing and unpacking work on, and its checks; the same on the CPU and on CUDA.
+#pragma once
+
+#include "check.h"
+#include "table.h"
+
+namespace hdet {
+
+// Rows of a tensor at most: `included` has a bit for each.
+inline constexpr int kMostRows = 64;
+
+// The rows that are summed, in ascending order.
+struct Rows {
+  int count;
+  uint8_t index[kMostRows];
+
+  static Rows of(int64_t included) {
+    Rows rows{};
+    for (int row = 0; row < kMostRows; ++row)
+      if ((static_cast<uint64_t>(included) >> row) & 1) rows.index[rows.count++] = static_cast<uint8_t>(row);
+    return rows;
+  }
+};
+
+struct Packing {
+  const Chunk* chunks;  // `offset` in the staging buffer, `start` in a row of the tensor
+  int64_t chunk_count;
+  const Gradient* places;  // where the tensors are and of what type, as in the gradients' table
+  const int64_t* strides;  // elements from a row of a tensor to its next
+  void* staging;
+  bool wide;  // the staging buffer and the tensors are of double
+};
+
+inline Packing checked_packing(const Tensor& chunks, const Tensor& places, const Tensor& strides,
+                               const Tensor& staging) {
+  const bool wide = staging.scalar_type() == ScalarType::Double;
+  HDET_CHECK(wide || staging.scalar_type() == ScalarType::Float, "the staging buffer must be float32 or float64");
+  HDET_CHECK(staging.is_contiguous(), "the staging buffer must be contiguous");
+  return {checked_rows<Chunk>(chunks, "chunks", 4, staging),
+          chunks.size(0),
+          checked_rows<Gradient>(places, "places", 2, staging),
+          checked<const int64_t>(strides, "strides", ScalarType::Long, places.size(0), staging),
+          staging.data_ptr(),
+          wide};
+}
+
+inline int64_t checked_row_count(int64_t rows) {
+  HDET_CHECK(rows >= 1 && rows <= kMostRows, "rows must be 1 to ", static_cast<int64_t>(kMostRows), ", got ", rows);
+  return rows;
+}
+
+}  // namespace hdet

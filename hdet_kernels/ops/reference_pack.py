@@ -1,0 +1,93 @@
+"""Packing and unpacking in plain torch: the text that every other backend is compared with, and that runs anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops import operators
+from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
+
+
+def pack(table: PieceTable, tensors: Sequence[Tensor], included: int, divisor: float, staging: Tensor) -> None:
+    _operators()[0](tensors, *table.spans, included, divisor, staging)
+
+
+def unpack(table: PieceTable, tensors: Sequence[Tensor], divisor: float, staging: Tensor) -> None:
+    _operators()[1](tensors, *table.spans, divisor, staging)
+
+
+@cache
+def _operators() -> tuple[Any, Any]:
+    spans = "int[] slots, int[] starts, int[] stops"
+    return (
+        operators.register(
+            "torch_pack",
+            f"Tensor[] tensors, {spans}, int included, float divisor, Tensor(a!) staging",
+            "()",
+            _pack,
+            operators.fake_pack,
+        ),
+        operators.register(
+            "torch_unpack",
+            f"Tensor(a!)[] tensors, {spans}, float divisor, Tensor staging",
+            "()",
+            _unpack,
+            operators.fake_pack,
+        ),
+    )
+
+
+def _pack(
+    tensors: Sequence[Tensor],
+    slots: Sequence[int],
+    starts: Sequence[int],
+    stops: Sequence[int],
+    included: int,
+    divisor: float,
+    staging: Tensor,
+) -> None:
+    taken = [row for row in range(MOST_ROWS) if included >> row & 1]
+    offset = 0
+    for slot, start, stop in zip(slots, starts, stops, strict=True):
+        span = staging[offset : offset + stop - start]
+        offset += stop - start
+        if not taken:
+            span.zero_()
+        for row in taken:
+            values = _rows(tensors[slot])[row, start:stop]
+            if row == taken[0]:
+                span.copy_(values)
+            else:
+                span.add_(values.to(staging.dtype))
+        span.copy_(_quotient(span, divisor))
+
+
+def _unpack(
+    tensors: Sequence[Tensor],
+    slots: Sequence[int],
+    starts: Sequence[int],
+    stops: Sequence[int],
+    divisor: float,
+    staging: Tensor,
+) -> None:
+    offset = 0
+    for slot, start, stop in zip(slots, starts, stops, strict=True):
+        values = _quotient(staging[offset : offset + stop - start], divisor)
+        _rows(tensors[slot])[:, start:stop].copy_(values)
+        offset += stop - start
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.unsqueeze(0)
+
+
+def _quotient(values: Tensor, divisor: float) -> Tensor:
+    if divisor == 1:
+        return values
+    # By a tensor on the device: torch's CUDA kernel multiplies by the reciprocal of a number of the host.
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)

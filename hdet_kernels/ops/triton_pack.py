@@ -1,0 +1,288 @@
+"""Packing and unpacking in Triton: the tables of the compiled ones, one program for every block of a chunk."""
+# mypy: disable-error-code="no-untyped-def"
+# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from struct import pack as to_bytes
+from struct import unpack as from_bytes
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hdet_kernels.ops import operators
+from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
+from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
+from hdet_kernels.ops.triton_rounding import nearest
+
+#: Elements of one program, of one row or of several, and its warps: a thread has four 16-byte loads of a float32 row in
+#: flight, or one of each of eight rows. Not measured: these are the shapes of ``csrc/pack_cuda.cu``.
+BLOCK = 2048
+BLOCK_OF_ROWS = 512
+WARPS = 4
+
+_TOGETHER = tl.constexpr(8)  # rows whose loads do not wait for each other
+_CHUNK = tl.constexpr(CHUNK)
+_FLOAT32 = tl.constexpr(GRADIENT_DTYPES.index(torch.float32))
+_BFLOAT16 = tl.constexpr(GRADIENT_DTYPES.index(torch.bfloat16))
+
+
+@triton.jit(do_not_specialize=["first", "others", "divisor"])
+def _pack_chunk(
+    chunks,
+    places,
+    strides,
+    staging,
+    first,
+    others,
+    divisor,
+    MANY: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of row ``first`` and, with ``MANY``, of rows ``first + 1 + k`` for the bits ``k`` of ``others``."""
+    offset, start, count, address, number, stride = _work_of(chunks, places, strides, BLOCK)
+    others = tl.cast(others, tl.int64)
+    divisor = _number(divisor, staging.dtype.element_ty)
+    start += tl.cast(first, tl.int64) * stride
+    if count > 0:
+        if staging.dtype.element_ty == tl.float64:
+            _pack_as(tl.float64, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+        elif number == _FLOAT32:
+            _pack_as(tl.float32, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+        elif number == _BFLOAT16:
+            _pack_as(tl.bfloat16, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+        else:
+            _pack_as(tl.float16, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+
+
+@triton.jit
+def _pack_as(
+    TYPE: tl.constexpr,
+    staging,
+    offset,
+    address,
+    start,
+    stride,
+    count,
+    others,
+    divisor,
+    MANY: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    VECTOR: tl.constexpr = 128 // staging.dtype.element_ty.primitive_bitwidth
+    lanes = tl.arange(0, BLOCK)
+    row = address.to(tl.pointer_type(TYPE)) + start
+    if _vectors(address, start, stride, count, offset, TYPE, MANY, VECTOR, BLOCK):
+        # What was just tested, said so that the compiler sees it: VECTOR elements are one access.
+        row = tl.multiple_of(row + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
+        at = offset // VECTOR * VECTOR + lanes
+        inside = tl.full([BLOCK], True, tl.int1)
+        total = _sum(row, stride // VECTOR * VECTOR, inside, others, staging.dtype.element_ty, MANY)
+        tl.store(staging + at, _quotient(total, divisor, DIVIDE))
+    else:
+        inside = lanes < count
+        total = _sum(row + lanes, stride, inside, others, staging.dtype.element_ty, MANY)
+        tl.store(staging + offset + lanes, _quotient(total, divisor, DIVIDE), mask=inside)
+
+
+@triton.jit
+def _sum(row, stride, inside, others, wide: tl.constexpr, MANY: tl.constexpr):
+    total = tl.load(row, mask=inside, other=0.0).to(wide)
+    if MANY:
+        row += stride
+        while others != 0:
+            for k in tl.static_range(0, _TOGETHER):
+                taken = ((others >> k) & 1) != 0
+                mask = tl.where(taken, inside, False)  # not &, of whose type the interpreter is mistaken
+                value = tl.load(row + k * stride, mask=mask, other=0.0).to(wide)
+                total = tl.where(taken, total + value, total)  # −0 + 0 is not −0
+            others = others >> _TOGETHER
+            row += _TOGETHER * stride
+    return total
+
+
+@triton.jit(do_not_specialize=["rows", "divisor"])
+def _unpack_chunk(chunks, places, strides, staging, rows, divisor, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    offset, start, count, address, number, stride = _work_of(chunks, places, strides, BLOCK)
+    divisor = _number(divisor, staging.dtype.element_ty)
+    if count > 0:
+        if staging.dtype.element_ty == tl.float64:
+            _unpack_as(tl.float64, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+        elif number == _FLOAT32:
+            _unpack_as(tl.float32, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+        elif number == _BFLOAT16:
+            _unpack_as(tl.bfloat16, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+        else:
+            _unpack_as(tl.float16, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+
+
+@triton.jit
+def _unpack_as(
+    TYPE: tl.constexpr,
+    staging,
+    offset,
+    address,
+    start,
+    stride,
+    count,
+    rows,
+    divisor,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    VECTOR: tl.constexpr = 128 // staging.dtype.element_ty.primitive_bitwidth
+    lanes = tl.arange(0, BLOCK)
+    row = address.to(tl.pointer_type(TYPE)) + start
+    if _vectors(address, start, stride, count, offset, TYPE, True, VECTOR, BLOCK):
+        row = tl.multiple_of(row + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
+        at = offset // VECTOR * VECTOR + lanes
+        value = nearest(_quotient(tl.load(staging + at), divisor, DIVIDE), TYPE)
+        _to_rows(row, stride // VECTOR * VECTOR, rows, value, tl.full([BLOCK], True, tl.int1))
+    else:
+        inside = lanes < count
+        value = tl.load(staging + offset + lanes, mask=inside, other=0.0)
+        _to_rows(row + lanes, stride, rows, nearest(_quotient(value, divisor, DIVIDE), TYPE), inside)
+
+
+@triton.jit
+def _to_rows(row, stride, rows, value, inside):
+    index = 0
+    while index < rows:
+        tl.store(row, value, mask=inside)
+        row += stride
+        index += 1
+
+
+@triton.jit
+def _work_of(chunks, places, strides, BLOCK: tl.constexpr):
+    """Of this program: offset in the staging buffer, start in a row, count (none: nothing to do), address and dtype of
+    the tensor, and from row to row."""
+    program = tl.program_id(0).to(tl.int64)
+    chunk = chunks + program // (_CHUNK // BLOCK) * 4
+    begin = program % (_CHUNK // BLOCK) * BLOCK
+    slot = tl.load(chunk + 3)
+    place = places + slot * 2
+    return (
+        tl.load(chunk) + begin,
+        tl.load(chunk + 1) + begin,
+        tl.load(chunk + 2) - begin,
+        tl.load(place),
+        tl.load(place + 1),
+        tl.load(strides + slot),
+    )
+
+
+@triton.jit
+def _vectors(
+    address,
+    start,
+    stride,
+    count,
+    offset,
+    TYPE: tl.constexpr,
+    MANY: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Whether this is a whole block that can be moved ``VECTOR`` elements at a time, on both sides."""
+    size: tl.constexpr = TYPE.primitive_bitwidth // 8
+    whole = (count >= BLOCK) & ((address + start * size) % (VECTOR * size) == 0) & (offset % VECTOR == 0)
+    if MANY:
+        whole = whole & (stride % VECTOR == 0)
+    return whole
+
+
+@triton.jit
+def _number(bits, dtype: tl.constexpr):
+    return tl.cast(bits, tl.int64).to(tl.float64, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _quotient(value, divisor, DIVIDE: tl.constexpr):
+    if DIVIDE:
+        # Rounded as IEEE has it: what Triton makes of `/` in float32 is not.
+        value = tl.div_rn(value, divisor) if value.dtype == tl.float32 else value / divisor
+    return value
+
+
+def pack(table: PieceTable, tensors: Sequence[Tensor], included: int, divisor: float, staging: Tensor) -> None:
+    _operators()[0](table.chunks, table.point_at(tensors), table.strides, included, divisor, staging)
+
+
+def unpack(table: PieceTable, tensors: Sequence[Tensor], divisor: float, staging: Tensor) -> None:
+    _operators()[1](table.chunks, table.point_at(tensors), table.strides, table.rows, divisor, staging)
+
+
+@cache
+def _operators() -> tuple[Any, Any]:
+    """As ``csrc/library.cpp`` declares the compiled ones."""
+    return (
+        operators.register(
+            "triton_pack",
+            "Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging",
+            "()",
+            _pack,
+            operators.fake_pack,
+        ),
+        operators.register(
+            "triton_unpack",
+            "Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging",
+            "()",
+            _unpack,
+            operators.fake_pack,
+        ),
+    )
+
+
+def _pack(chunks: Tensor, places: Tensor, strides: Tensor, included: int, divisor: float, staging: Tensor) -> None:
+    rows = [row for row in range(MOST_ROWS) if included >> row & 1]
+    if not rows:
+        staging.zero_()
+    if not rows or not len(chunks):
+        return
+    first, others = rows[0], sum(1 << (row - rows[0] - 1) for row in rows[1:])
+    block = BLOCK_OF_ROWS if others else BLOCK
+    with torch.cuda.device_of(staging):
+        _pack_chunk[(len(chunks) * (CHUNK // block),)](
+            chunks,
+            places,
+            strides,
+            staging,
+            first,
+            others,
+            _bits(divisor),
+            MANY=others != 0,
+            DIVIDE=divisor != 1,
+            BLOCK=block,
+            num_warps=WARPS,
+        )
+
+
+def _unpack(chunks: Tensor, places: Tensor, strides: Tensor, rows: int, divisor: float, staging: Tensor) -> None:
+    if not len(chunks):
+        return
+    with torch.cuda.device_of(staging):
+        _unpack_chunk[(len(chunks) * (CHUNK // BLOCK),)](
+            chunks,
+            places,
+            strides,
+            staging,
+            rows,
+            _bits(divisor),
+            DIVIDE=divisor != 1,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+def _bits(number: float) -> int:
+    """Triton takes a Python number for a float32; so it gets the bits of a float64."""
+    bits: int = from_bytes("<q", to_bytes("<d", number))[0]
+    return bits
