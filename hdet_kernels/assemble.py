@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import Buckets, unique
+from .buckets import Buckets
+from .compress import Format
 from .controller import Controller, RegressionController, Run, SoftmaxController
 from .converge import AverageState, Converger
 from .cycle import Cycle, Gradients, Probe
-from .ensemble import Ensemble, default_ensemble
+from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from .explore import Explore, Group, Hyperparameter, expand, remember_bases
+from .optimizer_state import StepCounts, averaged_state
 from .spread import Spread
 
 log = logging.getLogger("hdet_kernels")
@@ -42,6 +44,10 @@ def build_cycle(
     average_state: AverageState,
     average_buffers: bool,
     model: torch.nn.Module | None,
+    bucket_bytes: int | None,
+    compress: Format | None,
+    overlap_steps: int,
+    backup: bool,
     seed: int,
     schedule: str,
 ) -> Cycle:
@@ -59,6 +65,12 @@ def build_cycle(
         raise ValueError(f"seed must be a whole number, got {seed!r}")
     _check_choice("gradients", gradients, ("auto", "shared", "local"))
     _check_choice("average_state", average_state, ("auto", True, False))
+    _check_choice("backup", backup, (True, False))
+    if isinstance(overlap_steps, bool) or not isinstance(overlap_steps, int) or not 0 <= overlap_steps < sync_every:
+        raise ValueError(
+            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {overlap_steps!r}: an "
+            "average has to land before the next one starts"
+        )
     if probe is not None and not callable(probe):
         raise TypeError(f"probe must be callable without arguments and return a loss, got {probe!r}")
     hyperparameters = expand(explore, groups, spread)
@@ -67,16 +79,26 @@ def build_cycle(
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
     if controller is not None and controller.reads == "slopes" and gradients == "local":
         raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
-    ensemble = default_ensemble() if ensemble is None else ensemble
+    if controller is not None and controller.reads == "slopes" and overlap_steps:
+        raise ValueError(
+            f"{type(controller).__name__} needs the averaged parameters at the sync itself, got "
+            f"overlap_steps={overlap_steps}: use overlap_steps=0, or the regression controller"
+        )
+    ensemble = _ensemble_of(groups) if ensemble is None else ensemble
     if ensemble.size == 1:
         log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
     buckets = getattr(optimizer, "buckets", None)
     converger = Converger(
         buckets if isinstance(buckets, Buckets) else [p for group in groups for p in group["params"]],
         ensemble,
-        state=lambda: _averaged_state(optimizer),
+        state=lambda: averaged_state(optimizer),
+        counts=StepCounts(optimizer),
         # Looked up at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
-        buffers=lambda: [b for b in model.buffers() if b.is_floating_point()] if model and average_buffers else [],
+        buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],
+        bucket_bytes=bucket_bytes,
+        compress=compress,
+        overlaps=overlap_steps > 0 and ensemble.talks,
+        backup=backup,
     )
     remember_bases(hyperparameters, groups)
     return Cycle(
@@ -88,8 +110,24 @@ def build_cycle(
         probe=probe,
         gradients=gradients,
         average_state=average_state,
+        overlap_steps=overlap_steps if ensemble.talks else 0,
         step=step,
         schedule=schedule,
+    )
+
+
+def _ensemble_of(groups: Sequence[Group]) -> Ensemble:
+    """The replicas where the user has not said who they are: the default group's, unless the parameters are sharded
+    over it."""
+    meshes = {param.device_mesh for group in groups for param in group["params"] if hasattr(param, "device_mesh")}
+    if not meshes:
+        return default_ensemble()
+    mesh = next(iter(meshes))
+    if len(meshes) == 1 and mesh.ndim == 2:
+        return ProcessEnsemble(mesh)
+    raise ValueError(
+        f"the parameters are sharded over {' and '.join(map(str, meshes))}, which does not tell which processes are "
+        "replicas of each other: pass ensemble=hdet_kernels.ProcessEnsemble(mesh) with a 2-D mesh (replicate, shard)"
     )
 
 
@@ -127,20 +165,6 @@ def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
     if hyper.key != "lr" or hyper.group is None or "min_lr" not in groups[hyper.group]:
         return None
     return float(groups[hyper.group]["min_lr"])
-
-
-def _averaged_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The floating-point state of all parameters, by parameter and name: moments and the like, not step counts."""
-    flats = getattr(optimizer, "state_flats", None)
-    if callable(flats):
-        return dict(flats())
-    params = unique(param for group in optimizer.param_groups for param in group["params"])
-    return {
-        f"{index}/{key}": value
-        for index, param in enumerate(params)
-        for key, value in sorted(optimizer.state.get(param, {}).items())
-        if key != "step" and isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-    }
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

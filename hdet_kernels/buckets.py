@@ -245,6 +245,17 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def has_overlap(tensor: Tensor) -> bool:
+    """Whether elements may share memory: a dimension does not step over all that the smaller ones reach."""
+    reach = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1:
+            if stride < reach:
+                return tensor.numel() > 0
+            reach = stride * (size - 1) + reach
+    return False
+
+
 def layout_hash(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -> int:
     """48 bits that agree between processes exactly if the tensors agree in number, order, shape, strides, dtype and,
     where given, names. (48 bits survive a trip through float64.)"""

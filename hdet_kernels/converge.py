@@ -2,46 +2,66 @@
 
 First every replica shows one control row: step, loss, layout, whether its numbers are finite. Replicas that disagree
 get an error that names them instead of a hang or a wrong mean; a replica that is not finite is left out and receives
-the mean of the others. Only then does anything move, in ⌈bytes / bucket_bytes⌉ collectives.
+the mean of the others. Only then does anything move, in ⌈bytes / bucket_bytes⌉ collectives; and if one of them fails,
+everything is as it was.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, cut, flat_view, layout_hash, unique, wide_dtype
-from .ensemble import Ensemble
+from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, layout_hash, unique
+from .compress import Compression, Format, check_format
+from .content import Content, described, flattener, integer_hash, local
+from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
+from .ensemble import Ensemble, ProcessEnsemble
+from .overlap import Correction, Flight
+from .travel import Cost, Courier, Journey, travel
+
+__all__ = ["Asked", "AverageState", "Converger", "Outcome", "Report"]
 
 AverageState = Literal["auto"] | bool
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a replica says of itself at a sync. Tensors stay on their device until the control row is made.
+class Counts(Protocol):
+    """The step counts of an optimizer."""
 
-    step: finished steps. loss_sum, loss_count: the window of training losses. probe: its loss on the probe batch.
-    gradients: a number that is equal on all replicas exactly if their gradients were. config: a hash of the settings.
-    base: the base learning rate of the first group; bases: a hash of all base values. failed: its probe raised.
+    def read(self) -> Tensor: ...
+
+    def write(self, counts: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of an average.
+
+    average_state: True, False, or ``"auto"``: unless the gradients are shared. State is also averaged when a replica
+        is left out, so that the healed one gets sound moments; never with ``include_state=False``.
+    known_shared: whether gradients are shared, if the replicas do not all show theirs this time. Where nothing is
+        known the state is averaged, which is right in both cases and merely costs more.
+    needs_shared: local gradients are an error.
+    needs_loss: a replica without any recorded loss is an error.
+    skip_if_equal: leave parameters alone that are equal on all replicas (plain data parallel stays bit for bit).
+    in_full: do not compress.
     """
 
-    step: int
-    loss_sum: float | Tensor = 0.0
-    loss_count: int = 0
-    probe: float | Tensor | None = None
-    gradients: float | Tensor | None = None
-    config: int = 0
-    base: float = 0.0
-    bases: int = 0
-    failed: bool = False
+    average_state: AverageState = "auto"
+    include_state: bool = True
+    known_shared: bool | None = None
+    needs_shared: bool = False
+    needs_loss: bool = False
+    skip_if_equal: bool = False
+    in_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,7 @@ class Outcome:
     """What a converge found and did. Arrays have one entry a replica; NaN is a loss that was not given.
 
     shared: whether all replicas have the same gradients (None: not known).
-    bytes: payload of the collectives as this replica sent it, control row included.
+    bytes: payload of the collectives as this process handed it to them, control row included.
     """
 
     losses: NDArray[np.float64]
@@ -61,13 +81,18 @@ class Outcome:
     seconds: float
 
 
-#: The control row, in fp64; hashes have 48 bits.
-_COLUMNS = (
-    *("config", "step", "base", "bases", "failed"),
-    *("layout", "tensors", "elements", "state"),
-    *("loss_sum", "loss_count", "probe", "gradients"),
-    *("checksum", "rest"),
-)
+@dataclass(frozen=True)
+class _Plan:
+    """What all replicas have decided to average."""
+
+    healthy: NDArray[np.bool_]
+    shared: bool | None
+    params: bool
+    compressed: bool
+    remembered: bool  # as what the next differences refer to
+    state: bool
+    counts: bool
+    integers: bool
 
 
 class Converger:
@@ -75,11 +100,23 @@ class Converger:
 
     Args:
         params: a :class:`Buckets` (averaged in place, in the parameters' own memory) or loose parameters (packed into
-            a staging buffer of at most ``bucket_bytes``, averaged there and unpacked).
-        ensemble: the replicas.
+            staging buffers, averaged there and unpacked). Of distributed tensors the local shards are averaged.
+        ensemble: the replicas. Where a process holds several of them, the tensors have one row for each.
         state: returns the optimizer state that belongs with the parameters, by name, as it is at that moment.
-        buffers: returns the floating-point buffers that are averaged with the parameters, as they are at that moment.
-        bucket_bytes: what one collective carries at most. Default: that of the ``Buckets``, or 512 MiB.
+        counts: the optimizer's step counts: where they differ, as after a step that was skipped on one replica, they
+            become the largest when state is averaged.
+        buffers: returns the buffers of the model, as they are at that moment: floating-point ones are averaged,
+            integers become those of the first sound replica.
+        bucket_bytes: what one collective carries at most, and the size of each of the two staging buffers. Default:
+            that of the ``Buckets``, or 512 MiB.
+        compress: ``"bf16"`` or ``"int8"``: parameters travel as rounded differences to the last consensus. State and
+            buffers travel in full, and so do parameters the first time and when a replica is left out.
+        error_feedback: what the rounding took is sent the next time.
+        overlaps: whether :meth:`start` will be called: then the replicas need connections of their own for it, made
+            here, and every process must build its converger.
+        backup: keep a copy of what is averaged until all of it has arrived, so that a peer that dies in the middle
+            leaves everything as it was. Without it, what fails in the middle leaves a mixture.
+        backend: of the kernels; see :func:`hdet_kernels.use_backend`.
     """
 
     def __init__(
@@ -88,8 +125,14 @@ class Converger:
         ensemble: Ensemble,
         *,
         state: Callable[[], Mapping[str, Tensor]] = dict,
+        counts: Counts | None = None,
         buffers: Callable[[], Sequence[Tensor]] = tuple,
         bucket_bytes: int | None = None,
+        compress: Format | None = None,
+        error_feedback: bool = True,
+        overlaps: bool = False,
+        backup: bool = True,
+        backend: str | None = None,
     ) -> None:
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
@@ -98,143 +141,281 @@ class Converger:
         if not self.params:
             raise ValueError("there are no parameters to average: the optimizer's parameter groups are empty")
         for index, param in enumerate(self.params):
-            if hasattr(param, "device_mesh"):
-                raise TypeError(f"parameter {index} is a distributed tensor; sharded parameters cannot be averaged yet")
-        self.buffers = buffers
-        for tensor in self.covered():
-            flat_view(tensor)  # refuses what has no memory order of its own, now and not after the first T steps
-        self.state = state
-        self.ensemble = ensemble
+            _check_shards(index, param, ensemble)
         if bucket_bytes is None:
             bucket_bytes = self.buckets.bucket_bytes if self.buckets else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
+        check_format(compress)
+        self.state, self.counts, self.buffers = state, counts, buffers
+        self.ensemble, self.backup, self.compress = ensemble, backup, compress
+        self._content(include_state=False)  # refuses what cannot be flattened, now and not after the first T steps
+        self._courier = Courier(ensemble, self.bucket_bytes, backend)
+        self._behind = Courier(ensemble.twin(), self.bucket_bytes, backend) if overlaps else None
+        self._compression = Compression(compress, error_feedback=error_feedback) if compress else None
 
-    def converge(
-        self,
-        report: Report,
-        *,
-        average_state: AverageState = "auto",
-        include_state: bool = True,
-        known_shared: bool | None = None,
-        needs_shared: bool = False,
-        needs_loss: bool = False,
-        skip_if_equal: bool = False,
-    ) -> Outcome:
-        """Show the control rows, check them, then average. Collective: every replica must call it.
+    def converge(self, report: Report, asked: Asked = Asked()) -> Outcome:  # noqa: B008 (frozen)
+        """Show the control rows, check them, then average. Collective: every process must call it.
 
-        average_state: True, False, or ``"auto"``: unless the gradients are shared. State is also averaged when a
-            replica is left out, so that the healed one gets sound moments; never with ``include_state=False``.
-        known_shared: whether gradients are shared, if the replicas do not all show theirs this time. Where nothing is
-            known the state is averaged, which is right in both cases and merely costs more.
-        needs_shared: local gradients are an error.
-        needs_loss: a replica without any recorded loss is an error.
-        skip_if_equal: leave parameters alone that are equal on all replicas (plain data parallel stays bit for bit).
-
-        Raises RuntimeError on every replica, with nothing overwritten, if they disagree or none is finite.
-        """
+        Raises RuntimeError with everything as it was: on every process if the replicas disagree or none is finite,
+        on those that are left if one dies."""
         start = time.perf_counter()
+        content = self._content(asked.include_state)
+        verdict, plan = self._agree(self._courier, report, content, asked)
+        with self._unharmed(content, plan) if self.backup else contextlib.nullcontext():
+            cost = self._average(self._courier, content, plan)
+        self._settle(content)
+        return self._outcome(verdict, plan, cost, time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def consensus(self, report: Report) -> Iterator[None]:
+        """The averaged parameters and buffers inside the block, this replica's own again after it."""
+        own = [tensor.clone() for tensor in self._covered()]
+        try:
+            content = self._content(include_state=False)
+            _, plan = self._agree(self._courier, report, content, Asked(include_state=False, in_full=True))
+            self._average(self._courier, content, plan)
+            self._settle(content)
+            yield
+        finally:
+            for tensor, value in zip(self._covered(), own, strict=True):
+                tensor.copy_(value)
+
+    def start(self, report: Report, asked: Asked = Asked()) -> Flight[Outcome]:  # noqa: B008 (frozen)
+        """Begin :meth:`converge` on a copy of what there is now, and return at once. :meth:`land` ends it."""
+        if self._behind is None:
+            raise RuntimeError("start() needs a Converger that was built with overlaps=True")
+        courier, start = self._behind, time.perf_counter()
+        # Not the state, as long as gradients are shared: should a replica turn out bad, the state is healed on landing.
+        with_state = asked.include_state and (
+            asked.average_state is True or (asked.average_state == "auto" and asked.known_shared is not True)
+        )
+        before = self._content(with_state).copy()
+        after = before.copy()
+        asked = replace(asked, include_state=with_state)
+
+        def fly() -> tuple[Correction, Outcome]:
+            verdict, plan = self._agree(courier, report, after, asked)
+            cost = self._average(courier, after, plan)
+            own = bool(plan.healthy[self._own].all())
+            correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
+            return correction, self._outcome(verdict, plan, cost, 0.0)
+
+        return Flight(fly, before.device, time.perf_counter() - start)
+
+    def land(self, flight: Flight[Outcome]) -> Outcome:
+        """Wait for what :meth:`start` began, and apply it: parameters move by the difference between the consensus and
+        what this replica had then. Raises, with nothing changed, what :meth:`converge` would have raised."""
+        start = time.perf_counter()
+        correction, outcome = flight.wait()
+        content = self._content(correction.has_state)
+        correction.apply(content)
+        if content.counts is not None and self.counts is not None:
+            self.counts.write(content.counts)
+        cost = self._heal(outcome.healthy) if correction.heal else Cost()
+        self._settle(content)
+        return replace(
+            outcome,
+            seconds=flight.seconds + time.perf_counter() - start,
+            bytes=outcome.bytes + cost.bytes,
+            collectives=outcome.collectives + cost.collectives,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What must be equal on all replicas."""
+        return {"bucket_bytes": self.bucket_bytes, "compress": self.compress, "overlaps": self._behind is not None}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The memory of the compression, if there is any."""
+        return self._compression.state_dict(self.ensemble.processes) if self._compression else None
+
+    def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
+        """``own``: whether it was saved by the process that holds the same replicas."""
+        if self._compression is not None:
+            regions = self._compressible(self._content(include_state=False))
+            self._compression.load_state_dict(state, self._courier, regions, own=own)
+
+    @property
+    def _own(self) -> slice:
+        return slice(self.ensemble.replica, self.ensemble.replica + self.ensemble.rows)
+
+    def _covered(self) -> list[Tensor]:
+        """The parameters (and their masters) and buffers that are averaged."""
+        masters = [master for master in self.buckets.masters if master is not None] if self.buckets else []
+        return [local(tensor) for tensor in (*self.params, *masters, *unique(self.buffers()))]
+
+    def _settle(self, content: Content) -> None:
+        """Write what has been averaged in a copy, or in full, to where it belongs."""
+        content.put_back()
+        if self.buckets is not None:
+            self.buckets.round_masters()
+
+    def _content(self, include_state: bool) -> Content:
+        gapped: list[tuple[Tensor, Tensor]] = []
+        flat = flattener(self.ensemble.rows, gapped)
         if self.buckets is not None:
             self.buckets.rehome()
             self.buckets.refresh_masters()
-        state = dict(self.state()) if include_state else {}
+            params = [[flat(full)] for full in self.buckets.full if full.numel()]
+        else:
+            params = [[flat(param) for param in self.params if local(param).numel()]]
         buffers = unique(self.buffers())
-        row = self._row(report, state, buffers)
-        rows = dict(zip(_COLUMNS, self.ensemble.gather(row).numpy().T, strict=True))
-        sent, collectives = (row.nbytes, 1) if self.ensemble.size > 1 else (0, 0)
+        floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        return Content(
+            params=params,
+            buffers=[flat(buffer) for buffer in floating if buffer.numel()],
+            state={name: flat(value) for name, value in (self.state().items() if include_state else ())},
+            integers=[local(buffer) for buffer in buffers if not any(buffer is other for other in floating)],
+            counts=self.counts.read() if include_state and self.counts is not None else None,
+            gapped=gapped,
+            tensors=[local(tensor) for tensor in (*self.params, *buffers)],
+        )
 
-        _check_agreement(rows, needs_loss)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            losses = rows["loss_sum"] / rows["loss_count"]
-        healthy = _healthy(rows, losses, report.step)
-        shared = _shared(rows["gradients"])
-        shared = known_shared if shared is None else shared
-        if needs_shared and shared is False:
+    def _agree(
+        self, courier: Courier, report: Report, content: Content, asked: Asked
+    ) -> tuple[Verdict, _Plan]:
+        """Meet the other replicas and decide with them what is averaged."""
+        ensemble = courier.ensemble
+        report = replace(report, settings={**report.settings, **self.settings()})
+        verdict = meet(ensemble, report, self._numbers(courier, content), needs_loss=asked.needs_loss)
+        shared = asked.known_shared if verdict.shared is None else verdict.shared
+        if asked.needs_shared and shared is False:
             raise RuntimeError(
                 "the hypergradient controller needs gradients that are averaged over the replicas at every step, but "
                 "they differ: wrap the model in DistributedDataParallel, or use the regression controller"
             )
-        excluded = not healthy.all()
-        # From the gather on, every decision is made from its rows alone: what one replica knows of itself would send
-        # the replicas into different collectives.
-        wanted = excluded or (not shared if average_state == "auto" else average_state)
-        with_state = bool(wanted and rows["state"].any())
-        if with_state:
-            _agree(rows, "state", "the optimizer state that there is", _UNEVEN_STATE)
-        if skip_if_equal and not excluded and (rows["checksum"] == rows["checksum"][0]).all():
-            regions = [_flat(buffers)]
-        else:
-            regions = self._regions([*buffers, *(state.values() if with_state else ())])
-        more = self._average(regions, healthy)
-        sent, collectives = sent + more[0], collectives + more[1]
-        return Outcome(losses, rows["probe"], healthy, shared, sent, collectives, time.perf_counter() - start)
+        excluded = not verdict.healthy.all()
+        wanted = excluded or (not shared if asked.average_state == "auto" else asked.average_state)
+        with_state = bool(wanted and verdict.has_state)
+        if with_state and not verdict.same_state:
+            layout = described(content.state.values(), content.state)
+            raise disagreement(ensemble, layout, "the optimizer state that there is", _UNEVEN_STATE)
+        params = excluded or not (asked.skip_if_equal and verdict.equal)
+        compression = self._compression if params and ensemble.talks and not asked.in_full else None
+        ready = compression is not None and compression.fits(self._courier, self._compressible(content))
+        plan = _Plan(
+            verdict.healthy,
+            shared,
+            params=params,
+            compressed=ready and not excluded,
+            remembered=compression is not None and (excluded or not ready),
+            state=with_state,
+            counts=with_state and not verdict.same_counts,
+            integers=not verdict.same_integers,
+        )
+        return verdict, plan
 
-    def covered(self) -> list[Tensor]:
-        """The parameters (and their masters) and buffers that are averaged."""
-        masters = [master for master in self.buckets.masters if master is not None] if self.buckets else []
-        return [*self.params, *masters, *unique(self.buffers())]
+    def _numbers(self, courier: Courier, content: Content) -> Numbers:
+        checksum = courier.checksum  # not one for all: a flight checks beside the training
+        device = content.device
+        layouts = {"layout": (content.tensors, None), "state": (content.state.values(), content.state.keys())}
+        return Numbers(
+            layout=layout_hash(content.tensors),
+            state=layout_hash(content.state.values(), content.state.keys()) if content.state else 0,
+            counts=0 if content.counts is None else short_hash(content.counts.tolist()),
+            integers=integer_hash(content.integers, device),
+            checksum=checksum(content.all_params, device),
+            rest=checksum([*content.buffers, *content.state.values()], device),
+            describe=lambda name: described(*layouts[name]),
+        )
 
-    def _regions(self, others: Sequence[Tensor]) -> list[list[Tensor]]:
-        """1-D tensors to be averaged; those of one region may share a bucket. Homed parameters are regions of their
+    def _compressible(self, content: Content) -> list[list[Tensor]]:
+        """Parameters that travel as fp32: a difference of doubles would lose its last digits."""
+        return [[tensor for tensor in region if tensor.dtype != torch.float64] for region in content.params]
+
+    def _regions(self, content: Content, plan: _Plan) -> list[list[Tensor]]:
+        """What travels in full; the tensors of one region may share a bucket. Homed parameters are regions of their
         own: alone in a bucket they are averaged in place."""
-        loose = others if self.buckets else [*self.params, *others]
-        homed = [_flat([flat]) for flat in self.buckets.full] if self.buckets else []
-        return [*homed, _flat(loose)]
-
-    def _average(self, regions: list[list[Tensor]], healthy: NDArray[np.bool_]) -> tuple[int, int]:
-        """Average every region over the healthy replicas; returns bytes and collectives."""
-        if self.ensemble.size == 1:
-            return 0, 0
-        included, include_me = int(healthy.sum()), bool(healthy[self.ensemble.replica])
-        sent = collectives = 0
-        for region in regions:
-            for bucket in cut(region, self.bucket_bytes):
-                pieces = [region[p.index][p.start : p.stop] for p in bucket.pieces]
-                in_place = len(pieces) == 1 and pieces[0].dtype == bucket.dtype
-                travelling = pieces[0] if in_place else torch.cat([piece.to(bucket.dtype) for piece in pieces])
-                self.ensemble.mean_(travelling, included, include_me)
-                if not in_place:
-                    torch._foreach_copy_(pieces, list(travelling.split([piece.numel() for piece in pieces])))
-                sent, collectives = sent + bucket.nbytes, collectives + 1
+        others = [*content.buffers, *(content.state.values() if plan.state else ())]
+        if not plan.params:
+            return [others]
+        if plan.compressed:
+            return [[*(tensor for tensor in content.all_params if tensor.dtype == torch.float64), *others]]
         if self.buckets is not None:
-            self.buckets.round_masters()
-        devices = {tensor.device for region in regions for tensor in region if tensor.is_cuda}
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
-        return sent, collectives
+            return [*content.params, others]
+        return [[*content.all_params, *others]]
 
-    def _row(self, report: Report, state: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> Tensor:
-        homed = self.buckets.full if self.buckets else self.params
+    def _average(self, courier: Courier, content: Content, plan: _Plan) -> Cost:
+        ensemble = courier.ensemble
+        cost = Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
+        cost += courier.average(self._regions(content, plan), plan.healthy)
+        if plan.integers and content.integers:
+            cost += travel([self._integers(ensemble, content.integers, plan)])
+        if plan.counts and content.counts is not None:
+            cost += travel([self._counts(ensemble, content.counts, plan)])
+        if self._compression is not None and plan.compressed:
+            cost += self._compression.average(courier, self._compressible(content))
+        if self._compression is not None and plan.remembered:
+            sound = bool(plan.healthy[self._own].all())
+            self._compression.remember(courier, self._compressible(content), sound=sound)
+        for device in {tensor.device for tensor in (*content.all_params, *content.buffers) if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
+        return cost
+
+    def _integers(self, ensemble: Ensemble, integers: Sequence[Tensor], plan: _Plan) -> tuple[Journey, int]:
+        """All integer buffers become those of the first sound replica."""
+        first = int(np.flatnonzero(plan.healthy)[0])
+        rows, row = self.ensemble.rows, max(first - self.ensemble.replica, 0) % self.ensemble.rows
+        # As bytes: there are many kinds of integers, and no collective knows all of them.
+        parts = [(tensor.view(rows, -1)[row] if rows > 1 else tensor.reshape(-1)).view(torch.uint8) for tensor in integers]
+        travelling = torch.cat([part.to(integers[0].device) for part in parts])
+
+        def journey() -> Journey:
+            yield ensemble.broadcast(travelling, first)
+            received = travelling.split([part.numel() for part in parts])
+            for tensor, part, own in zip(integers, received, parts, strict=True):
+                values = part.to(own.device).view(tensor.dtype)
+                tensor.copy_((values.expand(rows, -1) if rows > 1 else values).reshape(tensor.shape))
+
+        return journey(), travelling.nbytes
+
+    def _counts(self, ensemble: Ensemble, counts: Tensor, plan: _Plan) -> tuple[Journey, int]:
+        """Step counts become the largest of any sound replica."""
+        sound = bool(plan.healthy[self._own].any())
         device = self.params[0].device
-        nan = math.nan
-        scalars = [
-            report.loss_sum,
-            nan if report.probe is None else report.probe,
-            nan if report.gradients is None else report.gradients,
-            checksum(homed, device),
-            checksum([*buffers, *state.values()], device),
-        ]
-        # One transfer from the device for all of them.
-        wide = wide_dtype(device)
-        on_device = torch.stack([torch.as_tensor(s).detach().to(device, wide).reshape(()) for s in scalars])
-        loss_sum, probe, gradients, check, rest = on_device.tolist()
-        row = {
-            "config": report.config,
-            "step": report.step,
-            "base": report.base,
-            "bases": report.bases,
-            "failed": report.failed,
-            "layout": layout_hash([*self.params, *buffers]),
-            "tensors": len(self.params),
-            "elements": sum(param.numel() for param in self.params),
-            "state": layout_hash(state.values(), state.keys()) if state else 0,
-            "loss_sum": loss_sum,
-            "loss_count": report.loss_count,
-            "probe": probe if report.probe is None or math.isfinite(probe) else math.inf,
-            "gradients": gradients,
-            "checksum": check,
-            "rest": rest,
-        }
-        return torch.tensor([row[name] for name in _COLUMNS], dtype=torch.float64)
+        travelling = (counts if sound else torch.full_like(counts, -torch.inf)).to(device)
+
+        def journey() -> Journey:
+            yield ensemble.all_reduce(travelling, "max")
+            counts.copy_(travelling)
+            if ensemble is self.ensemble and self.counts is not None:
+                self.counts.write(counts)
+
+        return journey(), travelling.nbytes
+
+    def _heal(self, healthy: NDArray[np.bool_]) -> Cost:
+        """State and step counts of the sound replicas, for one that was left out."""
+        content = replace(self._content(include_state=True), buffers=[])
+        none = dict.fromkeys(("params", "compressed", "remembered", "integers"), False)
+        plan = _Plan(healthy, None, state=True, counts=True, **none)
+        with self._unharmed(content, plan) if self.backup else contextlib.nullcontext():
+            cost = self._courier.average([list(content.state.values())], healthy)
+            if content.counts is not None:
+                cost += travel([self._counts(self.ensemble, content.counts, plan)])
+        return cost
+
+    @contextlib.contextmanager
+    def _unharmed(self, content: Content, plan: _Plan) -> Iterator[None]:
+        """Bring everything back that the block has changed if it raises."""
+        if not self.ensemble.talks:
+            yield
+            return
+        regions = self._regions(content, plan)
+        changed = [*itertools.chain.from_iterable(regions), *(content.integers if plan.integers else ())]
+        kept = [tensor.clone() for tensor in changed]
+        counts = None if content.counts is None else content.counts.clone()
+        try:
+            yield
+        except BaseException:
+            for tensor, own in zip(changed, kept, strict=True):
+                tensor.copy_(own)
+            if counts is not None and self.counts is not None and plan.counts:
+                self.counts.write(counts)
+            raise
+
+    def _outcome(self, verdict: Verdict, plan: _Plan, cost: Cost, seconds: float) -> Outcome:
+        return Outcome(
+            verdict.losses, verdict.probes, plan.healthy, plan.shared, cost.bytes, cost.collectives, seconds
+        )
 
 
 _UNEVEN_STATE = (
@@ -243,72 +424,18 @@ _UNEVEN_STATE = (
 )
 
 
-def _flat(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [flat_view(tensor) for tensor in tensors if tensor.numel()]
-
-
-def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A number that is finite exactly if all elements are, and differs, but for luck, where the elements do: the
-    tensors' norms, in fp64, weighted by their places."""
-    wide = wide_dtype(device)
-    norms = [torch.linalg.vector_norm(flat, dtype=wide).to(device) for flat in _flat(tensors)]
-    if not norms:
-        return torch.zeros((), dtype=wide, device=device)
-    return torch.stack(norms) @ torch.arange(1, len(norms) + 1, dtype=wide, device=device)
-
-
-def _check_agreement(rows: dict[str, NDArray[np.float64]], needs_loss: bool) -> None:
-    same_model = "all replicas must build the same model and optimizer"
-    _agree(rows, "layout", "the layout of parameters and buffers", same_model, ("tensors", "elements"))
-    _agree(rows, "config", "the settings", "all replicas must build the scheduler with the same arguments")
-    _agree(rows, "step", "the step", "a replica stepped more often, or resumed from another checkpoint")
-    if rows["failed"].any():
-        raise RuntimeError(f"probe() raised on {ranks(rows['failed'] > 0)}. Nothing was averaged.")
-    same_schedule = "all replicas must be given the same learning rates, schedule and base values"
-    _agree(rows, "bases", "the base values", same_schedule, ("base",))
-    if needs_loss and not (rows["loss_count"] > 0).all():
-        raise RuntimeError(
-            f"no loss was recorded since the last sync on {ranks(rows['loss_count'] == 0)}: call "
-            "scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step()"
-        )
-
-
-def _agree(
-    rows: dict[str, NDArray[np.float64]], column: str, what: str, hint: str, shown: tuple[str, ...] = ()
-) -> None:
-    values = rows[column]
-    if (values == values[0]).all():
+def _check_shards(index: int, param: Tensor, ensemble: Ensemble) -> None:
+    """The processes that average a part of a distributed tensor must hold the same part."""
+    mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", ())
+    if mesh is None or ensemble.size == 1:
         return
-    groups = []
-    for value in dict.fromkeys(values.tolist()):
-        who = values == value
-        first = int(np.flatnonzero(who)[0])
-        label = ", ".join(f"{rows[name][first]:.10g} {name}" for name in shown) or f"{column} {int(value)}"
-        groups.append(f"{ranks(who)}: {label}")
-    raise RuntimeError(f"the replicas disagree on {what} ({'; '.join(groups)}): {hint}. Nothing was averaged.")
-
-
-def _healthy(rows: dict[str, NDArray[np.float64]], losses: NDArray[np.float64], step: int) -> NDArray[np.bool_]:
-    numbers = np.isfinite(rows["checksum"]) & np.isfinite(rows["rest"])
-    loss = (np.isfinite(losses) | (rows["loss_count"] == 0)) & ~np.isinf(rows["probe"])
-    healthy: NDArray[np.bool_] = numbers & loss
-    if not healthy.any():
-        found = [f"parameters, state or buffers on {ranks(~numbers)}"] if not numbers.all() else []
-        found += [f"the loss on {ranks(~loss)}"] if not loss.all() else []
-        raise RuntimeError(
-            f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: "
-            "resume from the last checkpoint with a lower learning rate, or look for the batch that did it"
+    ranks = set(ensemble.ranks()) if isinstance(ensemble, ProcessEnsemble) else set()
+    for dimension, placement in enumerate(placements):
+        along = mesh.get_group(dimension)
+        others = ranks & set(torch.distributed.get_process_group_ranks(along)) - {torch.distributed.get_rank()}
+        if placement.is_replicate() or not others:
+            continue
+        raise ValueError(
+            f"parameter {index} is sharded over ranks that the ensemble takes for replicas of each other (this one and "
+            f"{sorted(others)}): pass ensemble=hdet_kernels.ProcessEnsemble(mesh) with a mesh (replicate, shard)"
         )
-    return healthy
-
-
-def _shared(gradients: NDArray[np.float64]) -> bool | None:
-    if len(gradients) == 1:
-        return True
-    return None if np.isnan(gradients).any() else bool((gradients == gradients[0]).all())
-
-
-def ranks(who: NDArray[np.bool_]) -> str:
-    """«rank 2», «ranks 0, 1, 3»."""
-    numbers = np.flatnonzero(who).tolist()
-    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"

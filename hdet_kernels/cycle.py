@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -21,17 +19,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .controller import Run
-from .converge import AverageState, Converger, Outcome, Report
+from .converge import Asked, AverageState, Converger, Outcome, Report
 from .ensemble import Ensemble
 from .gradients import Displacement, fingerprint, weakly
-from .history import SyncRecord
-from .spread import Spread
+from .history import Kind, SyncRecord
+from .overlap import Correction, Flight
+from .spread import Placement, Spread
 from .window import LossWindow, scalar
 
 log = logging.getLogger("hdet_kernels")
 
 Gradients = Literal["auto", "shared", "local"]
 Probe = Callable[[], float | Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """An average that was started after ``step`` and is due after step ``due``; ``placed``: what the replicas had
+    trained with; ``acting``: whether the controller acts on it."""
+
+    step: int
+    due: int
+    placed: Placement
+    acting: bool
+    flight: Flight[Outcome]
 
 
 class Cycle:
@@ -48,6 +59,7 @@ class Cycle:
         probe: Probe | None,
         gradients: Gradients,
         average_state: AverageState,
+        overlap_steps: int,
         step: int,
         schedule: str,
     ) -> None:
@@ -60,6 +72,7 @@ class Cycle:
         self.probe = probe
         self.gradients = gradients
         self.average_state = average_state
+        self.overlap_steps = overlap_steps
         self.step = step
         self.window = LossWindow()
         self.history: list[SyncRecord] = []
@@ -67,6 +80,7 @@ class Cycle:
         self._fingerprint: Tensor | None = None
         self._shared: bool | None = None
         self._write_hyperparameters: Callable[[], None] | None = getattr(optimizer, "write_hyperparameters", None)
+        self._pending: _Pending | None = None
         self._away = False  # inside consensus(): the parameters are not this replica's
         takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
         self._displacement = Displacement(optimizer) if takes_slopes else None
@@ -92,10 +106,10 @@ class Cycle:
     # A step
 
     def end_step(self, loss: float | Tensor | None, last_step: int | None) -> bool:
-        """The optimizer has finished a step; sync where one is due. Raises with nothing changed.
+        """The optimizer has finished a step; sync where one is due, and land what is due. Raises with nothing changed.
 
         ``last_step`` is the step after which there are no more, if the schedule knows one. Returns whether there was a
-        sync: then the values are new, and :meth:`write` is due once the schedule has moved on."""
+        sync or a landing: then the values are new, and :meth:`write` is due once the schedule has moved on."""
         if self._away:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
         if len(self.optimizer.param_groups) != self._group_count:
@@ -108,7 +122,10 @@ class Cycle:
                 f"step {self.step + 1} is past the end: total_steps is {last_step}; stop there, or build the scheduler "
                 "with the number of steps that you mean to make"
             )
-        mark = self.window.mark() if self._sync_due(self.step + 1) else None
+        step = self.step + 1
+        syncs = self._sync_due(step)
+        lands = self._pending is not None and (syncs or step >= self._pending.due)
+        mark = self.window.mark() if syncs or lands else None
         if loss is not None:
             self.window.record(loss)
         if self.spread.reads_losses and self.probe is None and not self.window.ever:
@@ -117,16 +134,21 @@ class Cycle:
                 "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass "
                 "auto_lr=False (fan-out and averaging only)"
             )
-        if mark is None:
-            self.step += 1
-            return False
-        try:
-            outcome = self._meet()
-        except BaseException:
-            self.window.reset(mark)
-            raise
-        self._turn(outcome)
-        return True
+        if mark is not None:
+            try:
+                self._land(step)
+                if syncs:
+                    self._sync(step)
+            except BaseException:
+                self.window.reset(mark)
+                raise
+        if syncs:
+            self.window.clear()
+            self._fingerprint = None
+        self.step = step
+        if syncs:
+            self.spread.fan_out(self.number)
+        return mark is not None
 
     def _sync_due(self, step: int) -> bool:
         return step % self.run.sync_every == 0 or step == self.run.total_steps
@@ -142,74 +164,84 @@ class Cycle:
     def _acting(self, step: int) -> bool:
         return self.spread.controller is not None and self.spread.controller.active(self.run, step)
 
-    def _meet(self) -> Outcome:
-        """Meet the other replicas at the end of step ``self.step + 1`` and average. Raises with nothing changed."""
-        step = self.step + 1
-        reads_losses = self._acting(step) and self.spread.reads_losses
+    def _sync(self, step: int) -> None:
+        """Meet the other replicas at the end of ``step`` and average, or start to."""
+        acting, placed = self._acting(step), self.spread.placement()
+        reads_losses = acting and self.spread.reads_losses
         probe, failure = self._run_probe() if reads_losses else (None, None)
+        report = dataclasses.replace(self._report(step), probe=probe, failed=failure is not None)
+        asked = Asked(
+            average_state=self._average_state(),
+            known_shared=self._shared,
+            needs_shared=self._displacement is not None,
+            needs_loss=reads_losses and self.probe is None,
+            skip_if_equal=not self.spread.diverges,
+        )
         try:
-            return self.converger.converge(
-                dataclasses.replace(self._report(step), probe=probe, failed=failure is not None),
-                average_state=self._average_state(),
-                known_shared=self._shared,
-                needs_shared=self._displacement is not None,
-                needs_loss=reads_losses and self.probe is None,
-                skip_if_equal=not self.spread.diverges,
-            )
+            if self.overlap_steps and step != self.run.total_steps:
+                flight = self.converger.start(report, asked)
+                self._pending = _Pending(step, step + self.overlap_steps, placed, acting, flight)
+            else:
+                self._turn(step, step, placed, acting, self.converger.converge(report, asked))
         except RuntimeError as error:
             raise error from failure
 
-    def _turn(self, outcome: Outcome) -> None:
-        """Note what happened, let the controller move the base values, and take new places: a new cycle."""
-        step = self.step + 1
+    def _land(self, step: int) -> None:
+        """Apply the average that is on its way, if there is one, at the end of ``step``."""
+        if (pending := self._pending) is not None:
+            self._pending = None
+            outcome = self.converger.land(pending.flight)
+            self._turn(pending.step, step, pending.placed, pending.acting, outcome)
+
+    def _turn(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> None:
+        """Note what happened at the sync after ``step``, and let the controller move the base values."""
         self._shared = outcome.shared
-        self._note(step, "sync" if step % self.run.sync_every == 0 else "last", outcome)
+        kind: Kind = "sync" if step % self.run.sync_every == 0 else "last"
+        self._note(step, landed, kind, placed, outcome)
         slopes = self._displacement.turn() if self._displacement else None
-        if self._acting(step):
+        if acting:
             losses = outcome.losses if np.isnan(outcome.probes).all() else outcome.probes
-            self.spread.move(self.run, np.where(outcome.healthy, losses, np.nan), slopes)
-        self.window.clear()
-        self._fingerprint = None
-        self.step = step
-        self.spread.fan_out(self.number)
+            self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes)
 
     def converge(self) -> None:
         """Average all replicas now, wherever in the cycle; the cycle goes on."""
         if self._away:
             raise RuntimeError("cannot average inside scheduler.consensus(): the parameters are averaged already")
-        outcome = self.converger.converge(
-            self._report(self.step), average_state=self._average_state(), known_shared=self._shared
-        )
-        self._note(self.step, "manual", outcome)
+        if self._pending is not None:
+            self._land(self.step)
+            self.write()
+            self.publish()
+        asked = Asked(average_state=self._average_state(), known_shared=self._shared)
+        outcome = self.converger.converge(self._report(self.step), asked)
+        self._note(self.step, self.step, "manual", self.spread.placement(), outcome)
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """The averaged parameters and buffers inside the block, this replica's own again after it."""
+        """The averaged parameters and buffers inside the block, this replica's own again after it. An average that is
+        on its way stays on its way: its corrections add up to nothing over the replicas."""
         if self._away:
             raise RuntimeError(
                 "scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already"
             )
-        own = [tensor.detach().clone() for tensor in self.converger.covered()]
-        self._away = True
-        try:
-            self.converger.converge(self._report(self.step), include_state=False)
-            yield
-        finally:
-            self._away = False
-            torch._foreach_copy_([tensor.detach() for tensor in self.converger.covered()], own)
+        with self.converger.consensus(self._report(self.step)):
+            self._away = True
+            try:
+                yield
+            finally:
+                self._away = False
 
     def _report(self, step: int) -> Report:
-        bases, _ = self.spread.table()
-        # Six digits: the last ones may differ between machines of different kinds.
-        digest = _hash([f"{base:.6e}" for base in bases])
+        hyperparameters, base = self.spread.hyperparameters, self.spread.placement().base
+        settings = {"gradients": self.gradients, "average_state": self.average_state}
         return Report(
             step,
-            self.window.sum,
+            # A copy: the window goes on while an average is on its way.
+            self.window.sum.clone() if isinstance(self.window.sum, Tensor) else self.window.sum,
             self.window.count,
             gradients=self._fingerprint,
-            config=self.config_hash,
-            base=float(bases[0]),
-            bases=digest,
+            settings={**self.config, **settings, "overlap_steps": self.overlap_steps},
+            # Six digits: the last ones may differ between machines of different kinds.
+            bases={hyper.name: f"{value:.6e}" for hyper, value in zip(hyperparameters, base, strict=True)},
         )
 
     def _average_state(self) -> AverageState:
@@ -227,8 +259,7 @@ class Cycle:
         except Exception as error:
             return None, error
 
-    def _note(self, step: int, kind: Literal["sync", "last", "manual"], outcome: Outcome) -> None:
-        base, values = self.spread.table()
+    def _note(self, step: int, landed: int, kind: Kind, placed: Placement, outcome: Outcome) -> None:
         names = [hyper.name for hyper in self.spread.hyperparameters]
         excluded = np.flatnonzero(~outcome.healthy).tolist()
         if excluded:
@@ -240,17 +271,18 @@ class Cycle:
             seen = "unknown" if outcome.shared is None else "shared" if outcome.shared else "local"
         record = SyncRecord(
             step=step,
-            cycle=self.number,
+            cycle=(step - 1) // self.run.sync_every if kind != "manual" else self.number,
             kind=kind,
             losses=outcome.losses.tolist(),
             probes=None if np.isnan(outcome.probes).all() else outcome.probes.tolist(),
-            base=dict(zip(names, base.tolist(), strict=True)),
-            values=dict(zip(names, values.tolist(), strict=True)),
+            base=dict(zip(names, placed.base.tolist(), strict=True)),
+            values=dict(zip(names, placed.values.tolist(), strict=True)),
             excluded=excluded,
             gradients=seen,
             bytes=outcome.bytes,
             collectives=outcome.collectives,
             seconds=outcome.seconds,
+            landed=landed,
         )
         self.history.append(record)
 
@@ -274,10 +306,6 @@ class Cycle:
             "probe": self.probe is not None,
         }
 
-    @functools.cached_property
-    def config_hash(self) -> int:
-        return _hash([self.config, self.gradients, self.average_state])
-
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors only: ``torch.load(weights_only=True)`` reads it."""
         return {
@@ -289,8 +317,36 @@ class Cycle:
             "spread": self.spread.state_dict(),
             "window": self.window.state_dict(),
             "displacement": self._displacement.state_dict() if self._displacement else None,
+            "pending": self._pending_state(),
+            "compression": self.converger.state_dict(),
             "history": [record.to_dict() for record in self.history],
         }
+
+    def _pending_state(self) -> dict[str, Any] | None:
+        """The average on its way, with what it will land with: waits for that."""
+        if (pending := self._pending) is None:
+            return None
+        correction, outcome = pending.flight.wait()
+        plain = {name: getattr(outcome, name) for name in ("shared", "bytes", "collectives", "seconds")}
+        arrays = {name: getattr(outcome, name).tolist() for name in ("losses", "probes", "healthy")}
+        return {
+            "step": pending.step,
+            "due": pending.due,
+            "placed": pending.placed.state_dict(),
+            "acting": pending.acting,
+            "correction": correction.state_dict(),
+            "outcome": {**plain, **arrays},
+        }
+
+    def _load_pending(self, state: dict[str, Any] | None) -> None:
+        self._pending = None
+        if state is None:
+            return
+        arrays = {name: np.array(state["outcome"][name]) for name in ("losses", "probes", "healthy")}
+        correction = Correction.of(state["correction"], self.converger.params[0].device)
+        flight = Flight.landed(correction, Outcome(**{**state["outcome"], **arrays}))
+        placed = Placement.of(state["placed"])
+        self._pending = _Pending(state["step"], state["due"], placed, state["acting"], flight)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise unless :meth:`load_state_dict` can take ``state``."""
@@ -324,13 +380,11 @@ class Cycle:
         self.window.load_state_dict(state["window"])
         if self._displacement is not None:
             self._displacement.load_state_dict(state["displacement"])
+        self._load_pending(state.get("pending"))
+        own = (state["replica"], state["size"]) == (self.ensemble.replica, self.ensemble.size)
+        self.converger.load_state_dict(state.get("compression"), own=own)
         self.history[:] = [SyncRecord(**record) for record in state["history"]]
         self.spread.fan_out(self.number)
         self._fingerprint = None
         self.write()
 
-
-def _hash(value: Any) -> int:
-    """48 bits of plain values, the same in every process."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")

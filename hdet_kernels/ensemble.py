@@ -1,90 +1,267 @@
-"""Who the replicas are.
+"""Who the replicas are, and how they talk.
 
-An ensemble of N replicas can gather one small row per replica and average a tensor over a chosen subset of them. The
-replicas are the processes of a ``torch.distributed`` group, or this process alone.
+An ensemble has N replicas. A process holds one of them, or several as rows of one buffer; or several processes hold
+one together, each a shard of its parameters. The processes that hold the same part of different replicas talk to each
+other through a ``torch.distributed`` group.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import datetime
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+#: torch 2.13 gave it another name, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Work(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> Any:
+        """Until the result can be used: on a CPU until it is there, on a GPU by whatever its current stream does
+        next. Raises if the collective failed."""
 
 
 class Ensemble(Protocol):
-    """N = ``size`` replicas, of which this process holds number ``replica``."""
+    """N = ``size`` replicas. This process holds ``rows`` of them from number ``replica`` on, and one of the ``parts``
+    of each. ``processes`` hold the same part; this one is number ``process`` of them. ``talks``: whether they are
+    connected at all.
+
+    All methods but :meth:`averages` are collective: every process that holds the same part must call them in the same
+    order.
+    """
 
     size: int
     replica: int
+    rows: int
+    parts: int
+    processes: int
+    process: int
+    talks: bool
 
-    def gather(self, row: Tensor) -> Tensor:
-        """The rows of all replicas, [size, columns], on the CPU, from this replica's ``row``. One collective."""
+    def gather(self, rows: Tensor) -> Tensor:
+        """[size, parts, columns], on the CPU, of everyone's [rows, columns]."""
 
-    def mean_(self, tensor: Tensor, included: int, include_me: bool) -> None:
-        """Replace ``tensor`` by its mean over the ``included`` replicas that pass ``include_me``; the others receive
-        it too. One collective."""
+    def averages(self, device: torch.device) -> bool:
+        """Whether :meth:`all_reduce` can divide by the number of processes as it adds."""
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+        """Start to replace ``tensor`` by its ``"sum"``, ``"mean"`` or ``"max"`` over the processes."""
+
+    def broadcast(self, tensor: Tensor, replica: int) -> Work:
+        """Start to replace ``tensor`` by that of the process which holds ``replica``."""
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+        """Start to send row p of ``sent`` to process p, and to receive its row into row p of ``received``."""
+
+    def collect(self, gathered: Tensor, own: Tensor) -> Work:
+        """Start to gather every process's ``own`` into the rows of ``gathered``."""
+
+    def twin(self) -> Ensemble:
+        """The same replicas over connections of their own, for collectives that run beside others."""
 
 
 class SingleReplica:
     """One process, one replica: nothing to gather, nothing to average."""
 
-    size = 1
-    replica = 0
+    size = rows = parts = processes = 1
+    replica = process = 0
+    talks = False
 
-    def gather(self, row: Tensor) -> Tensor:
-        return row.detach().cpu().reshape(1, -1)
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows.detach().cpu().reshape(1, 1, -1)
 
-    def mean_(self, tensor: Tensor, included: int, include_me: bool) -> None:
-        return None
+    def averages(self, device: torch.device) -> bool:
+        return True
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+        return _Done()
+
+    def broadcast(self, tensor: Tensor, replica: int) -> Work:
+        return _Done()
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+        received.copy_(sent)
+        return _Done()
+
+    def collect(self, gathered: Tensor, own: Tensor) -> Work:
+        gathered[0].copy_(own)
+        return _Done()
+
+    def twin(self) -> SingleReplica:
+        return self
 
     def __repr__(self) -> str:
         return "SingleReplica()"
 
 
 class ProcessEnsemble:
-    """The processes of a ``torch.distributed`` group, each of them one replica (default: the default group)."""
+    """The processes of a ``torch.distributed`` group, each of them one replica (default: the default group).
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    Args:
+        process_group: a group, a 1-D ``DeviceMesh`` (``mesh["replicate"]``), or a 2-D one, (replicate, shard) as
+            ``fully_shard`` takes it: then a replica is held by all processes along the second dimension, each of which
+            averages its shards with those at its place in the other replicas.
+        shard_group: the processes that hold this replica together, if it is not a mesh that says so.
+    """
+
+    rows = 1
+    talks = True
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        shard_group: dist.ProcessGroup | None = None,
+    ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "ProcessEnsemble needs an initialised process group: start the script with torchrun and call "
                 "torch.distributed.init_process_group() first"
             )
-        self.group = process_group
-        self.size = dist.get_world_size(process_group)
-        self.replica = dist.get_rank(process_group)
+        if isinstance(process_group, DeviceMesh):
+            if shard_group is not None:
+                raise ValueError("pass a mesh, or two groups, not both: a 2-D mesh (replicate, shard) says all")
+            process_group, shard_group = _groups_of(process_group)
+        self.group, self.shard_group = process_group, shard_group
+        self.size = self.processes = dist.get_world_size(process_group)
+        self.replica = self.process = dist.get_rank(process_group)
         if self.replica < 0:
             raise ValueError("this process is not a member of the given process group")
+        self.parts = 1 if shard_group is None else dist.get_world_size(shard_group)
         # "gloo" serves every device, "nccl" CUDA alone, and a default group on a GPU machine may have one for each.
         config = dist.get_backend_config(process_group)
         self.backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
 
-    def gather(self, row: Tensor) -> Tensor:
-        row = row.detach().to(self._control_device())
-        rows = torch.empty(self.size, row.numel(), dtype=row.dtype, device=row.device)
-        dist.all_gather(list(rows.unbind(0)), row, group=self.group)
-        return rows.cpu()
+    def gather(self, rows: Tensor) -> Tensor:
+        row = rows.detach().reshape(-1).to(self._control_device())
+        if self.shard_group is not None:
+            row = self._gathered(row, self.shard_group, self.parts).reshape(-1)
+        return self._gathered(row, self.group, self.size).cpu().view(self.size, self.parts, -1)
 
-    def mean_(self, tensor: Tensor, included: int, include_me: bool) -> None:
-        if included == self.size and self.backends.get(tensor.device.type) == "nccl":
-            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.group)
-            return
-        if not include_me:
-            tensor.zero_()  # not multiplied by zero: NaN and infinity would survive that
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
-        tensor.div_(included)
+    def averages(self, device: torch.device) -> bool:
+        return self.backends.get(device.type) == "nccl"
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+        kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}[operation]
+        return _started(dist.all_reduce(tensor, op=kind, group=self.group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, replica: int) -> Work:
+        return _started(dist.broadcast(tensor, group=self.group, group_src=replica, async_op=True))
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+        return _started(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+
+    def collect(self, gathered: Tensor, own: Tensor) -> Work:
+        return _started(_all_gather(gathered.view(-1), own.view(-1), group=self.group, async_op=True))
+
+    def twin(self) -> ProcessEnsemble:
+        shards = None if self.shard_group is None else _group_like(self.shard_group)
+        return ProcessEnsemble(_group_like(self.group), shard_group=shards)
+
+    def ranks(self) -> list[int]:
+        """The global ranks of the processes that hold this part."""
+        return dist.get_process_group_ranks(self.group)
+
+    def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
+        rows = torch.empty(count, row.numel(), dtype=row.dtype, device=row.device)
+        _all_gather(rows.view(-1), row, group=group)
+        return rows
 
     def _control_device(self) -> torch.device:
         return torch.device("cpu") if "cpu" in self.backends else torch.device("cuda", torch.cuda.current_device())
 
     def __repr__(self) -> str:
-        return f"ProcessEnsemble(replica {self.replica} of {self.size}, {self.backends})"
+        shards = f", shard of {self.parts}" if self.parts > 1 else ""
+        return f"ProcessEnsemble(replica {self.replica} of {self.size}{shards}, {self.backends})"
+
+
+class RowEnsemble:
+    """``rows`` replicas in this process, as the rows of its tensors, and as many in each process of ``among``."""
+
+    parts = 1
+
+    def __init__(self, rows: int, among: Ensemble | None = None) -> None:
+        if rows < 1:
+            raise ValueError(f"an ensemble of rows needs at least one, got rows={rows}")
+        among = SingleReplica() if among is None else among
+        if among.rows != 1 or among.parts != 1:
+            raise ValueError(f"rows can be spread over processes that hold one whole replica each, not over {among}")
+        self.among, self.rows, self.talks = among, rows, among.talks
+        self.processes, self.process = among.processes, among.process
+        self.size, self.replica = rows * among.size, rows * among.replica
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return self.among.gather(rows).view(self.size, 1, -1)
+
+    def averages(self, device: torch.device) -> bool:
+        return self.among.averages(device)
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+        return self.among.all_reduce(tensor, operation)
+
+    def broadcast(self, tensor: Tensor, replica: int) -> Work:
+        return self.among.broadcast(tensor, replica // self.rows)
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+        return self.among.exchange(received, sent)
+
+    def collect(self, gathered: Tensor, own: Tensor) -> Work:
+        return self.among.collect(gathered, own)
+
+    def twin(self) -> RowEnsemble:
+        return RowEnsemble(self.rows, self.among.twin())
+
+    def __repr__(self) -> str:
+        return f"RowEnsemble({self.rows} rows, {self.among})"
 
 
 def default_ensemble() -> Ensemble:
-    """The default process group if it is initialised, else a single replica."""
-    if dist.is_available() and dist.is_initialized():
+    """The default process group if it is initialised and has several processes, else a single replica."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return ProcessEnsemble()
     return SingleReplica()
+
+
+class _Done:
+    """A collective of one."""
+
+    def wait(self) -> None:
+        return None
+
+
+def _started(work: dist.Work | None) -> Work:
+    return _Done() if work is None else work
+
+
+def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    if mesh.ndim == 1:
+        return mesh.get_group(), None
+    if mesh.ndim == 2:
+        return mesh.get_group(0), mesh.get_group(1)
+    raise ValueError(
+        f"a mesh of replicas has one dimension, or two (replicate, shard); this one has {mesh.ndim}: pass the "
+        "dimensions that are meant, as in mesh['replicate', 'shard']"
+    )
+
+
+def _group_like(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A new group of the same processes with the same backend and timeout, made by its members alone."""
+    ranks = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=_timeout(group), backend=dist.get_backend_config(group), use_local_synchronization=True
+    )
+    return made
+
+
+def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta | None:
+    known = dist.group.WORLD if group is None else group
+    devices = known._device_types if known is not None else []
+    options = [getattr(known._get_backend(device), "options", None) for device in devices]  # type: ignore[union-attr]
+    found = [option._timeout for option in options if hasattr(option, "_timeout")]
+    return min(found) if found else None

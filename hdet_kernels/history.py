@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 
+Kind = Literal["sync", "last", "manual"]
+
+
 @dataclass(frozen=True)
 class SyncRecord:
     """One sync. Lists have one entry a replica.
@@ -16,13 +19,14 @@ class SyncRecord:
     base: the base value of every hyperparameter, by name. values: what each replica trained with, by name.
     excluded: replicas that were not finite; they were left out of the mean and received it.
     gradients: ``"shared"``, ``"local"``, or ``"unknown"``.
-    bytes, collectives, seconds: what this sync cost this process; the seconds include waiting for slower replicas, and
-        not the probe.
+    bytes, collectives, seconds: what this sync cost this process; the seconds are those that training stood still,
+        waiting for slower replicas included, and not the probe.
+    landed: the step after which the average was applied: ``step``, or up to ``overlap_steps`` later.
     """
 
     step: int
     cycle: int
-    kind: Literal["sync", "last", "manual"]
+    kind: Kind
     losses: list[float]
     probes: list[float] | None
     base: dict[str, float]
@@ -32,6 +36,7 @@ class SyncRecord:
     bytes: int
     collectives: int
     seconds: float
+    landed: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from .assemble import build_cycle, learning_rates, untouched_on_error
+from .compress import Format
 from .controller import Controller
 from .converge import AverageState
 from .cycle import Cycle, Gradients, Probe
@@ -78,8 +79,16 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
             sync by comparing the replicas' gradients.
         ensemble: who the replicas are. Default: the default process group if initialised, else a single replica.
         average_state: average the optimizer's moments too: True, False, or ``"auto"``, with local gradients.
-        average_buffers: average floating-point buffers (BatchNorm statistics) of ``model``.
+        average_buffers: average floating-point buffers (BatchNorm statistics) of ``model``; integer buffers become
+            those of the first sound replica.
         model: the model, needed for its buffers alone.
+        bucket_bytes: what one collective carries at most. Default: 512 MiB.
+        compress: ``"bf16"`` or ``"int8"``: what travels is the difference to the last average in that many bits, and
+            what the rounding took follows the next time. Costs two copies of the parameters in memory.
+        overlap_steps: the average starts at the sync and lands this many steps later, so that training does not wait
+            for it. Every process must build its scheduler, as it makes connections of its own.
+        backup: keep a copy of what is averaged until all of it has arrived, so that everything is as it was when a
+            peer dies in the middle. False saves that memory.
         seed: of the permutations.
     """
 
@@ -110,6 +119,10 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         average_state: AverageState = "auto",
         average_buffers: bool = True,
         model: torch.nn.Module | None = None,
+        bucket_bytes: int | None = None,
+        compress: Format | None = None,
+        overlap_steps: int = 0,
+        backup: bool = True,
         seed: int = 0,
     ) -> None:
         with untouched_on_error(optimizer):
@@ -146,6 +159,10 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
                 average_state=average_state,
                 average_buffers=average_buffers,
                 model=model,
+                bucket_bytes=bucket_bytes,
+                compress=compress,
+                overlap_steps=overlap_steps,
+                backup=backup,
                 seed=seed,
                 schedule="OneCycleLR",
             )
@@ -204,6 +221,10 @@ class HDETScheduler(_WithCycle, LRScheduler):
         average_state: AverageState = "auto",
         average_buffers: bool = True,
         model: torch.nn.Module | None = None,
+        bucket_bytes: int | None = None,
+        compress: Format | None = None,
+        overlap_steps: int = 0,
+        backup: bool = True,
         seed: int = 0,
     ) -> None:
         if isinstance(base_scheduler, ReduceLROnPlateau):
@@ -236,6 +257,10 @@ class HDETScheduler(_WithCycle, LRScheduler):
                 average_state=average_state,
                 average_buffers=average_buffers,
                 model=model,
+                bucket_bytes=bucket_bytes,
+                compress=compress,
+                overlap_steps=overlap_steps,
+                backup=backup,
                 seed=seed,
                 schedule=f"HDETScheduler around {type(base_scheduler).__name__}",
             )

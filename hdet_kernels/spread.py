@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,23 @@ from .ensemble import Ensemble
 from .explore import Group, Hyperparameter
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the replicas trained with at some moment: [J] base values, [J, N] values, and [J, N] what each was times
+    its base, which is not always the multiplier: bounds may have cut it."""
+
+    base: Array
+    values: Array
+    applied: Array
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.tolist(), "values": self.values.tolist(), "applied": self.applied.tolist()}
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> Placement:
+        return Placement(*(np.array(state[name]) for name in ("base", "values", "applied")))
 
 
 class Spread:
@@ -79,22 +97,22 @@ class Spread:
         for index, hyper in enumerate(self.hyperparameters):
             hyper.write(groups, self.value(index))
 
-    def table(self) -> tuple[Array, Array]:
-        """[J] base values and [J, N] values of all replicas, now."""
+    def placement(self) -> Placement:
+        """What all replicas train with now."""
         base = np.array([float(self.base(index)) for index in range(len(self.hyperparameters))])
         rows = zip(self.hyperparameters, base[:, None] * self._multipliers, strict=True)
-        return base, np.stack([hyper.bounded(row) for hyper, row in rows])
+        values = np.stack([hyper.bounded(row) for hyper, row in rows])
+        applied = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
+        return Placement(base, values, applied)
 
-    def move(self, run: Run, losses: Array, slopes: Sequence[float] | None) -> None:
-        """Let the controller move the base values. ``losses`` [N] are NaN where a replica is bad; ``slopes`` are those
-        of the learning rates, other hyperparameters have none."""
+    def move(self, run: Run, placed: Placement, losses: Array, slopes: Sequence[float] | None) -> None:
+        """Let the controller move the base values. ``losses`` [N], of replicas ``placed`` so, are NaN where one is
+        bad; ``slopes`` are those of the learning rates, other hyperparameters have none."""
         if self.controller is None:
             return
-        base, values = self.table()
-        # What was applied, which is not always the multiplier: bounds may have cut it.
-        applied = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
-        padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(base) - len(slopes))])
-        self.control = self.controller.update(run, self.control, Observation(losses, applied, base, padded))
+        padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(placed.base) - len(slopes))])
+        observed = Observation(losses, placed.applied, placed.base, padded)
+        self.control = self.controller.update(run, self.control, observed)
 
     def config(self) -> list[dict[str, Any]]:
         """What must be equal on all replicas, as plain values."""

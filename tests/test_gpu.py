@@ -83,15 +83,15 @@ def _nccl(_: int) -> dict[str, Any]:
         params = [torch.randn(1000, device="cuda") for _ in range(400)]
         ensemble = hk.ProcessEnsemble()
         before = [p.clone() for p in params]
-        ensemble.mean_(params[0], 1, True)
-        rows = ensemble.gather(torch.arange(3.0, dtype=torch.float64))
+        ensemble.all_reduce(params[0], "mean").wait()
+        rows = ensemble.gather(torch.arange(3.0, dtype=torch.float64).view(1, 3))
         outcome = hk.Converger(params, ensemble).converge(Report(step=0))
         equal = all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
         return {"equal": equal, "rows": rows.tolist(), "healthy": outcome.healthy.tolist(), "step": trainer.step}
 
 
 def test_one_rank_over_nccl() -> None:
-    assert run_ranks(1, _nccl) == [{"equal": True, "rows": [[0.0, 1.0, 2.0]], "healthy": [True], "step": 12}]
+    assert run_ranks(1, _nccl) == [{"equal": True, "rows": [[[0.0, 1.0, 2.0]]], "healthy": [True], "step": 12}]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -18,22 +18,23 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 import hdet_kernels as hk
+from hdet_kernels.ensemble import SingleReplica
 
 TOTAL = 37
 
 
-class Place:
-    """Replica ``replica`` of ``size`` whose peers are never met before the first sync."""
+class Place(SingleReplica):
+    """Replica ``replica`` of ``size`` that show the same control row and are equal at every sync."""
 
     def __init__(self, size: int = 1, replica: int = 0) -> None:
-        self.size = size
-        self.replica = replica
+        self.size = self.processes = size
+        self.replica = self.process = replica
 
-    def gather(self, row: Tensor) -> Tensor:
-        return row.reshape(1, -1).repeat(self.size, 1)
+    def averages(self, device: torch.device) -> bool:
+        return True
 
-    def mean_(self, tensor: Tensor, included: int, include_me: bool) -> None:
-        return None
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows.reshape(1, 1, -1).repeat(self.size, 1, 1)
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:

@@ -39,7 +39,7 @@ def test_the_controller_sees_what_was_applied_not_what_bounds_cut_off() -> None:
     controller = Listening()
     object.__setattr__(controller, "seen", [])
     values = spread(controller, bounds=(0.08, 0.11))
-    values.move(RUN, np.array([1.0, 2.0, 3.0, 4.0]), None)
+    values.move(RUN, values.placement(), np.array([1.0, 2.0, 3.0, 4.0]), None)
     (seen,) = controller.seen
     assert seen.base.tolist() == [0.1, 2.0]
     assert sorted(seen.multipliers[0]) == pytest.approx([0.8, 0.9, 1.1, 1.1])
@@ -49,7 +49,8 @@ def test_the_controller_sees_what_was_applied_not_what_bounds_cut_off() -> None:
 def test_slopes_are_those_of_the_learning_rates_and_zero_for_the_others() -> None:
     controller = Listening()
     object.__setattr__(controller, "seen", [])
-    spread(controller).move(RUN, np.ones(4), [0.7])
+    values = spread(controller)
+    values.move(RUN, values.placement(), np.ones(4), [0.7])
     slopes = controller.seen[0].slopes
     assert slopes is not None
     assert slopes.tolist() == [0.7, 0.0]
@@ -58,10 +59,10 @@ def test_slopes_are_those_of_the_learning_rates_and_zero_for_the_others() -> Non
 def test_softmax_goes_on_from_the_bounded_base() -> None:
     controller = SoftmaxController(warmup_steps=0, scale=0.1, rate=0.5, decay=0.0)
     values = spread(controller, bounds=(0.09, 0.101))
-    rho = values.table()[1][0]
+    rho = values.placement().values[0]
     losses = -rho  # higher is better: the base wants to rise without end
     for _ in range(30):
-        values.move(RUN, losses * 100, None)
+        values.move(RUN, values.placement(), losses * 100, None)
     assert values.base(0) == 0.101
     assert values.control["eta"][0] < 0.101 * 1.2, "no winding up beyond the bound"
 
@@ -72,5 +73,5 @@ def test_softmax_never_turns_the_sign() -> None:
     values = Spread([rate], controller, Place(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
     for cycle in range(20):
         values.fan_out(cycle)
-        values.move(RUN, values.table()[1][0] * 1e3, None)
+        values.move(RUN, values.placement(), values.placement().values[0] * 1e3, None)
         assert values.base(0) > 0

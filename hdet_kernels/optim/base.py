@@ -111,6 +111,10 @@ class FusedOptimizer(Optimizer):
             if flat is not None
         }
 
+    def step_flats(self) -> list[Tensor]:
+        """The step counts of all parameters, one tensor for each flat buffer of state."""
+        return [home.steps for home in self._homes]
+
     @light_hooks
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Closure | None = None) -> float | None:

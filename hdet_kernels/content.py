@@ -1,0 +1,149 @@
+"""What is averaged at a sync: parameters, buffers, optimizer state and step counts, as flat tensors of this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .buckets import Slot, flat_view, has_overlap, is_dense, wide_dtype
+from .ops.chunks import ChunkTable
+
+
+@dataclass(frozen=True)
+class Content:
+    """Flat tensors: 1-D, or [rows, n] where the process holds several replicas.
+
+    params: regions of parameters; those of one region may travel together. buffers, state: floating-point ones,
+    state by name. integers: buffers that have no mean. counts: the optimizer's step counts.
+    gapped: contiguous copies of tensors that have gaps in memory, and what they have to be copied back to.
+    tensors: parameters and buffers as the model has them, or the parts of them that are here.
+    """
+
+    params: list[list[Tensor]]
+    buffers: list[Tensor]
+    state: dict[str, Tensor]
+    integers: list[Tensor]
+    counts: Tensor | None
+    gapped: list[tuple[Tensor, Tensor]]
+    tensors: list[Tensor]
+
+    @property
+    def all_params(self) -> list[Tensor]:
+        return list(itertools.chain.from_iterable(self.params))
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0][0].device
+
+    def copy(self) -> Content:
+        """The same values in memory of their own."""
+        return replace(
+            self,
+            params=[[tensor.clone() for tensor in region] for region in self.params],
+            buffers=[tensor.clone() for tensor in self.buffers],
+            state={name: tensor.clone() for name, tensor in self.state.items()},
+            integers=[tensor.clone() for tensor in self.integers],
+            counts=None if self.counts is None else self.counts.clone(),
+            gapped=[],
+        )
+
+    def put_back(self) -> None:
+        """Write the copies of tensors with gaps to where they came from."""
+        for flat, tensor in self.gapped:
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def flattener(rows: int, gapped: list[tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
+    """A function that gives the elements of a tensor of this process as a flat view, or notes the copy that it had
+    to make in ``gapped``."""
+
+    def flat(tensor: Tensor) -> Tensor:
+        own = local(tensor)
+        if rows > 1:
+            if own.dim() == 0 or own.shape[0] != rows or not own.is_contiguous():
+                raise ValueError(
+                    f"{rows} replicas are the rows of contiguous tensors [{rows}, …], got shape {tuple(own.shape)} "
+                    f"with strides {own.stride()}"
+                )
+            return (torch.view_as_real(own) if own.is_complex() else own).reshape(rows, -1)
+        if is_dense(own) or has_overlap(own):
+            return flat_view(own)  # which refuses overlaps
+        real = torch.view_as_real(own) if own.is_complex() else own
+        copied = real.contiguous().view(-1)
+        gapped.append((copied, real))
+        return copied
+
+    return flat
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a distributed tensor that is here; any other tensor as it is."""
+    with torch.no_grad():
+        part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return part.detach()
+
+
+def described(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """What the tensors are, by name; first how many and how large."""
+    tensors = list(tensors)
+    names = [f"tensor {number}" for number in range(len(tensors))] if names is None else list(names)
+    return {
+        "tensors": len(tensors),
+        "elements": sum(tensor.numel() for tensor in tensors),
+        **{
+            name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} with strides {t.stride()}"
+            for name, t in zip(names, tensors, strict=True)
+        },
+    }
+
+
+class Checksum:
+    """A number that is finite exactly if all elements are, and differs, but for luck, where the elements do: the norm
+    of all tensors, in fp64. One launch, whatever their number."""
+
+    def __init__(self, rows: int, backend: str | None) -> None:
+        self.rows, self.backend = rows, backend
+        self._tables: dict[object, ChunkTable] = {}
+
+    def __call__(self, tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+        """[rows], on ``device``."""
+        kinds: dict[tuple[torch.device, bool], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                kinds.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(tensor)
+        total = torch.zeros(self.rows, dtype=wide_dtype(device), device=device)
+        for weight, (_, alike) in enumerate(sorted(kinds.items(), key=lambda item: str(item[0])), start=1):
+            total += weight * self._norm(alike).to(device)
+        return total
+
+    def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        if self.rows > 1:
+            wide = wide_dtype(tensors[0].device)
+            norms = [torch.linalg.vector_norm(tensor, dim=1, dtype=wide) for tensor in tensors]
+            return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        sizes = tuple(tensor.numel() for tensor in tensors)
+        wide_elements = tensors[0].dtype == torch.float64
+        key = (tensors[0].device, wide_elements, sizes)
+        if key not in self._tables:
+            starts = itertools.accumulate(sizes, initial=0)
+            slots = [Slot(0, start, size, (size,), (1,)) for start, size in zip(starts, sizes, strict=False)]
+            dtype = torch.float64 if wide_elements else torch.float32
+            self._tables[key] = ChunkTable(slots, [0] * len(slots), tensors[0].device, dtype)
+        table = self._tables[key]
+        return ops.grad_norm(table, table.match(tensors), backend=self.backend)
+
+
+def integer_hash(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """48 bits of the values, on ``device``: they differ, but for luck, where one value does."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for number, tensor in enumerate(tensors):
+        values = tensor.reshape(-1).to(torch.int64)
+        places = torch.arange(1, values.numel() + 1, device=values.device) * 2654435761 + number
+        total += (values * (2 * places + 1)).sum().to(device)
+    return total % 2**48

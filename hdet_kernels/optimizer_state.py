@@ -1,0 +1,63 @@
+"""What an optimizer remembers of its parameters: moments and the like, and how often each was stepped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .buckets import unique
+
+
+def averaged_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The floating-point state of all parameters, by parameter and name: moments and the like, not step counts."""
+    flats = getattr(optimizer, "state_flats", None)
+    if callable(flats):
+        return dict(flats())
+    return {
+        f"{index}/{key}": value
+        for index, state in enumerate(_states(optimizer))
+        for key, value in sorted(state.items())
+        if key != "step" and isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    }
+
+
+class StepCounts:
+    """The step counts of all parameters that have one, as one tensor."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def read(self) -> Tensor:
+        """A copy, float32 on the CPU."""
+        flats = getattr(self.optimizer, "step_flats", None)
+        if callable(flats):
+            found: list[Any] = flats()
+        else:
+            found = [state["step"] for state in _states(self.optimizer) if "step" in state]
+        tensors = [torch.as_tensor(count).detach().reshape(-1).to(dtype=torch.float32) for count in found]
+        # One transfer for each device, not one for each parameter.
+        there = {device: [t for t in tensors if t.device == device] for device in {t.device for t in tensors}}
+        here = {device: iter(torch.cat(group).cpu().split([len(t) for t in group])) for device, group in there.items()}
+        return torch.cat([next(here[t.device]) for t in tensors]) if tensors else torch.zeros(0)
+
+    def write(self, counts: Tensor) -> None:
+        flats = getattr(self.optimizer, "step_flats", None)
+        if callable(flats):
+            targets = flats()
+            for target, part in zip(targets, counts.split([len(target) for target in targets]), strict=True):
+                target.copy_(part)
+            return
+        states = [state for state in _states(self.optimizer) if "step" in state]
+        for state, count in zip(states, counts.tolist(), strict=True):
+            if isinstance(state["step"], Tensor):
+                state["step"].fill_(count)
+            else:
+                state["step"] = type(state["step"])(count)
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    params = unique(param for group in optimizer.param_groups for param in group["params"])
+    return [optimizer.state.get(param, {}) for param in params]

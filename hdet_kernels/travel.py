@@ -1,0 +1,150 @@
+"""How tensors travel: bucket by bucket, one being packed or unpacked while another is on its way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .buckets import Bucket, cut
+from .content import Checksum
+from .ensemble import Ensemble, Work
+from .ops.pack import Pack
+
+#: Buckets on their way at the same time, and so the staging buffers that exist at the same time.
+IN_FLIGHT = 2
+
+#: The steps of one bucket: it starts a collective, yields it, and goes on when that has arrived.
+Journey = Generator[Work, None, None]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Payload of the collectives as this process handed it to them, and how many there were."""
+
+    bytes: int = 0
+    collectives: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.collectives + other.collectives)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """How the mean over the healthy replicas is made of a local sum, a collective and a division.
+
+    included: which of the rows held here take part. before, after: what is divided by before and after the collective.
+    """
+
+    included: tuple[bool, ...]
+    operation: str
+    before: float
+    after: float
+
+    @staticmethod
+    def over(healthy: NDArray[np.bool_], ensemble: Ensemble, device: torch.device) -> Mean:
+        own = tuple(healthy[ensemble.replica : ensemble.replica + ensemble.rows].tolist())
+        if healthy.all() and ensemble.averages(device):
+            return Mean(own, "mean", ensemble.rows, 1)
+        return Mean(own, "sum", 1, int(healthy.sum()))
+
+
+class Courier:
+    """Carries 1-D tensors ([rows, n] where this process holds several replicas) in buckets of ``bucket_bytes``."""
+
+    def __init__(self, ensemble: Ensemble, bucket_bytes: int, backend: str | None) -> None:
+        self.ensemble, self.bucket_bytes, self.backend = ensemble, bucket_bytes, backend
+        self.checksum = Checksum(ensemble.rows, backend)
+        self._packs: dict[object, Pack] = {}
+
+    def average(self, regions: Sequence[Sequence[Tensor]], healthy: NDArray[np.bool_]) -> Cost:
+        """Replace every tensor by its mean over the healthy replicas. Tensors of one region may share a bucket."""
+        if self.ensemble.size == 1 and not self.ensemble.talks:
+            return Cost()
+        return travel(self.journeys(regions, healthy))
+
+    def journeys(
+        self, regions: Sequence[Sequence[Tensor]], healthy: NDArray[np.bool_]
+    ) -> Iterable[tuple[Journey, int]]:
+        """The journey of every bucket, and its bytes."""
+        for region in regions:
+            for bucket in self.cut(region):
+                mean = Mean.over(healthy, self.ensemble, bucket.device)
+                whole = self.in_place(region, bucket)
+                journey = self._staged(region, bucket, mean) if whole is None else self._in_place(whole, mean)
+                yield journey, bucket.nbytes
+
+    def cut(self, region: Sequence[Tensor]) -> list[Bucket]:
+        return cut(region if self.ensemble.rows == 1 else [tensor[0] for tensor in region], self.bucket_bytes)
+
+    def in_place(self, region: Sequence[Tensor], bucket: Bucket) -> Tensor | None:
+        """The bucket as it lies in memory, where it is one piece of what can travel as it is."""
+        first = bucket.pieces[0]
+        if len(bucket.pieces) > 1 or self.ensemble.rows > 1 or region[first.index].dtype != bucket.dtype:
+            return None
+        return region[first.index][first.start : first.stop]
+
+    def pack_of(self, region: Sequence[Tensor], bucket: Bucket) -> tuple[Pack, list[Tensor]]:
+        """The packer of a bucket, and the tensors that it takes. Layouts come back at every sync: tables are kept."""
+        first, last = bucket.pieces[0].index, bucket.pieces[-1].index
+        tensors = list(region[first : last + 1])
+        key = (bucket, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
+        if key not in self._packs:
+            pieces = [type(piece)(piece.index - first, piece.start, piece.stop) for piece in bucket.pieces]
+            numels = [tensor.numel() // self.ensemble.rows for tensor in tensors]
+            self._packs[key] = Pack(
+                numels, pieces, bucket.device, bucket.dtype, rows=self.ensemble.rows, backend=self.backend
+            )
+        return self._packs[key], tensors
+
+    def _in_place(self, tensor: Tensor, mean: Mean) -> Journey:
+        if not mean.included[0]:
+            tensor.zero_()  # not multiplied by zero: NaN and infinity would survive that
+        yield self.ensemble.all_reduce(tensor, mean.operation)
+        if mean.after != 1:
+            tensor.div_(mean.after)
+
+    def _staged(self, region: Sequence[Tensor], bucket: Bucket, mean: Mean) -> Journey:
+        pack, tensors = self.pack_of(region, bucket)
+        staging = torch.empty(pack.numel, dtype=bucket.dtype, device=bucket.device)
+        pack.pack(tensors, staging, mean.included, mean.before)
+        yield self.ensemble.all_reduce(staging, mean.operation)
+        pack.unpack(tensors, staging, mean.after)
+
+
+def travel(journeys: Iterable[tuple[Journey, int]]) -> Cost:
+    """Bring all to their ends, with at most :data:`IN_FLIGHT` on their way. If one fails the others are waited for,
+    so that nothing writes to their tensors any more, and then it raises."""
+    active: deque[tuple[Journey, Work]] = deque()
+    size = collectives = 0
+
+    def advance() -> int:
+        journey, work = active.popleft()
+        work.wait()
+        following = next(journey, None)
+        if following is None:
+            return 0
+        active.append((journey, following))
+        return 1
+
+    try:
+        for journey, nbytes in journeys:
+            while len(active) == IN_FLIGHT:
+                collectives += advance()
+            active.append((journey, next(journey)))
+            size, collectives = size + nbytes, collectives + 1
+        while active:
+            collectives += advance()
+    except BaseException:
+        for journey, work in active:
+            with contextlib.suppress(Exception):
+                work.wait()
+            journey.close()
+        raise
+    return Cost(size, collectives)
