@@ -13,4 +13,9 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   // √(Σ g²) over all gradients, float64, and whether all their elements are finite; one pass over them each.
   m.def("grad_norm(Tensor chunks, Tensor gradients) -> Tensor");
   m.def("all_finite(Tensor chunks, Tensor gradients) -> Tensor");
+  // A compressed average: x - consensus + error as it travels, the mean of what was received, and what was agreed on
+  // added to the consensus. hdet_kernels/ops/wire.py says more.
+  m.def("encode(int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire) -> ()");
+  m.def("merge(int format, Tensor wires, float divisor, Tensor(a!)? error, Tensor(b!) wire) -> ()");
+  m.def("decode(int format, Tensor wire, Tensor(a!) consensus, Tensor(b!)? target) -> ()");
 }

@@ -7,7 +7,7 @@ the number of tensors, and none of them waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -43,6 +43,8 @@ STATE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 DTYPES = tuple(STATE_DTYPES)
 
 _MODULES = {"torch": "reference", "triton": "triton_kernels", "cpp": "native", "cuda": "native"}
+#: Of the compressed average (:mod:`hdet_kernels.ops.wire`).
+_WIRE_MODULES = {"torch": "reference_wire", "triton": "triton_wire", "cpp": "native", "cuda": "native"}
 
 #: Parameters that can have a float32 master.
 MASTERED = (torch.bfloat16, torch.float16)
@@ -142,9 +144,10 @@ def all_finite(chunks: ChunkTable, grads: Gradients, *, backend: str | None = No
     return finite
 
 
-def _implementation(backend: str) -> ModuleType:
-    """The module of a backend: each has ``bind_step``, ``grad_norm`` and ``all_finite``."""
-    return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
+def _implementation(backend: str, modules: Mapping[str, str] = _MODULES) -> ModuleType:
+    """The module of a backend: each of ``_MODULES`` has ``bind_step``, ``grad_norm`` and ``all_finite``, each of
+    ``_WIRE_MODULES`` has ``wire_operators``."""
+    return import_module(f"hdet_kernels.ops.{modules[backend]}")
 
 
 def _check(work: Work) -> None:

@@ -21,6 +21,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "step_": operators.fake_step,
     "grad_norm": operators.fake_norm,
     "all_finite": operators.fake_finite,
+    "encode": operators.fake_step,
+    "merge": operators.fake_step,
+    "decode": operators.fake_step,
 }
 
 #: ``kScratchBytes`` of ``csrc/step.h``.
@@ -76,3 +79,8 @@ def grad_norm(chunks: ChunkTable, grads: Gradients) -> Tensor:
 
 def all_finite(chunks: ChunkTable, grads: Gradients) -> Tensor:
     return torch.ops.hdet_kernels.all_finite(chunks.chunks, chunks.point_at(grads))
+
+
+def wire_operators() -> tuple[Any, Any, Any]:
+    library = torch.ops.hdet_kernels
+    return library.encode.default, library.merge.default, library.decode.default
