@@ -21,4 +21,9 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
       "pack(Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging) -> ()");
   m.def(
       "unpack(Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging) -> ()");
+  // A compressed average: x - consensus + error as it travels, the mean of what was received, and what was agreed on
+  // added to the consensus. hdet_kernels/ops/wire.py says more.
+  m.def("encode(int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire) -> ()");
+  m.def("merge(int format, Tensor wires, float divisor, Tensor(a!)? error, Tensor(b!) wire) -> ()");
+  m.def("decode(int format, Tensor wire, Tensor(a!) consensus, Tensor(b!)? target) -> ()");
 }

@@ -55,6 +55,15 @@ HDET_BOTH To bits_as(From value) {
   return bits;
 }
 
+// Written without branches, so that the compiler vectorises: to the nearest, ties to even, every NaN to one NaN.
+HDET_BOTH uint16_t bf16_bits(float value) {
+  const auto bits = bits_as<uint32_t>(value);
+  const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
+}
+
+HDET_BOTH float float_of_bf16(uint16_t bits) { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }
+
 // float32 to bf16: up with the probability of the part that is cut off, given 16 uniform random bits.
 HDET_BOTH BFloat16 round_stochastically(float value, uint32_t noise) {
   const auto bits = bits_as<uint32_t>(value);

@@ -16,14 +16,6 @@ constexpr int64_t kElementsPerThread = 32768;
 template <typename T>
 constexpr ScalarType kTypeOf = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
 
-// x86-64 is compiled for processors of 2003 unless told otherwise, with vectors of four floats. So there are three of this
-// function, and the loader takes the widest that the processor knows. They give the same bits.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define HDET_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define HDET_WIDEST
-#endif
-
 // The rule comes by value and the buffers as restricted arguments: so the compiler knows that no store changes the
 // rule or another buffer, and vectorises.
 template <int kStates, typename T, typename R>

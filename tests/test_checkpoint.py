@@ -13,6 +13,7 @@ from torch import Tensor
 from training import Trainer, batch
 
 import hdet_kernels as hk
+from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.optim import FusedAdamW
 
 TOTAL, SYNC = 40, 5
@@ -227,8 +228,9 @@ def test_a_checkpoint_of_another_kind_of_scheduler_is_refused() -> None:
 def test_an_explored_base_survives_building_the_scheduler_after_loading_the_optimizer() -> None:
     """A saved group holds the replica's value; the base is kept beside it, as torch keeps initial_lr."""
 
-    class Place:
-        size, replica = 3, 2
+    class Place(SingleReplica):
+        size = processes = 3
+        replica = process = 2
 
     explore = [hk.Explore("weight_decay", spread=0.5)]
     first = _single(explore=explore, ensemble=Place())

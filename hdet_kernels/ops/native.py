@@ -24,6 +24,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "all_finite": operators.fake_finite,
     "pack": operators.fake_pack,
     "unpack": operators.fake_pack,
+    "encode": operators.fake_step,
+    "merge": operators.fake_step,
+    "decode": operators.fake_step,
 }
 
 #: ``kScratchBytes`` of ``csrc/step.h``.
@@ -87,3 +90,8 @@ def pack(table: PieceTable, tensors: Sequence[Tensor], included: int, divisor: f
 
 def unpack(table: PieceTable, tensors: Sequence[Tensor], divisor: float, staging: Tensor) -> None:
     torch.ops.hdet_kernels.unpack(table.chunks, table.point_at(tensors), table.strides, table.rows, divisor, staging)
+
+
+def wire_operators() -> tuple[Any, Any, Any]:
+    library = torch.ops.hdet_kernels
+    return library.encode.default, library.merge.default, library.decode.default

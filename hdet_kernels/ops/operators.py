@@ -22,6 +22,11 @@ FLATS = (
 )
 SCALARS = "Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding"
 
+#: Of the compressed average; ``csrc/library.cpp`` has the same.
+ENCODE = "int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire"
+MERGE = "int format, Tensor wires, float divisor, Tensor(a!)? error, Tensor(b!) wire"
+DECODE = "int format, Tensor wire, Tensor(a!) consensus, Tensor(b!)? target"
+
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -34,7 +39,7 @@ def register(name: str, arguments: str, returns: str, kernel: Callable[..., Any]
 
 
 def fake_step(*arguments: object) -> None:
-    """A step returns nothing; what it changes is in its schema."""
+    """A step returns nothing, nor does a part of an average; what they change is in their schemas."""
 
 
 def fake_norm(chunks: Tensor, gradients: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from hdet_kernels.ops import STATES, Scalars, Work, operators
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, Gradients, flat_gradients
 from hdet_kernels.ops.reference_pack import pack as pack
 from hdet_kernels.ops.reference_pack import unpack as unpack
+from hdet_kernels.ops.reference_wire import wire_operators as wire_operators
 from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
 
 States = list[Tensor | None]

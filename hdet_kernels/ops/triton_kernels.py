@@ -23,6 +23,7 @@ from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_G
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
+from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
 from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
 from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, update
 
