@@ -97,7 +97,6 @@ def build_cycle(
         buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],
         bucket_bytes=bucket_bytes,
         compress=compress,
-        overlaps=overlap_steps > 0 and ensemble.talks,
         backup=backup,
     )
     remember_bases(hyperparameters, groups)

@@ -218,6 +218,13 @@ def in_full(param: Tensor, master: Tensor) -> Tensor:
     return torch.where(own, master, param.to(master.dtype))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The part of a distributed tensor that is here; any other tensor as it is."""
+    with torch.no_grad():
+        part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return part.detach()
+
+
 def flat_view(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, as a 1-D view of the same memory (complex as pairs of reals)."""
     tensor = tensor.detach()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .buckets import Slot, flat_view, has_overlap, is_dense, wide_dtype
+from .buckets import Slot, flat_view, has_overlap, is_dense, local, wide_dtype
 from .ops.chunks import ChunkTable
 
 
@@ -22,7 +22,7 @@ class Content:
     params: regions of parameters; those of one region may travel together. buffers, state: floating-point ones,
     state by name. integers: buffers that have no mean. counts: the optimizer's step counts.
     gapped: contiguous copies of tensors that have gaps in memory, and what they have to be copied back to.
-    tensors: parameters and buffers as the model has them, or the parts of them that are here.
+    tensors: parameters, masters and buffers as the model has them, or the parts of them that are here.
     """
 
     params: list[list[Tensor]]
@@ -80,13 +80,6 @@ def flattener(rows: int, gapped: list[tuple[Tensor, Tensor]]) -> Callable[[Tenso
         return copied
 
     return flat
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a distributed tensor that is here; any other tensor as it is."""
-    with torch.no_grad():
-        part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
-    return part.detach()
 
 
 def described(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ Flags = NDArray[np.bool_]
 
 #: A row, in fp64; hashes have 48 bits, which survive that.
 COLUMNS = (
-    *("settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
+    *("rank", "settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
     *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest"),
 )
 
@@ -73,7 +73,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all replicas conclude; arrays have one entry a replica.
+    """What all replicas conclude; arrays have one entry a replica, ``ranks`` [replicas, parts].
 
     shared: whether their gradients are the same (None: not shown). equal: whether their parameters are.
     has_state: whether one of them has optimizer state; same_state, same_counts, same_integers: whether the layout of
@@ -83,6 +83,7 @@ class Verdict:
     losses: Floats
     probes: Floats
     healthy: Flags
+    ranks: Floats
     shared: bool | None
     equal: bool
     has_state: bool
@@ -94,27 +95,28 @@ class Verdict:
 def meet(ensemble: Ensemble, report: Report, numbers: Numbers, *, needs_loss: bool) -> Verdict:
     """Show the control rows and draw the conclusions. Raises the same RuntimeError on every process, if the replicas
     disagree or none is sound."""
-    row = _rows(ensemble.rows, report, numbers)
+    row = _rows(ensemble, report, numbers)
     gathered = ensemble.gather(row).numpy()
     rows = {name: gathered[..., column] for column, name in enumerate(COLUMNS)}
 
     def agree(column: str, said: Mapping[str, Any], what: str, hint: str) -> None:
         if not _same(rows[column]):
-            raise disagreement(ensemble, said, what, hint)
+            raise disagreement(ensemble, said, what, hint, rows["rank"])
 
     same_model = "all replicas must build the same model and optimizer"
     same_arguments = "all replicas must build the scheduler with the same arguments"
     if not _same(rows["layout"]):
-        raise disagreement(ensemble, numbers.describe("layout"), "the layout of parameters and buffers", same_model)
+        layout = numbers.describe("layout")
+        raise disagreement(ensemble, layout, "the layout of parameters and buffers", same_model, rows["rank"])
     agree("settings", report.settings, "the settings", same_arguments)
     agree("step", {"step": report.step}, "the step", "a replica stepped more often, or resumed from another checkpoint")
     if rows["failed"].any():
-        raise RuntimeError(f"probe() raised on {ranks(rows['failed'] > 0)}. Nothing was averaged.")
+        raise RuntimeError(f"probe() raised on {ranks(rows['failed'] > 0, rows['rank'])}. Nothing was averaged.")
     same_values = "all replicas must be given the same learning rates, schedule and base values"
     agree("bases", report.bases, "the base values", same_values)
     if needs_loss and not (rows["loss_count"] > 0).all():
         raise RuntimeError(
-            f"no loss was recorded since the last sync on {ranks(rows['loss_count'] == 0)}: call "
+            f"no loss was recorded since the last sync on {ranks(rows['loss_count'] == 0, rows['rank'])}: call "
             "scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step()"
         )
     return _conclude(rows, report.step)
@@ -125,27 +127,26 @@ def row_bytes(ensemble: Ensemble) -> int:
     return 8 * len(COLUMNS) * ensemble.rows
 
 
-def disagreement(ensemble: Ensemble, said: Mapping[str, Any], what: str, hint: str) -> RuntimeError:
+def disagreement(
+    ensemble: Ensemble, said: Mapping[str, Any], what: str, hint: str, numbers: Floats
+) -> RuntimeError:
     """The error of replicas that know by now that they disagree on ``what``, and meet once more to tell: each has
-    ``said`` something, by name, and the first names under which they differ are shown."""
+    ``said`` something, by name, and the first names under which they differ are shown. ``numbers``: the ranks."""
     texts = _texts(ensemble, said)
-    shape = (ensemble.size, ensemble.parts)
     keys = list(dict.fromkeys(key for text in texts for key in text))
     differing = [key for key in keys if len({_spell(text.get(key)) for text in texts}) > 1][:3]
     labels = [", ".join(f"{key} {_spell(text.get(key))}" for key in differing) for text in texts]
-    groups = [
-        f"{ranks(np.array([other == label for other in labels]).reshape(shape))}: {textwrap.shorten(label, 300)}"
-        for label in dict.fromkeys(labels)
-    ]
+    groups = []
+    for label in dict.fromkeys(labels):
+        who = np.array([other == label for other in labels]).reshape(numbers.shape)
+        groups.append(f"{ranks(who, numbers)}: {textwrap.shorten(label, 300)}")
     return RuntimeError(f"the replicas disagree on {what} ({'; '.join(groups)}): {hint}. Nothing was averaged.")
 
 
-def ranks(who: Flags) -> str:
-    """«rank 2», «ranks 0, 1, 3»; of [replicas, parts] with several parts «ranks 2.0, 2.1» (replica and part)."""
-    if who.ndim == 2 and who.shape[1] > 1:
-        names = [f"{replica}.{part}" for replica, part in np.argwhere(who).tolist()]
-    else:
-        names = [str(number) for number in np.flatnonzero(who).tolist()]
+def ranks(who: Flags, numbers: Floats) -> str:
+    """«rank 2», «ranks 0, 1, 3». ``who`` of [replicas] or [replicas, parts] with these ``numbers``."""
+    chosen = who if who.ndim == 2 else np.broadcast_to(who[:, None], numbers.shape)
+    names = [f"{number:.0f}" for number in numbers[chosen]]
     return f"rank{'s' if len(names) != 1 else ''} {', '.join(names)}"
 
 
@@ -155,8 +156,9 @@ def short_hash(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
-def _rows(count: int, report: Report, numbers: Numbers) -> Tensor:
-    """[count, columns]; one transfer from the device for all numbers that are there."""
+def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
+    """[rows, columns]; one transfer from the device for all numbers that are there."""
+    count = ensemble.rows
     device = numbers.checksum.device
     missing = math.nan
     measured = {
@@ -184,6 +186,9 @@ def _rows(count: int, report: Report, numbers: Numbers) -> Tensor:
     if report.probe is not None:
         values["probe"] = torch.where(values["probe"].isfinite(), values["probe"], math.inf)
     values |= {name: torch.full((count,), float(value), dtype=torch.float64) for name, value in known.items()}
+    # Several replicas of one process are known by their own numbers.
+    first = ensemble.rank if count == 1 else ensemble.replica
+    values["rank"] = torch.arange(first, first + count, dtype=torch.float64)
     return torch.stack([values[name] for name in COLUMNS], dim=1)
 
 
@@ -196,8 +201,8 @@ def _conclude(rows: Mapping[str, Floats], step: int) -> Verdict:
     loss = (np.isfinite(losses) | ~recorded) & ~np.isinf(probes)
     healthy: Flags = numbers & loss
     if not healthy.any():
-        found = [f"parameters, state or buffers on {ranks(~numbers)}"] if not numbers.all() else []
-        found += [f"the loss on {ranks(~loss)}"] if not loss.all() else []
+        found = [f"parameters, state or buffers on {ranks(~numbers, rows['rank'])}"] if not numbers.all() else []
+        found += [f"the loss on {ranks(~loss, rows['rank'])}"] if not loss.all() else []
         raise RuntimeError(
             f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: "
             "resume from the last checkpoint with a lower learning rate, or look for the batch that did it"
@@ -209,6 +214,7 @@ def _conclude(rows: Mapping[str, Floats], step: int) -> Verdict:
         losses,
         probes,
         healthy,
+        rows["rank"],
         shared,
         equal=_same(rows["checksum"]),
         has_state=bool(rows["state"].any()),

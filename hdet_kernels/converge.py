@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, layout_hash, unique
+from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, layout_hash, local, unique
 from .compress import Compression, Format, check_format
-from .content import Content, described, flattener, integer_hash, local
+from .content import Content, described, flattener, integer_hash
 from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
 from .ensemble import Ensemble, ProcessEnsemble
 from .overlap import Correction, Flight
@@ -112,8 +112,6 @@ class Converger:
         compress: ``"bf16"`` or ``"int8"``: parameters travel as rounded differences to the last consensus. State and
             buffers travel in full, and so do parameters the first time and when a replica is left out.
         error_feedback: what the rounding took is sent the next time.
-        overlaps: whether :meth:`start` will be called: then the replicas need connections of their own for it, made
-            here, and every process must build its converger.
         backup: keep a copy of what is averaged until all of it has arrived, so that a peer that dies in the middle
             leaves everything as it was. Without it, what fails in the middle leaves a mixture.
         backend: of the kernels; see :func:`hdet_kernels.use_backend`.
@@ -130,7 +128,6 @@ class Converger:
         bucket_bytes: int | None = None,
         compress: Format | None = None,
         error_feedback: bool = True,
-        overlaps: bool = False,
         backup: bool = True,
         backend: str | None = None,
     ) -> None:
@@ -150,7 +147,7 @@ class Converger:
         self.ensemble, self.backup, self.compress = ensemble, backup, compress
         self._content(include_state=False)  # refuses what cannot be flattened, now and not after the first T steps
         self._courier = Courier(ensemble, self.bucket_bytes, backend)
-        self._behind = Courier(ensemble.twin(), self.bucket_bytes, backend) if overlaps else None
+        self._behind: Courier | None = None  # for what runs beside the training, over connections of its own
         self._compression = Compression(compress, error_feedback=error_feedback) if compress else None
 
     def converge(self, report: Report, asked: Asked = Asked()) -> Outcome:  # noqa: B008 (frozen)
@@ -182,16 +179,18 @@ class Converger:
 
     def start(self, report: Report, asked: Asked = Asked()) -> Flight[Outcome]:  # noqa: B008 (frozen)
         """Begin :meth:`converge` on a copy of what there is now, and return at once. :meth:`land` ends it."""
-        if self._behind is None:
-            raise RuntimeError("start() needs a Converger that was built with overlaps=True")
-        courier, start = self._behind, time.perf_counter()
+        start = time.perf_counter()
         # Not the state, as long as gradients are shared: should a replica turn out bad, the state is healed on landing.
         with_state = asked.include_state and (
             asked.average_state is True or (asked.average_state == "auto" and asked.known_shared is not True)
         )
-        before = self._content(with_state).copy()
-        after = before.copy()
         asked = replace(asked, include_state=with_state)
+        content = self._content(with_state)
+        if self._behind is None:
+            # The one time that it waits: only replicas that agree to overlap can make connections for it.
+            self._agree(self._courier, report, content, asked)
+            self._behind = Courier(self.ensemble.twin(), self.bucket_bytes, self._courier.backend)
+        courier, before, after = self._behind, content.copy(), content.copy()
 
         def fly() -> tuple[Correction, Outcome]:
             verdict, plan = self._agree(courier, report, after, asked)
@@ -222,7 +221,7 @@ class Converger:
 
     def settings(self) -> dict[str, Any]:
         """What must be equal on all replicas."""
-        return {"bucket_bytes": self.bucket_bytes, "compress": self.compress, "overlaps": self._behind is not None}
+        return {"bucket_bytes": self.bucket_bytes, "compress": self.compress}
 
     def state_dict(self) -> dict[str, Any] | None:
         """The memory of the compression, if there is any."""
@@ -267,7 +266,7 @@ class Converger:
             integers=[local(buffer) for buffer in buffers if not any(buffer is other for other in floating)],
             counts=self.counts.read() if include_state and self.counts is not None else None,
             gapped=gapped,
-            tensors=[local(tensor) for tensor in (*self.params, *buffers)],
+            tensors=self._covered(),
         )
 
     def _agree(
@@ -288,7 +287,7 @@ class Converger:
         with_state = bool(wanted and verdict.has_state)
         if with_state and not verdict.same_state:
             layout = described(content.state.values(), content.state)
-            raise disagreement(ensemble, layout, "the optimizer state that there is", _UNEVEN_STATE)
+            raise disagreement(ensemble, layout, "the optimizer state that there is", _UNEVEN_STATE, verdict.ranks)
         params = excluded or not (asked.skip_if_equal and verdict.equal)
         compression = self._compression if params and ensemble.talks and not asked.in_full else None
         ready = compression is not None and compression.fits(self._courier, self._compressible(content))
@@ -349,6 +348,9 @@ class Converger:
             self._compression.remember(courier, self._compressible(content), sound=sound)
         for device in {tensor.device for tensor in (*content.all_params, *content.buffers) if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
+        if ensemble.parts > 1:
+            ensemble.confirm()
+            cost += Cost(4, 1)
         return cost
 
     def _integers(self, ensemble: Ensemble, integers: Sequence[Tensor], plan: _Plan) -> tuple[Journey, int]:

@@ -30,7 +30,7 @@ class Work(Protocol):
 class Ensemble(Protocol):
     """N = ``size`` replicas. This process holds ``rows`` of them from number ``replica`` on, and one of the ``parts``
     of each. ``processes`` hold the same part; this one is number ``process`` of them. ``talks``: whether they are
-    connected at all.
+    connected at all; ``rank``: by what number users know this one.
 
     All methods but :meth:`averages` are collective: every process that holds the same part must call them in the same
     order.
@@ -43,6 +43,7 @@ class Ensemble(Protocol):
     processes: int
     process: int
     talks: bool
+    rank: int
 
     def gather(self, rows: Tensor) -> Tensor:
         """[size, parts, columns], on the CPU, of everyone's [rows, columns]."""
@@ -62,6 +63,10 @@ class Ensemble(Protocol):
     def collect(self, gathered: Tensor, own: Tensor) -> Work:
         """Start to gather every process's ``own`` into the rows of ``gathered``."""
 
+    def confirm(self) -> None:
+        """Wait until all processes that hold parts of these replicas have come here: an average is one of the whole
+        replica, or of none of its parts."""
+
     def twin(self) -> Ensemble:
         """The same replicas over connections of their own, for collectives that run beside others."""
 
@@ -70,7 +75,7 @@ class SingleReplica:
     """One process, one replica: nothing to gather, nothing to average."""
 
     size = rows = parts = processes = 1
-    replica = process = 0
+    replica = process = rank = 0
     talks = False
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -92,6 +97,9 @@ class SingleReplica:
     def collect(self, gathered: Tensor, own: Tensor) -> Work:
         gathered[0].copy_(own)
         return _Done()
+
+    def confirm(self) -> None:
+        return None
 
     def twin(self) -> SingleReplica:
         return self
@@ -134,6 +142,7 @@ class ProcessEnsemble:
         if self.replica < 0:
             raise ValueError("this process is not a member of the given process group")
         self.parts = 1 if shard_group is None else dist.get_world_size(shard_group)
+        self.rank = dist.get_rank()
         # "gloo" serves every device, "nccl" CUDA alone, and a default group on a GPU machine may have one for each.
         config = dist.get_backend_config(process_group)
         self.backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
@@ -159,6 +168,10 @@ class ProcessEnsemble:
 
     def collect(self, gathered: Tensor, own: Tensor) -> Work:
         return _started(_all_gather(gathered.view(-1), own.view(-1), group=self.group, async_op=True))
+
+    def confirm(self) -> None:
+        if self.shard_group is not None:
+            self._gathered(torch.zeros(1, device=self._control_device()), self.shard_group, self.parts).cpu()
 
     def twin(self) -> ProcessEnsemble:
         shards = None if self.shard_group is None else _group_like(self.shard_group)
@@ -192,7 +205,7 @@ class RowEnsemble:
         among = SingleReplica() if among is None else among
         if among.rows != 1 or among.parts != 1:
             raise ValueError(f"rows can be spread over processes that hold one whole replica each, not over {among}")
-        self.among, self.rows, self.talks = among, rows, among.talks
+        self.among, self.rows, self.talks, self.rank = among, rows, among.talks, among.rank
         self.processes, self.process = among.processes, among.process
         self.size, self.replica = rows * among.size, rows * among.replica
 
@@ -213,6 +226,9 @@ class RowEnsemble:
 
     def collect(self, gathered: Tensor, own: Tensor) -> Work:
         return self.among.collect(gathered, own)
+
+    def confirm(self) -> None:
+        return None
 
     def twin(self) -> RowEnsemble:
         return RowEnsemble(self.rows, self.among.twin())

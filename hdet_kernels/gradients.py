@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import wide_dtype
+from .buckets import local, wide_dtype
 
 
 def weakly(call: Callable[[], None]) -> Callable[..., None]:
@@ -32,9 +32,9 @@ def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
     """A number that is equal on two replicas exactly, but for luck, if their gradients are equal to the bit: norms
     and sums of elements, in fp64 (clipping tensor by tensor makes norms equal). All-reduced gradients are equal; local
     ones are not. None where there is no gradient."""
-    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    gradients = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    real = [torch.view_as_real(g.detach()) if g.is_complex() else g.detach() for g in dense if g.numel()]
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in dense if g.numel()]
     if not real:
         return None
     device = real[0].device
@@ -57,7 +57,7 @@ class Displacement:
         self.measured: Tensor | None = None
 
     def _parameters(self) -> list[list[Tensor]]:
-        return [[p.detach() for p in group["params"]] for group in self.optimizer.param_groups]
+        return [[local(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _copy(self) -> list[list[Tensor]]:
         return [[p.clone() for p in group] for group in self._parameters()]
@@ -84,7 +84,7 @@ class Displacement:
         slopes = []
         for group, moved in zip(self.optimizer.param_groups, self.moved, strict=True):
             pairs = zip(group["params"], moved, strict=True)
-            dots = [(p.grad.detach() * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None]
+            dots = [(local(p.grad) * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None]
             slopes.append(torch.stack(dots).sum() if dots else torch.zeros((), dtype=wide, device=device))
         self.measured = torch.stack(slopes)
         if (scale := getattr(self.optimizer, "grad_scale", None)) is not None:

@@ -86,7 +86,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         compress: ``"bf16"`` or ``"int8"``: what travels is the difference to the last average in that many bits, and
             what the rounding took follows the next time. Costs two copies of the parameters in memory.
         overlap_steps: the average starts at the sync and lands this many steps later, so that training does not wait
-            for it. Every process must build its scheduler, as it makes connections of its own.
+            for it, over connections of its own. Costs three copies of what is averaged while it is on its way.
         backup: keep a copy of what is averaged until all of it has arrived, so that everything is as it was when a
             peer dies in the middle. False saves that memory.
         seed: of the permutations.
