@@ -11,6 +11,7 @@ import torch
 from test_ops import PRECISIONS, RULES, case_of, make_table
 
 from hdet_kernels import ops
+from hdet_kernels.ops.wire import FORMATS, Wire
 
 SIZES = (2049, 33, 0, 1, 5000)
 
@@ -33,8 +34,24 @@ def main(backend: str) -> None:
                 case.step(table, backend, scalars, stochastic_rounding=stochastic)
                 case.assert_neighbours_untouched()
                 steps += 1
+    averages(backend)
     torch.cuda.synchronize()
     print(f"{steps} steps")
+
+
+def averages(backend: str) -> None:
+    """Compressed ones, of buckets at addresses that allow packs and that do not."""
+    for format in FORMATS:
+        for numel, shards, offset in ((5003, 2, 0), (5003, 9, 1), (1, 3, 0), (40_000, 1, 4)):
+            wire = Wire(format, numel, shards, "cuda", backend=backend)
+            x, consensus, error, target = (torch.randn(offset + numel, device="cuda")[offset:] for _ in range(4))
+            lost = torch.zeros(offset + wire.shard, device="cuda")[offset:]
+            for feedback in (True, False):
+                sent, merged = wire.empty(), wire.empty()
+                wire.encode(x, consensus, error if feedback else None, sent)
+                for row in merged:
+                    wire.merge(sent, shards, lost if feedback else None, row)
+                wire.decode(merged, consensus, target if feedback else None)
 
 
 if __name__ == "__main__":

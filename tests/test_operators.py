@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hdet_kernels.ops import STATES
 from hdet_kernels.ops.chunks import flat_gradients
+from hdet_kernels.ops.wire import FORMATS, Wire
 
 #: The backends whose operators are written in Python; test_native.py has the compiled ones.
 WRITTEN = [
@@ -19,6 +20,7 @@ WRITTEN = [
     available("triton", "cuda"),
     available("triton", "cpu"),
 ]
+EVERYWHERE = [*WRITTEN, available("cpp", "cpu"), available("cuda", "cuda")]
 SIZES = (1030, 0, 5)
 
 
@@ -79,6 +81,40 @@ def test_opcheck_of_norm_and_finite(backend: tuple[str, str]) -> None:
     case = small_case("sgd", device)
     for operator in operators_of(where)[1:]:
         torch.library.opcheck(operator, reading(case, where))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_opcheck_of_a_compressed_average(backend: tuple[str, str], format: str) -> None:
+    where, device = backend
+    wire = Wire(format, 1500, 2, torch.device(device), backend=where)
+    x, consensus, error, target = torch.randn(4, 1500, device=device)
+    number, sent, row = FORMATS.index(format), wire.empty().zero_(), wire.empty().zero_()[0]
+    for given in (error, None):
+        merged = None if given is None else torch.randn(wire.shard, device=device)
+        torch.library.opcheck(wire._encode, (number, x, consensus, given, sent))
+        torch.library.opcheck(wire._merge, (number, sent, 2.0, merged, row))
+        torch.library.opcheck(wire._decode, (number, sent, consensus, None if given is None else target))
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_a_compiled_function_averages_like_an_eager_one(backend: tuple[str, str]) -> None:
+    where, device = backend
+    wire = Wire("int8", 1500, 1, torch.device(device), backend=where)
+    encode, merge, decode = wire._encode, wire._merge, wire._decode
+
+    def average(x: Tensor, consensus: Tensor, error: Tensor, sent: Tensor, merged: Tensor) -> Tensor:
+        encode(1, x, consensus, error, sent)
+        merge(1, sent, 1.0, None, merged[0])
+        decode(1, merged, consensus, None)
+        return consensus.sum()  # reads what was decoded
+
+    results = []
+    for call in (average, torch.compile(average, fullgraph=True, backend="aot_eager")):
+        x, consensus, error = torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(device)
+        sent, merged = wire.empty(), wire.empty()
+        results.append([call(x, consensus, error, sent, merged), consensus, error, sent, merged])
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("backend", WRITTEN)

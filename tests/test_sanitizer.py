@@ -20,8 +20,9 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="there is no compute-sanitizer on PATH"),
 ]
 
+WIRE = ("_encode", "_merge", "_decode")
 #: Our kernels by a part of their names.
-KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish")}
+KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish", *WIRE)}
 
 
 def sanitized(backend: str, tool: str, *options: str) -> str:

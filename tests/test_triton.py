@@ -31,13 +31,14 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hdet_kernels.ops import triton_kernels, triton_reduce  # noqa: E402
+from hdet_kernels.ops import triton_kernels, triton_reduce, triton_wire  # noqa: E402
 from hdet_kernels.ops.triton_rounding import key_of, random_base, write  # noqa: E402
 
 TRITON = [available("triton", "cuda"), available("triton", "cpu")]
 
 #: Compute capabilities: A100, H100 and H200, B200.
 TARGETS = (80, 90, 100)
+WIRE = (triton_wire._encode, triton_wire._merge, triton_wire._decode)
 _POINTERS = {FP32: "*fp32", FP64: "*fp64", BF16: "*bf16", torch.float16: "*fp16"}
 
 
@@ -72,6 +73,19 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         types = {"partials": "*fp64", "result": "*u8" if finite else "*fp64", "count": "i32"}
         constants = {"FINITE": finite, "PROGRAMS": triton_reduce.PROGRAMS}
         yield f"finish-{finite}", triton_reduce._finish, types, constants, 90
+    yield from _wire_kernels()
+
+
+def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
+    for format, codes in (("bf16", "*bf16"), ("int8", "*i8")):
+        scales = None if format == "bf16" else "*fp32"
+        wire, sizes = {"codes": codes, "scales": scales}, {"tiles": "i32", "numel": "i64"}
+        flats = dict.fromkeys(("x", "consensus", "error", "target"), "*fp32")
+        merged = {"to_codes": codes, "to_scales": scales, "rows": "i32", "divisor": "fp32"}
+        for target in TARGETS:
+            yield f"encode-{format}-sm{target}", triton_wire._encode, wire | sizes | flats, {}, target
+            yield f"merge-{format}-sm{target}", triton_wire._merge, wire | sizes | flats | merged, {}, target
+            yield f"decode-{format}-sm{target}", triton_wire._decode, wire | sizes | flats, {}, target
 
 
 def _flat_types(rule: str, precision: Precision, optional: bool) -> dict[str, str | None]:
@@ -109,12 +123,15 @@ def compile_kernels() -> dict[str, dict[str, int]]:
             (i,): [["tt.divisibility", 16]] for i, a in arguments.items() if (types.get(a) or "").startswith("*")
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 4})
+        options = triton_wire.OPTIONS if kernel in WIRE else {"num_warps": 4}
+        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         whole_blocks = compiled.asm["ttgir"].split("} else {")[0]
         made[name] = {
             "loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", compiled.asm["ptx"])),
             "stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32", compiled.asm["ptx"])),
             "moves": whole_blocks.count("ttg.convert_layout"),
+            "shared": compiled.metadata.shared,
+            "inexact": len(re.findall(r"\bfma\.|\.ftz|div\.(?!rn)", compiled.asm["ptx"])),
             "values": len([p for p in kernel.params if types.get(p.name) == "i32" and not p.do_not_specialize]),
         }
     return made
@@ -135,6 +152,16 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
         assert (made[f"adamw-fp32-sm{target}"]["loads"], made[f"adamw-fp32-sm{target}"]["stores"]) == (8, 6)
     for name in ("adamw-bf16-nearest", "adamw-bf16-state-bf16-sm90"):
         assert (made[name]["loads"], made[name]["stores"]) == (4, 3)
+    # 512 elements and one warp: 16 for each thread, four vectors of each buffer.
+    for name in ("bf16", "int8"):
+        for target in TARGETS:
+            encoding, merging, decoding = (made[f"{part}-{name}-sm{target}"] for part in ("encode", "merge", "decode"))
+            assert (encoding["loads"], encoding["stores"]) == (12, 4)
+            assert merging["loads"] >= 4
+            assert (decoding["loads"], decoding["stores"]) == (4, 8)
+            for part in (encoding, merging, decoding):
+                assert part["shared"] == 0, "elements of a block move between threads"
+                assert part["inexact"] == 0, "the bits would not be those of plain torch"
     for name, seen in made.items():
         assert seen["moves"] == 0, f"{name}: elements of a whole block move between threads"
         assert seen["values"] == 0, f"{name} would be compiled again for another count"

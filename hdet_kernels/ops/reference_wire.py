@@ -1,7 +1,7 @@
 """The compressed average in plain torch: the text that every other backend is compared with, and that runs anywhere.
 
-:mod:`~hdet_kernels.ops.wire` has the equations. Divisors are tensors: on a GPU torch would multiply by the reciprocal of
-a Python number, which is another number in the last bit.
+:mod:`~hdet_kernels.ops.wire` has the equations. Divisors are tensors: torch on a GPU multiplies by the reciprocal of a
+Python number, which is another number in the last bit.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ def wire_operators() -> tuple[Any, Any, Any]:
 
 
 def _encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
+    if wire.numel() == 0:
+        return
     difference = x - consensus
     if error is not None:
         difference = difference + error
@@ -39,6 +41,8 @@ def _encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wir
 
 
 def _merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
+    if wire.numel() == 0:
+        return
     first, *others = _values(format, wires)
     for other in others:
         first = first + other
@@ -51,6 +55,8 @@ def _merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wir
 
 
 def _decode(format: int, wire: Tensor, consensus: Tensor, target: Tensor | None) -> None:
+    if wire.numel() == 0:
+        return
     consensus.add_(_values(format, wire).view(-1)[: consensus.numel()])
     if target is not None:
         target.copy_(consensus)
