@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 #: Our kernels by a part of their names.
-KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish")}
+KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish", "_pack_chunk", "_unpack_chunk")}
 
 
 def sanitized(backend: str, tool: str, *options: str) -> str:
