@@ -68,8 +68,8 @@ def build_cycle(
     _check_choice("backup", backup, (True, False))
     if isinstance(overlap_steps, bool) or not isinstance(overlap_steps, int) or not 0 <= overlap_steps < sync_every:
         raise ValueError(
-            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {overlap_steps!r}: an "
-            "average has to land before the next one starts"
+            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {overlap_steps!r}: "
+            "an average has to land before the next one starts"
         )
     if probe is not None and not callable(probe):
         raise TypeError(f"probe must be callable without arguments and return a loss, got {probe!r}")

@@ -221,7 +221,7 @@ def in_full(param: Tensor, master: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """The part of a distributed tensor that is here; any other tensor as it is."""
     with torch.no_grad():
-        part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+        part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part.detach()
 
 

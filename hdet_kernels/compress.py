@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket
-
 from .ops.wire import FORMATS, Wire
 from .travel import Cost, Courier, Journey, travel
 
@@ -48,8 +47,10 @@ class Compression:
 
     def fits(self, courier: Courier, regions: Regions) -> bool:
         """Whether there is a consensus of these tensors to send differences to."""
-        known = self._memory
-        return known is not None and [m.consensus.numel() for m in known] == [b.numel for _, b in _cut(courier, regions)]
+        if self._memory is None:
+            return False
+        sizes = [bucket.numel for _, bucket in _cut(courier, regions)]
+        return sizes == [known.consensus.numel() for known in self._memory]
 
     def remember(self, courier: Courier, regions: Regions, *, sound: bool) -> None:
         """Take the tensors, which are equal on all replicas now, for the consensus. What is still owed stays owed,
@@ -117,9 +118,7 @@ class Compression:
             "shard_error": [known.shard_error for known in self._memory],
         }
 
-    def load_state_dict(
-        self, state: dict[str, Any] | None, courier: Courier, regions: Regions, *, own: bool
-    ) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None, courier: Courier, regions: Regions, *, own: bool) -> None:
         """``own``: whether this very process saved it. What others owe is theirs, and what is owed in other shards or
         bits cannot be taken over."""
         self._memory = None

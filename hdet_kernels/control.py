@@ -127,9 +127,7 @@ def row_bytes(ensemble: Ensemble) -> int:
     return 8 * len(COLUMNS) * ensemble.rows
 
 
-def disagreement(
-    ensemble: Ensemble, said: Mapping[str, Any], what: str, hint: str, numbers: Floats
-) -> RuntimeError:
+def disagreement(ensemble: Ensemble, said: Mapping[str, Any], what: str, hint: str, numbers: Floats) -> RuntimeError:
     """The error of replicas that know by now that they disagree on ``what``, and meet once more to tell: each has
     ``said`` something, by name, and the first names under which they differ are shown. ``numbers``: the ranks."""
     texts = _texts(ensemble, said)
@@ -196,9 +194,9 @@ def _conclude(rows: Mapping[str, Floats], step: int) -> Verdict:
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = rows["loss_sum"].sum(axis=1) / rows["loss_count"].sum(axis=1)
     probes = rows["probe"].mean(axis=1)
-    numbers = (np.isfinite(rows["checksum"]) & np.isfinite(rows["rest"])).all(axis=1)
+    numbers: Flags = np.isfinite(rows["checksum"] + rows["rest"]).all(axis=1)
     recorded = rows["loss_count"].sum(axis=1) > 0
-    loss = (np.isfinite(losses) | ~recorded) & ~np.isinf(probes)
+    loss: Flags = (np.isfinite(losses) | ~recorded) & ~np.isinf(probes)
     healthy: Flags = numbers & loss
     if not healthy.any():
         found = [f"parameters, state or buffers on {ranks(~numbers, rows['rank'])}"] if not numbers.all() else []

@@ -269,9 +269,7 @@ class Converger:
             tensors=self._covered(),
         )
 
-    def _agree(
-        self, courier: Courier, report: Report, content: Content, asked: Asked
-    ) -> tuple[Verdict, _Plan]:
+    def _agree(self, courier: Courier, report: Report, content: Content, asked: Asked) -> tuple[Verdict, _Plan]:
         """Meet the other replicas and decide with them what is averaged."""
         ensemble = courier.ensemble
         report = replace(report, settings={**report.settings, **self.settings()})
@@ -358,14 +356,15 @@ class Converger:
         first = int(np.flatnonzero(plan.healthy)[0])
         rows, row = self.ensemble.rows, max(first - self.ensemble.replica, 0) % self.ensemble.rows
         # As bytes: there are many kinds of integers, and no collective knows all of them.
-        parts = [(tensor.view(rows, -1)[row] if rows > 1 else tensor.reshape(-1)).view(torch.uint8) for tensor in integers]
+        own = [tensor.reshape(rows, -1)[row] if rows > 1 else tensor.reshape(-1) for tensor in integers]
+        parts = [tensor.view(torch.uint8) for tensor in own]
         travelling = torch.cat([part.to(integers[0].device) for part in parts])
 
         def journey() -> Journey:
             yield ensemble.broadcast(travelling, first)
             received = travelling.split([part.numel() for part in parts])
-            for tensor, part, own in zip(integers, received, parts, strict=True):
-                values = part.to(own.device).view(tensor.dtype)
+            for tensor, part in zip(integers, received, strict=True):
+                values = part.to(tensor.device).clone().view(tensor.dtype)  # a clone begins at an aligned address
                 tensor.copy_((values.expand(rows, -1) if rows > 1 else values).reshape(tensor.shape))
 
         return journey(), travelling.nbytes
@@ -415,9 +414,7 @@ class Converger:
             raise
 
     def _outcome(self, verdict: Verdict, plan: _Plan, cost: Cost, seconds: float) -> Outcome:
-        return Outcome(
-            verdict.losses, verdict.probes, plan.healthy, plan.shared, cost.bytes, cost.collectives, seconds
-        )
+        return Outcome(verdict.losses, verdict.probes, plan.healthy, plan.shared, cost.bytes, cost.collectives, seconds)
 
 
 _UNEVEN_STATE = (

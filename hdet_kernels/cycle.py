@@ -387,4 +387,3 @@ class Cycle:
         self.spread.fan_out(self.number)
         self._fingerprint = None
         self.write()
-

@@ -279,5 +279,5 @@ def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta | None:
     known = dist.group.WORLD if group is None else group
     devices = known._device_types if known is not None else []
     options = [getattr(known._get_backend(device), "options", None) for device in devices]  # type: ignore[union-attr]
-    found = [option._timeout for option in options if hasattr(option, "_timeout")]
+    found = [option._timeout for option in options if option is not None]
     return min(found) if found else None

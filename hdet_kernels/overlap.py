@@ -90,8 +90,8 @@ class Correction:
     def _check(now: list[Tensor], then: list[Tensor]) -> None:
         if [tensor.shape for tensor in now] != [tensor.shape for tensor in then]:
             raise RuntimeError(
-                "parameters, buffers or state have other shapes than when the average on its way was started: the model "
-                "must stay as it is between a sync and its landing"
+                "parameters, buffers or state have other shapes than when the average on its way was started: the "
+                "model must stay as it is between a sync and its landing"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+import test_pack
 import torch
 from test_ops import PRECISIONS, RULES, case_of, make_table
 
@@ -35,6 +36,10 @@ def main(backend: str) -> None:
                 case.assert_neighbours_untouched()
                 steps += 1
     averages(backend)
+    for wide, kinds in test_pack.DTYPES.values():
+        for rows, included, divisor in ((1, None, 3.0), (3, (True, False, True), 2.0)):
+            case = test_pack.make_case(test_pack.SIZES, kinds, wide, "cuda", rows=rows)
+            test_pack.round_trip(case, backend, included, divisor)
     torch.cuda.synchronize()
     print(f"{steps} steps")
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_operators import packing
 from test_ops import RULES, Case, available, make_case, make_table
 
 from hdet_kernels.ops import STATES, native
 from hdet_kernels.ops.backends import backends
+from hdet_kernels.ops.pack import MOST_ROWS
 
 ROOT = Path(__file__).parents[1]
 COMPILED = [available("cpp", "cpu"), available("cuda", "cuda")]
@@ -102,6 +104,29 @@ def test_the_operator_checks_its_arguments(backend: tuple[str, str], what: str) 
         torch.testing.assert_close(flat, old, rtol=0, atol=0, equal_nan=True)
 
 
+WRONG_PACKING = {
+    "chunks": ("pack", 0, lambda value: value[:, :3].contiguous(), "chunks must have 4 columns"),
+    "places": ("pack", 1, lambda value: value.int(), "places has another dtype"),
+    "strides": ("pack", 2, lambda value: value[:-1], "strides must have 2 elements, got 1"),
+    "staging dtype": ("pack", 5, lambda value: value.half(), "staging buffer must be float32 or float64"),
+    "staging layout": ("unpack", 5, lambda value: value.repeat(2)[::2], "staging buffer must be contiguous"),
+    "rows": ("unpack", 3, lambda value: 65, "rows must be 1 to 64, got 65"),
+}
+
+
+@pytest.mark.parametrize("backend", [available("cpp", "cpu")])
+@pytest.mark.parametrize("what", WRONG_PACKING)
+def test_the_packing_operators_check_their_arguments(backend: tuple[str, str], what: str) -> None:
+    name, position, change, message = WRONG_PACKING[what]
+    tensors, *both = packing(*backend)
+    given = both[name == "unpack"]
+    given[position] = change(given[position])
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops.hdet_kernels, name)(*given)
+    assert all(map(torch.equal, tensors, before))
+
+
 @pytest.mark.parametrize("backend", [available("cpp", "cpu")])
 def test_the_operator_takes_floating_parameters_only(backend: tuple[str, str]) -> None:
     case = make_case("sgd", (33,), torch.float32, backend[1], optional=False)
@@ -131,6 +156,11 @@ def test_threads_do_not_change_the_result(backend: tuple[str, str]) -> None:
 def test_rules_are_numbered_as_in_the_header() -> None:
     header = (ROOT / "csrc" / "rules.h").read_text()
     assert f"enum class Rule : int64_t {{ {', '.join(STATES)} }};" in header
+
+
+def test_as_many_rows_as_in_the_header() -> None:
+    header = (ROOT / "csrc" / "pack.h").read_text()
+    assert f"constexpr int kMostRows = {MOST_ROWS};" in header
 
 
 def test_importing_loads_neither_the_extension_nor_triton() -> None:

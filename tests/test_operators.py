@@ -9,8 +9,10 @@ import torch
 from test_ops import BF16, FP32, RULES, Case, assert_same, available, make_case, make_table
 from torch import Tensor
 
+from hdet_kernels.buckets import Piece
 from hdet_kernels.ops import STATES
 from hdet_kernels.ops.chunks import flat_gradients
+from hdet_kernels.ops.pack import PieceTable
 from hdet_kernels.ops.wire import FORMATS, Wire
 
 #: The backends whose operators are written in Python; test_native.py has the compiled ones.
@@ -115,6 +117,59 @@ def test_a_compiled_function_averages_like_an_eager_one(backend: tuple[str, str]
         sent, merged = wire.empty(), wire.empty()
         results.append([call(x, consensus, error, sent, merged), consensus, error, sent, merged])
     assert_same(*results)
+
+
+PACKING = [*WRITTEN, available("cpp", "cpu"), available("cuda", "cuda")]
+
+
+def packing_operators(backend: str) -> tuple[Any, Any]:
+    if backend in ("cpp", "cuda"):
+        return torch.ops.hdet_kernels.pack.default, torch.ops.hdet_kernels.unpack.default
+    if backend == "torch":
+        from hdet_kernels.ops import reference_pack as module
+    else:
+        from hdet_kernels.ops import triton_pack as module
+    return module._operators()
+
+
+def packing(backend: str, device: str) -> tuple[list[Tensor], list[Any], list[Any]]:
+    """Tensors of two rows, what they are packed with (both rows, over 3) and unpacked with (halved)."""
+    tensors = [torch.randn(2, 70, device=device).to(kind) for kind in (FP32, BF16)]
+    table = PieceTable([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], 2, tensors[0].device)
+    staging = torch.zeros(table.numel, device=device)
+    used = [tensors[index] for index in table.used]
+    if backend == "torch":
+        return tensors, [used, *table.spans, 3, 3.0, staging], [used, *table.spans, 2.0, staging]
+    tables = [table.chunks, table.point_at(used), table.strides]
+    return tensors, [*tables, 3, 3.0, staging], [*tables, 2, 2.0, staging]
+
+
+@pytest.mark.parametrize("backend", PACKING)
+def test_opcheck_of_pack_and_unpack(backend: tuple[str, str]) -> None:
+    tensors, *given = packing(*backend)
+    for operator, arguments in zip(packing_operators(backend[0]), given, strict=True):
+        torch.library.opcheck(operator, arguments)
+    assert len(tensors) == 2  # alive until here
+
+
+@pytest.mark.parametrize("backend", PACKING)
+def test_a_compiled_function_packs_and_unpacks_like_an_eager_one(backend: tuple[str, str]) -> None:
+    pack, unpack = packing_operators(backend[0])
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        tensors, to, back = packing(*backend)
+
+        def average(to: list[Any] = to, back: list[Any] = back) -> Tensor:
+            pack(*to)
+            total = to[-1].sum()  # reads what was packed
+            unpack(*back)
+            return total
+
+        run = torch.compile(average, fullgraph=True, backend="aot_eager") if compiled else average
+        results.append([run(), to[-1], *tensors])
+    assert_same(*results)
+    assert torch.equal(results[1][2][0], results[1][2][1]), "the rows of a tensor that was unpacked are equal"
 
 
 @pytest.mark.parametrize("backend", WRITTEN)

@@ -22,7 +22,8 @@ pytestmark = [
 
 WIRE = ("_encode", "_merge", "_decode")
 #: Our kernels by a part of their names.
-KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish", *WIRE)}
+PACK = ("_pack_chunk", "_unpack_chunk")
+KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish", *WIRE, *PACK)}
 
 
 def sanitized(backend: str, tool: str, *options: str) -> str:

@@ -31,7 +31,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hdet_kernels.ops import triton_kernels, triton_reduce, triton_wire  # noqa: E402
+from hdet_kernels.ops import triton_kernels, triton_pack, triton_reduce, triton_wire  # noqa: E402
 from hdet_kernels.ops.triton_rounding import key_of, random_base, write  # noqa: E402
 
 TRITON = [available("triton", "cuda"), available("triton", "cpu")]
@@ -73,6 +73,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         types = {"partials": "*fp64", "result": "*u8" if finite else "*fp64", "count": "i32"}
         constants = {"FINITE": finite, "PROGRAMS": triton_reduce.PROGRAMS}
         yield f"finish-{finite}", triton_reduce._finish, types, constants, 90
+    yield from _packing()
     yield from _wire_kernels()
 
 
@@ -86,6 +87,19 @@ def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str,
             yield f"encode-{format}-sm{target}", triton_wire._encode, wire | sizes | flats, {}, target
             yield f"merge-{format}-sm{target}", triton_wire._merge, wire | sizes | flats | merged, {}, target
             yield f"decode-{format}-sm{target}", triton_wire._decode, wire | sizes | flats, {}, target
+
+
+def _packing() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
+    tables: dict[str, str | None] = {"chunks": "*i64", "places": "*i64", "strides": "*i64", "divisor": "i64"}
+    for dtype in (FP32, FP64):
+        types = tables | {"staging": _POINTERS[dtype], "first": "i32", "others": "i32", "rows": "i32"}
+        for divide in (False, True):
+            constants: dict[str, object] = {"DIVIDE": divide, "BLOCK": triton_pack.BLOCK}
+            label = f"{str(dtype).removeprefix('torch.')}-{'over' if divide else 'as-is'}"
+            yield f"unpack-{label}", triton_pack._unpack_chunk, types, constants, 90
+            for many in (False, True):
+                shape = {"MANY": many, "BLOCK": triton_pack.BLOCK_OF_ROWS if many else triton_pack.BLOCK}
+                yield f"pack-{'rows' if many else 'one'}-{label}", triton_pack._pack_chunk, types, constants | shape, 90
 
 
 def _flat_types(rule: str, precision: Precision, optional: bool) -> dict[str, str | None]:
@@ -162,13 +176,18 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
             for part in (encoding, merging, decoding):
                 assert part["shared"] == 0, "elements of a block move between threads"
                 assert part["inexact"] == 0, "the bits would not be those of plain torch"
+    # 2048 elements of one row: four vectors for each thread. 512 of several: one of each of nine rows.
+    for divided in ("as-is", "over"):
+        assert (made[f"pack-one-float32-{divided}"]["loads"], made[f"unpack-float32-{divided}"]["stores"]) == (4, 4)
+        assert made[f"pack-rows-float32-{divided}"]["loads"] == 9
     for name, seen in made.items():
         assert seen["moves"] == 0, f"{name}: elements of a whole block move between threads"
         assert seen["values"] == 0, f"{name} would be compiled again for another count"
 
 
 def test_a_chunk_is_whole_blocks() -> None:
-    assert CHUNK % triton_kernels.BLOCK == 0
+    for block in (triton_kernels.BLOCK, triton_pack.BLOCK, triton_pack.BLOCK_OF_ROWS):
+        assert CHUNK % block == 0
     assert CHUNK & (CHUNK - 1) == 0, "Triton's ranges are powers of two"
 
 

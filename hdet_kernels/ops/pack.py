@@ -119,8 +119,10 @@ class Pack:
         self.numel = self._table.numel
         self._count = len(numels)
         self._numels = [numels[index] for index in self._table.used]
-        one_row = [[(numel,) for numel in self._numels]] if rows == 1 else []
-        self._shapes: list[list[tuple[int, ...]]] = [*one_row, [(rows, numel) for numel in self._numels]]
+        #: What the shapes of the tensors may be.
+        self._shapes: list[list[tuple[int, ...]]] = [[(rows, numel) for numel in self._numels]]
+        if rows == 1:
+            self._shapes.append([(numel,) for numel in self._numels])
         self._limits = torch.finfo(dtype).tiny, torch.finfo(dtype).max
         self._module = ops._implementation(self.backend)
 
@@ -199,8 +201,7 @@ class Pack:
         if tensor.dtype not in DTYPES[self.dtype]:
             known = ", ".join(map(str, DTYPES[self.dtype]))
             raise TypeError(
-                f"{got}; a staging buffer of {self.dtype} takes {known}: give it to a Pack of "
-                f"{torch.float64 if tensor.dtype == torch.float64 else 'another dtype'}"
+                f"{got}; a staging buffer of {self.dtype} takes {known}: cut the tensors by dtype, as buckets.cut does"
             )
         if tensor.device != self.device:
             raise ValueError(f"{got}; the staging buffer is on {self.device}: they must be together")

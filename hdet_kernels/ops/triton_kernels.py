@@ -23,9 +23,9 @@ from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_G
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
-from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
 from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
 from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, update
+from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
 
 #: Elements of one program of ``_walk``, and its warps: 8 elements a thread. Measured on an H200 with AdamW in fp32 and
 #: a table of chunks: 1024 with 4 warps did best, 90–97 % of the copy bandwidth; 4096 and more fell to 66–76 %.

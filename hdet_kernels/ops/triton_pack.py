@@ -18,7 +18,7 @@ from torch import Tensor
 from hdet_kernels.ops import operators
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
 from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
-from hdet_kernels.ops.triton_rounding import nearest
+from hdet_kernels.ops.triton_rounding import nearest, widened
 
 #: Elements of one program, of one row or of several, and its warps: a thread has four 16-byte loads of a float32 row in
 #: flight, or one of each of eight rows. Not measured: these are the shapes of ``csrc/pack_cuda.cu``.
@@ -78,33 +78,34 @@ def _pack_as(
 ):
     VECTOR: tl.constexpr = 128 // staging.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, BLOCK)
-    row = address.to(tl.pointer_type(TYPE)) + start
+    begin = address.to(tl.pointer_type(TYPE)) + start
     if _vectors(address, start, stride, count, offset, TYPE, MANY, VECTOR, BLOCK):
         # What was just tested, said so that the compiler sees it: VECTOR elements are one access.
-        row = tl.multiple_of(row + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
+        row = tl.multiple_of(begin + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
         at = offset // VECTOR * VECTOR + lanes
         inside = tl.full([BLOCK], True, tl.int1)
         total = _sum(row, stride // VECTOR * VECTOR, inside, others, staging.dtype.element_ty, MANY)
         tl.store(staging + at, _quotient(total, divisor, DIVIDE))
     else:
         inside = lanes < count
-        total = _sum(row + lanes, stride, inside, others, staging.dtype.element_ty, MANY)
+        total = _sum(begin + lanes, stride, inside, others, staging.dtype.element_ty, MANY)
         tl.store(staging + offset + lanes, _quotient(total, divisor, DIVIDE), mask=inside)
 
 
 @triton.jit
 def _sum(row, stride, inside, others, wide: tl.constexpr, MANY: tl.constexpr):
-    total = tl.load(row, mask=inside, other=0.0).to(wide)
+    total = widened(tl.load(row, mask=inside, other=0.0), wide)
     if MANY:
-        row += stride
+        # The row is a scalar: pointers that the loop advances would be of another layout than those that it loads from.
+        index = tl.cast(1, tl.int64)
         while others != 0:
             for k in tl.static_range(0, _TOGETHER):
                 taken = ((others >> k) & 1) != 0
                 mask = tl.where(taken, inside, False)  # not &, of whose type the interpreter is mistaken
-                value = tl.load(row + k * stride, mask=mask, other=0.0).to(wide)
+                value = widened(tl.load(row + (index + k) * stride, mask=mask, other=0.0), wide)
                 total = tl.where(taken, total + value, total)  # −0 + 0 is not −0
             others = others >> _TOGETHER
-            row += _TOGETHER * stride
+            index += _TOGETHER
     return total
 
 
@@ -139,24 +140,23 @@ def _unpack_as(
 ):
     VECTOR: tl.constexpr = 128 // staging.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, BLOCK)
-    row = address.to(tl.pointer_type(TYPE)) + start
+    begin = address.to(tl.pointer_type(TYPE)) + start
     if _vectors(address, start, stride, count, offset, TYPE, True, VECTOR, BLOCK):
-        row = tl.multiple_of(row + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
+        row = tl.multiple_of(begin + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
         at = offset // VECTOR * VECTOR + lanes
         value = nearest(_quotient(tl.load(staging + at), divisor, DIVIDE), TYPE)
         _to_rows(row, stride // VECTOR * VECTOR, rows, value, tl.full([BLOCK], True, tl.int1))
     else:
         inside = lanes < count
-        value = tl.load(staging + offset + lanes, mask=inside, other=0.0)
-        _to_rows(row + lanes, stride, rows, nearest(_quotient(value, divisor, DIVIDE), TYPE), inside)
+        value = nearest(_quotient(tl.load(staging + offset + lanes, mask=inside, other=0.0), divisor, DIVIDE), TYPE)
+        _to_rows(begin + lanes, stride, rows, value, inside)
 
 
 @triton.jit
 def _to_rows(row, stride, rows, value, inside):
-    index = 0
+    index = tl.cast(0, tl.int64)
     while index < rows:
-        tl.store(row, value, mask=inside)
-        row += stride
+        tl.store(row + index * stride, value, mask=inside)
         index += 1
 
 

@@ -53,6 +53,15 @@ def nearest(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def widened(value, dtype: tl.constexpr):
+    """As a number of ``dtype``, which can hold it."""
+    if _INTERPRETED and dtype == tl.float32 and value.dtype == tl.bfloat16:
+        # The interpreter is wrong about the numbers below 2⁻¹²⁶.
+        value = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return value.to(dtype)
+
+
+@triton.jit
 def _to_bfloat16(value, addend):
     """Cut off the low 16 bits after adding to them; a carry rounds up. NaN stays NaN; infinity has nothing to carry."""
     bits = value.to(tl.uint32, bitcast=True)

@@ -1,0 +1,109 @@
+"""Tensors into one staging buffer and back, and the mean of stacked replicas, as a share of the copy bandwidth.
+
+    python -m pytest bench/test_pack.py --benchmark-only -k gpu
+
+Bytes are those read and those written. ``odd`` is the same model with one more element before all others, so that in
+the staging buffer nothing lies at a multiple of 16 bytes. Beside it torch's ``_flatten_dense_tensors``, which allocates
+its result, ``_foreach_copy_`` between the tensors and views of the buffer, and ``torch.mean``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import measure
+import models
+import pytest
+import torch
+import ways
+import yardstick
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from hdet_kernels.buckets import Piece, flat_view
+from hdet_kernels.ops.pack import Pack
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+#: Replicas that are stacked, and elements of each.
+ROWS = 8
+ELEMENTS = {"cuda": 2**28, "cpu": 2**20}
+
+
+def _why_not(device: str, operation: str, dtype: str, way: str) -> str | None:
+    if way == "torch-flatten" and operation == "unpack":
+        return "torch's way back is views and a copy of each, which is torch-foreach"
+    if way == "torch-flatten" and dtype != "fp32":
+        return "it keeps the dtype: there is no float32 buffer of bf16 tensors"
+    return ways.why_not(way, device)
+
+
+def _cases() -> Iterator[Any]:
+    for device, known in models.MODELS.items():
+        ours = [f"hdet-{backend}" for backend in ways.BACKENDS[device]]
+        for model in known:
+            small = models.is_small(model)
+            for dtype in ("fp32",) if small else DTYPES:
+                for place in ("even",) if small else ("even", "odd"):
+                    for operation in ("pack", "unpack"):
+                        for way in ("torch-flatten", "torch-foreach", *ours):
+                            why_not = _why_not(device, operation, dtype, way)
+                            values = (model, dtype, place, operation, way)
+                            yield ways.case(device, *values, why_not=why_not, on_device=True)
+
+
+def _means() -> Iterator[Any]:
+    for device in ELEMENTS:
+        for dtype in DTYPES:
+            for way in ("torch", *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
+                yield ways.case(device, dtype, way, why_not=ways.why_not(way, device), on_device=True)
+
+
+def call_of(operation: str, way: str, tensors: list[Tensor], staging: Tensor) -> measure.Call:
+    numels = [tensor.numel() for tensor in tensors]
+    if way == "torch-flatten":
+        return lambda: _flatten_dense_tensors(tensors)
+    if way == "torch-foreach":
+        views = list(staging.split(numels))
+        to, what = (views, tensors) if operation == "pack" else (tensors, views)
+        return lambda: torch._foreach_copy_(to, what)
+    pieces = [Piece(index, 0, numel) for index, numel in enumerate(numels)]
+    pack = Pack(numels, pieces, staging.device, staging.dtype, backend=way.removeprefix("hdet-"))
+    run = getattr(pack, operation)
+    return lambda: run(tensors, staging)
+
+
+@pytest.mark.parametrize(("device", "model", "dtype", "place", "operation", "way"), list(_cases()))
+def test_pack(benchmark: Any, device: str, model: str, dtype: str, place: str, operation: str, way: str) -> None:
+    yardstick.yardstick(device)
+    shapes = [(1,)] * (place == "odd") + models.MODELS[device][model].shapes
+    tensors = [flat_view(param) for param in models.parameters(shapes, device, DTYPES[dtype])]
+    staging = torch.zeros(sum(tensor.numel() for tensor in tensors), device=device)
+    call = call_of(operation, way, tensors, staging)
+    benchmark.pedantic(call, warmup_rounds=1, **measure.plan(call, device, seconds=0.25))
+    moved = staging.nbytes + sum(tensor.nbytes for tensor in tensors)
+    yardstick.report(benchmark, device, moved=moved, held=moved)
+
+
+@pytest.mark.parametrize(("device", "dtype", "way"), list(_means()))
+def test_mean_of_rows(benchmark: Any, device: str, dtype: str, way: str) -> None:
+    yardstick.yardstick(device)
+    count = ELEMENTS[device]
+    rows = torch.ones((ROWS, count), dtype=DTYPES[dtype], device=device)
+    staging = torch.zeros(count, device=device)
+    if way == "torch":
+
+        def call() -> object:
+            return torch.mean(rows, dim=0, dtype=torch.float32, out=staging)
+    else:
+        backend = way.removeprefix("hdet-")
+        pack = Pack([count], [Piece(0, 0, count)], staging.device, staging.dtype, rows=ROWS, backend=backend)
+
+        def call() -> object:
+            return pack.pack([rows], staging, divisor=ROWS)
+
+    benchmark.pedantic(call, warmup_rounds=1, **measure.plan(call, device, seconds=0.25))
+    assert (staging == 1).all()
+    moved = rows.nbytes + staging.nbytes
+    yardstick.report(benchmark, device, moved=moved, held=moved)
