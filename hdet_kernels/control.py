@@ -194,7 +194,7 @@ def _conclude(rows: Mapping[str, Floats], step: int) -> Verdict:
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = rows["loss_sum"].sum(axis=1) / rows["loss_count"].sum(axis=1)
     probes = rows["probe"].mean(axis=1)
-    numbers: Flags = np.isfinite(rows["checksum"] + rows["rest"]).all(axis=1)
+    numbers: Flags = np.atleast_1d(np.isfinite(rows["checksum"] + rows["rest"]).all(axis=1))
     recorded = rows["loss_count"].sum(axis=1) > 0
     loss: Flags = (np.isfinite(losses) | ~recorded) & ~np.isinf(probes)
     healthy: Flags = numbers & loss
