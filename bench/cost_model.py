@@ -14,7 +14,8 @@ A message of B bytes takes α + B/β over a link with α seconds a hop and β by
 The parameters travel in buckets of 512 MiB of fp32, one after the other, and each pays its hops. Of a ring through
 nodes of g replicas, 2(N−N/g) hops are within nodes and 2(N/g−1) between them, of a tree 2(g−1) and 2⌈log₂(N/g)⌉. Every
 GPU has a network card of its own, g rings run at once, and the slower kind of link sets the pace: all bytes go within
-the node, a g-th of them through each card. NCCL chooses between ring and tree, gloo has the ring alone.
+the node, a g-th of them through each card. NCCL chooses between ring and tree. gloo has the ring alone, and asks before
+it sends, so that a hop costs twice (``link_check.py``).
 
 What a sync costs: the control row, which is always waited for since it decides who takes part; the collectives, or
 what is left of them behind ``overlap`` steps; and passes over local memory at the copy bandwidth. It is divided by T
