@@ -1,4 +1,4 @@
-"""The tables of recorded results, as they stand in the README between two comments.
+"""The tables of recorded results and of the cost model, as they stand in the README between comments.
 
 python bench/table.py            # print them
 python bench/table.py --write    # put them into the README
@@ -14,9 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import cost_section
+from cost_model import grid
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- bench/table.py: begin -->", "<!-- bench/table.py: end -->"
+COST_BEGIN, COST_END = "<!-- bench/table.py, cost: begin -->", "<!-- bench/table.py, cost: end -->"
 
 Entry = dict[str, Any]
 NOTHING = "–"
@@ -44,17 +48,21 @@ def table() -> str:
 
 
 def in_readme(text: str) -> str:
-    """The README's text with the tables in their place."""
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+    """The README's text with the tables in their places."""
+    return _between(_between(text, BEGIN, END, table()), COST_BEGIN, COST_END, cost_section.text(RESULTS))
+
+
+def _between(text: str, begin: str, end: str, new: str) -> str:
+    head, rest = text.split(begin)
+    _, tail = rest.split(end)
+    return f"{head}{begin}\n{new}\n{end}{tail}"
 
 
 def _entries() -> Iterable[Entry]:
     """Every benchmark that was recorded, with its ``record``: the file that it is from."""
     for path in sorted(RESULTS.glob("*.json")):
         record = json.loads(path.read_text())
-        yield from (entry | {"record": record} for entry in record["benchmarks"])
+        yield from (entry | {"record": record} for entry in record.get("benchmarks", ()))
 
 
 def _of(entries: list[Entry], name: str, device: str | None = None) -> list[Entry]:
@@ -106,7 +114,7 @@ def _host_times(entries: list[Entry]) -> str:
         _sources(found),
         "",
     ]
-    lines += _grid(
+    lines += grid(
         ["", *columns], ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
     )
     return "\n".join(lines)
@@ -172,7 +180,7 @@ def _section(
             for way in theirs
         ]
         body.append([*key, *(_cell(cells.get(way)) for way in used), *ratios])
-    lines = [title, _sources(found), "", *_grid(header, body, left=len(names))]
+    lines = [title, _sources(found), "", *grid(header, body, left=len(names))]
     if any(info["cached"] for cells in rows.values() for info in cells.values()):
         lines += ["", "\\* so small that it stays in the cache in part: the share says little."]
     return "\n".join(lines)
@@ -191,7 +199,7 @@ def _turns(title: str, found: list[Entry], label: Any) -> str:
             body[-1].append(f"{info['least ratio']:.3f}")
     header = ["", *(WAYS[way] for way in used), "ours / torch fused"]
     header += ["with an optimizer at the copy bandwidth"] if len(body[0]) > len(header) else []
-    return "\n".join([title, _sources(found), "", *_grid(header, body)])
+    return "\n".join([title, _sources(found), "", *grid(header, body)])
 
 
 def _sources(found: list[Entry]) -> str:
@@ -228,11 +236,6 @@ def _cell(info: dict[str, float] | None) -> str:
 def _short(value: float) -> str:
     """Four digits that count, or all that stand before the point."""
     return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}"
-
-
-def _grid(header: list[str], body: Iterable[list[str]], left: int = 1) -> list[str]:
-    rule = ["---"] * left + ["---:"] * (len(header) - left)
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *body)]
 
 
 if __name__ == "__main__":
