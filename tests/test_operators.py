@@ -135,12 +135,11 @@ def packing_operators(backend: str) -> tuple[Any, Any]:
 def packing(backend: str, device: str) -> tuple[list[Tensor], list[Any], list[Any]]:
     """Tensors of two rows, what they are packed with (both rows, over 3) and unpacked with (halved)."""
     tensors = [torch.randn(2, 70, device=device).to(kind) for kind in (FP32, BF16)]
-    table = PieceTable([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], 2, tensors[0].device)
+    table = PieceTable([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], 2, tensors[0].device, FP32)
     staging = torch.zeros(table.numel, device=device)
-    used = [tensors[index] for index in table.used]
     if backend == "torch":
-        return tensors, [used, *table.spans, 3, 3.0, staging], [used, *table.spans, 2.0, staging]
-    tables = [table.chunks, table.point_at(used), table.strides]
+        return tensors, [tensors, *table.spans, 3, 3.0, staging], [tensors, *table.spans, 2.0, staging]
+    tables = [table.chunks, table.point_at(table.match(tensors)), table.strides]
     return tensors, [*tables, 3, 3.0, staging], [*tables, 2, 2.0, staging]
 
 

@@ -394,6 +394,7 @@ def _freed(rows: int, count: int) -> Tensor:
 BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shape": ({"tensor": torch.zeros(5, 2)}, ValueError, r"tensor 1 .*\(5, 2\).*2 rows of 5.*must be \(2, 5\)"),
     "flat": ({"tensor": torch.zeros(10)}, ValueError, r"tensor 1 .*\(10,\).*must be \(2, 5\)"),
+    "scalar": ({"tensor": torch.zeros(())}, ValueError, r"tensor 1 .*shape \(\).*must be \(2, 5\)"),
     "fp64": ({"tensor": torch.zeros(2, 5).double()}, TypeError, r"tensor 1 is torch\.float64.*takes torch\.float32"),
     "int": ({"tensor": torch.zeros(2, 5).long()}, TypeError, r"tensor 1 is torch\.int64.*takes torch\.float32"),
     "device": ({"tensor": torch.zeros(2, 5, device="meta")}, ValueError, "on meta; the staging buffer is on cpu"),
@@ -432,6 +433,22 @@ def test_bad_calls_name_what_was_given_and_expected_and_write_nothing(backend: t
         with pytest.raises(kind, match=message):
             pack.unpack(tensors, staging, divisor)
         assert (first == 1).all()
+
+
+@pytest.mark.parametrize("backend", QUICK)
+def test_the_elements_of_a_row_may_be_of_any_shape(backend: tuple[str, str]) -> None:
+    where, device = backend
+    for rows, shapes in ((1, [(), (3, 4), (1, 2, 2)]), (2, [(2,), (2, 3, 4), (2, 1, 2, 2)])):
+        tensors = [torch.randn(shape, device=device) for shape in shapes]
+        numels = [tensor.numel() // rows for tensor in tensors]
+        pieces = [Piece(index, 0, numel) for index, numel in enumerate(numels)]
+        staging = torch.zeros(sum(numels), device=device)
+        pack = Pack(numels, pieces, staging.device, FP32, rows=rows, backend=where)
+        expected = torch.cat([tensor.view(rows, -1).sum(0) for tensor in tensors])
+        pack.pack(tensors, staging)
+        assert_same([staging], [expected])
+        pack.unpack(tensors, staging)
+        assert_same([torch.cat([tensor.view(rows, -1)[-1] for tensor in tensors])], [expected])
 
 
 def test_tensors_without_a_piece_are_not_looked_at() -> None:

@@ -7,7 +7,7 @@ Python module, so it is loaded as a library, on first use.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hdet_kernels.ops import Scalars, Work, operators
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
-from hdet_kernels.ops.pack import PieceTable
+from hdet_kernels.ops.pack import Matched, PieceTable
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "step_": operators.fake_step,
@@ -84,12 +84,12 @@ def all_finite(chunks: ChunkTable, grads: Gradients) -> Tensor:
     return torch.ops.hdet_kernels.all_finite(chunks.chunks, chunks.point_at(grads))
 
 
-def pack(table: PieceTable, tensors: Sequence[Tensor], included: int, divisor: float, staging: Tensor) -> None:
-    torch.ops.hdet_kernels.pack(table.chunks, table.point_at(tensors), table.strides, included, divisor, staging)
+def pack(table: PieceTable, matched: Matched, included: int, divisor: float, staging: Tensor) -> None:
+    torch.ops.hdet_kernels.pack(table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
 
 
-def unpack(table: PieceTable, tensors: Sequence[Tensor], divisor: float, staging: Tensor) -> None:
-    torch.ops.hdet_kernels.unpack(table.chunks, table.point_at(tensors), table.strides, table.rows, divisor, staging)
+def unpack(table: PieceTable, matched: Matched, divisor: float, staging: Tensor) -> None:
+    torch.ops.hdet_kernels.unpack(table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
 
 
 def wire_operators() -> tuple[Any, Any, Any]:

@@ -32,7 +32,7 @@ DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float64: (torch.float64,),
 }
 
-_shape_of, _dtype_of, _device_of, _layout_of = map(attrgetter, ("shape", "dtype", "device", "layout"))
+_dtype_of = attrgetter("dtype")
 
 
 class Spans(NamedTuple):
@@ -43,8 +43,17 @@ class Spans(NamedTuple):
     stops: list[int]
 
 
+class Matched(NamedTuple):
+    """The tensors that have a piece, and where they are. Made by :meth:`PieceTable.match`, which makes it safe to hand
+    the addresses to a kernel."""
+
+    tensors: Sequence[Tensor]
+    addresses: list[int]
+    dtypes: list[torch.dtype]
+
+
 class PieceTable:
-    """What kernels read beside the numbers, on ``device``; ``used`` are the indices of the tensors that have a piece.
+    """What kernels read beside the numbers, on ``device``. A *slot* is a tensor that has a piece.
 
     ========== =========== ======================================================== =================
     table      shape       a row                                                    changes
@@ -53,15 +62,16 @@ class PieceTable:
     strides    [slots]     elements from a row of a tensor to its next              never
     places     [slots, 2]  address of a tensor; its dtype's index (GRADIENT_DTYPES) when one moved
     ========== =========== ======================================================== =================
-
-    A slot is one of the tensors that are used, in the order of their indices.
     """
 
-    def __init__(self, numels: Sequence[int], pieces: Sequence[Piece], rows: int, device: torch.device) -> None:
+    def __init__(
+        self, numels: Sequence[int], pieces: Sequence[Piece], rows: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.rows, self.device, self.dtype = rows, torch.empty(0, device=device).device, dtype
         filled = [piece for piece in pieces if piece.stop > piece.start]
-        self.rows = rows
-        self.used = sorted({piece.index for piece in filled})
-        slot_of = {index: slot for slot, index in enumerate(self.used)}
+        #: The tensor of each slot.
+        self.indices = sorted({piece.index for piece in filled})
+        slot_of = {index: slot for slot, index in enumerate(self.indices)}
         self.spans = Spans(
             [slot_of[piece.index] for piece in filled],
             [piece.start for piece in filled],
@@ -72,20 +82,71 @@ class PieceTable:
         self.numel = int(counts.sum())
         spans = np.stack([np.cumsum(counts) - counts, starts, counts, slots], axis=1)
         self.chunks = torch.from_numpy(chunks_of(spans)).to(device)
-        self.strides = torch.tensor([numels[index] for index in self.used], dtype=torch.int64).to(device)
-        self._places = Staged((len(self.used), 2), torch.int64, device)
+        strides = [numels[index] for index in self.indices]
+        self.strides = torch.tensor(strides, dtype=torch.int64).to(device)
+        self._places = Staged((len(self.indices), 2), torch.int64, device)
         self._known: tuple[list[int], list[torch.dtype], NDArray[np.int64]] | None = None
+        self._count = len(numels)
+        self._counts = [rows * stride for stride in strides]
+        self._all = self.indices == list(range(len(numels)))
 
-    def point_at(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The places of the tensors that are used, on the device; written only if one changed."""
-        addresses, dtypes = list(map(Tensor.data_ptr, tensors)), list(map(_dtype_of, tensors))
-        if self._known is None or self._known[:2] != (addresses, dtypes):
-            table = np.empty((len(tensors), 2), dtype=np.int64)
-            table[:, 0] = np.frombuffer(array("q", addresses), dtype=np.int64)
-            table[:, 1] = [GRADIENT_DTYPES.index(dtype) for dtype in dtypes]
-            self._known = addresses, dtypes, table
+    def match(self, tensors: Sequence[Tensor]) -> Matched:
+        """Check the tensors, one for each of ``numels``, and pick those that have a piece."""
+        if len(tensors) != self._count:
+            raise ValueError(f"this Pack is of {self._count} tensors, got {len(tensors)}; pass all of them, in order")
+        used = tensors if self._all else [tensors[index] for index in self.indices]
+        dtypes = list(map(_dtype_of, used))
+        try:
+            addresses = list(map(Tensor.data_ptr, used))
+            if all(addresses) and self._are_sound(used) and set(dtypes) <= set(DTYPES[self.dtype]):
+                return Matched(used, addresses, dtypes)
+        except (RuntimeError, TypeError):  # sparse tensors have no address, and scalars no length
+            pass
+        for slot, tensor in enumerate(used):
+            self._check(slot, tensor)
+        return Matched(used, list(map(Tensor.data_ptr, used)), dtypes)
+
+    def point_at(self, matched: Matched) -> Tensor:
+        """The places of the tensors on the device, written only if one changed."""
+        if self._known is None or self._known[:2] != matched[1:]:
+            table = np.empty((len(self.indices), 2), dtype=np.int64)
+            table[:, 0] = np.frombuffer(array("q", matched.addresses), dtype=np.int64)  # faster than from a list
+            table[:, 1] = list(map(GRADIENT_DTYPES.index, matched.dtypes))
+            self._known = matched.addresses, matched.dtypes, table
         self._places.write(self._known[2])
         return self._places.tensor
+
+    def _are_sound(self, used: Sequence[Tensor]) -> bool:
+        """Without a line of Python for each tensor, whether they are what they must be."""
+        return (
+            list(map(Tensor.numel, used)) == self._counts
+            and all(map(Tensor.is_contiguous, used))
+            and set(map(Tensor.get_device, used)) <= {-1 if self.device.index is None else self.device.index}
+            and (self.rows == 1 or set(map(len, used)) <= {self.rows})
+        )
+
+    def _check(self, slot: int, tensor: Tensor) -> None:
+        count = self._counts[slot]
+        got = f"tensor {self.indices[slot]} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+        if tensor.numel() != count or (self.rows > 1 and tensor.shape[:1] != (self.rows,)):
+            raise ValueError(
+                f"{got}; this Pack is of {self.rows} rows of {count // self.rows} elements, so its shape must be "
+                f"{(self.rows, count // self.rows)}: pass such a view, or build the Pack for what there is now"
+            )
+        if tensor.dtype not in DTYPES[self.dtype]:
+            known = ", ".join(map(str, DTYPES[self.dtype]))
+            raise TypeError(
+                f"{got}; a staging buffer of {self.dtype} takes {known}: cut the tensors by dtype, as buckets.cut does"
+            )
+        if tensor.device != self.device:
+            raise ValueError(f"{got}; the staging buffer is on {self.device}: they must be together")
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            raise ValueError(
+                f"{got}, of layout {tensor.layout} and not contiguous; what is unpacked must reach the tensor itself: "
+                "pass buckets.flat_view(tensor), or make it contiguous before training"
+            )
+        if tensor.data_ptr() == 0:
+            raise ValueError(f"{got}, but has no memory; it was freed: allocate it before it is packed")
 
 
 class Pack:
@@ -114,15 +175,8 @@ class Pack:
             raise ValueError(f"rows must be 1 to {MOST_ROWS}, got {rows}; stack fewer replicas in one process")
         _check_pieces(numels, pieces)
         self.backend = resolve(device, backend)
-        self.device, self.dtype, self.rows = torch.empty(0, device=device).device, dtype, rows
-        self._table = PieceTable(numels, pieces, rows, self.device)
-        self.numel = self._table.numel
-        self._count = len(numels)
-        self._numels = [numels[index] for index in self._table.used]
-        #: What the shapes of the tensors may be.
-        self._shapes: list[list[tuple[int, ...]]] = [[(rows, numel) for numel in self._numels]]
-        if rows == 1:
-            self._shapes.append([(numel,) for numel in self._numels])
+        self._table = PieceTable(numels, pieces, rows, device, dtype)
+        self.device, self.dtype, self.rows, self.numel = self._table.device, dtype, rows, self._table.numel
         self._limits = torch.finfo(dtype).tiny, torch.finfo(dtype).max
         self._module = ops._implementation(self.backend)
 
@@ -136,17 +190,17 @@ class Pack:
     ) -> None:
         """staging[k] = (Σ tensor[r, e] over the included rows r, in ascending order) / divisor.
 
-        In the dtype of the staging buffer. ``tensors`` are contiguous, [numel] or [1, numel] for one row and
-        [rows, numel] for more. A row that is not included is not read; ``None`` includes all. Without any row the
-        staging buffer becomes zeros.
+        In the dtype of the staging buffer. ``tensors`` are contiguous: [numel] or any shape of as many elements for one
+        row; [rows, numel] or any shape of as many elements after the first dimension for several. A row that is not
+        included is not read; ``None`` includes all. Without any row the staging buffer becomes zeros.
         """
-        used = self._checked(tensors)
+        matched = self._table.match(tensors)
         self._check_staging(staging, divisor)
         mask = self._mask(included)
         if mask == 0:
             staging.zero_()
         else:
-            self._module.pack(self._table, used, mask, divisor, staging)
+            self._module.pack(self._table, matched, mask, divisor, staging)
 
     @torch.no_grad()
     def unpack(self, tensors: Sequence[Tensor], staging: Tensor, divisor: float = 1.0) -> None:
@@ -154,12 +208,13 @@ class Pack:
 
         ``tensors`` as in :meth:`pack`.
         """
-        used = self._checked(tensors)
+        matched = self._table.match(tensors)
         self._check_staging(staging, divisor)
-        self._module.unpack(self._table, used, divisor, staging)
+        self._module.unpack(self._table, matched, divisor, staging)
         # As after any other write in place, autograd is to see that what it saved is not what it was. The operators
         # that reach tensors through their addresses do not tell it.
-        torch.autograd.graph.increment_version([tensor for tensor in used if not tensor.is_inference()])
+        if not any(map(Tensor.is_inference, matched.tensors)):  # these have no version
+            torch.autograd.graph.increment_version(matched.tensors)
 
     def _mask(self, included: Sequence[bool] | None) -> int:
         """A bit for each row that is included, as a signed number of 64 bits."""
@@ -170,48 +225,6 @@ class Pack:
         else:
             raise ValueError(f"included must have an entry for each of {self.rows} rows, got {len(included)}")
         return mask - (1 << MOST_ROWS) if mask >> (MOST_ROWS - 1) else mask
-
-    def _checked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that are used."""
-        if len(tensors) != self._count:
-            raise ValueError(f"this Pack is of {self._count} tensors, got {len(tensors)}; pass all of them, in order")
-        used = [tensors[index] for index in self._table.used]
-        # The usual case, without a line of Python for each tensor.
-        if (
-            set(map(_layout_of, used)) <= {torch.strided}
-            and list(map(_shape_of, used)) in self._shapes
-            and set(map(_dtype_of, used)) <= set(DTYPES[self.dtype])
-            and set(map(_device_of, used)) <= {self.device}
-            and all(map(Tensor.is_contiguous, used))
-            and all(map(Tensor.data_ptr, used))
-        ):
-            return used
-        for index, tensor, numel in zip(self._table.used, used, self._numels, strict=True):
-            self._check_tensor(index, tensor, numel)
-        return used
-
-    def _check_tensor(self, index: int, tensor: Tensor, numel: int) -> None:
-        shapes = [(1, numel), (numel,)] if self.rows == 1 else [(self.rows, numel)]
-        got = f"tensor {index} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-        if tuple(tensor.shape) not in shapes:
-            raise ValueError(
-                f"{got}; this Pack is of {self.rows} rows of {numel} elements, so its shape must be {shapes[-1]}: "
-                "pass a view, such as buckets.flat_view makes, or build the Pack anew"
-            )
-        if tensor.dtype not in DTYPES[self.dtype]:
-            known = ", ".join(map(str, DTYPES[self.dtype]))
-            raise TypeError(
-                f"{got}; a staging buffer of {self.dtype} takes {known}: cut the tensors by dtype, as buckets.cut does"
-            )
-        if tensor.device != self.device:
-            raise ValueError(f"{got}; the staging buffer is on {self.device}: they must be together")
-        if tensor.layout is not torch.strided or not tensor.is_contiguous():
-            raise ValueError(
-                f"{got}, of layout {tensor.layout} and not contiguous; what is unpacked must reach the tensor itself: "
-                "pass buckets.flat_view(tensor), or make it contiguous before training"
-            )
-        if tensor.data_ptr() == 0:
-            raise ValueError(f"{got}, but has no memory; it was freed: allocate it before it is packed")
 
     def _check_staging(self, staging: Tensor, divisor: float) -> None:
         got = staging.dtype, staging.device, tuple(staging.shape)

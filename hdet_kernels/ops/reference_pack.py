@@ -10,19 +10,24 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops import operators
-from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, Matched, PieceTable
 
 
-def pack(table: PieceTable, tensors: Sequence[Tensor], included: int, divisor: float, staging: Tensor) -> None:
-    _operators()[0](tensors, *table.spans, included, divisor, staging)
+def pack(table: PieceTable, matched: Matched, included: int, divisor: float, staging: Tensor) -> None:
+    _operators()[0](_rows(table, matched), *table.spans, included, divisor, staging)
 
 
-def unpack(table: PieceTable, tensors: Sequence[Tensor], divisor: float, staging: Tensor) -> None:
-    _operators()[1](tensors, *table.spans, divisor, staging)
+def unpack(table: PieceTable, matched: Matched, divisor: float, staging: Tensor) -> None:
+    _operators()[1](_rows(table, matched), *table.spans, divisor, staging)
+
+
+def _rows(table: PieceTable, matched: Matched) -> list[Tensor]:
+    return [tensor.view(table.rows, -1) for tensor in matched.tensors]
 
 
 @cache
 def _operators() -> tuple[Any, Any]:
+    """The tensors are arguments, each of shape [rows, numel]."""
     spans = "int[] slots, int[] starts, int[] stops"
     return (
         operators.register(
@@ -59,7 +64,7 @@ def _pack(
         if not taken:
             span.zero_()
         for row in taken:
-            values = _rows(tensors[slot])[row, start:stop]
+            values = tensors[slot][row, start:stop]
             if row == taken[0]:
                 span.copy_(values)
             else:
@@ -78,12 +83,8 @@ def _unpack(
     offset = 0
     for slot, start, stop in zip(slots, starts, stops, strict=True):
         values = _quotient(staging[offset : offset + stop - start], divisor)
-        _rows(tensors[slot])[:, start:stop].copy_(values)
+        tensors[slot][:, start:stop].copy_(values)
         offset += stop - start
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.unsqueeze(0)
 
 
 def _quotient(values: Tensor, divisor: float) -> Tensor:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from struct import pack as to_bytes
 from struct import unpack as from_bytes
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from hdet_kernels.ops import operators
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
-from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, Matched, PieceTable
 from hdet_kernels.ops.triton_rounding import nearest, widened
 
 #: Elements of one program, of one row or of several, and its warps: a thread has four 16-byte loads of a float32 row in
@@ -212,12 +211,12 @@ def _quotient(value, divisor, DIVIDE: tl.constexpr):
     return value
 
 
-def pack(table: PieceTable, tensors: Sequence[Tensor], included: int, divisor: float, staging: Tensor) -> None:
-    _operators()[0](table.chunks, table.point_at(tensors), table.strides, included, divisor, staging)
+def pack(table: PieceTable, matched: Matched, included: int, divisor: float, staging: Tensor) -> None:
+    _operators()[0](table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
 
 
-def unpack(table: PieceTable, tensors: Sequence[Tensor], divisor: float, staging: Tensor) -> None:
-    _operators()[1](table.chunks, table.point_at(tensors), table.strides, table.rows, divisor, staging)
+def unpack(table: PieceTable, matched: Matched, divisor: float, staging: Tensor) -> None:
+    _operators()[1](table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
 
 
 @cache
