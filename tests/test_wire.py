@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 #: By name: elements, shards, and at which multiple of 4 bytes the buffers are.
 SHAPES = {
     "empty": (0, 3, 0),
-    "one": (1, 3, 0),
-    "fewer-than-shards": (3, 4, 0),
+    "one": (1, 1, 0),
+    "fewer-than-shards": (2, 3, 0),
     "one-short-of-a-block": (BLOCK - 1, 1, 0),
     "whole": (2 * GRAIN, 2, 4),
     "odd": (GRAIN + 2 * BLOCK + 7, 2, 0),
@@ -146,14 +146,14 @@ class TestEveryFormat:
 
     def test_any_divisor_divides(self, backend: tuple[str, str], format: str) -> None:
         """One that is no power of two: times its reciprocal would be another number."""
-        replicas, consensus = random_replicas(2 * BLOCK + 5, 3)
+        replicas, consensus = random_replicas(2 * BLOCK + 5, 2)
         given: dict[str, Any] = {"format": format, "replicas": replicas, "consensus": consensus}
         for divisor in (3.0, 0.7):
             got = average(*backend, **given, divisor=divisor)
             assert_bits(got, average("torch", "cpu", **given, divisor=divisor))
 
     def test_every_byte_is_written_and_the_tail_is_zero(self, backend: tuple[str, str], format: str) -> None:
-        numel, shards = GRAIN + BLOCK + 9, 3
+        numel, shards = GRAIN + BLOCK + 9, 2
         replicas, consensus = random_replicas(numel, shards)
         first, second = (average(*backend, format, replicas, consensus, filled=filled) for filled in (0xAB, 0x54))
         assert_bits(first, Averaged(*[_on_cpu(part) for part in vars(second).values()]))
@@ -335,10 +335,11 @@ def test_without_feedback_it_does(backend: tuple[str, str], rounds: int, format:
     assert end.min() > 10 * bound(format, rounds, found[-1][1])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("format", FORMATS)
 def test_processes_with_different_backends_agree_to_the_bit(format: str) -> None:
     able = [name for name in ("torch", "cpp", "triton") if available(name, "cpu").marks[0].args == (False,)]
-    numel = 2 * GRAIN + 77
+    numel = GRAIN + 77
     wires = [Wire(format, numel, 3, "cpu", backend=name) for name in itertools.islice(itertools.cycle(able), 3)]
     generator = torch.Generator().manual_seed(0)
     agreed = [torch.randn(numel, generator=torch.Generator().manual_seed(7)) for _ in wires]
