@@ -43,7 +43,7 @@ ADDRESSES = {
 
 def table() -> str:
     entries = list(_entries())
-    parts = (_steps, _host_times, _training, _reductions, _on_the_cpu, _scheduler)
+    parts = (_steps, _host_times, _training, _reductions, _wires, _on_the_cpu, _scheduler)
     return "\n\n".join(text for part in parts if (text := part(entries)))
 
 
@@ -139,6 +139,18 @@ def _reductions(entries: list[Entry]) -> str:
     rows = dict(sorted(rows.items(), key=lambda item: item[0][0]))
     title = "**One read of all gradients**; a read alone can be faster than a copy."
     return _section(title, found, ("operation", "gradients", "model"), rows, ours="hdet-cuda")
+
+
+def _wires(entries: list[Entry]) -> str:
+    found = _of(entries, "wire", "cuda")
+    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
+    for entry in found:
+        params, info = entry["params"], entry["extra_info"]
+        key = (f"`{params['operation']}`", params["format"], _model(params["size"], info))
+        rows.setdefault(key, {})[params["way"]] = info
+    rows = dict(sorted(rows.items(), key=lambda item: item[0][:2]))
+    title = "**The parts of a compressed average** of 8 processes."
+    return _section(title, found, ("operation", "format", "elements"), rows, ours="hdet-cuda")
 
 
 def _on_the_cpu(entries: list[Entry]) -> str:

@@ -21,8 +21,8 @@ inline constexpr int64_t kGrain = 4 * kShared;
 // The bits of |value|: as whole numbers they are in the order of the floats, with every NaN above infinity.
 HDET_BOTH int32_t magnitude(float value) { return bits_as<int32_t>(value) & 0x7fffffff; }
 
-// A format keeps a number as a code. What is the same for a whole block is in the format itself: `fitting` forms it from
-// the largest magnitude of the block, and what a code stands for is its `value`.
+// A format keeps a number as a code. What is the same for a whole block is in the format itself: `fitting` forms it
+// from the largest magnitude of the block, and what a code stands for is its `value`.
 struct Bf16 {
   using Code = uint16_t;
   static constexpr bool kScaled = false;
@@ -36,12 +36,16 @@ struct Int8 {
   using Code = int8_t;
   static constexpr bool kScaled = true;
   static constexpr float kMost = 127;
-  // Added to a small number it leaves no bits after the point, so that the sum is rounded, ties to even; the lowest byte
-  // of the sum's bits is the whole number.
+  // Added to a small number it leaves no bits after the point, so that the sum is rounded, ties to even; the lowest
+  // byte of the sum's bits is the whole number.
   static constexpr float kWhole = 0x1.8p23f;
+  static constexpr int32_t kInfinity = 0x7f800000;
   float scale;
 
-  static HDET_BOTH Int8 fitting(int32_t largest) { return {bits_as<float>(largest) / kMost}; }
+  // Infinite for what is not finite: the bits of a NaN would be the processor's choice.
+  static HDET_BOTH Int8 fitting(int32_t largest) {
+    return {bits_as<float>(largest < kInfinity ? largest : kInfinity) / kMost};
+  }
   // A scale that is subnormal is coarse: a quotient may then pass 127. Without a scale (the block is zero, or so small
   // that its scale is) nothing travels; an infinite one makes NaN of the whole block, so that an overflow shows.
   HDET_BOTH Code code(float number) const {

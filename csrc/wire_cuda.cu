@@ -35,8 +35,8 @@ bool packs_fit(const T*... addresses) {
 // What a lane has of a block are kPacks packs: those of a warp are side by side.
 __device__ __forceinline__ int place(int pack) { return (pack * kWarp + threadIdx.x % kWarp) * kWidth; }
 
-// The lane's floats of the block from `first` on, of a buffer that ends at `end`: in packs (kWide), if the block is whole
-// and the buffers are aligned, else one by one and as far as they are there. The others are zero.
+// The lane's floats of the block from `first` on, of a buffer that ends at `end`: in packs (kWide), if the block is
+// whole and the buffers are aligned, else one by one and as far as they are there. The others are zero.
 template <bool kWide>
 __device__ __forceinline__ void load(const float* from, int64_t first, int64_t end, float (&values)[kPerLane]) {
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ __forceinline__ void keep(float (&numbers)[kPerLane], const Shard<F>&
 }
 
 // The three operations. Each loads what a lane needs of a block, all of it before anything waits for it, then finishes
-// the block: the `block`-th of row `row` of the wire, whose elements are those from `first` on of the buffers of floats.
+// the block: the `block`-th of row `row` of the wire, whose elements are in the buffers of floats from `first` on.
 template <typename F>
 struct Encode {
   using Work = Encoding<F>;
@@ -258,7 +258,8 @@ void launch_over(const typename Operation::Work& work, const Tensor& like) {
   constexpr int64_t kEach = kWarps * Operation::kBlocks;
   HDET_CHECK(work.wire.rows <= 65535, "a wire has at most 65535 rows, got ", work.wire.rows);
   const Launch launch(like);
-  const dim3 grid(static_cast<unsigned>((work.wire.blocks() + kEach - 1) / kEach), static_cast<unsigned>(work.wire.rows));
+  const int64_t along = (work.wire.blocks() + kEach - 1) / kEach;
+  const dim3 grid(static_cast<unsigned>(along), static_cast<unsigned>(work.wire.rows));
   walk_wire<Operation><<<grid, kThreads, 0, launch.stream()>>>(work, Operation::packed(work));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

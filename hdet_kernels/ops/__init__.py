@@ -2,7 +2,8 @@
 
 :class:`Step` updates flat parameters by one of the rules, :func:`grad_norm` and :func:`all_finite` read the gradients
 once. All of them walk a :class:`~hdet_kernels.ops.chunks.ChunkTable`, so that the number of launches does not depend on
-the number of tensors, and none of them waits for the device.
+the number of tensors, and none of them waits for the device. :mod:`hdet_kernels.ops.wire` has the parts of a compressed
+average.
 """
 
 from __future__ import annotations

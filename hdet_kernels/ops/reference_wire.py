@@ -6,6 +6,7 @@ Python number, which is another number in the last bit.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -73,7 +74,8 @@ def _keep(format: int, numbers: Tensor, wire: Tensor) -> Tensor:
         wire.view(torch.bfloat16).copy_(numbers)
     else:
         blocks = numbers.view(len(numbers), -1, BLOCK)
-        scale = blocks.abs().amax(2) / blocks.new_full((), MOST)
+        # Infinite for what is not finite: the bits of a NaN would be the processor's choice.
+        scale = blocks.abs().amax(2).nan_to_num(nan=math.inf, posinf=math.inf) / blocks.new_full((), MOST)
         usable = ((scale > 0) & scale.isfinite()).unsqueeze(2)
         steps = torch.where(usable, blocks / scale.unsqueeze(2), 0.0).clamp(-MOST, MOST).round()
         codes, scales = _parts(format, wire)

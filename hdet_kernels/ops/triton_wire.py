@@ -126,9 +126,10 @@ def _keep(numbers, codes, scales, row, tile, tiles):
     """Writes a tile as it travels; returns what it loses on the way."""
     at = _codes_at(codes, row, tile, tiles)
     if codes.dtype.element_ty == tl.int8:
-        # The bits of magnitudes are in the order of the numbers, with every NaN above infinity.
+        # The bits of magnitudes are in the order of the numbers, with every NaN above infinity, which it counts as: the
+        # bits of a NaN would be the processor's choice.
         magnitudes = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.max(magnitudes, axis=1, keep_dims=True)
+        largest = tl.minimum(tl.max(magnitudes, axis=1, keep_dims=True), 0x7F800000)
         scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full([_BLOCKS, 1], _MOST, tl.float32))
         steps = tl.div_rn(numbers, tl.broadcast_to(scale, numbers.shape))
         steps = tl.minimum(tl.maximum(steps, -_MOST), _MOST)
