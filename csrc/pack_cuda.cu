@@ -20,6 +20,8 @@ constexpr int kThreads = 128;
 constexpr int kPacksOfOne = 4;
 constexpr int kRowsTogether = 8;
 constexpr int kPacksOfRows = 1;
+// Bytes of a cache line.
+constexpr int kLine = 128;
 
 template <typename T>
 constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
@@ -47,8 +49,11 @@ __device__ __forceinline__ void with_type(GradientType type, Run&& run) {
 // The sums over the rows of `packs` packs of kElements elements. kRows: the one row at `from`, or so many together.
 template <int kRows, int kPacks, int kElements, typename S, typename T>
 __device__ __forceinline__ void gather(const S* from, int64_t stride, const Rows& rows, T divisor, T* to, int packs) {
+  // Single elements: a warp begins where a cache line of the staging buffer does, so that it writes whole sectors.
+  const int skew = kElements == 1 ? static_cast<int>(reinterpret_cast<uintptr_t>(to) % kLine / sizeof(T)) : 0;
 #pragma unroll 1
-  for (int first = threadIdx.x; first < packs; first += kPacks * kThreads) {
+  for (int first = static_cast<int>(threadIdx.x) - skew; first < packs; first += kPacks * kThreads) {
+    const auto inside = [&](int n) { return static_cast<unsigned>(first + n * kThreads) < static_cast<unsigned>(packs); };
     T sums[kPacks][kElements];
 #pragma unroll
     for (int n = 0; n < kPacks; ++n)
@@ -63,7 +68,7 @@ __device__ __forceinline__ void gather(const S* from, int64_t stride, const Rows
         const S* own = kRows == 1 ? from : from + rows.index[row + k] * stride;
 #pragma unroll
         for (int n = 0; n < kPacks; ++n)
-          if (first + n * kThreads < packs)
+          if (inside(n))
             loaded[k][n] = fetch<Pack<S, kElements>>(own + (first + n * kThreads) * kElements);
       }
 #pragma unroll
@@ -80,7 +85,7 @@ __device__ __forceinline__ void gather(const S* from, int64_t stride, const Rows
     }
 #pragma unroll
     for (int n = 0; n < kPacks; ++n) {
-      if (first + n * kThreads >= packs) continue;
+      if (!inside(n)) continue;
       Pack<T, kElements> out;
 #pragma unroll
       for (int j = 0; j < kElements; ++j) out.values[j] = divisor == 1 ? sums[n][j] : sums[n][j] / divisor;
