@@ -28,6 +28,7 @@ NOTHING = "–"
 WAYS = {
     "torch-foreach": "torch foreach",
     "torch-fused": "torch fused",
+    "torch-flatten": "torch flatten",
     "torch": "torch",
     "hdet-cuda": "`cuda`",
     "hdet-triton": "`triton`",
@@ -43,7 +44,7 @@ ADDRESSES = {
 
 def table() -> str:
     entries = list(_entries())
-    parts = (_steps, _host_times, _training, _reductions, _wires, _on_the_cpu, _scheduler)
+    parts = (_steps, _host_times, _training, _reductions, _packs, _wires, _drift, _overlap, _on_the_cpu, _scheduler)
     return "\n\n".join(text for part in parts if (text := part(entries)))
 
 
@@ -139,6 +140,65 @@ def _reductions(entries: list[Entry]) -> str:
     rows = dict(sorted(rows.items(), key=lambda item: item[0][0]))
     title = "**One read of all gradients**; a read alone can be faster than a copy."
     return _section(title, found, ("operation", "gradients", "model"), rows, ours="hdet-cuda")
+
+
+def _packs(entries: list[Entry]) -> str:
+    found = _of(entries, "pack", "cuda")
+    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
+    for entry in found:
+        params, info = entry["params"], entry["extra_info"]
+        if "mean_of_rows" in entry["name"]:
+            key = ("mean of 8 rows", params["dtype"], "268 M elements", NOTHING)
+        else:
+            key = (f"`{params['operation']}`", params["dtype"], _model(params["model"], info), params["place"])
+        rows.setdefault(key, {})[params["way"]] = info
+    rows = dict(sorted(rows.items(), key=lambda item: item[0][0]))
+    title = (
+        "**Tensors into one staging buffer and back**, and the mean of stacked replicas. odd: nothing lies at a "
+        "multiple of 16 bytes in the buffer."
+    )
+    return _section(title, found, ("operation", "tensors", "model", "place"), rows, ours="hdet-cuda")
+
+
+def _drift(entries: list[Entry]) -> str:
+    """``bench/drift.py`` has a record of its own."""
+    path = RESULTS / "drift.json"
+    if not path.exists():
+        return ""
+    record = json.loads(path.read_text())
+    syncs = list(next(iter(record["ways"].values()))["drift"])
+    lines = [
+        f"**Drift of the consensus** from the exact mean of {record['ranks']} replicas, in units of what one sync "
+        "moves (root mean square), and the bytes of a sync beside those of fp32. "
+        f"torch {record['torch']}, {record['date']}. "
+        f"`{record['command']}`",
+        "",
+    ]
+    body = [
+        [way, f"{found['bytes'] / found['in full']:.3f}", *(f"{found['drift'][sync]:.2g}" for sync in syncs)]
+        for way, found in record["ways"].items()
+    ]
+    return "\n".join(lines + grid(["", "bytes", *(f"after {sync} syncs" for sync in syncs)], body))
+
+
+def _overlap(entries: list[Entry]) -> str:
+    found = [entry for entry in entries if "/test_overlap.py::" in entry["fullname"]]
+    if not found:
+        return ""
+    commands = {entry["record"]["machine_info"]["command"] for entry in found}
+    lines = [
+        "**What a sync adds to the training steps around it**, in ms: in all, and until the call returns. "
+        + " ".join(f"`{command}`" for command in sorted(commands)),
+        "",
+    ]
+    names = {"cuda": "GPT-2 124 M, one rank over NCCL", "cpu": "4 M parameters, two ranks over gloo"}
+    body = []
+    for entry in found:
+        info = entry["extra_info"]
+        cells = [info[kind] for kind in ("waited for", "behind the steps")]
+        numbers = [f"{cell['added ms']:.2f}, {cell['until it returns ms']:.2f}" for cell in cells]
+        body.append([names[entry["params"]["device"]], f"{info['step ms']:.1f}", *numbers])
+    return "\n".join(lines + grid(["", "a step", "waited for", "behind the next 5 steps"], body))
 
 
 def _wires(entries: list[Entry]) -> str:

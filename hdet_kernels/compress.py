@@ -52,6 +52,10 @@ class Compression:
         sizes = [bucket.numel for _, bucket in _cut(courier, regions)]
         return sizes == [known.consensus.numel() for known in self._memory]
 
+    def consensus(self, courier: Courier, regions: Regions) -> list[Tensor] | None:
+        """The last consensus of these tensors, if it is known."""
+        return [known.consensus for known in self._memory or ()] if self.fits(courier, regions) else None
+
     def remember(self, courier: Courier, regions: Regions, *, sound: bool) -> None:
         """Take the tensors, which are equal on all replicas now, for the consensus. What is still owed stays owed,
         unless this replica was not sound."""

@@ -23,6 +23,7 @@ class Content:
     state by name. integers: buffers that have no mean. counts: the optimizer's step counts.
     gapped: contiguous copies of tensors that have gaps in memory, and what they have to be copied back to.
     tensors: parameters, masters and buffers as the model has them, or the parts of them that are here.
+    device: of the first parameter.
     """
 
     params: list[list[Tensor]]
@@ -32,14 +33,11 @@ class Content:
     counts: Tensor | None
     gapped: list[tuple[Tensor, Tensor]]
     tensors: list[Tensor]
+    device: torch.device
 
     @property
     def all_params(self) -> list[Tensor]:
         return list(itertools.chain.from_iterable(self.params))
-
-    @property
-    def device(self) -> torch.device:
-        return self.params[0][0].device
 
     def copy(self) -> Content:
         """The same values in memory of their own."""

@@ -28,7 +28,7 @@ Flags = NDArray[np.bool_]
 #: A row, in fp64; hashes have 48 bits, which survive that.
 COLUMNS = (
     *("rank", "settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
-    *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest"),
+    *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "consensus"),
 )
 
 
@@ -59,7 +59,8 @@ class Numbers:
 
     layout, state: hashes of what parameters and buffers are, and of what the optimizer state is (0: there is none).
     counts, integers: hashes of the values of step counts and of integer buffers. checksum, rest: [rows] checksums of
-    the parameters, and of buffers and state. describe: says what ``"layout"`` and ``"state"`` are, by name.
+    the parameters, and of buffers and state; consensus: that of the last one, if it is remembered.
+    describe: says what ``"layout"`` and ``"state"`` are, by name.
     """
 
     layout: int
@@ -68,6 +69,7 @@ class Numbers:
     integers: Tensor
     checksum: Tensor
     rest: Tensor
+    consensus: Tensor | float
     describe: Callable[[str], Mapping[str, Any]]
 
 
@@ -77,7 +79,7 @@ class Verdict:
 
     shared: whether their gradients are the same (None: not shown). equal: whether their parameters are.
     has_state: whether one of them has optimizer state; same_state, same_counts, same_integers: whether the layout of
-    that state, the step counts and the integer buffers agree.
+    that state, the step counts, the integer buffers and the last consensus agree.
     """
 
     losses: Floats
@@ -90,6 +92,7 @@ class Verdict:
     same_state: bool
     same_counts: bool
     same_integers: bool
+    same_consensus: bool
 
 
 def meet(ensemble: Ensemble, report: Report, numbers: Numbers, *, needs_loss: bool) -> Verdict:
@@ -165,6 +168,7 @@ def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
         "gradients": missing if report.gradients is None else report.gradients,
         "checksum": numbers.checksum,
         "rest": numbers.rest,
+        "consensus": numbers.consensus,
         "integers": numbers.integers,
     }
     on_device = torch.stack(
@@ -219,6 +223,7 @@ def _conclude(rows: Mapping[str, Floats], step: int) -> Verdict:
         same_state=_same(rows["state"]),
         same_counts=_same(rows["counts"]),
         same_integers=_same(rows["integers"]),
+        same_consensus=_same(rows["consensus"]),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -267,6 +268,7 @@ class Converger:
             counts=self.counts.read() if include_state and self.counts is not None else None,
             gapped=gapped,
             tensors=self._covered(),
+            device=self.params[0].device,
         )
 
     def _agree(self, courier: Courier, report: Report, content: Content, asked: Asked) -> tuple[Verdict, _Plan]:
@@ -287,14 +289,14 @@ class Converger:
             layout = described(content.state.values(), content.state)
             raise disagreement(ensemble, layout, "the optimizer state that there is", _UNEVEN_STATE, verdict.ranks)
         params = excluded or not (asked.skip_if_equal and verdict.equal)
-        compression = self._compression if params and ensemble.talks and not asked.in_full else None
-        ready = compression is not None and compression.fits(self._courier, self._compressible(content))
+        compresses = self._compression is not None and params and ensemble.talks and not asked.in_full
+        compressed = compresses and verdict.same_consensus and not excluded
         plan = _Plan(
             verdict.healthy,
             shared,
             params=params,
-            compressed=ready and not excluded,
-            remembered=compression is not None and (excluded or not ready),
+            compressed=compressed,
+            remembered=compresses and not compressed,
             state=with_state,
             counts=with_state and not verdict.same_counts,
             integers=not verdict.same_integers,
@@ -312,8 +314,16 @@ class Converger:
             integers=integer_hash(content.integers, device),
             checksum=checksum(content.all_params, device),
             rest=checksum([*content.buffers, *content.state.values()], device),
+            consensus=self._consensus(courier, content),
             describe=lambda name: described(*layouts[name]),
         )
+
+    def _consensus(self, courier: Courier, content: Content) -> Tensor | float:
+        """A checksum of the consensus that differences would refer to; NaN, which equals nothing, if there is none."""
+        if self._compression is None:
+            return math.nan
+        known = self._compression.consensus(courier, self._compressible(content))
+        return math.nan if known is None else courier.checksum_of_one(known, content.device)
 
     def _compressible(self, content: Content) -> list[list[Tensor]]:
         """Parameters that travel as fp32: a difference of doubles would lose its last digits."""

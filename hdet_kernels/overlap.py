@@ -41,6 +41,8 @@ class Correction:
         def difference(new: Tensor, old: Tensor) -> Tensor:
             if not sound:
                 return new
+            if new.dtype == torch.bool:
+                return new ^ old
             wide = torch.float32 if new.dtype in (torch.bfloat16, torch.float16) else new.dtype
             return new.to(wide) - old.to(wide)
 
@@ -65,6 +67,9 @@ class Correction:
         self._check(content.all_params, self.params)
         self._check(now, self.others)
         self._check(content.integers, self.integers)
+        for tensor in (*self.params, *self.others, *self.before, *self.integers):
+            if tensor.is_cuda:  # it was made on another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if not self.sound:
             for target, value in zip(
                 (*content.all_params, *now, *content.integers),
@@ -82,7 +87,7 @@ class Correction:
             left[before == 0] = 1
             target.copy_(target.to(change.dtype) + left.mul_(change))
         for target, change in zip(content.integers, self.integers, strict=True):
-            target.add_(change)
+            target.copy_(target ^ change if target.dtype == torch.bool else target + change)
         if content.counts is not None and self.counts is not None:
             content.counts.add_(self.counts)
 

@@ -20,6 +20,9 @@ from .ops.pack import Pack
 #: Buckets on their way at the same time, and so the staging buffers that exist at the same time.
 IN_FLIGHT = 2
 
+#: Layouts whose tables are kept: those of one sync, unless a model is cut into very many buckets.
+MOST_PACKS = 256
+
 #: The steps of one bucket: it starts a collective, yields it, and goes on when that has arrived.
 Journey = Generator[Work, None, None]
 
@@ -61,7 +64,12 @@ class Courier:
     def __init__(self, ensemble: Ensemble, bucket_bytes: int, backend: str | None) -> None:
         self.ensemble, self.bucket_bytes, self.backend = ensemble, bucket_bytes, backend
         self.checksum = Checksum(ensemble.rows, backend)
+        self._checksum_of_one = Checksum(1, backend)
         self._packs: dict[object, Pack] = {}
+
+    def checksum_of_one(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The checksum of what there is once, however many replicas this process holds."""
+        return self._checksum_of_one(tensors, device)[0]
 
     def average(self, regions: Sequence[Sequence[Tensor]], healthy: NDArray[np.bool_]) -> Cost:
         """Replace every tensor by its mean over the healthy replicas. Tensors of one region may share a bucket."""
@@ -96,6 +104,8 @@ class Courier:
         tensors = list(region[first : last + 1])
         key = (bucket, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
         if key not in self._packs:
+            if len(self._packs) == MOST_PACKS:
+                self._packs.clear()
             pieces = [type(piece)(piece.index - first, piece.start, piece.stop) for piece in bucket.pieces]
             numels = [tensor.numel() // self.ensemble.rows for tensor in tensors]
             self._packs[key] = Pack(

@@ -18,6 +18,7 @@ from training import Trainer
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
+from hdet_kernels.control import COLUMNS
 from hdet_kernels.converge import Report
 from hdet_kernels.optim import FusedAdamW
 
@@ -47,7 +48,7 @@ def test_collectives_are_bytes_over_bucket_bytes(bucket_bytes: int, homed: bool)
     (collectives, sent, right), *_ = run_ranks(2, _many, 7, homed, bucket_bytes)
     assert right
     assert collectives == 1 + math.ceil(payload / max(bucket_bytes // 4 * 4, 4))
-    assert sent == payload + 15 * 8, "a control row of fifteen numbers, then every byte once"
+    assert sent == payload + 8 * len(COLUMNS), "a control row, then every byte once"
 
 
 def _dtypes(rank: int) -> dict[str, Any]:

@@ -31,9 +31,20 @@ def _deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _train(rank: int, kind: str, ddp: bool) -> dict[str, Any]:
+#: Ways to average.
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "small buckets": {"bucket_bytes": 64},
+    "int8": {"compress": "int8"},
+    "behind": {"overlap_steps": 2},
+    "int8 behind": {"compress": "int8", "overlap_steps": 3},
+}
+
+
+def _train(rank: int, kind: str, ddp: bool, mode: str) -> dict[str, Any]:
     _deterministic()
-    trainer = Trainer(rank, device="cuda", make_optimizer=OPTIMIZERS[kind], ddp=ddp, auto_lr=False)
+    options = {"make_optimizer": OPTIMIZERS[kind], "ddp": ddp, "auto_lr": False, **MODES[mode]}
+    trainer = Trainer(rank, device="cuda", **options)
     within = trainer.train(3).parameters()
     synced = trainer.train(1).parameters()
     trainer.train(8)
@@ -41,21 +52,24 @@ def _train(rank: int, kind: str, ddp: bool) -> dict[str, Any]:
     return {"within": within.cpu(), "synced": synced.cpu(), "end": trainer.parameters().cpu(), "record": record}
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ddp", [True, False], ids=["shared", "local"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_ranks_on_one_device_diverge_and_converge(kind: str, ddp: bool) -> None:
-    results = run_ranks(3, _train, kind, ddp)
+def test_ranks_on_one_device_diverge_and_converge(kind: str, ddp: bool, mode: str) -> None:
+    results = run_ranks(3, _train, kind, ddp, mode)
     mean = [r["within"] for r in results]
     assert not torch.equal(mean[0], mean[1])
-    assert all(torch.equal(r["synced"], results[0]["synced"]) for r in results)
+    at_once = not MODES[mode].get("overlap_steps")
+    assert all(torch.equal(r["synced"], results[0]["synced"]) for r in results[1:]) == at_once
     assert all(torch.equal(r["end"], results[0]["end"]) for r in results)
     assert results[0]["record"]["gradients"] == ("shared" if ddp else "local")
-    on_cpu = run_ranks(3, _on_cpu, kind, ddp)
+    on_cpu = run_ranks(3, _on_cpu, kind, ddp, mode)
     torch.testing.assert_close(results[0]["end"], on_cpu[0], rtol=1e-3, atol=1e-4)
 
 
-def _on_cpu(rank: int, kind: str, ddp: bool) -> torch.Tensor:
-    return Trainer(rank, make_optimizer=OPTIMIZERS[kind], ddp=ddp, auto_lr=False).train(12).parameters()
+def _on_cpu(rank: int, kind: str, ddp: bool, mode: str) -> torch.Tensor:
+    options = {"make_optimizer": OPTIMIZERS[kind], "ddp": ddp, "auto_lr": False, **MODES[mode]}
+    return Trainer(rank, **options).train(12).parameters()
 
 
 def _interrupted(rank: int, kind: str, folder: Path) -> bool:
@@ -88,6 +102,35 @@ def _nccl(_: int) -> dict[str, Any]:
         outcome = hk.Converger(params, ensemble).converge(Report(step=0))
         equal = all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
         return {"equal": equal, "rows": rows.tolist(), "healthy": outcome.healthy.tolist(), "step": trainer.step}
+
+
+def _nccl_modes(_: int) -> list[Any]:
+    """Every way to average changes nothing with one rank, and its collectives really run over NCCL."""
+    dist.destroy_process_group()
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        for homed in (True, False):
+            for options in ({}, {"compress": "bf16"}, {"bucket_bytes": 1024}, {"backup": False}):
+                params = [torch.randn(1000, device="cuda") for _ in range(7)]
+                before = [p.clone() for p in params]
+                converger = hk.Converger(hk.Buckets(params) if homed else params, hk.ProcessEnsemble(), **options)
+                counts = []
+                for step in range(3):
+                    counts.append(converger.converge(Report(step=step)).collectives)
+                    counts.append(converger.land(converger.start(Report(step=step))).collectives)
+                equal = all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+                found.append((homed, options, equal, counts))
+    return found
+
+
+def test_all_ways_to_average_run_over_nccl() -> None:
+    (found,) = run_ranks(1, _nccl_modes)
+    for homed, options, equal, counts in found:
+        assert equal, (homed, options)
+        buckets = 7 * (1024 if homed else 1000) * 4 / options.get("bucket_bytes", 2**29)
+        full = 1 + int(-(-buckets // 1))
+        assert counts == [full, *[3 if "compress" in options else full] * 5], (homed, options)
 
 
 def test_one_rank_over_nccl() -> None:
