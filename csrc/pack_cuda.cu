@@ -53,7 +53,9 @@ __device__ __forceinline__ void gather(const S* from, int64_t stride, const Rows
   const int skew = kElements == 1 ? static_cast<int>(reinterpret_cast<uintptr_t>(to) % kLine / sizeof(T)) : 0;
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x) - skew; first < packs; first += kPacks * kThreads) {
-    const auto inside = [&](int n) { return static_cast<unsigned>(first + n * kThreads) < static_cast<unsigned>(packs); };
+    const auto inside = [&](int n) {
+      return first + n * kThreads < packs && (kElements > 1 || first + n * kThreads >= 0);
+    };
     T sums[kPacks][kElements];
 #pragma unroll
     for (int n = 0; n < kPacks; ++n)

@@ -17,7 +17,7 @@ from .converge import AverageState, Converger
 from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from .explore import Explore, Group, Hyperparameter, expand, remember_bases
-from .optimizer_state import StepCounts, averaged_state
+from .optimizer_state import StepCounts, averaged_state, why_not_averaged
 from .spread import Spread
 
 log = logging.getLogger("hdet_kernels")
@@ -87,11 +87,19 @@ def build_cycle(
     ensemble = _ensemble_of(groups) if ensemble is None else ensemble
     if ensemble.size == 1:
         log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
+
+    def state() -> dict[str, Tensor]:
+        if (why_not := why_not_averaged(optimizer)) is None:
+            return averaged_state(optimizer)
+        if gradients == "shared" or average_state is False:
+            return {}
+        raise TypeError(why_not)
+
     buckets = getattr(optimizer, "buckets", None)
     converger = Converger(
         buckets if isinstance(buckets, Buckets) else [p for group in groups for p in group["params"]],
         ensemble,
-        state=lambda: averaged_state(optimizer),
+        state=state,
         counts=StepCounts(optimizer),
         # Looked up at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
         buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],

@@ -279,9 +279,29 @@ def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple({id(tensor): tensor for tensor in tensors}.values())
 
 
+def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors in order, each memory once: tied tensors are one. Raises if two share a part of their memory."""
+    kept: dict[object, Tensor] = {}
+    for tensor in tensors:
+        where = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        kept.setdefault(where if tensor.numel() else id(tensor), tensor)
+    # Tensors with gaps may lie in each other's.
+    dense = [tensor for tensor in kept.values() if tensor.numel() and is_dense(tensor)]
+    spans = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, tuple(t.shape)) for t in dense)
+    for (device, _, end, shape), (next_device, start, _, next_shape) in itertools.pairwise(spans):
+        if device == next_device and start < end:
+            raise ValueError(
+                f"two tensors, of shapes {shape} and {next_shape}, share a part of their memory; only tensors that are "
+                "tied as a whole can be averaged: clone one of them"
+            )
+    return list(kept.values())
+
+
 def checked_bucket_bytes(bucket_bytes: int) -> int:
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}; the default is {BUCKET_BYTES}")
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(
+            f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes!r}; the default is {BUCKET_BYTES}"
+        )
     return bucket_bytes
 
 

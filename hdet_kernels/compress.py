@@ -8,7 +8,7 @@ travelled differs from the sum of the exact means by what is in e and e′ now, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -69,8 +69,8 @@ class Compression:
             memory.append(fresh if owed is None else replace(owed[number], consensus=consensus))
         self._memory = memory
 
-    def average(self, courier: Courier, regions: Regions) -> Cost:
-        """Replace every tensor by the new consensus. Nothing is written before all of it has arrived."""
+    def average(self, courier: Courier, regions: Regions) -> tuple[Cost, Callable[[], None]]:
+        """Let the differences travel; returns what replaces every tensor by the new consensus."""
         memory = self._memory
         if memory is None:
             raise RuntimeError("there is no consensus yet that differences could refer to")
@@ -84,15 +84,16 @@ class Compression:
                 arrived.append(self._wire(courier, bucket.numel, bucket.device).empty())
                 yield self._journey(courier, region, bucket, known, arrived[-1]), arrived[-1].nbytes
 
-        cost = travel(journeys())
-        for (region, bucket), known, gathered in zip(places, memory, arrived, strict=True):
-            whole = courier.in_place(region, bucket)
-            self._wire(courier, bucket.numel, bucket.device).decode(gathered, known.consensus, whole)
-            if whole is None:
-                pack, tensors = courier.pack_of(region, bucket)
-                pack.unpack(tensors, known.consensus)
-        self._memory = memory
-        return cost
+        def take() -> None:
+            for (region, bucket), known, gathered in zip(places, memory, arrived, strict=True):
+                whole = courier.in_place(region, bucket)
+                self._wire(courier, bucket.numel, bucket.device).decode(gathered, known.consensus, whole)
+                if whole is None:
+                    pack, tensors = courier.pack_of(region, bucket)
+                    pack.unpack(tensors, known.consensus)
+            self._memory = memory
+
+        return travel(journeys()), take
 
     def _journey(
         self, courier: Courier, region: Sequence[Tensor], bucket: Bucket, known: _Memory, gathered: Tensor
@@ -117,9 +118,9 @@ class Compression:
         return {
             "format": self.format,
             "processes": processes,
-            "consensus": [known.consensus for known in self._memory],
-            "error": [known.error for known in self._memory],
-            "shard_error": [known.shard_error for known in self._memory],
+            "consensus": [known.consensus.clone() for known in self._memory],
+            "error": [known.error if known.error is None else known.error.clone() for known in self._memory],
+            "shard_error": [k.shard_error if k.shard_error is None else k.shard_error.clone() for k in self._memory],
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, courier: Courier, regions: Regions, *, own: bool) -> None:

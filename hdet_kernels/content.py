@@ -40,16 +40,17 @@ class Content:
         return list(itertools.chain.from_iterable(self.params))
 
     def copy(self) -> Content:
-        """The same values in memory of their own."""
-        return replace(
-            self,
-            params=[[tensor.clone() for tensor in region] for region in self.params],
-            buffers=[tensor.clone() for tensor in self.buffers],
-            state={name: tensor.clone() for name, tensor in self.state.items()},
-            integers=[tensor.clone() for tensor in self.integers],
-            counts=None if self.counts is None else self.counts.clone(),
-            gapped=[],
-        )
+        """The same values in memory of their own; the layout is still that of the model's tensors."""
+        with torch.inference_mode(False):
+            return replace(
+                self,
+                params=[[tensor.clone() for tensor in region] for region in self.params],
+                buffers=[tensor.clone() for tensor in self.buffers],
+                state={name: tensor.clone() for name, tensor in self.state.items()},
+                integers=[tensor.clone() for tensor in self.integers],
+                counts=None if self.counts is None else self.counts.clone(),
+                gapped=[],
+            )
 
     def put_back(self) -> None:
         """Write the copies of tensors with gaps to where they came from."""
@@ -130,11 +131,17 @@ class Checksum:
         return ops.grad_norm(table, table.match(tensors), backend=self.backend)
 
 
+#: Large odd numbers without a pattern, within 64 bits.
+_ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
+
+
 def integer_hash(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """48 bits of the values, on ``device``: they differ, but for luck, where one value does."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, tensor in enumerate(tensors):
         values = tensor.reshape(-1).to(torch.int64)
-        places = torch.arange(1, values.numel() + 1, device=values.device) * 2654435761 + number
-        total += (values * (2 * places + 1)).sum().to(device)
+        # Value and place are mixed before they are added, or changes at several places could make up for each other.
+        mixed = (values + torch.arange(number, number + len(values), device=values.device) * _ODD[0]) * _ODD[1]
+        mixed = (mixed ^ (mixed >> 31)) * _ODD[2]
+        total += (mixed ^ (mixed >> 29)).sum().to(device)
     return total % 2**48

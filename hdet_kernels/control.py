@@ -172,7 +172,13 @@ def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
         "integers": numbers.integers,
     }
     on_device = torch.stack(
-        [torch.as_tensor(v).detach().to(device, wide_dtype(device)).expand(count) for v in measured.values()]
+        [
+            torch.as_tensor(v, device=None if isinstance(v, Tensor) else "cpu")
+            .detach()
+            .to(device, wide_dtype(device))
+            .expand(count)
+            for v in measured.values()
+        ]
     )
     known = {
         "settings": short_hash(report.settings),
@@ -187,10 +193,12 @@ def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
     values = dict(zip(measured, on_device.double().cpu(), strict=True))
     if report.probe is not None:
         values["probe"] = torch.where(values["probe"].isfinite(), values["probe"], math.inf)
-    values |= {name: torch.full((count,), float(value), dtype=torch.float64) for name, value in known.items()}
+    values |= {
+        name: torch.full((count,), float(value), dtype=torch.float64, device="cpu") for name, value in known.items()
+    }
     # Several replicas of one process are known by their own numbers.
     first = ensemble.rank if count == 1 else ensemble.replica
-    values["rank"] = torch.arange(first, first + count, dtype=torch.float64)
+    values["rank"] = torch.arange(first, first + count, dtype=torch.float64, device="cpu")
     return torch.stack([values[name] for name in COLUMNS], dim=1)
 
 
@@ -235,8 +243,9 @@ def _same(column: Floats) -> bool:
 def _texts(ensemble: Ensemble, described: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What every process has to say."""
     text = torch.frombuffer(bytearray(json.dumps(described, default=str).encode()), dtype=torch.uint8)
-    lengths = ensemble.gather(torch.full((ensemble.rows, 1), float(len(text)), dtype=torch.float64))
-    padded = torch.zeros(ensemble.rows, int(lengths.max()), dtype=torch.uint8)
+    own = torch.full((ensemble.rows, 1), float(len(text)), dtype=torch.float64, device="cpu")
+    lengths = ensemble.gather(own)
+    padded = torch.zeros(ensemble.rows, int(lengths.max()), dtype=torch.uint8, device="cpu")
     padded[:, : len(text)] = text
     rows = ensemble.gather(padded).reshape(lengths.numel(), -1).tolist()
     cut = [bytes(row[: int(length)]) for row, length in zip(rows, lengths.reshape(-1).tolist(), strict=True)]

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, layout_hash, local, unique
+from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, distinct, layout_hash, local, unique
 from .compress import Compression, Format, check_format
 from .content import Content, described, flattener, integer_hash
 from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
@@ -46,16 +46,20 @@ class Counts(Protocol):
 class Asked:
     """What is asked of an average.
 
+    call: by which name; all replicas must mean the same.
     average_state: True, False, or ``"auto"``: unless the gradients are shared. State is also averaged when a replica
         is left out, so that the healed one gets sound moments; never with ``include_state=False``.
     known_shared: whether gradients are shared, if the replicas do not all show theirs this time. Where nothing is
         known the state is averaged, which is right in both cases and merely costs more.
     needs_shared: local gradients are an error.
     needs_loss: a replica without any recorded loss is an error.
-    skip_if_equal: leave parameters alone that are equal on all replicas (plain data parallel stays bit for bit).
+    skip_if_equal: leave parameters alone that are equal on all replicas with shared gradients (plain data parallel
+        stays bit for bit).
     in_full: do not compress.
+    heals: state is averaged for the sake of a replica that was left out.
     """
 
+    call: str = "sync"
     average_state: AverageState = "auto"
     include_state: bool = True
     known_shared: bool | None = None
@@ -63,6 +67,7 @@ class Asked:
     needs_loss: bool = False
     skip_if_equal: bool = False
     in_full: bool = False
+    heals: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Outcome:
     """What a converge found and did. Arrays have one entry a replica; NaN is a loss that was not given.
 
     shared: whether all replicas have the same gradients (None: not known).
-    bytes: payload of the collectives as this process handed it to them, control row included.
+    bytes: payload of the collectives as this process handed it to them, control row included. The two collectives of a
+        compressed bucket count as the AllReduce that they stand for.
     """
 
     losses: NDArray[np.float64]
@@ -140,6 +146,8 @@ class Converger:
             raise ValueError("there are no parameters to average: the optimizer's parameter groups are empty")
         for index, param in enumerate(self.params):
             _check_shards(index, param, ensemble)
+        for tensor in (*self.params, *buffers()):
+            _check_tensor(tensor, ensemble)
         if bucket_bytes is None:
             bucket_bytes = self.buckets.bucket_bytes if self.buckets else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
@@ -148,7 +156,9 @@ class Converger:
         self.ensemble, self.backup, self.compress = ensemble, backup, compress
         self._content(include_state=False)  # refuses what cannot be flattened, now and not after the first T steps
         self._courier = Courier(ensemble, self.bucket_bytes, backend)
-        self._behind: Courier | None = None  # for what runs beside the training, over connections of its own
+        #: For what runs beside the training: connections of its own, and on a GPU a stream.
+        self._behind: Courier | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._compression = Compression(compress, error_feedback=error_feedback) if compress else None
 
     def converge(self, report: Report, asked: Asked = Asked()) -> Outcome:  # noqa: B008 (frozen)
@@ -170,7 +180,8 @@ class Converger:
         own = [tensor.clone() for tensor in self._covered()]
         try:
             content = self._content(include_state=False)
-            _, plan = self._agree(self._courier, report, content, Asked(include_state=False, in_full=True))
+            asked = Asked("consensus", include_state=False, in_full=True)
+            _, plan = self._agree(self._courier, report, content, asked)
             self._average(self._courier, content, plan)
             self._settle(content)
             yield
@@ -191,27 +202,28 @@ class Converger:
             # The one time that it waits: only replicas that agree to overlap can make connections for it.
             self._agree(self._courier, report, content, asked)
             self._behind = Courier(self.ensemble.twin(), self.bucket_bytes, self._courier.backend)
+            self._stream = torch.cuda.Stream(content.device) if content.device.type == "cuda" else None
         courier, before, after = self._behind, content.copy(), content.copy()
 
         def fly() -> tuple[Correction, Outcome]:
             verdict, plan = self._agree(courier, report, after, asked)
             cost = self._average(courier, after, plan)
-            own = bool(plan.healthy[self._own].all())
+            own = tuple(plan.healthy[self._own].tolist())
             correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
             return correction, self._outcome(verdict, plan, cost, 0.0)
 
-        return Flight(fly, before.device, time.perf_counter() - start)
+        return Flight(fly, self._stream, time.perf_counter() - start)
 
     def land(self, flight: Flight[Outcome]) -> Outcome:
         """Wait for what :meth:`start` began, and apply it: parameters move by the difference between the consensus and
         what this replica had then. Raises, with nothing changed, what :meth:`converge` would have raised."""
         start = time.perf_counter()
         correction, outcome = flight.wait()
+        cost = self._heal(outcome.healthy) if correction.heal else Cost()
         content = self._content(correction.has_state)
         correction.apply(content)
         if content.counts is not None and self.counts is not None:
             self.counts.write(content.counts)
-        cost = self._heal(outcome.healthy) if correction.heal else Cost()
         self._settle(content)
         return replace(
             outcome,
@@ -255,16 +267,18 @@ class Converger:
         if self.buckets is not None:
             self.buckets.rehome()
             self.buckets.refresh_masters()
-            params = [[flat(full)] for full in self.buckets.full if full.numel()]
-        else:
-            params = [[flat(param) for param in self.params if local(param).numel()]]
-        buffers = unique(self.buffers())
+        # A buffer may be a parameter's own memory, and two of them may be one.
+        parts = distinct(local(tensor) for tensor in (*self.params, *self.buffers()))
+        own = {local(param).data_ptr() for param in self.params}
+        loose = [part for part in parts if part.numel() and part.data_ptr() in own]
+        buffers = [part for part in parts if part.numel() and part.data_ptr() not in own]
         floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        homed = None if self.buckets is None else [[flat(full)] for full in self.buckets.full if full.numel()]
         return Content(
-            params=params,
-            buffers=[flat(buffer) for buffer in floating if buffer.numel()],
+            params=[[flat(param) for param in loose]] if homed is None else homed,
+            buffers=[flat(buffer) for buffer in floating],
             state={name: flat(value) for name, value in (self.state().items() if include_state else ())},
-            integers=[local(buffer) for buffer in buffers if not any(buffer is other for other in floating)],
+            integers=[buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())],
             counts=self.counts.read() if include_state and self.counts is not None else None,
             gapped=gapped,
             tensors=self._covered(),
@@ -274,7 +288,7 @@ class Converger:
     def _agree(self, courier: Courier, report: Report, content: Content, asked: Asked) -> tuple[Verdict, _Plan]:
         """Meet the other replicas and decide with them what is averaged."""
         ensemble = courier.ensemble
-        report = replace(report, settings={**report.settings, **self.settings()})
+        report = replace(report, settings={"call": asked.call, **report.settings, **self.settings()})
         verdict = meet(ensemble, report, self._numbers(courier, content), needs_loss=asked.needs_loss)
         shared = asked.known_shared if verdict.shared is None else verdict.shared
         if asked.needs_shared and shared is False:
@@ -283,12 +297,13 @@ class Converger:
                 "they differ: wrap the model in DistributedDataParallel, or use the regression controller"
             )
         excluded = not verdict.healthy.all()
-        wanted = excluded or (not shared if asked.average_state == "auto" else asked.average_state)
-        with_state = bool(wanted and verdict.has_state)
-        if with_state and not verdict.same_state:
+        wanted = not shared if asked.average_state == "auto" else asked.average_state
+        if wanted and verdict.has_state and not verdict.same_state:
             layout = described(content.state.values(), content.state)
             raise disagreement(ensemble, layout, "the optimizer state that there is", _UNEVEN_STATE, verdict.ranks)
-        params = excluded or not (asked.skip_if_equal and verdict.equal)
+        # A replica that is left out leaves the others their own where it has none to be replaced.
+        with_state = bool((wanted or excluded or asked.heals) and verdict.has_state and verdict.same_state)
+        params = excluded or not (asked.skip_if_equal and verdict.equal and shared is True)
         compresses = self._compression is not None and params and ensemble.talks and not asked.in_full
         compressed = compresses and verdict.same_consensus and not excluded
         plan = _Plan(
@@ -349,16 +364,20 @@ class Converger:
             cost += travel([self._integers(ensemble, content.integers, plan)])
         if plan.counts and content.counts is not None:
             cost += travel([self._counts(ensemble, content.counts, plan)])
+        take: Callable[[], None] | None = None
         if self._compression is not None and plan.compressed:
-            cost += self._compression.average(courier, self._compressible(content))
-        if self._compression is not None and plan.remembered:
-            sound = bool(plan.healthy[self._own].all())
-            self._compression.remember(courier, self._compressible(content), sound=sound)
+            more, take = self._compression.average(courier, self._compressible(content))
+            cost += more
         for device in {tensor.device for tensor in (*content.all_params, *content.buffers) if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
         if ensemble.parts > 1:
             ensemble.confirm()
             cost += Cost(4, 1)
+        if take is not None:
+            take()
+        if self._compression is not None and plan.remembered:
+            sound = bool(plan.healthy[self._own].all())
+            self._compression.remember(courier, self._compressible(content), sound=sound)
         return cost
 
     def _integers(self, ensemble: Ensemble, integers: Sequence[Tensor], plan: _Plan) -> tuple[Journey, int]:
@@ -393,16 +412,16 @@ class Converger:
 
         return journey(), travelling.nbytes
 
-    def _heal(self, healthy: NDArray[np.bool_]) -> Cost:
-        """State and step counts of the sound replicas, for one that was left out."""
-        content = replace(self._content(include_state=True), buffers=[])
-        none = dict.fromkeys(("params", "compressed", "remembered", "integers"), False)
-        plan = _Plan(healthy, None, state=True, counts=True, **none)
-        with self._unharmed(content, plan) if self.backup else contextlib.nullcontext():
-            cost = self._courier.average([list(content.state.values())], healthy)
-            if content.counts is not None:
-                cost += travel([self._counts(self.ensemble, content.counts, plan)])
-        return cost
+    def _heal(self, healthy_then: NDArray[np.bool_]) -> Cost:
+        """State and step counts of the replicas that were sound at the sync and are now, for those that were left out.
+        Raises with nothing changed."""
+        state_alone = replace(self._content(include_state=True), params=[], buffers=[], integers=[])
+        asked = Asked("heal", average_state=False, in_full=True, heals=True)
+        verdict, plan = self._agree(self._courier, Report(step=0), state_alone, asked)
+        both = verdict.healthy & healthy_then if len(healthy_then) == len(verdict.healthy) else verdict.healthy
+        plan = replace(plan, healthy=both if both.any() else verdict.healthy, params=False)
+        with self._unharmed(state_alone, plan) if self.backup else contextlib.nullcontext():
+            return self._average(self._courier, state_alone, plan)
 
     @contextlib.contextmanager
     def _unharmed(self, content: Content, plan: _Plan) -> Iterator[None]:
@@ -431,6 +450,23 @@ _UNEVEN_STATE = (
     "a parameter had its first gradient on some replicas only, or a step was skipped on some; pass "
     "average_state=False, or use an optimizer of hdet_kernels, which has state for all parameters"
 )
+
+
+def _check_tensor(tensor: Tensor, ensemble: Ensemble) -> None:
+    what = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} has layout {tensor.layout}; only dense tensors are averaged")
+    if tensor.is_floating_point() and tensor.dtype not in _AVERAGED:
+        raise TypeError(f"{what} cannot be averaged; floating-point tensors must be one of {_AVERAGED}")
+    if ensemble.talks and not ensemble.serves(tensor.device):
+        raise ValueError(
+            f"{what} is on {tensor.device}, where {ensemble} cannot carry it: move it, or initialise the process group "
+            "with a backend for each device, as in init_process_group('cpu:gloo,cuda:nccl')"
+        )
+
+
+#: Floating-point dtypes that kernels and collectives know.
+_AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check_shards(index: int, param: Tensor, ensemble: Ensemble) -> None:

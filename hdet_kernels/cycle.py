@@ -172,7 +172,7 @@ class Cycle:
         report = dataclasses.replace(self._report(step), probe=probe, failed=failure is not None)
         asked = Asked(
             average_state=self._average_state(),
-            known_shared=self._shared,
+            known_shared=self._known_shared(),
             needs_shared=self._displacement is not None,
             needs_loss=reads_losses and self.probe is None,
             skip_if_equal=not self.spread.diverges,
@@ -189,8 +189,8 @@ class Cycle:
     def _land(self, step: int) -> None:
         """Apply the average that is on its way, if there is one, at the end of ``step``."""
         if (pending := self._pending) is not None:
-            self._pending = None
             outcome = self.converger.land(pending.flight)
+            self._pending = None
             self._turn(pending.step, step, pending.placed, pending.acting, outcome)
 
     def _turn(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> None:
@@ -211,7 +211,7 @@ class Cycle:
             self._land(self.step)
             self.write()
             self.publish()
-        asked = Asked(average_state=self._average_state(), known_shared=self._shared)
+        asked = Asked("converge", average_state=self._average_state(), known_shared=self._known_shared())
         outcome = self.converger.converge(self._report(self.step), asked)
         self._note(self.step, self.step, "manual", self.spread.placement(), outcome)
 
@@ -248,6 +248,9 @@ class Cycle:
         if self.average_state != "auto":
             return self.average_state
         return "auto" if self.gradients == "auto" else self.gradients == "local"
+
+    def _known_shared(self) -> bool | None:
+        return self._shared if self.gradients == "auto" else self.gradients == "shared"
 
     def _run_probe(self) -> tuple[float | Tensor | None, Exception | None]:
         """The probe's loss, or what it raised: the other replicas wait, and must hear of it."""
@@ -323,10 +326,12 @@ class Cycle:
         }
 
     def _pending_state(self) -> dict[str, Any] | None:
-        """The average on its way, with what it will land with: waits for that."""
-        if (pending := self._pending) is None:
+        """The average on its way, with what it will land with: waits for that. One that failed is none."""
+        if (pending := self._pending) is None or pending.flight.failed:
             return None
         correction, outcome = pending.flight.wait()
+        if self._away:
+            correction = correction.of_the_consensus()
         plain = {name: getattr(outcome, name) for name in ("shared", "bytes", "collectives", "seconds")}
         arrays = {name: getattr(outcome, name).tolist() for name in ("losses", "probes", "healthy")}
         return {
@@ -339,12 +344,11 @@ class Cycle:
         }
 
     def _load_pending(self, state: dict[str, Any] | None) -> None:
-        self._pending = None
         if state is None:
+            self._pending = None
             return
         arrays = {name: np.array(state["outcome"][name]) for name in ("losses", "probes", "healthy")}
-        correction = Correction.of(state["correction"], self.converger.params[0].device)
-        flight = Flight.landed(correction, Outcome(**{**state["outcome"], **arrays}))
+        flight = Flight.landed(Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays}))
         placed = Placement.of(state["placed"])
         self._pending = _Pending(state["step"], state["due"], placed, state["acting"], flight)
 
@@ -380,6 +384,8 @@ class Cycle:
         self.window.load_state_dict(state["window"])
         if self._displacement is not None:
             self._displacement.load_state_dict(state["displacement"])
+        if self._pending is not None:
+            _ = self._pending.flight.failed  # waits: what is on its way must not meet what follows
         self._load_pending(state.get("pending"))
         own = (state["replica"], state["size"]) == (self.ensemble.replica, self.ensemble.size)
         self.converger.load_state_dict(state.get("compression"), own=own)

@@ -32,7 +32,7 @@ class Ensemble(Protocol):
     of each. ``processes`` hold the same part; this one is number ``process`` of them. ``talks``: whether they are
     connected at all; ``rank``: by what number users know this one.
 
-    All methods but :meth:`averages` are collective: every process that holds the same part must call them in the same
+    All methods but :meth:`serves` and :meth:`averages` are collective: every process that holds the same part must call them in the same
     order.
     """
 
@@ -47,6 +47,9 @@ class Ensemble(Protocol):
 
     def gather(self, rows: Tensor) -> Tensor:
         """[size, parts, columns], on the CPU, of everyone's [rows, columns]."""
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether tensors on ``device`` can travel."""
 
     def averages(self, device: torch.device) -> bool:
         """Whether :meth:`all_reduce` can divide by the number of processes as it adds."""
@@ -80,6 +83,9 @@ class SingleReplica:
 
     def gather(self, rows: Tensor) -> Tensor:
         return rows.detach().cpu().reshape(1, 1, -1)
+
+    def serves(self, device: torch.device) -> bool:
+        return True
 
     def averages(self, device: torch.device) -> bool:
         return True
@@ -116,6 +122,8 @@ class ProcessEnsemble:
             ``fully_shard`` takes it: then a replica is held by all processes along the second dimension, each of which
             averages its shards with those at its place in the other replicas.
         shard_group: the processes that hold this replica together, if it is not a mesh that says so.
+        overlap_group: the same processes as ``process_group``, connected once more, for averages that run beside the
+            training. Default: made when first needed.
     """
 
     rows = 1
@@ -126,6 +134,7 @@ class ProcessEnsemble:
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         shard_group: dist.ProcessGroup | None = None,
+        overlap_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -136,7 +145,7 @@ class ProcessEnsemble:
             if shard_group is not None:
                 raise ValueError("pass a mesh, or two groups, not both: a 2-D mesh (replicate, shard) says all")
             process_group, shard_group = _groups_of(process_group)
-        self.group, self.shard_group = process_group, shard_group
+        self.group, self.shard_group, self.overlap_group = process_group, shard_group, overlap_group
         self.size = self.processes = dist.get_world_size(process_group)
         self.replica = self.process = dist.get_rank(process_group)
         if self.replica < 0:
@@ -146,6 +155,11 @@ class ProcessEnsemble:
         # "gloo" serves every device, "nccl" CUDA alone, and a default group on a GPU machine may have one for each.
         config = dist.get_backend_config(process_group)
         self.backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
+        self._timeout = _timeout(process_group)
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether tensors there can travel."""
+        return device.type in self.backends
 
     def gather(self, rows: Tensor) -> Tensor:
         row = rows.detach().reshape(-1).to(self._control_device())
@@ -158,28 +172,62 @@ class ProcessEnsemble:
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Work:
         kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}[operation]
-        return _started(dist.all_reduce(tensor, op=kind, group=self.group, async_op=True))
+        return self._started(dist.all_reduce(tensor, op=kind, group=self.group, async_op=True), tensor)
 
     def broadcast(self, tensor: Tensor, replica: int) -> Work:
-        return _started(dist.broadcast(tensor, group=self.group, group_src=replica, async_op=True))
+        return self._started(dist.broadcast(tensor, group=self.group, group_src=replica, async_op=True), tensor)
 
     def exchange(self, received: Tensor, sent: Tensor) -> Work:
-        return _started(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+        return self._started(dist.all_to_all_single(received, sent, group=self.group, async_op=True), sent)
 
     def collect(self, gathered: Tensor, own: Tensor) -> Work:
-        return _started(_all_gather(gathered.view(-1), own.view(-1), group=self.group, async_op=True))
+        return self._started(_all_gather(gathered.view(-1), own.view(-1), group=self.group, async_op=True), own)
 
     def confirm(self) -> None:
         if self.shard_group is not None:
             self._gathered(torch.zeros(1, device=self._control_device()), self.shard_group, self.parts).cpu()
 
     def twin(self) -> ProcessEnsemble:
-        shards = None if self.shard_group is None else _group_like(self.shard_group)
-        return ProcessEnsemble(_group_like(self.group), shard_group=shards)
+        group = self._again(self.group, self.overlap_group)
+        return ProcessEnsemble(group, shard_group=self.shard_group and self._again(self.shard_group))
 
     def ranks(self) -> list[int]:
         """The global ranks of the processes that hold this part."""
         return dist.get_process_group_ranks(self.group)
+
+    def _started(self, work: dist.Work | None, tensor: Tensor) -> Work:
+        if work is None:
+            return _Done()
+        # NCCL's wait() orders streams and returns; with a timeout it waits, and raises if the collective failed.
+        return _Awaited(work, self._timeout) if self.backends.get(tensor.device.type) == "nccl" else work
+
+    def _again(self, group: dist.ProcessGroup | None, given: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+        """A group of the same processes in the same order, with the same backend and timeout."""
+        ranks = dist.get_process_group_ranks(group)
+        if given is not None:
+            if dist.get_process_group_ranks(given) != ranks:
+                raise ValueError(
+                    f"overlap_group has ranks {dist.get_process_group_ranks(given)}, the group that it doubles {ranks}"
+                )
+            return given
+        remedy = "make one yourself, dist.new_group() on all ranks, and pass it to ProcessEnsemble(overlap_group=…)"
+        options: dict[str, Any] = {"timeout": _timeout(group), "backend": dist.get_backend_config(group)}
+        if ranks == list(range(dist.get_world_size())):
+            made: dist.ProcessGroup = dist.new_group(ranks, **options)
+            return made
+        if ranks != sorted(ranks):
+            raise RuntimeError(f"torch cannot double a group whose ranks are not in order, {ranks}; {remedy}")
+        # Its members alone make the group, and torch names it by how many groups each of them knows.
+        known = self._gathered(
+            torch.tensor([float(len(_known_groups()))], device=self._control_device()), group, len(ranks)
+        )
+        if (known != known[0]).any():
+            raise RuntimeError(
+                f"an average beside the training needs a group of its own, and torch cannot make it among ranks {ranks}: "
+                f"they belong to {known.flatten().int().tolist()} groups each, which has to be the same number; {remedy}"
+            )
+        made = dist.new_group(ranks, **options, use_local_synchronization=True)
+        return made
 
     def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
         rows = torch.empty(count, row.numel(), dtype=row.dtype, device=row.device)
@@ -211,6 +259,9 @@ class RowEnsemble:
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.among.gather(rows).view(self.size, 1, -1)
+
+    def serves(self, device: torch.device) -> bool:
+        return self.among.serves(device)
 
     def averages(self, device: torch.device) -> bool:
         return self.among.averages(device)
@@ -251,8 +302,14 @@ class _Done:
         return None
 
 
-def _started(work: dist.Work | None) -> Work:
-    return _Done() if work is None else work
+class _Awaited:
+    """A collective whose end the host waits for."""
+
+    def __init__(self, work: dist.Work, timeout: datetime.timedelta | None) -> None:
+        self._work, self._timeout = work, timeout
+
+    def wait(self) -> Any:
+        return self._work.wait() if self._timeout is None else self._work.wait(self._timeout)
 
 
 def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
@@ -266,13 +323,8 @@ def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup |
     )
 
 
-def _group_like(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A new group of the same processes with the same backend and timeout, made by its members alone."""
-    ranks = dist.get_process_group_ranks(group)
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=_timeout(group), backend=dist.get_backend_config(group), use_local_synchronization=True
-    )
-    return made
+def _known_groups() -> Any:
+    return dist.distributed_c10d._world.pg_names
 
 
 def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta | None:

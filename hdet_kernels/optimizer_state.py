@@ -24,6 +24,23 @@ def averaged_state(optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
+def why_not_averaged(optimizer: Optimizer) -> str | None:
+    """Why the mean of this optimizer's state would be no state, if so: numbers in codes, or in lists."""
+    if callable(getattr(optimizer, "state_flats", None)):
+        return None
+    for index, state in enumerate(_states(optimizer)):
+        for key, value in state.items():
+            coded = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+            listed = isinstance(value, list | tuple | dict) and any(isinstance(v, Tensor) for v in value)
+            if key != "step" and (coded or listed):
+                return (
+                    f"the state {key!r} of parameter {index} ({type(optimizer).__name__}) is {type(value).__name__}"
+                    f"{f' of {value.dtype}' if isinstance(value, Tensor) else ' of tensors'}, which has no mean: pass "
+                    "gradients='shared' if they are averaged at every step (DDP), or average_state=False"
+                )
+    return None
+
+
 class StepCounts:
     """The step counts of all parameters that have one, as one tensor."""
 
@@ -37,11 +54,17 @@ class StepCounts:
             found: list[Any] = flats()
         else:
             found = [state["step"] for state in _states(self.optimizer) if "step" in state]
-        tensors = [torch.as_tensor(count).detach().reshape(-1).to(dtype=torch.float32) for count in found]
+        tensors = [
+            torch.as_tensor(count, device=None if isinstance(count, Tensor) else "cpu")
+            .detach()
+            .reshape(-1)
+            .to(dtype=torch.float32)
+            for count in found
+        ]
         # One transfer for each device, not one for each parameter.
         there = {device: [t for t in tensors if t.device == device] for device in {t.device for t in tensors}}
         here = {device: iter(torch.cat(group).cpu().split([len(t) for t in group])) for device, group in there.items()}
-        return torch.cat([next(here[t.device]) for t in tensors]) if tensors else torch.zeros(0)
+        return torch.cat([next(here[t.device]) for t in tensors]) if tensors else torch.zeros(0, device="cpu")
 
     def write(self, counts: Tensor) -> None:
         flats = getattr(self.optimizer, "step_flats", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,115 +18,153 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Correction:
-    """What a replica has to add, some steps after a sync, to have moved from where it was then to the consensus.
+    """What replicas have to add, some steps after a sync, to have moved from where they were then to the consensus.
 
-    params, integers, counts: differences; of a replica that was not sound the consensus itself, which it takes.
-    others: the same of buffers and state; before: what those were. They forget: where one has shrunk since the sync to
-    a share ρ of what it was, so has what is to be corrected, and ρ times the difference is added (then what cannot be
-    negative, as a second moment, stays so).
+    sound: which of the replicas held here were. One that was not starts from nothing: its differences are the consensus.
+    params, buffers, state, integers, counts: the differences; before: what buffers and state were. What cannot be
+    negative, as second moments and variances, forgets: where it has shrunk since the sync to a share ρ of what it was,
+    so has what is to be corrected, and ρ times the difference is added, which never makes it negative.
     heal: whether the state of a replica that was left out is still to be replaced.
     """
 
-    sound: bool
+    sound: tuple[bool, ...]
     heal: bool
     has_state: bool
     params: list[Tensor]
-    others: list[Tensor]
-    before: list[Tensor]
+    buffers: list[Tensor]
+    buffers_before: list[Tensor]
+    state: dict[str, Tensor]
+    state_before: dict[str, Tensor]
     integers: list[Tensor]
     counts: Tensor | None
 
     @staticmethod
-    def between(before: Content, after: Content, *, sound: bool, heal: bool) -> Correction:
-        def difference(new: Tensor, old: Tensor) -> Tensor:
-            if not sound:
-                return new
-            if new.dtype == torch.bool:
-                return new ^ old
-            wide = torch.float32 if new.dtype in (torch.bfloat16, torch.float16) else new.dtype
-            return new.to(wide) - old.to(wide)
-
-        def differences(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-            return [difference(a, b) for a, b in zip(new, old, strict=True)]
-
-        others = [*before.buffers, *before.state.values()]
+    def between(before: Content, after: Content, *, sound: tuple[bool, ...], heal: bool) -> Correction:
+        floating = [*before.all_params, *before.buffers, *before.state.values()]
+        for tensor in (*floating, *before.integers):
+            _start_from_nothing(tensor, sound)
+        if before.counts is not None and not all(sound):
+            before.counts.zero_()
+        pairs = zip([*after.all_params, *after.buffers, *after.state.values()], floating, strict=True)
+        differences = iter([_wide(new) - _wide(old) for new, old in pairs])
+        integers = zip(after.integers, before.integers, strict=True)
         return Correction(
             sound=sound,
             heal=heal,
             has_state=bool(before.state) or before.counts is not None,
-            params=differences(after.all_params, before.all_params),
-            others=differences([*after.buffers, *after.state.values()], others),
-            before=others if sound else [],
-            integers=differences(after.integers, before.integers),
-            counts=None if after.counts is None or before.counts is None else difference(after.counts, before.counts),
+            params=[next(differences) for _ in before.all_params],
+            buffers=[next(differences) for _ in before.buffers],
+            buffers_before=before.buffers,
+            state={name: next(differences) for name in before.state},
+            state_before=before.state,
+            integers=[new.to(torch.int64) - old.to(torch.int64) for new, old in integers],
+            counts=None if after.counts is None or before.counts is None else after.counts - before.counts,
         )
 
     def apply(self, content: Content) -> None:
-        """Correct what ``content`` is now. Of the step counts, which are a copy, the copy."""
-        now = [*content.buffers, *content.state.values()]
-        self._check(content.all_params, self.params)
-        self._check(now, self.others)
-        self._check(content.integers, self.integers)
-        for tensor in (*self.params, *self.others, *self.before, *self.integers):
-            if tensor.is_cuda:  # it was made on another stream
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        if not self.sound:
-            for target, value in zip(
-                (*content.all_params, *now, *content.integers),
-                (*self.params, *self.others, *self.integers),
-                strict=True,
-            ):
-                target.copy_(value)
-            if content.counts is not None and self.counts is not None:
-                content.counts.copy_(self.counts)
-            return
-        for target, change in zip(content.all_params, self.params, strict=True):
-            target.copy_(target.to(change.dtype).add_(change) if target.dtype != change.dtype else target.add_(change))
-        for target, change, before in zip(now, self.others, self.before, strict=True):
-            left = (target.to(change.dtype) / before.to(change.dtype)).clamp_(0, 1)
-            left[before == 0] = 1
-            target.copy_(target.to(change.dtype) + left.mul_(change))
-        for target, change in zip(content.integers, self.integers, strict=True):
-            target.copy_(target ^ change if target.dtype == torch.bool else target + change)
-        if content.counts is not None and self.counts is not None:
-            content.counts.add_(self.counts)
-
-    @staticmethod
-    def _check(now: list[Tensor], then: list[Tensor]) -> None:
-        if [tensor.shape for tensor in now] != [tensor.shape for tensor in then]:
+        """Correct what ``content`` is now. Of the step counts, which are a copy, the copy. State that came to be since
+        the sync is left alone."""
+        known = {name: tensor for name, tensor in content.state.items() if name in self.state}
+        changes = [*self.params, *self.buffers, *(self.state[name] for name in known), *self.integers]
+        targets = [*content.all_params, *content.buffers, *known.values(), *content.integers]
+        if [tensor.shape for tensor in targets] != [tensor.shape for tensor in changes]:
             raise RuntimeError(
                 "parameters, buffers or state have other shapes than when the average on its way was started: the "
                 "model must stay as it is between a sync and its landing"
             )
+        for target in targets:
+            _start_from_nothing(target, self.sound)
+        for target, change in zip(content.all_params, self.params, strict=True):
+            _add(target, _here(change, target))
+        others = [
+            *zip(content.buffers, self.buffers, self.buffers_before, strict=True),
+            *((target, self.state[name], self.state_before[name]) for name, target in known.items()),
+        ]
+        for target, change, before in others:
+            _add(target, _here(change, target) * _left(target, _here(before, target)))
+        for target, change in zip(content.integers, self.integers, strict=True):
+            sum_ = target.to(torch.int64) + _here(change, target)
+            target.copy_(sum_.clamp_(0, 1) if target.dtype == torch.bool else sum_)
+        if content.counts is not None and self.counts is not None and len(content.counts) == len(self.counts):
+            content.counts.copy_((content.counts if all(self.sound) else 0) + self.counts.to(content.counts.device))
+
+    def of_the_consensus(self) -> Correction:
+        """The correction of a replica whose parameters and buffers are the mean of all: nothing is left to correct in
+        them. Of one that was not sound the state is still to be healed."""
+        whole = all(self.sound)
+        return replace(
+            self,
+            sound=(True,) * len(self.sound),
+            heal=self.heal or not whole,
+            has_state=self.has_state and whole,
+            params=[torch.zeros_like(change) for change in self.params],
+            buffers=[torch.zeros_like(change) for change in self.buffers],
+            state=self.state if whole else {},
+            state_before=self.state_before if whole else {},
+            integers=[torch.zeros_like(change) for change in self.integers],
+            counts=self.counts if whole else None,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"sound": list(self.sound)}
 
     @staticmethod
-    def of(state: dict[str, Any], device: torch.device) -> Correction:
-        def placed(value: Any) -> Any:
-            if isinstance(value, list):
-                return [tensor.to(device, copy=True) for tensor in value]
-            return value
+    def of(state: dict[str, Any]) -> Correction:
+        return Correction(**(state | {"sound": tuple(state["sound"])}))
 
-        return Correction(**{name: placed(value) for name, value in state.items()})
+
+def _start_from_nothing(tensor: Tensor, sound: tuple[bool, ...]) -> None:
+    """Clear the rows of replicas that were not sound."""
+    if len(sound) == 1 and not sound[0]:
+        tensor.zero_()
+    elif not all(sound):
+        tensor.reshape(len(sound), -1)[[not fine for fine in sound]] = 0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _here(tensor: Tensor, target: Tensor) -> Tensor:
+    tensor = tensor.to(target.device)
+    if tensor.is_cuda:  # it was made on another stream
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+def _add(target: Tensor, change: Tensor) -> None:
+    if target.dtype == change.dtype:
+        target.add_(change)
+    else:
+        target.copy_(target.to(change.dtype).add_(change))
+
+
+def _left(now: Tensor, before: Tensor) -> Tensor:
+    """ρ for what cannot be negative, 1 for the rest; decided where the tensors are."""
+    if not now.numel():
+        return now
+    now, before = _wide(now), _wide(before)
+    share = torch.where(before > 0, (now / before).clamp(max=1), 1)
+    return torch.where((now.min() >= 0) & (before.min() >= 0), share, 1)
 
 
 class Flight(Generic[T]):
-    """A function that runs in a thread of its own and, on a GPU, on a stream of its own, after what the current stream
-    has to do until now. ``seconds``: what the start of it cost."""
+    """A function that runs in a thread of its own and, on a GPU, on ``stream``, after what the current stream has to do
+    until now. ``seconds``: what the start of it cost. A process that ends waits for it."""
 
-    def __init__(self, fly: Callable[[], tuple[Correction, T]], device: torch.device, seconds: float = 0.0) -> None:
+    def __init__(
+        self, fly: Callable[[], tuple[Correction, T]], stream: torch.cuda.Stream | None, seconds: float = 0.0
+    ) -> None:
         self.seconds = seconds
         self._arrived: tuple[Correction, T] | None = None
         self._failure: BaseException | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-        # A daemon: a process that gives up does not wait for its peers.
+        self._stream = stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        #: What failed, with its tensors: a collective that hangs may still write to them.
+        self._kept: Callable[[], tuple[Correction, T]] | None = None
         self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, args=(fly,), name="hdet_kernels converge", daemon=True
+            target=self._run, args=(fly,), name="hdet_kernels converge"
         )
         self._thread.start()
 
@@ -134,28 +172,33 @@ class Flight(Generic[T]):
     def landed(cls, correction: Correction, result: T) -> Flight[T]:
         """One that has arrived already, as out of a checkpoint."""
         flight = cls.__new__(cls)
-        flight.seconds, flight._thread, flight._stream, flight._failure = 0.0, None, None, None
+        flight.seconds, flight._thread, flight._stream, flight._failure, flight._kept = 0.0, None, None, None, None
         flight._arrived = correction, result
         return flight
 
-    def wait(self) -> tuple[Correction, T]:
-        """Until it has arrived. Raises what it raised."""
+    @property
+    def failed(self) -> bool:
+        """Whether it raised; waits for it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._failure is not None:
+        return self._failure is not None
+
+    def wait(self) -> tuple[Correction, T]:
+        """Until it has arrived. Raises what it raised."""
+        if self.failed and self._failure is not None:
             raise self._failure
         if self._arrived is None:
             raise RuntimeError("the average on its way ended without a result")
         return self._arrived
 
     def _run(self, fly: Callable[[], tuple[Correction, T]]) -> None:
+        own = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
-            own = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
             with torch.no_grad(), own:
                 arrived = fly()
                 if self._stream is not None:
                     self._stream.synchronize()
             self._arrived = arrived
         except BaseException as failure:
-            self._failure = failure
+            self._failure, self._kept = failure, fly

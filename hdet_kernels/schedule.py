@@ -51,6 +51,12 @@ class _WithCycle:
         accumulation and for frameworks that call ``step()`` bare. Never waits for the device."""
         self.cycle.window.record(loss)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its processes and cannot be copied or pickled: save its state_dict(), and "
+            "load it into a scheduler that is built anew"
+        )
+
     def converge(self) -> None:
         """Average the replicas now, wherever in the cycle. Collective: every replica must call it."""
         self.cycle.converge()
