@@ -283,7 +283,9 @@ def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tensors in order, each memory once: tied tensors are one. Raises if two share a part of their memory."""
     kept: dict[object, Tensor] = {}
     for tensor in tensors:
-        where = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        # Elements that fill their memory have one mean, in whatever shape they are seen.
+        seen = tensor.numel() if is_dense(tensor) else (tensor.shape, tensor.stride())
+        where = (tensor.device, tensor.data_ptr(), tensor.dtype, seen)
         kept.setdefault(where if tensor.numel() else id(tensor), tensor)
     # Tensors with gaps may lie in each other's.
     dense = [tensor for tensor in kept.values() if tensor.numel() and is_dense(tensor)]

@@ -171,15 +171,8 @@ def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
         "consensus": numbers.consensus,
         "integers": numbers.integers,
     }
-    on_device = torch.stack(
-        [
-            torch.as_tensor(v, device=None if isinstance(v, Tensor) else "cpu")
-            .detach()
-            .to(device, wide_dtype(device))
-            .expand(count)
-            for v in measured.values()
-        ]
-    )
+    tensors = [v if isinstance(v, Tensor) else torch.tensor(v, device=device) for v in measured.values()]
+    on_device = torch.stack([v.detach().to(device, wide_dtype(device)).expand(count) for v in tensors])
     known = {
         "settings": short_hash(report.settings),
         "step": report.step,

@@ -198,6 +198,8 @@ class Converger:
         )
         asked = replace(asked, include_state=with_state)
         content = self._content(with_state)
+        if len(devices := {tensor.device for tensor in content.tensors if tensor.is_cuda}) > 1:
+            raise ValueError(f"an average beside the training needs all tensors on one GPU, they are on {devices}")
         if self._behind is None:
             # The one time that it waits: only replicas that agree to overlap can make connections for it.
             self._agree(self._courier, report, content, asked)

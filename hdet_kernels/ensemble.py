@@ -32,8 +32,8 @@ class Ensemble(Protocol):
     of each. ``processes`` hold the same part; this one is number ``process`` of them. ``talks``: whether they are
     connected at all; ``rank``: by what number users know this one.
 
-    All methods but :meth:`serves` and :meth:`averages` are collective: every process that holds the same part must call them in the same
-    order.
+    All methods but :meth:`serves` and :meth:`averages` are collective: every process that holds the same part must
+    call them in the same order.
     """
 
     size: int
@@ -223,8 +223,8 @@ class ProcessEnsemble:
         )
         if (known != known[0]).any():
             raise RuntimeError(
-                f"an average beside the training needs a group of its own, and torch cannot make it among ranks {ranks}: "
-                f"they belong to {known.flatten().int().tolist()} groups each, which has to be the same number; {remedy}"
+                f"an average beside the training needs a group of its own, and torch cannot make it for ranks {ranks}: "
+                f"they belong to {known.flatten().int().tolist()} groups each, which has to be one number; {remedy}"
             )
         made = dist.new_group(ranks, **options, use_local_synchronization=True)
         return made

@@ -55,10 +55,7 @@ class StepCounts:
         else:
             found = [state["step"] for state in _states(self.optimizer) if "step" in state]
         tensors = [
-            torch.as_tensor(count, device=None if isinstance(count, Tensor) else "cpu")
-            .detach()
-            .reshape(-1)
-            .to(dtype=torch.float32)
+            (count if isinstance(count, Tensor) else torch.tensor(count, device="cpu")).detach().reshape(-1).float()
             for count in found
         ]
         # One transfer for each device, not one for each parameter.

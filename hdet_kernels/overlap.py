@@ -20,7 +20,8 @@ T = TypeVar("T")
 class Correction:
     """What replicas have to add, some steps after a sync, to have moved from where they were then to the consensus.
 
-    sound: which of the replicas held here were. One that was not starts from nothing: its differences are the consensus.
+    sound: which of the replicas held here were. One that was not starts from nothing: its differences are the
+    consensus.
     params, buffers, state, integers, counts: the differences; before: what buffers and state were. What cannot be
     negative, as second moments and variances, forgets: where it has shrunk since the sync to a share ρ of what it was,
     so has what is to be corrected, and ρ times the difference is added, which never makes it negative.
@@ -163,25 +164,24 @@ class Flight(Generic[T]):
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         #: What failed, with its tensors: a collective that hangs may still write to them.
         self._kept: Callable[[], tuple[Correction, T]] | None = None
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, args=(fly,), name="hdet_kernels converge"
-        )
-        self._thread.start()
+        # Not the thread is waited for but this: after an interrupted join() a thread counts as ended.
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, args=(fly,), name="hdet_kernels converge").start()
 
     @classmethod
     def landed(cls, correction: Correction, result: T) -> Flight[T]:
         """One that has arrived already, as out of a checkpoint."""
         flight = cls.__new__(cls)
-        flight.seconds, flight._thread, flight._stream, flight._failure, flight._kept = 0.0, None, None, None, None
+        flight.seconds, flight._stream, flight._failure, flight._kept = 0.0, None, None, None
         flight._arrived = correction, result
+        flight._ended = threading.Event()
+        flight._ended.set()
         return flight
 
     @property
     def failed(self) -> bool:
         """Whether it raised; waits for it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._ended.wait()
         return self._failure is not None
 
     def wait(self) -> tuple[Correction, T]:
@@ -202,3 +202,5 @@ class Flight(Generic[T]):
             self._arrived = arrived
         except BaseException as failure:
             self._failure, self._kept = failure, fly
+        finally:
+            self._ended.set()

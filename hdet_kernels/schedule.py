@@ -53,8 +53,8 @@ class _WithCycle:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            f"a {type(self).__name__} belongs to its processes and cannot be copied or pickled: save its state_dict(), and "
-            "load it into a scheduler that is built anew"
+            f"a {type(self).__name__} belongs to its processes and cannot be copied or pickled: save its state_dict(), "
+            "and load it into a scheduler that is built anew"
         )
 
     def converge(self) -> None:
