@@ -30,9 +30,9 @@ from hdet_kernels.optim import FusedAdamW
 FORMATS = ("bf16", "int8")
 OPTIMIZERS: dict[str, Any] = {"loose": torch.optim.AdamW, "homed": FusedAdamW}
 
-#: The most that the rounding takes, as a share of the largest number in a block: bf16 has 8 digits, of which the
-#: rounding takes half a unit of the last; int8 has 127 steps on either side, of which it takes half of one.
-SHARE = {"bf16": 2.0**-9, "int8": 1 / 254}
+#: The most that the rounding takes, as a share of the largest number in a block: bf16 has 8 binary digits, and it takes
+#: half a unit of the last; int8 has 127 steps on either side, and it takes half of one.
+SHARE = {"bf16": 2.0**-8, "int8": 1 / 254}
 #: Of one rounding to fp32, relative.
 EPS = 2.0**-24
 CONTROL_BYTES = 15 * 8
@@ -176,7 +176,7 @@ def test_only_fp32_and_half_precision_parameters_are_compressed(format: str) -> 
         for name in ("fp32", "bf16"):
             last = results[0][sync - 1]["compressed"]
             # A bf16 parameter is the rounding of its fp32 consensus, by half a unit of its last digit.
-            rounded = 2.0**-9 * float(last[name].double().abs().max()) if name == "bf16" else 0.0
+            rounded = 2.0**-8 * float(last[name].double().abs().max()) if name == "bf16" else 0.0
             largest = max(
                 float((r[sync]["before"][other] - last[other]).double().abs().max())
                 for r in results
