@@ -30,9 +30,9 @@ from hdet_kernels.optim import FusedAdamW
 FORMATS = ("bf16", "int8")
 OPTIMIZERS: dict[str, Any] = {"loose": torch.optim.AdamW, "homed": FusedAdamW}
 
-#: The most that the rounding takes, as a share of the largest number in a block: bf16 has 8 digits, of which the
-#: rounding takes half a unit of the last; int8 has 127 steps on either side, of which it takes half of one.
-SHARE = {"bf16": 2.0**-9, "int8": 1 / 254}
+#: The most that the rounding takes, as a share of the largest number in a block: bf16 has 8 binary digits, and it takes
+#: half a unit of the last; int8 has 127 steps on either side, and it takes half of one.
+SHARE = {"bf16": 2.0**-8, "int8": 1 / 254}
 #: Of one rounding to fp32, relative.
 EPS = 2.0**-24
 CONTROL_BYTES = 15 * 8
@@ -54,6 +54,16 @@ def mean(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.double() for tensor in tensors]).mean(dim=0)
 
 
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b or (a != a and b != b))
+
+
 def noise(rank: int, sync: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(10_000 * rank + sync))
 
@@ -61,7 +71,7 @@ def noise(rank: int, sync: int, numel: int) -> Tensor:
 # One average after another
 
 SHAPES = ((37, 29), (3,), (1500,), (2, 700), (1,))
-EXCLUDING, SYNCS = 4, 8
+EXCLUDING, SYNCS = 3, 6
 
 
 def _again_and_again(rank: int, homed: bool, format: Any) -> list[dict[str, Any]]:
@@ -78,22 +88,29 @@ def _again_and_again(rank: int, homed: bool, format: Any) -> list[dict[str, Any]
     for sync in range(SYNCS):
         with torch.no_grad():
             for param, update in zip(params, noise(rank, 100 + sync, sum(numels)).split(numels), strict=True):
-                param.add_(update.view(param.shape), alpha=0.01 * (rank + 1))
+                # The next differences are small against this one only if they refer to what it led to.
+                param.add_(update.view(param.shape), alpha=(1.0 if sync == EXCLUDING else 0.01) * (rank + 1))
             if sync == EXCLUDING and rank == 1:
                 params[2][7] = math.nan
             for param, copied in zip(params, plain_params, strict=True):
                 copied.copy_(param)
-        before = _flat(params)
+        before, owed = _flat(params), _owed(compressed)
         outcome = compressed.converge(Report(step=sync))
         exact = plain.converge(Report(step=sync))
         found.append(
             {
                 "before": before, "after": _flat(params), "exact": _flat(plain_params), "bytes": outcome.bytes,
                 "collectives": outcome.collectives, "in full": exact.collectives, "bytes in full": exact.bytes,
-                "healthy": outcome.healthy.tolist(),
+                "healthy": outcome.healthy.tolist(), "owed before": owed, "owed after": _owed(compressed),
             }
         )  # fmt: skip
     return found
+
+
+def _owed(converger: Converger) -> list[Tensor]:
+    """What the roundings of this process took, of every bucket."""
+    state = converger.state_dict() or {"error": [], "shard_error": []}
+    return [error.clone() for error in (*state["error"], *state["shard_error"])]
 
 
 def _flat(params: list[nn.Parameter]) -> Tensor:
@@ -113,6 +130,9 @@ def test_every_average_is_the_same_everywhere_and_within_its_rounding(n: int, fo
             assert all(torch.equal(r["after"], r["exact"]) for r in now), "in full, to the bit"
             assert [(r["bytes"], r["collectives"]) for r in now] == [(r["bytes in full"], r["in full"]) for r in now]
             assert [r["healthy"] for r in now] == [[not sync or rank != 1 for rank in range(n)]] * n
+            for rank, r in enumerate(now):
+                kept = sync == EXCLUDING and rank != 1
+                assert same(r["owed after"], r["owed before"]) if kept else not any(e.any() for e in r["owed after"])
             continue
         consensus = results[0][sync - 1]["after"]
         largest = max(largest, *(float((r["before"] - consensus).abs().max()) for r in now))
@@ -123,6 +143,7 @@ def test_every_average_is_the_same_everywhere_and_within_its_rounding(n: int, fo
         assert off > rounding, "something was rounded, or this test shows nothing"
         buckets = now[0]["in full"] - 1
         assert [r["collectives"] for r in now] == [1 + 2 * buckets] * n
+        assert all(any(error.any() for error in r["owed after"]) for r in now)
 
 
 def _kinds(rank: int, format: Any) -> list[dict[str, Any]]:
@@ -176,7 +197,7 @@ def test_only_fp32_and_half_precision_parameters_are_compressed(format: str) -> 
         for name in ("fp32", "bf16"):
             last = results[0][sync - 1]["compressed"]
             # A bf16 parameter is the rounding of its fp32 consensus, by half a unit of its last digit.
-            rounded = 2.0**-9 * float(last[name].double().abs().max()) if name == "bf16" else 0.0
+            rounded = 2.0**-8 * float(last[name].double().abs().max()) if name == "bf16" else 0.0
             largest = max(
                 float((r[sync]["before"][other] - last[other]).double().abs().max())
                 for r in results
@@ -199,7 +220,7 @@ VARIANTS: dict[str, tuple[Any, bool]] = {
     "int8 without feedback": ("int8", False),
 }
 #: Syncs of each; that it does not drift takes more to show than that it does.
-DRIFT_SYNCS = {"in full": 100, "bf16": 1000, "bf16 without feedback": 400, "int8": 1000, "int8 without feedback": 400}
+DRIFT_SYNCS = {"in full": 50, "bf16": 1000, "bf16 without feedback": 200, "int8": 1000, "int8 without feedback": 200}
 
 
 def _drift(rank: int) -> dict[str, Any]:
@@ -250,7 +271,7 @@ def test_error_feedback_keeps_a_thousand_averages_from_drifting() -> None:
         assert late[without] > owed + DRIFT_SYNCS[without] * rounding
 
 
-LOST_SYNCS = 64
+LOST_SYNCS = 40
 
 
 def _lost(rank: int) -> dict[str, Tensor]:
@@ -354,16 +375,6 @@ class Watched(Trainer):
         ):
             part.load_state_dict(state)
         return self
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b or (a != a and b != b))
 
 
 def _saved(rank: int, kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -158,7 +158,8 @@ def check_landing(name: str, rank: int, start: list[Numbers], now: Numbers, land
 
 
 def _landings(rank: int, kind: str, ddp: bool) -> dict[int, dict[str, Any]]:
-    return {k: Replica(rank, kind, k, ddp=ddp).train(TOTAL).result() for k in (1, 2, SYNC - 1)}
+    overlaps = (1, 2, SYNC - 1) if kind.startswith("sgd") else (2,)
+    return {k: Replica(rank, kind, k, ddp=ddp).train(TOTAL).result() for k in overlaps}
 
 
 @pytest.mark.parametrize("ddp", [False, True], ids=["local", "shared"])
@@ -349,7 +350,7 @@ def test_a_parameter_may_be_unfrozen_while_an_average_is_on_its_way() -> None:
 # Training does not wait
 
 #: What one rank is late, and less than half of what the others may take for three steps on a busy machine.
-DELAY = 2.0
+DELAY = 1.5
 
 
 def _late(rank: int, overlap_steps: int, how: str) -> dict[str, list[float]]:
@@ -674,7 +675,7 @@ def _compressed(rank: int, format: Any) -> dict[str, Any]:
 def test_a_compressed_average_lands_too(format: str) -> None:
     """The first travels in full. The second is off by the rounding of a replica's difference and that of their mean,
     each at most this share of the largest difference to the first."""
-    share = {"bf16": 2.0**-9, "int8": 1 / 254}[format]
+    share = {"bf16": 2.0**-8, "int8": 1 / 254}[format]
     results = run_ranks(2, _compressed, format)
 
     def flat(rank: int, when: str, step: int) -> Tensor:
