@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .buckets import Bucket
 from .ops.wire import FORMATS, Wire
-from .travel import Cost, Courier, Journey, travel
+from .travel import Cost, Courier, Journey, Staging, travel
 
 Format = Literal["bf16", "int8"]
 Regions = Sequence[Sequence[Tensor]]
@@ -77,12 +77,12 @@ class Compression:
         # From here on the errors change: should this fail, the next average has to travel in full.
         self._memory = None
         arrived: list[Tensor] = []
-        places = list(_cut(courier, regions))
+        places, staging = list(_cut(courier, regions)), Staging()
 
         def journeys() -> Iterator[tuple[Journey, int]]:
             for (region, bucket), known in zip(places, memory, strict=True):
                 arrived.append(self._wire(courier, bucket.numel, bucket.device).empty())
-                yield self._journey(courier, region, bucket, known, arrived[-1]), arrived[-1].nbytes
+                yield self._journey(courier, region, bucket, known, arrived[-1], staging), arrived[-1].nbytes
 
         def take() -> None:
             for (region, bucket), known, gathered in zip(places, memory, arrived, strict=True):
@@ -96,17 +96,23 @@ class Compression:
         return travel(journeys()), take
 
     def _journey(
-        self, courier: Courier, region: Sequence[Tensor], bucket: Bucket, known: _Memory, gathered: Tensor
+        self,
+        courier: Courier,
+        region: Sequence[Tensor],
+        bucket: Bucket,
+        known: _Memory,
+        gathered: Tensor,
+        staging: Staging,
     ) -> Journey:
         ensemble, wire = courier.ensemble, self._wire(courier, bucket.numel, bucket.device)
-        value = courier.in_place(region, bucket)
-        if value is None:
-            pack, tensors = courier.pack_of(region, bucket)
-            value = torch.empty(pack.numel, dtype=bucket.dtype, device=bucket.device)
-            pack.pack(tensors, value, divisor=ensemble.rows)
         sent, received = wire.empty(), wire.empty()
-        wire.encode(value, known.consensus, known.error, sent)
-        del value
+        if (whole := courier.in_place(region, bucket)) is not None:
+            wire.encode(whole, known.consensus, known.error, sent)
+        else:
+            pack, tensors = courier.pack_of(region, bucket)
+            with staging.buffer(bucket) as packed:
+                pack.pack(tensors, packed, divisor=ensemble.rows)
+                wire.encode(packed, known.consensus, known.error, sent)
         yield ensemble.exchange(received, sent)
         merged = torch.empty_like(sent[0])
         wire.merge(received, ensemble.processes, known.shard_error, merged)

@@ -135,13 +135,14 @@ class Checksum:
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 
 
-def integer_hash(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """48 bits of the values, on ``device``: they differ, but for luck, where one value does."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
+def integer_hash(tensors: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
+    """[rows], on ``device``: 48 bits of the values, which differ, but for luck, where one value does."""
+    total = torch.zeros(rows, dtype=torch.int64, device=device)
     for number, tensor in enumerate(tensors):
-        values = tensor.reshape(-1).to(torch.int64)
+        values = tensor.reshape(rows, -1).to(torch.int64)
         # Value and place are mixed before they are added, or changes at several places could make up for each other.
-        mixed = (values + torch.arange(number, number + len(values), device=values.device) * _ODD[0]) * _ODD[1]
+        places = torch.arange(number, number + values.shape[1], device=values.device)
+        mixed = (values + places * _ODD[0]) * _ODD[1]
         mixed = (mixed ^ (mixed >> 31)) * _ODD[2]
-        total += (mixed ^ (mixed >> 29)).sum().to(device)
+        total += (mixed ^ (mixed >> 29)).sum(dim=1).to(device)
     return total % 2**48

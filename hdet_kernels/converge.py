@@ -328,7 +328,7 @@ class Converger:
             layout=layout_hash(content.tensors),
             state=layout_hash(content.state.values(), content.state.keys()) if content.state else 0,
             counts=0 if content.counts is None else short_hash(content.counts.tolist()),
-            integers=integer_hash(content.integers, device),
+            integers=integer_hash(content.integers, courier.ensemble.rows, device),
             checksum=checksum(content.all_params, device),
             rest=checksum([*content.buffers, *content.state.values()], device),
             consensus=self._consensus(courier, content),

@@ -106,7 +106,8 @@ class Cycle:
     # A step
 
     def end_step(self, loss: float | Tensor | None, last_step: int | None) -> bool:
-        """The optimizer has finished a step; sync where one is due, and land what is due. Raises with nothing changed.
+        """The optimizer has finished a step; sync where one is due, and land what is due. Raises with nothing changed,
+        but that what belongs to the sync before may have landed.
 
         ``last_step`` is the step after which there are no more, if the schedule knows one. Returns whether there was a
         sync or a landing: then the values are new, and :meth:`write` is due once the schedule has moved on."""
@@ -191,6 +192,8 @@ class Cycle:
         if (pending := self._pending) is not None:
             outcome = self.converger.land(pending.flight)
             self._pending = None
+            if not outcome.healthy[self.ensemble.replica : self.ensemble.replica + self.ensemble.rows].all():
+                self.window.clear()  # losses of parameters that were not sound until now
             self._turn(pending.step, step, pending.placed, pending.acting, outcome)
 
     def _turn(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> None:

@@ -82,7 +82,7 @@ class Correction:
             *((target, self.state[name], self.state_before[name]) for name, target in known.items()),
         ]
         for target, change, before in others:
-            _add(target, _here(change, target) * _left(target, _here(before, target)))
+            target.copy_(_corrected(target, _here(change, target), _here(before, target)))
         for target, change in zip(content.integers, self.integers, strict=True):
             sum_ = target.to(torch.int64) + _here(change, target)
             target.copy_(sum_.clamp_(0, 1) if target.dtype == torch.bool else sum_)
@@ -140,13 +140,14 @@ def _add(target: Tensor, change: Tensor) -> None:
         target.copy_(target.to(change.dtype).add_(change))
 
 
-def _left(now: Tensor, before: Tensor) -> Tensor:
-    """ρ for what cannot be negative, 1 for the rest; decided where the tensors are."""
+def _corrected(now: Tensor, change: Tensor, before: Tensor) -> Tensor:
+    """``now`` + ρ·``change`` of what is nowhere negative, the plain sum of the rest; decided where the tensors are."""
     if not now.numel():
         return now
     now, before = _wide(now), _wide(before)
     share = torch.where(before > 0, (now / before).clamp(max=1), 1)
-    return torch.where((now.min() >= 0) & (before.min() >= 0), share, 1)
+    # Rounding may still lead below zero.
+    return torch.where((now.min() >= 0) & (before.min() >= 0), (now + share * change).clamp(min=0), now + change)
 
 
 class Flight(Generic[T]):

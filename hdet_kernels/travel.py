@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,24 @@ class Mean:
         return Mean(own, "sum", 1, int(healthy.sum()))
 
 
+class Staging:
+    """Buffers that buckets travel in, used again and again: as many as are on their way at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def buffer(self, bucket: Bucket) -> Iterator[Tensor]:
+        fitting = (b for b in self._free if (b.device, b.dtype) == (bucket.device, bucket.dtype))
+        found = next((b for b in fitting if b.numel() >= bucket.numel), None)
+        if found is None:
+            found = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        else:
+            self._free = [b for b in self._free if b is not found]
+        yield found[: bucket.numel]
+        self._free.append(found)
+
+
 class Courier:
     """Carries 1-D tensors ([rows, n] where this process holds several replicas) in buckets of ``bucket_bytes``."""
 
@@ -75,18 +93,22 @@ class Courier:
         """Replace every tensor by its mean over the healthy replicas. Tensors of one region may share a bucket."""
         if self.ensemble.size == 1 and not self.ensemble.talks:
             return Cost()
-        return travel(self.journeys(regions, healthy))
+        cost = travel(self._journeys(regions, healthy))
+        return cost if self.ensemble.talks else Cost()
 
-    def journeys(
+    def _journeys(
         self, regions: Sequence[Sequence[Tensor]], healthy: NDArray[np.bool_]
     ) -> Iterable[tuple[Journey, int]]:
         """The journey of every bucket, and its bytes."""
+        staging = Staging()
         for region in regions:
             for bucket in self.cut(region):
                 mean = Mean.over(healthy, self.ensemble, bucket.device)
                 whole = self.in_place(region, bucket)
-                journey = self._staged(region, bucket, mean) if whole is None else self._in_place(whole, mean)
-                yield journey, bucket.nbytes
+                if whole is None:
+                    yield self._staged(region, bucket, mean, staging), bucket.nbytes
+                else:
+                    yield self._in_place(whole, mean), bucket.nbytes
 
     def cut(self, region: Sequence[Tensor]) -> list[Bucket]:
         return cut(region if self.ensemble.rows == 1 else [tensor[0] for tensor in region], self.bucket_bytes)
@@ -120,12 +142,12 @@ class Courier:
         if mean.after != 1:
             tensor.div_(mean.after)
 
-    def _staged(self, region: Sequence[Tensor], bucket: Bucket, mean: Mean) -> Journey:
+    def _staged(self, region: Sequence[Tensor], bucket: Bucket, mean: Mean, staging: Staging) -> Journey:
         pack, tensors = self.pack_of(region, bucket)
-        staging = torch.empty(pack.numel, dtype=bucket.dtype, device=bucket.device)
-        pack.pack(tensors, staging, mean.included, mean.before)
-        yield self.ensemble.all_reduce(staging, mean.operation)
-        pack.unpack(tensors, staging, mean.after)
+        with staging.buffer(bucket) as travelling:
+            pack.pack(tensors, travelling, mean.included, mean.before)
+            yield self.ensemble.all_reduce(travelling, mean.operation)
+            pack.unpack(tensors, travelling, mean.after)
 
 
 def travel(journeys: Iterable[tuple[Journey, int]]) -> Cost:

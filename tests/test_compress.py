@@ -22,6 +22,7 @@ from training import Trainer
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
+from hdet_kernels.control import COLUMNS
 from hdet_kernels.converge import Asked, Report
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.ops.wire import BLOCK, GRAIN
@@ -35,7 +36,7 @@ OPTIMIZERS: dict[str, Any] = {"loose": torch.optim.AdamW, "homed": FusedAdamW}
 SHARE = {"bf16": 2.0**-8, "int8": 1 / 254}
 #: Of one rounding to fp32, relative.
 EPS = 2.0**-24
-CONTROL_BYTES = 15 * 8
+CONTROL_BYTES = 8 * len(COLUMNS)
 
 
 def most_owed(format: str, largest: float) -> float:
@@ -542,7 +543,6 @@ def _forgetful(rank: int) -> Tensor:
     return torch.stack([before, param.detach()])
 
 
-@pytest.mark.xfail(strict=True, reason="whether there is a consensus to refer to is not part of the control row")
 def test_replicas_that_do_not_all_remember_the_consensus_average_in_full() -> None:
     (before0, after0), (before1, after1) = run_ranks(2, _forgetful)
     assert torch.equal(after0, after1)

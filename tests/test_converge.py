@@ -395,7 +395,7 @@ def test_what_cannot_be_averaged_is_refused() -> None:
         Converger([], hk.ensemble.SingleReplica())
     with pytest.raises(RuntimeError, match=r"start the script with torchrun.*init_process_group"):
         ProcessEnsemble()
-    with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="bucket_bytes must be a whole number of at least 1, got 0"):
         Converger([nn.Parameter(torch.ones(2))], hk.ensemble.SingleReplica(), bucket_bytes=0)
     overlapping = nn.Parameter(torch.ones(1).expand(3))
     with pytest.raises(ValueError, match="gaps or overlaps"):
