@@ -4,6 +4,7 @@ numbers lie that they are given."""
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -48,11 +49,18 @@ class Wire:
             self.addresses.append(tensor.data_ptr())
             if name == "all_reduce":
                 self._tensors.append(weakref.ref(tensor))
-                self.alive.append(sum(each() is not None for each in self._tensors))
+                self.alive.append(self._count_alive())
             work = original(tensor, *args, **keywords)
             return work if work is None else Watched(work, lambda: self.events.append((f"wait {name}", number)))
 
         return watched
+
+    def _count_alive(self) -> int:
+        """The thread of the group that ran a collective may let go of its tensor a moment after the wait for it."""
+        deadline = time.monotonic() + 0.5
+        while (count := sum(each() is not None for each in self._tensors)) > 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return count
 
     def clear(self) -> None:
         for noted in (self.calls, self.events, self.addresses, self.alive, self._tensors):
