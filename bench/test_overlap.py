@@ -4,8 +4,8 @@
     python -m pytest bench/test_overlap.py --benchmark-only -k cpu     # a perceptron, two ranks over gloo
 
 A lap is a few training steps with a sync after the first, or without one. Laps of the three kinds take turns, and what
-a sync adds is the difference to a lap without. With one rank a collective over NCCL carries nothing anywhere: what is
-left is what converge itself does to a step.
+a sync adds is the difference to a lap without. Over one rank, or within one machine, a collective takes next to nothing:
+here it takes 50 ms more, as over a slow network, by a kernel (on the CPU a thread) that sleeps.
 """
 
 from __future__ import annotations
@@ -24,15 +24,38 @@ import torch.distributed as dist
 import two_ranks
 import ways
 from test_training_step import TRAININGS, Steps
-from torch import nn
+from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.converge import Report
+from hdet_kernels.ensemble import Work
 
 KINDS = ("without", "waited for", "behind the steps")
 #: Steps of a lap, and after how many of them the sync lands.
 LAP, BEHIND = 8, 5
 TURNS = 9
+#: Seconds that a collective takes more.
+SLOW = 0.05
+
+
+class SlowEnsemble(hk.ProcessEnsemble):
+    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+        if tensor.is_cuda:
+            torch.cuda._sleep(int(SLOW * 1.98e9))  # cycles, at the clock of an H200 under load
+            return super().all_reduce(tensor, operation)
+        return _Late(super().all_reduce(tensor, operation))
+
+    def twin(self) -> SlowEnsemble:
+        return SlowEnsemble(super().twin().group)
+
+
+class _Late:
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        time.sleep(SLOW)
+        self.work.wait()
 
 
 def laps(step: Callable[[], object], converger: hk.Converger, device: str) -> dict[str, Callable[[], dict[str, float]]]:
@@ -91,7 +114,7 @@ def nccl() -> Iterator[None]:
 @pytest.mark.parametrize("device", [ways.case("cuda", why_not=ways.why_not("hdet-cuda", "cuda"))])
 def test_a_sync_on_a_gpu(benchmark: Any, nccl: None, device: str) -> None:
     steps = Steps(TRAININGS["cuda"]["gpt2-124M"], device, "hdet-cuda", None)
-    converger = hk.Converger(steps.optimizer.buckets, hk.ProcessEnsemble())  # type: ignore[attr-defined]
+    converger = hk.Converger(steps.optimizer.buckets, SlowEnsemble())  # type: ignore[attr-defined]
     take_turns(benchmark, laps(steps.whole, converger, device))
 
 
@@ -107,7 +130,7 @@ def operations() -> list[Callable[[], object]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    run = laps(step, hk.Converger(optimizer.buckets, hk.ProcessEnsemble()), "cpu")
+    run = laps(step, hk.Converger(optimizer.buckets, SlowEnsemble()), "cpu")
     return [lambda call=call: measured.append(call()) for call in run.values()]  # type: ignore[misc]
 
 

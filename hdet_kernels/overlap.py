@@ -145,9 +145,10 @@ def _corrected(now: Tensor, change: Tensor, before: Tensor) -> Tensor:
     if not now.numel():
         return now
     now, before = _wide(now), _wide(before)
+    nowhere_negative = (now.min() >= 0) & (before.min() >= 0) & ((before + change).min() >= 0)
     share = torch.where(before > 0, (now / before).clamp(max=1), 1)
     # Rounding may still lead below zero.
-    return torch.where((now.min() >= 0) & (before.min() >= 0), (now + share * change).clamp(min=0), now + change)
+    return torch.where(nowhere_negative, (now + share * change).clamp(min=0), now + change)
 
 
 class Flight(Generic[T]):
