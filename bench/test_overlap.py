@@ -4,7 +4,7 @@
     python -m pytest bench/test_overlap.py --benchmark-only -k cpu     # a perceptron, two ranks over gloo
 
 A lap is a few training steps with a sync after the first, or without one. Laps of the three kinds take turns, and what
-a sync adds is the difference to a lap without. Over one rank, or within one machine, a collective takes next to nothing:
+a sync adds is the difference to a lap without. Over one rank, or on one machine, a collective takes hardly any time:
 here it takes 50 ms more, as over a slow network, by a kernel (on the CPU a thread) that sleeps.
 """
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import ops
 from .buckets import Slot, flat_view, has_overlap, is_dense, local, wide_dtype
+from .ensemble import Ensemble, ProcessEnsemble
 from .ops.chunks import ChunkTable
 
 
@@ -146,3 +147,38 @@ def integer_hash(tensors: Sequence[Tensor], rows: int, device: torch.device) -> 
         mixed = (mixed ^ (mixed >> 31)) * _ODD[2]
         total += (mixed ^ (mixed >> 29)).sum(dim=1).to(device)
     return total % 2**48
+
+
+def check_tensor(tensor: Tensor, ensemble: Ensemble) -> None:
+    """Raise if ``tensor`` cannot be averaged."""
+    what = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} has layout {tensor.layout}; only dense tensors are averaged")
+    if tensor.is_floating_point() and tensor.dtype not in _AVERAGED:
+        raise TypeError(f"{what} cannot be averaged; floating-point tensors must be one of {_AVERAGED}")
+    if ensemble.talks and not ensemble.serves(tensor.device):
+        raise ValueError(
+            f"{what} is on {tensor.device}, where {ensemble} cannot carry it: move it, or initialise the process group "
+            "with a backend for each device, as in init_process_group('cpu:gloo,cuda:nccl')"
+        )
+
+
+#: Floating-point dtypes that kernels and collectives know.
+_AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_shards(index: int, param: Tensor, ensemble: Ensemble) -> None:
+    """The processes that average a part of a distributed tensor must hold the same part."""
+    mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", ())
+    if mesh is None or ensemble.size == 1:
+        return
+    ranks = set(ensemble.ranks()) if isinstance(ensemble, ProcessEnsemble) else set()
+    for dimension, placement in enumerate(placements):
+        along = mesh.get_group(dimension)
+        others = ranks & set(torch.distributed.get_process_group_ranks(along)) - {torch.distributed.get_rank()}
+        if placement.is_replicate() or not others:
+            continue
+        raise ValueError(
+            f"parameter {index} is sharded over ranks that the ensemble takes for replicas of each other (this one and "
+            f"{sorted(others)}): pass ensemble=hdet_kernels.ProcessEnsemble(mesh) with a mesh (replicate, shard)"
+        )

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,15 +23,14 @@ from torch import Tensor
 
 from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, distinct, layout_hash, local, unique
 from .compress import Compression, Format, check_format
-from .content import Content, described, flattener, integer_hash
+from .content import Content, check_shards, check_tensor, described, flattener, integer_hash
 from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
-from .ensemble import Ensemble, ProcessEnsemble
+from .ensemble import Ensemble
 from .overlap import Correction, Flight
-from .travel import Cost, Courier, Journey, travel
+from .plan import Asked, AverageState, Plan, decide
+from .travel import Cost, Courier, take_first, take_largest, travel
 
 __all__ = ["Asked", "AverageState", "Converger", "Outcome", "Report"]
-
-AverageState = Literal["auto"] | bool
 
 
 class Counts(Protocol):
@@ -40,34 +39,6 @@ class Counts(Protocol):
     def read(self) -> Tensor: ...
 
     def write(self, counts: Tensor) -> None: ...
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is asked of an average.
-
-    call: by which name; all replicas must mean the same.
-    average_state: True, False, or ``"auto"``: unless the gradients are shared. State is also averaged when a replica
-        is left out, so that the healed one gets sound moments; never with ``include_state=False``.
-    known_shared: whether gradients are shared, if the replicas do not all show theirs this time. Where nothing is
-        known the state is averaged, which is right in both cases and merely costs more.
-    needs_shared: local gradients are an error.
-    needs_loss: a replica without any recorded loss is an error.
-    skip_if_equal: leave parameters alone that are equal on all replicas with shared gradients (plain data parallel
-        stays bit for bit).
-    in_full: do not compress.
-    heals: state is averaged for the sake of a replica that was left out.
-    """
-
-    call: str = "sync"
-    average_state: AverageState = "auto"
-    include_state: bool = True
-    known_shared: bool | None = None
-    needs_shared: bool = False
-    needs_loss: bool = False
-    skip_if_equal: bool = False
-    in_full: bool = False
-    heals: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,20 +57,6 @@ class Outcome:
     bytes: int
     collectives: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What all replicas have decided to average."""
-
-    healthy: NDArray[np.bool_]
-    shared: bool | None
-    params: bool
-    compressed: bool
-    remembered: bool  # as what the next differences refer to
-    state: bool
-    counts: bool
-    integers: bool
 
 
 class Converger:
@@ -145,9 +102,9 @@ class Converger:
         if not self.params:
             raise ValueError("there are no parameters to average: the optimizer's parameter groups are empty")
         for index, param in enumerate(self.params):
-            _check_shards(index, param, ensemble)
+            check_shards(index, param, ensemble)
         for tensor in (*self.params, *buffers()):
-            _check_tensor(tensor, ensemble)
+            check_tensor(tensor, ensemble)
         if bucket_bytes is None:
             bucket_bytes = self.buckets.bucket_bytes if self.buckets else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
@@ -287,37 +244,20 @@ class Converger:
             device=self.params[0].device,
         )
 
-    def _agree(self, courier: Courier, report: Report, content: Content, asked: Asked) -> tuple[Verdict, _Plan]:
+    def _agree(self, courier: Courier, report: Report, content: Content, asked: Asked) -> tuple[Verdict, Plan]:
         """Meet the other replicas and decide with them what is averaged."""
         ensemble = courier.ensemble
         report = replace(report, settings={"call": asked.call, **report.settings, **self.settings()})
         verdict = meet(ensemble, report, self._numbers(courier, content), needs_loss=asked.needs_loss)
-        shared = asked.known_shared if verdict.shared is None else verdict.shared
-        if asked.needs_shared and shared is False:
+        if asked.needs_shared and asked.shared(verdict) is False:
             raise RuntimeError(
                 "the hypergradient controller needs gradients that are averaged over the replicas at every step, but "
                 "they differ: wrap the model in DistributedDataParallel, or use the regression controller"
             )
-        excluded = not verdict.healthy.all()
-        wanted = not shared if asked.average_state == "auto" else asked.average_state
-        if wanted and verdict.has_state and not verdict.same_state:
+        plan = decide(verdict, asked, compresses=self._compression is not None and ensemble.talks)
+        if plan.uneven_state:
             layout = described(content.state.values(), content.state)
             raise disagreement(ensemble, layout, "the optimizer state that there is", _UNEVEN_STATE, verdict.ranks)
-        # A replica that is left out leaves the others their own where it has none to be replaced.
-        with_state = bool((wanted or excluded or asked.heals) and verdict.has_state and verdict.same_state)
-        params = excluded or not (asked.skip_if_equal and verdict.equal and shared is True)
-        compresses = self._compression is not None and params and ensemble.talks and not asked.in_full
-        compressed = compresses and verdict.same_consensus and not excluded
-        plan = _Plan(
-            verdict.healthy,
-            shared,
-            params=params,
-            compressed=compressed,
-            remembered=compresses and not compressed,
-            state=with_state,
-            counts=with_state and not verdict.same_counts,
-            integers=not verdict.same_integers,
-        )
         return verdict, plan
 
     def _numbers(self, courier: Courier, content: Content) -> Numbers:
@@ -346,7 +286,7 @@ class Converger:
         """Parameters that travel as fp32: a difference of doubles would lose its last digits."""
         return [[tensor for tensor in region if tensor.dtype != torch.float64] for region in content.params]
 
-    def _regions(self, content: Content, plan: _Plan) -> list[list[Tensor]]:
+    def _regions(self, content: Content, plan: Plan) -> list[list[Tensor]]:
         """What travels in full; the tensors of one region may share a bucket. Homed parameters are regions of their
         own: alone in a bucket they are averaged in place."""
         others = [*content.buffers, *(content.state.values() if plan.state else ())]
@@ -358,14 +298,16 @@ class Converger:
             return [*content.params, others]
         return [[*content.all_params, *others]]
 
-    def _average(self, courier: Courier, content: Content, plan: _Plan) -> Cost:
+    def _average(self, courier: Courier, content: Content, plan: Plan) -> Cost:
         ensemble = courier.ensemble
         cost = Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
         cost += courier.average(self._regions(content, plan), plan.healthy)
         if plan.integers and content.integers:
-            cost += travel([self._integers(ensemble, content.integers, plan)])
+            cost += travel([take_first(ensemble, content.integers, plan.healthy)])
         if plan.counts and content.counts is not None:
-            cost += travel([self._counts(ensemble, content.counts, plan)])
+            cost += travel([take_largest(ensemble, content.counts, plan.healthy, content.device)])
+            if courier is self._courier and self.counts is not None:  # what flies is a copy
+                self.counts.write(content.counts)
         take: Callable[[], None] | None = None
         if self._compression is not None and plan.compressed:
             more, take = self._compression.average(courier, self._compressible(content))
@@ -382,38 +324,6 @@ class Converger:
             self._compression.remember(courier, self._compressible(content), sound=sound)
         return cost
 
-    def _integers(self, ensemble: Ensemble, integers: Sequence[Tensor], plan: _Plan) -> tuple[Journey, int]:
-        """All integer buffers become those of the first sound replica."""
-        first = int(np.flatnonzero(plan.healthy)[0])
-        rows, row = self.ensemble.rows, max(first - self.ensemble.replica, 0) % self.ensemble.rows
-        # As bytes: there are many kinds of integers, and no collective knows all of them.
-        own = [tensor.reshape(rows, -1)[row] if rows > 1 else tensor.reshape(-1) for tensor in integers]
-        parts = [tensor.view(torch.uint8) for tensor in own]
-        travelling = torch.cat([part.to(integers[0].device) for part in parts])
-
-        def journey() -> Journey:
-            yield ensemble.broadcast(travelling, first)
-            received = travelling.split([part.numel() for part in parts])
-            for tensor, part in zip(integers, received, strict=True):
-                values = part.to(tensor.device).clone().view(tensor.dtype)  # a clone begins at an aligned address
-                tensor.copy_((values.expand(rows, -1) if rows > 1 else values).reshape(tensor.shape))
-
-        return journey(), travelling.nbytes
-
-    def _counts(self, ensemble: Ensemble, counts: Tensor, plan: _Plan) -> tuple[Journey, int]:
-        """Step counts become the largest of any sound replica."""
-        sound = bool(plan.healthy[self._own].any())
-        device = self.params[0].device
-        travelling = (counts if sound else torch.full_like(counts, -torch.inf)).to(device)
-
-        def journey() -> Journey:
-            yield ensemble.all_reduce(travelling, "max")
-            counts.copy_(travelling)
-            if ensemble is self.ensemble and self.counts is not None:
-                self.counts.write(counts)
-
-        return journey(), travelling.nbytes
-
     def _heal(self, healthy_then: NDArray[np.bool_]) -> Cost:
         """State and step counts of the replicas that were sound at the sync and are now, for those that were left out.
         Raises with nothing changed."""
@@ -426,7 +336,7 @@ class Converger:
             return self._average(self._courier, state_alone, plan)
 
     @contextlib.contextmanager
-    def _unharmed(self, content: Content, plan: _Plan) -> Iterator[None]:
+    def _unharmed(self, content: Content, plan: Plan) -> Iterator[None]:
         """Bring everything back that the block has changed if it raises."""
         if not self.ensemble.talks:
             yield
@@ -444,7 +354,7 @@ class Converger:
                 self.counts.write(counts)
             raise
 
-    def _outcome(self, verdict: Verdict, plan: _Plan, cost: Cost, seconds: float) -> Outcome:
+    def _outcome(self, verdict: Verdict, plan: Plan, cost: Cost, seconds: float) -> Outcome:
         return Outcome(verdict.losses, verdict.probes, plan.healthy, plan.shared, cost.bytes, cost.collectives, seconds)
 
 
@@ -452,37 +362,3 @@ _UNEVEN_STATE = (
     "a parameter had its first gradient on some replicas only, or a step was skipped on some; pass "
     "average_state=False, or use an optimizer of hdet_kernels, which has state for all parameters"
 )
-
-
-def _check_tensor(tensor: Tensor, ensemble: Ensemble) -> None:
-    what = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{what} has layout {tensor.layout}; only dense tensors are averaged")
-    if tensor.is_floating_point() and tensor.dtype not in _AVERAGED:
-        raise TypeError(f"{what} cannot be averaged; floating-point tensors must be one of {_AVERAGED}")
-    if ensemble.talks and not ensemble.serves(tensor.device):
-        raise ValueError(
-            f"{what} is on {tensor.device}, where {ensemble} cannot carry it: move it, or initialise the process group "
-            "with a backend for each device, as in init_process_group('cpu:gloo,cuda:nccl')"
-        )
-
-
-#: Floating-point dtypes that kernels and collectives know.
-_AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _check_shards(index: int, param: Tensor, ensemble: Ensemble) -> None:
-    """The processes that average a part of a distributed tensor must hold the same part."""
-    mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", ())
-    if mesh is None or ensemble.size == 1:
-        return
-    ranks = set(ensemble.ranks()) if isinstance(ensemble, ProcessEnsemble) else set()
-    for dimension, placement in enumerate(placements):
-        along = mesh.get_group(dimension)
-        others = ranks & set(torch.distributed.get_process_group_ranks(along)) - {torch.distributed.get_rank()}
-        if placement.is_replicate() or not others:
-            continue
-        raise ValueError(
-            f"parameter {index} is sharded over ranks that the ensemble takes for replicas of each other (this one and "
-            f"{sorted(others)}): pass ensemble=hdet_kernels.ProcessEnsemble(mesh) with a mesh (replicate, shard)"
-        )

@@ -180,3 +180,36 @@ def travel(journeys: Iterable[tuple[Journey, int]]) -> Cost:
             journey.close()
         raise
     return Cost(size, collectives)
+
+
+def take_first(ensemble: Ensemble, integers: Sequence[Tensor], healthy: NDArray[np.bool_]) -> tuple[Journey, int]:
+    """Integer tensors, which have no mean, become those of the first healthy replica."""
+    first = int(np.flatnonzero(healthy)[0])
+    rows, row = ensemble.rows, max(first - ensemble.replica, 0) % ensemble.rows
+    # As bytes: there are many kinds of integers, and no collective knows all of them.
+    own = [tensor.reshape(rows, -1)[row] if rows > 1 else tensor.reshape(-1) for tensor in integers]
+    parts = [tensor.view(torch.uint8) for tensor in own]
+    travelling = torch.cat([part.to(integers[0].device) for part in parts])
+
+    def journey() -> Journey:
+        yield ensemble.broadcast(travelling, first)
+        received = travelling.split([part.numel() for part in parts])
+        for tensor, part in zip(integers, received, strict=True):
+            values = part.to(tensor.device).clone().view(tensor.dtype)  # a clone begins at an aligned address
+            tensor.copy_((values.expand(rows, -1) if rows > 1 else values).reshape(tensor.shape))
+
+    return journey(), travelling.nbytes
+
+
+def take_largest(
+    ensemble: Ensemble, counts: Tensor, healthy: NDArray[np.bool_], device: torch.device
+) -> tuple[Journey, int]:
+    """Step counts become the largest of any healthy replica; they travel on ``device``."""
+    sound = bool(healthy[ensemble.replica : ensemble.replica + ensemble.rows].any())
+    travelling = (counts if sound else torch.full_like(counts, -torch.inf)).to(device)
+
+    def journey() -> Journey:
+        yield ensemble.all_reduce(travelling, "max")
+        counts.copy_(travelling)
+
+    return journey(), travelling.nbytes
