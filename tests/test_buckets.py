@@ -120,11 +120,11 @@ class TestCut:
 
     @pytest.mark.parametrize("bucket_bytes", [0, -1])
     def test_refuses_a_size(self, bucket_bytes: int) -> None:
-        with pytest.raises(ValueError, match=f"bucket_bytes must be at least 1, got {bucket_bytes}"):
+        with pytest.raises(ValueError, match=f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes}"):
             cut([torch.empty(3)], bucket_bytes)
         param = parameter(3)
         address = param.data_ptr()
-        with pytest.raises(ValueError, match=f"bucket_bytes must be at least 1, got {bucket_bytes}"):
+        with pytest.raises(ValueError, match=f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes}"):
             Buckets([param], bucket_bytes)
         assert param.data_ptr() == address
 
