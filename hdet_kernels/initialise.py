@@ -33,8 +33,13 @@ def warm_noisy_init_(
         raise ValueError(f"nu must be a finite number of at least 0, got {nu}")
     if scope not in ("tensor", "global"):
         raise ValueError(f"scope must be 'tensor' or 'global', got {scope!r}")
+    params = unique(params)
+    if any(hasattr(param, "device_mesh") for param in params):
+        raise TypeError(
+            "warm_noisy_init_ got sharded parameters: call it before fully_shard(), on all ranks of a replica"
+        )
     # By address: parameters that are tied by sharing their memory get their noise once.
-    by_memory = {p.data_ptr(): p for p in reversed(unique(params)) if p.is_floating_point() and p.numel()}
+    by_memory = {p.data_ptr(): p for p in reversed(params) if p.is_floating_point() and p.numel()}
     floating = list(reversed(by_memory.values()))
     if not floating:
         raise ValueError("warm_noisy_init_ got no floating-point parameters: pass model.parameters()")

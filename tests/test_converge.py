@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
@@ -440,3 +441,90 @@ def test_masters_are_averaged_in_full_and_parameters_are_their_roundings() -> No
         assert torch.equal(result["after"][1], result["before"][1])
         assert torch.equal(result["bias"], torch.full((3,), 1.5, dtype=torch.bfloat16)), "what was written counts"
     assert (rounded != ((first["before"][1] + second["before"][1]) / 2)).any(), "a mean of roundings would be another"
+
+
+def _aliases(rank: int, overlapped: bool, bucket_bytes: int) -> list[float]:
+    """A parameter, another one on the same memory, and a buffer that is the first seen otherwise."""
+    param = nn.Parameter(torch.full((4, 16), float(rank)))
+    tied = nn.Parameter(param.detach())
+    buffer, own = param.detach().view(-1), torch.full((3,), 10.0 * rank)
+    converger = Converger(
+        [param, tied], ProcessEnsemble(), buffers=lambda: [buffer, own, own.view(3)], bucket_bytes=bucket_bytes
+    )
+    if overlapped:
+        converger.land(converger.start(Report(step=0)))
+    else:
+        converger.converge(Report(step=0))
+    return sorted({*param.flatten().tolist(), *own.tolist()})
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 2**20])
+@pytest.mark.parametrize("overlapped", [False, True], ids=["at once", "behind"])
+def test_memory_that_is_seen_twice_is_averaged_once(overlapped: bool, bucket_bytes: int) -> None:
+    assert run_ranks(2, _aliases, overlapped, bucket_bytes) == [[0.5, 5.0]] * 2
+
+
+def test_memory_that_is_shared_in_part_is_refused() -> None:
+    whole = torch.zeros(8)
+    with pytest.raises(ValueError, match=r"of shapes \(8,\) and \(4,\), share a part of their memory"):
+        Converger([nn.Parameter(whole), nn.Parameter(whole[2:6])], hk.ensemble.SingleReplica())
+
+
+def _mirrored(rank: int) -> Tensor:
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 4, sync_every=1, spread=0, gradients="local", cycle_momentum=False)
+    weight.grad = torch.full((4,), 1.0 - 2 * rank)
+    optimizer.step()
+    scheduler.step()
+    return weight.detach()
+
+
+def test_replicas_of_equal_norm_are_not_taken_for_equal_with_local_gradients() -> None:
+    assert all(torch.equal(weight, torch.zeros(4)) for weight in run_ranks(2, _mirrored))
+
+
+def _masks(rank: int) -> list[list[int]]:
+    masks = [torch.tensor([[1, 0, 0, 1, 0], [0, 1, 1, 0, 0]][rank], dtype=dtype) for dtype in (torch.bool, torch.uint8)]
+    Converger([nn.Parameter(torch.ones(2))], ProcessEnsemble(), buffers=lambda: masks).converge(Report(step=0))
+    return [mask.int().tolist() for mask in masks]
+
+
+def test_changes_of_integers_that_add_up_to_nothing_are_seen() -> None:
+    assert run_ranks(2, _masks) == [[[1, 0, 0, 1, 0]] * 2] * 2
+
+
+class _Coded(torch.optim.SGD):
+    """State in codes and a scale, as 8-bit optimizers have it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = {"codes": torch.ones(3, dtype=torch.int8), "scale": torch.ones(1)}
+        return super().step(closure)
+
+
+def _coded(rank: int, options: dict[str, Any]) -> str:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = _Coded([weight], lr=0.1)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 4, sync_every=1, auto_lr=False, cycle_momentum=False, **options)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    try:
+        scheduler.step()
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_state_in_codes_has_no_mean() -> None:
+    for message in run_ranks(2, _coded, {"gradients": "local"}):
+        assert "the state 'codes' of parameter 0 (_Coded) is Tensor of torch.int8, which has no mean" in message
+        assert "average_state=False" in message
+    assert run_ranks(2, _coded, {"gradients": "local", "average_state": False}) == ["", ""]
+    assert run_ranks(2, _coded, {"gradients": "shared"}) == ["", ""]
+
+
+def test_a_scheduler_is_not_copied() -> None:
+    scheduler = hk.HDETOneCycleLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 0.1, 4, auto_lr=False)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
+        copy.deepcopy(scheduler)

@@ -3,6 +3,8 @@ between the mean and what it had at t₀. Training does not wait for it."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import threading
 import time
@@ -723,3 +725,81 @@ def _alone(rank: int, talks: bool) -> list[Any]:
 def test_one_replica_alone_has_nothing_to_wait_for() -> None:
     assert run_ranks(1, _alone, False) == [[True, [4, 8, 11]]]
     assert run_ranks(1, _alone, True) == [[True, [6, 10, 11]]], "a group of one averages with itself"
+
+
+# Around a flight
+
+
+def _saved_in_the_consensus(rank: int) -> tuple[Tensor, Tensor, list[int]]:
+    settings: dict[str, Any] = {"ddp": False, "overlap_steps": 2, "auto_lr": False, "spread": 0.5}
+    trainer = Trainer(rank, **settings).train(4)
+    with trainer.scheduler.consensus():
+        parts = (trainer.module, trainer.optimizer, trainer.scheduler)
+        files = [copy.deepcopy([part.state_dict() for part in parts])]
+        saved = trainer.parameters()
+    dist.broadcast_object_list(files, src=0)
+    resumed = Trainer(rank, **settings)
+    for part, state in zip((resumed.module, resumed.optimizer, resumed.scheduler), files[0], strict=True):
+        part.load_state_dict(state)
+    resumed.scheduler.converge()
+    return saved, resumed.parameters(), [record.step for record in resumed.scheduler.history]
+
+
+def test_what_is_saved_in_the_consensus_has_nothing_left_to_correct() -> None:
+    for saved, resumed, steps in run_ranks(2, _saved_in_the_consensus):
+        assert torch.equal(saved, resumed)
+        assert steps == [4, 4], "the sync that was on its way, and converge()"
+
+
+def _rolled_back(rank: int, compress: Any) -> tuple[Tensor, list[tuple[int, int | None]]]:
+    options: dict[str, Any] = {"overlap_steps": 1, "auto_lr": False, "total_steps": 20, "sync_every": 2}
+    trainer = Trainer(rank, ddp=False, compress=compress, **options).train(7)
+    parts = (trainer.module, trainer.optimizer, trainer.scheduler)
+    saved = [copy.deepcopy(part.state_dict()) for part in parts]
+    if rank == 1:
+        time.sleep(0.5)  # so that the other's average is still on its way when it goes back
+    trainer.train(1)
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+    trainer.train(13)
+    return trainer.parameters(), [(record.step, record.landed) for record in trainer.scheduler.history]
+
+
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_going_back_while_an_average_is_on_its_way(compress: Any) -> None:
+    results = run_ranks(2, _rolled_back, compress)
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] == [(step, min(step + 1, 20)) for step in range(2, 21, 2)]
+
+
+def _groups(rank: int, how: str) -> Any:
+    group = {"world": None, "of some": dist.new_group([0, 1]), "unsorted": None}[how]
+    options: dict[str, Any] = {}
+    if how == "unsorted":
+        made = [dist.new_group([2, 0, 1], sort_ranks=False) for _ in range(2)]
+        options["ensemble"] = ProcessEnsemble(made[0])
+        try:
+            Trainer(rank, ddp=False, auto_lr=False, overlap_steps=1, **options).train(4)
+        except RuntimeError as error:
+            message = str(error)
+        options["ensemble"] = ProcessEnsemble(made[0], overlap_group=made[1])
+        return message, Trainer(rank, ddp=False, auto_lr=False, overlap_steps=1, **options).train(12).parameters()
+    del group  # a group that not all ranks belong to; the average is over all of them
+    return Trainer(rank, ddp=False, auto_lr=False, overlap_steps=1, **options).train(12).parameters()
+
+
+@pytest.mark.parametrize("how", ["world", "of some"])
+def test_connections_are_made_whatever_groups_there_are(how: str) -> None:
+    first, *others = run_ranks(3, _groups, how)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this torch has no groups whose ranks are not in order",
+)
+def test_a_group_in_another_order_needs_its_double() -> None:
+    (message, first), *others = run_ranks(3, _groups, "unsorted")
+    assert "not in order, [2, 0, 1]" in message
+    assert "overlap_group" in message
+    assert all(torch.equal(first, other) for _, other in others)

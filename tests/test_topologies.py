@@ -418,3 +418,28 @@ def test_batchnorm_statistics_are_averaged_and_counts_are_the_first_sound_replic
             assert torch.equal(r["after"][name], results[0]["after"][name])
     assert [int(r["after"]["norm.num_batches_tracked"]) for r in results] == [tracked] * 3
     assert [r["excluded"] for r in results] == [[] if sick is None else [sick]] * 3
+
+
+def _undeclared(rank: int) -> list[str]:
+    """What is said of sharded parameters where the ensemble is missing, or takes shards for replicas."""
+    said = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for shards, options in ((mesh["shard"], {}), (mesh, {"ensemble": hk.ProcessEnsemble()}), (mesh, {})):
+        model = nn.Linear(6, 4)
+        fully_shard(model, mesh=shards)
+        with pytest.raises(TypeError, match=r"call it before fully_shard\(\)"):
+            hk.warm_noisy_init_(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        try:
+            scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 12, auto_lr=False, **options)
+            said.append(repr(scheduler.cycle.ensemble))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_who_holds_which_shard_is_known_or_asked_for() -> None:
+    for rank, (one, all_of_them, both) in enumerate(run_ranks(4, _undeclared)):
+        assert "pass ensemble=hdet_kernels.ProcessEnsemble(mesh) with a 2-D mesh (replicate, shard)" in one
+        assert "parameter 0 is sharded over ranks that the ensemble takes for replicas of each other" in all_of_them
+        assert both.startswith(f"ProcessEnsemble(replica {rank // 2} of 2, shard of 2")
