@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 #: Bytes that one collective carries. A 124 M-parameter fp32 model travels in one. Between two gloo ranks the size
-#: decides little: 64 MB in place took 89 to 96 ms in buckets of 1 to 512 MiB (``bench/test_converge.py``; packed, 89 to
-#: 112 ms in buckets of 4 to 32 MiB and 159 in one, which has nothing to overlap with). With many replicas it does: every
-#: bucket pays the hops of its collective again (``bench/cost_model.py``).
+#: decides little: 64 MB in place took 89 to 96 ms in buckets of 1 to 512 MiB (``bench/test_converge.py``; packed, 89
+#: to 112 ms in buckets of 4 to 32 MiB, and 159 in one, which has nothing to overlap with). With many replicas it does:
+#: every bucket pays the hops of its collective again (``bench/cost_model.py``).
 BUCKET_BYTES = 512 * 2**20
 
 #: Every tensor starts at a multiple of this in its flat buffer: one cache line of the GPU, 8 of its 16-byte accesses.
