@@ -17,11 +17,11 @@ GPU has a network card of its own, g rings run at once, and the slower kind of l
 the node, a g-th of them through each card. NCCL chooses between ring and tree. gloo has the ring alone, and asks before
 it sends, so that a hop costs twice (``link_check.py``).
 
-What a sync costs: the control row, which is always waited for since it decides who takes part; the collectives, or
-what is left of them behind ``overlap`` steps; and passes over local memory at the copy bandwidth. It is divided by T
-steps of 6·parameters·tokens/(FLOP/s·utilisation) seconds each. A model that does not fit one GPU (16 bytes a parameter
-in 70 % of 141 GB) is cut over S of them, a power of two; each averages its S-th with its peers in the other replicas.
-Over the internet a replica has one line, through which all S parts go.
+What a sync costs: the control row and the collectives, or what is left of them behind ``overlap`` steps; and passes
+over local memory at the copy bandwidth. It is divided by T steps of 6·parameters·tokens/(FLOP/s·utilisation) seconds
+each. A model that does not fit one GPU (16 bytes a parameter in 70 % of 141 GB) is cut over S of them, a power of two;
+each averages its S-th with its peers in the other replicas. Over the internet a replica has one line, through which all
+S parts go.
 
 Where the constants are from:
 
@@ -65,9 +65,10 @@ BACKWARD = 2 / 3
 WIRES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
 ALGORITHMS = ("ring", "tree", "best")
 
-#: Bytes of local memory an element: the control row's checksum; the difference to the last consensus, with its rounding
-#: error kept; what arrived, added to it; a snapshot for the collective; the mean, added to what was trained meanwhile.
-CHECKSUM, ENCODE, DECODE, SNAPSHOT, LANDING = 4, 17, 13, 8, 16
+#: Bytes of local memory an element: the control row's checksum; the copy that comes back if a collective fails; the
+#: difference to the last consensus, with its rounding error kept, and what arrived, added to it; two copies for a
+#: collective beside the training, their difference, and its sum with what was trained meanwhile.
+CHECKSUM, BACKUP, ENCODE, DECODE, SNAPSHOT, DIFFERENCE, LANDING = 4, 8, 17, 13, 16, 12, 12
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one sync: control row, collectives, what of these is waited for, passes over local memory."""
+    """Seconds of one sync: control row, collectives, what of both is waited for, passes over local memory."""
 
     row: float
     collectives: float
@@ -172,7 +173,7 @@ class Cost:
 
     @property
     def total(self) -> float:
-        return self.row + self.exposed + self.local
+        return self.exposed + self.local
 
 
 NVLINK = Link("NVLink", 3.4e-6, 370e9)
@@ -261,11 +262,13 @@ def converge(replicas: int, model: Model, network: Network, sync: Sync = PLAIN, 
     collectives = math.ceil(4 * elements / sync.bucket_bytes) * (gpus if network.shared_line else 1)
     algorithm = sync.algorithm if sync.wire == "fp32" else "two-phase"
     took = allreduce(replicas, on_a_line * WIRES[sync.wire], network, algorithm, collectives, gpus)
-    exposed = max(0.0, took - sync.overlap * model.step(gpu))
+    row = control_row(replicas, network, gpus)
+    exposed = max(0.0, row + took - sync.overlap * model.step(gpu))
     local = CHECKSUM
     local += 0 if sync.wire == "fp32" else ENCODE + DECODE
-    local += SNAPSHOT + LANDING if sync.overlap else 0
-    return Cost(control_row(replicas, network, gpus), took, exposed, elements * local / gpu.copy)
+    local += BACKUP if sync.wire == "fp32" and not sync.overlap else 0
+    local += SNAPSHOT + DIFFERENCE + LANDING if sync.overlap else 0
+    return Cost(row, took, exposed, elements * local / gpu.copy)
 
 
 def overhead(replicas: int, model: Model, network: Network, sync: Sync = PLAIN, gpu: Gpu = H200) -> float:

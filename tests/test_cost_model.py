@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,8 +82,8 @@ def test_one_converge_by_hand() -> None:
     cost = cm.converge(8, cm.MODELS[1], cm.NETWORKS[1], cm.Sync(algorithm="ring"))
     assert cost.row == pytest.approx(7 * (14e-6 + 160 / 47.5e9))
     assert cost.collectives == pytest.approx(12 * 14 * 14e-6 + 2 * 7 / 8 * 6e9 / 47.5e9)
-    assert cost.exposed == cost.collectives
-    assert cost.local == pytest.approx(1.5e9 * 4 / 4.264e12)
+    assert cost.exposed == cost.row + cost.collectives
+    assert cost.local == pytest.approx(1.5e9 * (4 + 8) / 4.264e12)
     step = 6 * 1.5e9 * 8192 / (989e12 * 0.4)
     assert cm.overhead(8, cm.MODELS[1], cm.NETWORKS[1], cm.Sync(algorithm="ring")) == pytest.approx(
         cost.total / (1000 * step)
@@ -100,9 +101,9 @@ def test_a_large_model_is_cut_over_gpus() -> None:
 def test_overlap_hides_what_fits_behind_the_steps() -> None:
     model, network = cm.MODELS[1], cm.NETWORKS[2]
     plain, short, long = (cm.converge(8, model, network, cm.Sync(overlap=k)) for k in (0, 100, 900))
-    assert short.exposed == pytest.approx(plain.collectives - 100 * model.step(cm.H200))
+    assert short.exposed == pytest.approx(plain.row + plain.collectives - 100 * model.step(cm.H200))
     assert long.exposed == 0
-    assert long.total == pytest.approx(long.row + 1.5e9 * (4 + 8 + 16) / 4.264e12)
+    assert long.total == pytest.approx(1.5e9 * (4 + 16 + 12 + 12) / 4.264e12)
 
 
 def test_moments_are_three_times_the_bytes() -> None:
@@ -132,22 +133,25 @@ SYNCS = [
 @by_network
 @by_model
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: f"{sync.wire}-{sync.algorithm}-{sync.overlap}")
-def test_more_replicas_and_smaller_intervals_cost_more(network: object, model: object, sync: object) -> None:
+def test_more_replicas_and_smaller_intervals_cost_more(network: object, model: object, sync: Any) -> None:
     by_replicas = [cm.overhead(n, model, network, sync) for n in (1, 2, 4, *cm.REPLICAS)]
-    assert all(fewer < more for fewer, more in pairwise(by_replicas))
+    # What fits behind the steps costs the same for any number.
+    assert all(fewer < more or (sync.overlap and fewer == more) for fewer, more in pairwise(by_replicas))
+    assert by_replicas[0] == 0 < by_replicas[1]
     by_interval = [cm.overhead(64, model, network, replace(sync, every=t)) for t in (200, 1000, 10_000)]
     assert all(often > seldom for often, seldom in pairwise(by_interval))
 
 
 @by_model
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: f"{sync.wire}-{sync.algorithm}-{sync.overlap}")
-def test_slower_links_cost_more(model: object, sync: object) -> None:
+def test_slower_links_cost_more(model: object, sync: Any) -> None:
     for replicas in cm.REPLICAS:
         node, card, line = (cm.overhead(replicas, model, network, sync) for network in cm.NETWORKS)
         assert node <= card < line
         late = cm.Network("late", replace(cm.INFINIBAND, hop=1e-3))
         narrow = cm.Network("narrow", replace(cm.INFINIBAND, bandwidth=1e9))
-        assert cm.overhead(replicas, model, late, sync) > card
+        slow = cm.overhead(replicas, model, late, sync)
+        assert slow > card or (sync.overlap and slow == card)
         assert cm.overhead(replicas, model, narrow, sync) >= card
 
 
