@@ -25,7 +25,7 @@ from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, distinct, layo
 from .compress import Compression, Format, check_format
 from .content import Content, check_shards, check_tensor, described, flattener, integer_hash
 from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
-from .ensemble import Ensemble
+from .ensemble import Ensemble, held
 from .overlap import Correction, Flight
 from .plan import Asked, AverageState, Plan, decide
 from .travel import Cost, Courier, take_first, take_largest, travel
@@ -126,7 +126,7 @@ class Converger:
         start = time.perf_counter()
         content = self._content(asked.include_state)
         verdict, plan = self._agree(self._courier, report, content, asked)
-        with self._unharmed(content, plan) if self.backup else contextlib.nullcontext():
+        with self._unharmed(content, plan):
             cost = self._average(self._courier, content, plan)
         self._settle(content)
         return self._outcome(verdict, plan, cost, time.perf_counter() - start)
@@ -167,7 +167,7 @@ class Converger:
         def fly() -> tuple[Correction, Outcome]:
             verdict, plan = self._agree(courier, report, after, asked)
             cost = self._average(courier, after, plan)
-            own = tuple(plan.healthy[self._own].tolist())
+            own = tuple(plan.healthy[held(self.ensemble)].tolist())
             correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
             return correction, self._outcome(verdict, plan, cost, 0.0)
 
@@ -204,10 +204,6 @@ class Converger:
         if self._compression is not None:
             regions = self._compressible(self._content(include_state=False))
             self._compression.load_state_dict(state, self._courier, regions, own=own)
-
-    @property
-    def _own(self) -> slice:
-        return slice(self.ensemble.replica, self.ensemble.replica + self.ensemble.rows)
 
     def _covered(self) -> list[Tensor]:
         """The parameters (and their masters) and buffers that are averaged."""
@@ -320,7 +316,7 @@ class Converger:
         if take is not None:
             take()
         if self._compression is not None and plan.remembered:
-            sound = bool(plan.healthy[self._own].all())
+            sound = bool(plan.healthy[held(self.ensemble)].all())
             self._compression.remember(courier, self._compressible(content), sound=sound)
         return cost
 
@@ -332,13 +328,13 @@ class Converger:
         verdict, plan = self._agree(self._courier, Report(step=0), state_alone, asked)
         both = verdict.healthy & healthy_then if len(healthy_then) == len(verdict.healthy) else verdict.healthy
         plan = replace(plan, healthy=both if both.any() else verdict.healthy, params=False)
-        with self._unharmed(state_alone, plan) if self.backup else contextlib.nullcontext():
+        with self._unharmed(state_alone, plan):
             return self._average(self._courier, state_alone, plan)
 
     @contextlib.contextmanager
     def _unharmed(self, content: Content, plan: Plan) -> Iterator[None]:
-        """Bring everything back that the block has changed if it raises."""
-        if not self.ensemble.talks:
+        """Bring everything back that the block has changed if it raises; without a backup, nothing."""
+        if not (self.backup and self.ensemble.talks):
             yield
             return
         regions = self._regions(content, plan)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from .controller import Run
 from .converge import Asked, AverageState, Converger, Outcome, Report
-from .ensemble import Ensemble
+from .ensemble import Ensemble, held
 from .gradients import Displacement, fingerprint, weakly
 from .history import Kind, SyncRecord
 from .overlap import Correction, Flight
@@ -192,7 +192,7 @@ class Cycle:
         if (pending := self._pending) is not None:
             outcome = self.converger.land(pending.flight)
             self._pending = None
-            if not outcome.healthy[self.ensemble.replica : self.ensemble.replica + self.ensemble.rows].all():
+            if not outcome.healthy[held(self.ensemble)].all():
                 self.window.clear()  # losses of parameters that were not sound until now
             self._turn(pending.step, step, pending.placed, pending.acting, outcome)
 

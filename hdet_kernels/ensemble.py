@@ -288,6 +288,11 @@ class RowEnsemble:
         return f"RowEnsemble({self.rows} rows, {self.among})"
 
 
+def held(ensemble: Ensemble) -> slice:
+    """Which of all replicas this process holds."""
+    return slice(ensemble.replica, ensemble.replica + ensemble.rows)
+
+
 def default_ensemble() -> Ensemble:
     """The default process group if it is initialised and has several processes, else a single replica."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from .buckets import travel_dtype
 from .content import Content
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ def _start_from_nothing(tensor: Tensor, sound: tuple[bool, ...]) -> None:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return tensor.to(travel_dtype(tensor.dtype))
 
 
 def _here(tensor: Tensor, target: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .buckets import Bucket, cut
 from .content import Checksum
-from .ensemble import Ensemble, Work
+from .ensemble import Ensemble, Work, held
 from .ops.pack import Pack
 
 #: Buckets on their way at the same time, and so the staging buffers that exist at the same time.
@@ -52,7 +52,7 @@ class Mean:
 
     @staticmethod
     def over(healthy: NDArray[np.bool_], ensemble: Ensemble, device: torch.device) -> Mean:
-        own = tuple(healthy[ensemble.replica : ensemble.replica + ensemble.rows].tolist())
+        own = tuple(healthy[held(ensemble)].tolist())
         if healthy.all() and ensemble.averages(device):
             return Mean(own, "mean", ensemble.rows, 1)
         return Mean(own, "sum", 1, int(healthy.sum()))
@@ -205,7 +205,7 @@ def take_largest(
     ensemble: Ensemble, counts: Tensor, healthy: NDArray[np.bool_], device: torch.device
 ) -> tuple[Journey, int]:
     """Step counts become the largest of any healthy replica; they travel on ``device``."""
-    sound = bool(healthy[ensemble.replica : ensemble.replica + ensemble.rows].any())
+    sound = bool(healthy[held(ensemble)].any())
     travelling = (counts if sound else torch.full_like(counts, -torch.inf)).to(device)
 
     def journey() -> Journey:

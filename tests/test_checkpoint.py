@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from torch import Tensor
-from training import Trainer, batch
+from training import Trainer, batch, same
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import SingleReplica
@@ -56,16 +55,6 @@ def result(trainer: Trainer) -> dict[str, Any]:
         "parameters": trainer.parameters(), "moments": trainer.moments(), "rates": trainer.rates, "history": history,
         "groups": groups, "last_lr": trainer.scheduler.get_last_lr(), "control": trainer.scheduler.cycle.spread.control,
     }  # fmt: skip
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b or (a != a and b != b))
 
 
 def save(trainer: Trainer, path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
-from training import Trainer
+from training import Trainer, same
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
@@ -53,16 +53,6 @@ def all_equal(tensors: list[Tensor]) -> bool:
 
 def mean(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.double() for tensor in tensors]).mean(dim=0)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b or (a != a and b != b))
 
 
 def noise(rank: int, sync: int, numel: int) -> Tensor:

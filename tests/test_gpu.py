@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_checkpoint import SETTINGS, load, result, same, save
-from training import Trainer
+from test_checkpoint import SETTINGS, load, result, save
+from training import Trainer, same
 
 import hdet_kernels as hk
 from hdet_kernels.converge import Report

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Trainer, batch, network
+from training import Trainer, batch, network, same
 
 import hdet_kernels as hk
 from hdet_kernels import Converger, ProcessEnsemble
@@ -111,16 +111,6 @@ class Replica(Trainer):
         for part, state in zip(parts, torch.load(path, weights_only=True), strict=True):
             part.load_state_dict(state)
         return self
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b or (a != a and b != b))
 
 
 def lands(k: int) -> dict[int, int]:
@@ -773,8 +763,9 @@ def test_going_back_while_an_average_is_on_its_way(compress: Any) -> None:
 
 
 def _groups(rank: int, how: str) -> Any:
-    group = {"world": None, "of some": dist.new_group([0, 1]), "unsorted": None}[how]
     options: dict[str, Any] = {}
+    if how == "of some":
+        dist.new_group([0, 1])  # a group that not all ranks belong to; the average is over all of them
     if how == "unsorted":
         made = [dist.new_group([2, 0, 1], sort_ranks=False) for _ in range(2)]
         options["ensemble"] = ProcessEnsemble(made[0])
@@ -784,7 +775,6 @@ def _groups(rank: int, how: str) -> Any:
             message = str(error)
         options["ensemble"] = ProcessEnsemble(made[0], overlap_group=made[1])
         return message, Trainer(rank, ddp=False, auto_lr=False, overlap_steps=1, **options).train(12).parameters()
-    del group  # a group that not all ranks belong to; the average is over all of them
     return Trainer(rank, ddp=False, auto_lr=False, overlap_steps=1, **options).train(12).parameters()
 
 

@@ -42,6 +42,17 @@ def batch(rank: int, step: int, size: int = 8) -> tuple[Tensor, Tensor]:
     return x, (x.sum(dim=1, keepdim=True) / 2).sin()
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two nested results are equal to the bit; NaN equals NaN."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b or (a != a and b != b))
+
+
 class Trainer:
     """Model, optimizer and scheduler of one rank; ``ddp=False`` trains on local gradients."""
 
