@@ -17,6 +17,8 @@ from .initialise import warm_noisy_init_
 from .ops.backends import backends, use_backend
 from .optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from .schedule import HDETOneCycleLR, HDETScheduler
+from .stack import ReplicaStack
+from .stacked import StackedParameter
 
 __version__ = "0.1.0"
 
@@ -34,7 +36,9 @@ __all__ = [
     "HypergradientController",
     "ProcessEnsemble",
     "RegressionController",
+    "ReplicaStack",
     "SoftmaxController",
+    "StackedParameter",
     "SyncRecord",
     "backends",
     "compat",

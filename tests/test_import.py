@@ -41,6 +41,7 @@ PUBLIC = [
     "HypergradientController",
     "ProcessEnsemble",
     "RegressionController",
+    "ReplicaStack",
     "SoftmaxController",
     "backends",
     "multipliers",

@@ -1,0 +1,137 @@
+"""The gradients of a stack, from where autograd leaves them to ``grad`` of the stacked parameters.
+
+They are collected first and added to ``grad`` at the end, when nothing can fail any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .buckets import BUCKET_BYTES, flat_view, travel_dtype
+from .ensemble import Ensemble
+from .stacked import StackedParameter
+from .travel import Courier
+
+
+class Collector(Protocol):
+    """Takes gradients of some rows of the parameters at a time, one parameter after the other."""
+
+    def begin(self, passes: int) -> None:
+        """Forget what was collected; ``passes`` times will there be gradients of some of the rows."""
+
+    def take(self, index: int, rows: slice, gradient: Tensor) -> None:
+        """[k, *shape], of these rows of parameter ``index``."""
+
+    def commit(self) -> None:
+        """Add what was collected to ``grad`` of the parameters; what had no gradient is left alone."""
+
+
+class LocalGradients:
+    """Every replica has its own: ``grad`` is [R, *shape]."""
+
+    def __init__(self, params: Sequence[StackedParameter]) -> None:
+        self._params = params
+        self._strides = [row_strides(param[0]) for param in params]
+        self._kept: list[Tensor | None] = []
+
+    def begin(self, passes: int) -> None:
+        self._kept = [None] * len(self._params)
+
+    def take(self, index: int, rows: slice, gradient: Tensor) -> None:
+        param, kept = self._params[index], self._kept[index]
+        if len(gradient) == len(param) and gradient.stride()[1:] == self._strides[index]:
+            self._kept[index] = gradient
+            return
+        if kept is None:
+            kept = self._kept[index] = empty_rows(param[0], len(param)).zero_()
+        kept[rows].copy_(gradient)
+
+    def commit(self) -> None:
+        for param, kept in zip(self._params, self._kept, strict=True):
+            if kept is not None:
+                param.grad = kept if param.grad is None else param.grad.add_(kept)
+        self._kept = []
+
+
+class SharedGradients:
+    """One for all replicas of all processes, their mean: ``grad`` is an expanded view [R, *shape] of it.
+
+    A parameter that has a gradient in one process has one in all.
+    """
+
+    def __init__(self, params: Sequence[StackedParameter], among: Ensemble) -> None:
+        self._params, self._among = params, among
+        self._strides = [row_strides(param[0]) for param in params]
+        self._courier = Courier(among, BUCKET_BYTES, None) if among.processes > 1 else None
+        self._flags: dict[tuple[bool, ...], Tensor] = {}
+        self._kept: list[Tensor | None] = []
+
+    def begin(self, passes: int) -> None:
+        self._kept = [None] * len(self._params)
+        self._passes = passes
+
+    def take(self, index: int, rows: slice, gradient: Tensor) -> None:
+        param, kept = self._params[index], self._kept[index]
+        # A sum of several parts would be rounded at each of them.
+        dtype = param.dtype if self._passes == 1 else travel_dtype(param.dtype)
+        share = len(gradient) / len(param)
+        if kept is None:
+            kept = self._kept[index] = self._empty(index, dtype)
+            torch.mean(gradient, 0, dtype=dtype, out=kept)
+            if share != 1:
+                kept.mul_(share)
+        else:
+            kept.add_(gradient.mean(0, dtype=dtype), alpha=share)
+
+    def commit(self) -> None:
+        means = [
+            None if kept is None else kept.to(param.dtype) for kept, param in zip(self._kept, self._params, strict=True)
+        ]
+        self._kept = []
+        if self._courier is not None:
+            means = self._over_processes(self._courier, means)
+        for param, mean in zip(self._params, means, strict=True):
+            if mean is None:
+                continue
+            if param.grad is None:
+                param.grad = mean.expand_as(param)
+            elif param.grad.stride(0) == 0:
+                param.grad[0].add_(mean)
+            else:  # someone gave the rows gradients of their own
+                param.grad.add_(mean)
+
+    def _empty(self, index: int, dtype: torch.dtype) -> Tensor:
+        param = self._params[index]
+        return torch.empty_strided(param.shape[1:], self._strides[index], dtype=dtype, device=param.device)
+
+    def _over_processes(self, courier: Courier, means: list[Tensor | None]) -> list[Tensor | None]:
+        """All parameters travel, so that the processes agree on what does, and a flag for each that has a gradient. A
+        process reads the flags only if it lacks some: that waits for the device."""
+        present = tuple(mean is not None for mean in means)
+        if present not in self._flags:
+            self._flags[present] = torch.tensor(present, dtype=torch.float32, device=self._params[0].device)
+        flags = self._flags[present].clone()
+        whole = [
+            self._empty(index, self._params[index].dtype).zero_() if mean is None else mean
+            for index, mean in enumerate(means)
+        ]
+        courier.average([[*map(flat_view, whole), flags]], np.ones(self._among.size, dtype=bool))
+        if all(present):
+            return list(whole)
+        return [mean if flag > 0 else None for mean, flag in zip(whole, flags.tolist(), strict=True)]
+
+
+def row_strides(row: Tensor) -> tuple[int, ...]:
+    """How ``row`` would lie in memory without gaps, in its order of dimensions."""
+    return torch.empty_like(row, device="meta").stride()
+
+
+def empty_rows(row: Tensor, count: int) -> Tensor:
+    """[count, *shape] for rows like ``row``, each of them without gaps in its order of dimensions."""
+    strides = (max(row.numel(), 1), *row_strides(row))
+    return torch.empty_strided((count, *row.shape), strides, dtype=row.dtype, device=row.device)

@@ -1,0 +1,82 @@
+"""Explored scalars of a stack that act in the loss: dropout rates, label smoothing, temperatures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+
+class StackHyper(Mapping[str, Tensor]):
+    """name → a value for each of the R replicas.
+
+    Written as one number for all, or as R of them. Read as the tensor [R] (float32, on the stack's device); inside of a
+    loss function as the value of the replica whose loss it is, a tensor without dimensions.
+    """
+
+    def __init__(self, replicas: int, device: torch.device) -> None:
+        self._replicas, self._device = replicas, device
+        self._values: dict[str, Tensor] = {}
+        self._seen: dict[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        values = self._values if self._seen is None else self._seen
+        if name not in values:
+            raise KeyError(f"{name!r} is not a hyperparameter of this stack; it has {sorted(values) or 'none'}")
+        return values[name]
+
+    def __setitem__(self, name: str, values: ArrayLike | Tensor) -> None:
+        self.set(name, values)
+
+    def set(self, name: str, values: ArrayLike | Tensor) -> None:
+        """Give the replicas their values, without waiting for the device."""
+        if self._seen is not None:
+            raise RuntimeError(f"hyper[{name!r}] was set inside of a loss function; set it before the loss is computed")
+        given = self._numbers(name, values)
+        if tuple(given.shape) not in ((), (self._replicas,)):
+            raise ValueError(
+                f"hyper[{name!r}] takes one number or {self._replicas}, one for each replica, got shape "
+                f"{tuple(given.shape)}"
+            )
+        if name not in self._values:
+            self._values[name] = torch.empty(self._replicas, device=self._device)
+        self._values[name].copy_(given, non_blocking=True)
+
+    def _numbers(self, name: str, values: Any) -> Tensor:
+        if isinstance(values, Tensor) and values.device.type != "cpu":
+            return values.detach()
+        try:  # copied, since the caller may write to its own memory before the device has read it
+            if isinstance(values, Tensor):
+                numbers = values.detach().to(torch.float32, copy=True)
+            else:
+                numbers = torch.from_numpy(np.array(values, dtype=np.float32))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"hyper[{name!r}] takes numbers, got {values!r}") from error
+        return numbers.pin_memory() if self._device.type == "cuda" else numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def rows(self, rows: slice) -> list[Tensor]:
+        """The values of some replicas, in the order of the names."""
+        return [values[rows] for values in self._values.values()]
+
+    @contextlib.contextmanager
+    def seen_as(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Read as ``values``, those of one replica, for a while."""
+        before, self._seen = self._seen, dict(zip(self._values, values, strict=True))
+        try:
+            yield
+        finally:
+            self._seen = before
+
+    def __repr__(self) -> str:
+        return f"StackHyper({', '.join(self._values)})"
