@@ -26,4 +26,7 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   m.def("encode(int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire) -> ()");
   m.def("merge(int format, Tensor wires, float divisor, Tensor(a!)? error, Tensor(b!) wire) -> ()");
   m.def("decode(int format, Tensor wire, Tensor(a!) consensus, Tensor(b!)? target) -> ()");
+  // Normal noise, scaled and keyed slot by slot, added to tensors that are reached through their addresses, as unpack
+  // reaches its. hdet_kernels/ops/noise.py says more.
+  m.def("add_noise_(Tensor chunks, Tensor(a!) tensors, Tensor keys, Tensor scales) -> ()");
 }

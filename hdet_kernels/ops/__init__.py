@@ -144,8 +144,8 @@ def all_finite(chunks: ChunkTable, grads: Gradients, *, backend: str | None = No
 
 
 def _implementation(backend: str) -> ModuleType:
-    """The module of a backend: each has ``bind_step``, ``grad_norm``, ``all_finite``, ``pack``, ``unpack`` and
-    ``wire_operators``."""
+    """The module of a backend: each has ``bind_step``, ``grad_norm``, ``all_finite``, ``pack``, ``unpack``,
+    ``wire_operators`` and ``add_noise_``."""
     return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
 
 

@@ -27,6 +27,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "encode": operators.fake_step,
     "merge": operators.fake_step,
     "decode": operators.fake_step,
+    "add_noise_": operators.fake_noise,
 }
 
 #: ``kScratchBytes`` of ``csrc/step.h``.
@@ -95,3 +96,7 @@ def unpack(table: PieceTable, matched: Matched, divisor: float, staging: Tensor)
 def wire_operators() -> tuple[Any, Any, Any]:
     library = torch.ops.hdet_kernels
     return library.encode.default, library.merge.default, library.decode.default
+
+
+def add_noise_(table: ChunkTable, tensors: Gradients, keys: Tensor, scales: Tensor) -> None:
+    torch.ops.hdet_kernels.add_noise_(table.chunks, table.point_at(tensors), keys, scales)

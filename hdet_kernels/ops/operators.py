@@ -52,3 +52,7 @@ def fake_finite(chunks: Tensor, gradients: Tensor) -> Tensor:
 
 def fake_pack(*arguments: object) -> None:
     """Packing and unpacking return nothing; what they change is in their schemas."""
+
+
+def fake_noise(*arguments: object) -> None:
+    """Noise returns nothing; what it changes is in its schemas."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from hdet_kernels.buckets import in_full, wide_dtype
 from hdet_kernels.ops import STATES, Scalars, Work, operators
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, Gradients, flat_gradients
+from hdet_kernels.ops.reference_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.reference_pack import pack as pack
 from hdet_kernels.ops.reference_pack import unpack as unpack
 from hdet_kernels.ops.reference_wire import wire_operators as wire_operators

@@ -21,6 +21,7 @@ from torch import Tensor
 from hdet_kernels.ops import STATES, Scalars, Work, operators, triton_reduce
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, Gradients
 from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.triton_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
 from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write

@@ -1,0 +1,73 @@
+// Noise on the CPU: threads share the chunks. Halves are widened, changed and rounded in blocks that stay in the
+// first-level cache.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "convert_cpu.h"
+#include "noise.h"
+
+namespace hdet {
+namespace {
+
+// As many elements as torch gives at least to one thread, in chunks of 2048.
+constexpr int64_t kChunksPerThread = 16;
+
+// Adds to `values` the noise of positions `start` and on.
+template <typename T>
+HDET_WIDEST void add(const Normals normals, T scale, int64_t start, int64_t count, T* __restrict values) {
+  for (int64_t i = 0; i < count; ++i) values[i] += scale * static_cast<T>(normals.at(start + i));
+}
+
+template <typename S>
+void add_to_chunk(const Chunk& chunk, int64_t address, int64_t key, double scale) {
+  using T = Arithmetic<S>;
+  const Normals normals = Normals::of(key);
+  void* stored = reinterpret_cast<void*>(address);
+  const auto factor = static_cast<T>(scale);
+  if constexpr (std::is_same_v<S, T>) {
+    add(normals, factor, chunk.start, chunk.count, static_cast<T*>(stored) + chunk.start);
+  } else {
+    constexpr ScalarType kType = std::is_same_v<S, BFloat16> ? ScalarType::BFloat16 : ScalarType::Half;
+    T buffer[kBlock];
+    for (int64_t done = 0; done < chunk.count; done += kBlock) {
+      const int64_t start = chunk.start + done, count = std::min(kBlock, chunk.count - done);
+      load_as<S>(stored, start, count, buffer);
+      add(normals, factor, start, count, buffer);
+      store(buffer, stored, kType, start, count, nullptr, kParamStream);
+    }
+  }
+}
+
+void add_noise_cpu(Tensor chunks, Tensor tensors, Tensor keys, Tensor scales) {
+  const Noising work = checked_noising(chunks, tensors, keys, scales);
+  torch::stable::parallel_for(0, work.chunk_count, kChunksPerThread, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Chunk& chunk = work.chunks[i];
+      const Gradient& tensor = work.tensors[chunk.slot];
+      if (tensor.address == kNoGradient) continue;
+      const int64_t key = work.keys[chunk.slot];
+      const double scale = work.scales[chunk.slot];
+      switch (tensor.type) {
+        case GradientType::float32:
+          add_to_chunk<float>(chunk, tensor.address, key, scale);
+          break;
+        case GradientType::float64:
+          add_to_chunk<double>(chunk, tensor.address, key, scale);
+          break;
+        case GradientType::bfloat16:
+          add_to_chunk<BFloat16>(chunk, tensor.address, key, scale);
+          break;
+        case GradientType::float16:
+          add_to_chunk<Half>(chunk, tensor.address, key, scale);
+          break;
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace hdet
+
+STABLE_TORCH_LIBRARY_IMPL(hdet_kernels, CPU, m) { m.impl("add_noise_", TORCH_BOX(&hdet::add_noise_cpu)); }
