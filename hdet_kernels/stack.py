@@ -234,7 +234,7 @@ class ReplicaStack:
             finite = stacked.isfinite()
             if names[0] in own:
                 finite |= ~own[names[0]].isfinite()
-            sound &= finite.flatten(1).all(1).to(self.device)
+            sound &= finite.unsqueeze(-1).flatten(1).all(1).to(self.device)
         return sound
 
     def __repr__(self) -> str:

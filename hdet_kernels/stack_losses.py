@@ -22,6 +22,7 @@ from .stack_batch import Batch
 from .stack_gradients import Collector
 from .stack_hyper import StackHyper
 from .stack_template import Places, Untouched, own_gradients
+from .stack_vmap import Corrected
 
 log = logging.getLogger("hdet_kernels")
 
@@ -47,11 +48,10 @@ class Losses:
         self._untouched = Untouched(module)
         self._replicas = len(self._parameters[0])
         self._device = self._parameters[0].device
-        self._together: set[object] = set()
+        #: Losses that were computed together, and the buffers that they change.
+        self._changing: dict[object, list[int]] = {}
         self._one_by_one: set[object] = set()
         self._warned: set[object] = set()
-        #: Buffers that some forward pass has changed.
-        self._live: set[int] = set()
 
     def __call__(
         self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: Collector | None
@@ -60,32 +60,28 @@ class Losses:
         code = _code_of(loss_fn)
         kind = (code, gradients is not None, self.module.training)
         step = self._replicas if chunk_size is None else chunk_size
-        known = kind in self._together or kind in self._one_by_one
-        undo = _Undo(self._buffers, self._live if known else None, self._device)
-        reason = None
-        if step > 1 and self._replicas > 1 and kind not in self._one_by_one:
-            try:
-                losses = self._computed(loss_fn, batch, step, gradients)
-                self._together.add(kind)
-                self._live |= undo.changed()
-                return losses
-            except torch.OutOfMemoryError as error:
-                undo()
-                error.add_note(f"chunk_size=k computes k of the {self._replicas} replicas at a time")
-                raise
-            except Exception as error:
-                reason = (str(error).strip().splitlines() or [repr(error)])[0]
-            if not undo():
-                raise RuntimeError(f"a loss failed that used to work ({reason}), and buffers cannot be brought back")
+        if step == 1 or self._replicas == 1 or kind in self._one_by_one:
+            return self._computed(loss_fn, batch, 1, gradients)
+        undo = _Undo(self._buffers, self._changing.get(kind), self._device)
+        try:
+            losses = self._computed(loss_fn, batch, step, gradients)
+            if kind not in self._changing:
+                self._changing[kind] = undo.changed()
+            return losses
+        except torch.OutOfMemoryError as error:
+            undo()
+            error.add_note(f"chunk_size=k computes k of the {self._replicas} replicas at a time")
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        undo()
         try:
             losses = self._computed(loss_fn, batch, 1, gradients)
-        except BaseException:
+        except Exception:
             undo()
             raise
-        self._live |= undo.changed()
-        if reason is not None:
-            self._one_by_one.add(kind)
-            self._warn(code, loss_fn, reason)
+        self._one_by_one.add(kind)
+        self._warn(code, loss_fn, reason)
         return losses
 
     def _computed(self, loss_fn: LossFunction, batch: Batch, step: int, gradients: Collector | None) -> Tensor:
@@ -116,7 +112,8 @@ class Losses:
 
         leaves = self._leaves(rows, gradients)
         buffers = [buffer.detach()[rows] for buffer in self._buffers]
-        with self._untouched(_functorch.is_functorch_wrapped_tensor), _no_hooks():
+        escaped = _functorch.is_functorch_wrapped_tensor
+        with self._untouched(escaped), _no_hooks(), Corrected(self._device):
             loss, changed = vmap(one, randomness="different")(leaves, buffers, self.hyper.rows(rows), batch.rows(rows))
         if gradients is not None:
             self._backward(loss.sum())
@@ -209,33 +206,30 @@ class _WithModule(nn.Module):
 class _Undo:
     """Brings buffers and, at the first use of a loss, random numbers back to where they were.
 
-    live: numbers of the buffers that may change; None: any may.
+    changing: numbers of the buffers that the loss changes; None at its first use, when it may change any.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], live: set[int] | None, device: torch.device) -> None:
+    def __init__(self, buffers: Sequence[Tensor], changing: Sequence[int] | None, device: torch.device) -> None:
         self._buffers, self._device = buffers, device
-        self._versions = [buffer._version for buffer in buffers]
-        wanted = range(len(buffers)) if live is None else live
+        wanted = range(len(buffers)) if changing is None else changing
         self._copies = {number: buffers[number].clone() for number in wanted}
         self._states: tuple[Tensor, Tensor | None] | None = None
-        if live is None:
+        if changing is None:
             self._states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def changed(self) -> set[int]:
-        return {number for number, version in enumerate(self._versions) if self._buffers[number]._version != version}
+    def changed(self) -> list[int]:
+        """The numbers of the buffers that have changed. Their values tell: under vmap, versions do not."""
+        return [number for number, copied in self._copies.items() if not torch.equal(copied, self._buffers[number])]
 
     @torch.no_grad()
-    def __call__(self) -> bool:
-        """Whether all that had changed was brought back."""
-        changed = self.changed()
-        for number in changed & self._copies.keys():
-            self._buffers[number].copy_(self._copies[number])
+    def __call__(self) -> None:
+        for number, copied in self._copies.items():
+            self._buffers[number].copy_(copied)
         if self._states is not None:
             cpu, cuda = self._states
             torch.set_rng_state(cpu)
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, self._device)
-        return changed <= self._copies.keys()
 
 
 def _hand_over(take: Callable[[Tensor], None], single: bool, leaf: Tensor) -> None:

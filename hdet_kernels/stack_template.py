@@ -135,6 +135,7 @@ class Untouched:
                 for name, module, attributes, buffers in before
                 for now, was in ((module.__dict__, attributes), (module._buffers, buffers))
                 for attribute in _restore(now, was, escaped)
+                if not attribute.startswith("_")  # a cache, like the _flat_weights of torch's RNNs
             ]
             if dropped and not self._warned:
                 self._warned = True

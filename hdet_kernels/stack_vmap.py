@@ -1,0 +1,103 @@
+"""What ``torch.func.vmap`` would get wrong, put right: functions of torch that compute something else under it.
+
+vmap takes most functions apart before autocast sees them, so that autocast's choice of a precision for the whole is
+lost: losses come out in bf16, layers with a bias in fp32. And it forgets ``padding_idx`` of embeddings with rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+#: What autocast computes in the lower precision, of what vmap takes apart.
+_LOWER = {
+    F.linear,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+    F.prelu,
+    F.scaled_dot_product_attention,
+    torch.addmm,
+    torch.baddbmm,
+    Tensor.addmm,
+    Tensor.baddbmm,
+}
+
+#: What it computes in fp32: everywhere, and on accelerators alone.
+_FULL = {
+    F.binary_cross_entropy_with_logits,
+    F.cosine_embedding_loss,
+    F.cross_entropy,
+    F.hinge_embedding_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.l1_loss,
+    F.margin_ranking_loss,
+    F.mse_loss,
+    F.multi_margin_loss,
+    F.multilabel_margin_loss,
+    F.nll_loss,
+    F.poisson_nll_loss,
+    F.smooth_l1_loss,
+    F.soft_margin_loss,
+    F.triplet_margin_loss,
+    torch.cdist,
+}
+_FULL_ON_ACCELERATORS = {
+    F.cosine_similarity,
+    F.group_norm,
+    F.layer_norm,
+    F.log_softmax,
+    F.softmax,
+    F.softmin,
+    Tensor.log_softmax,
+    Tensor.softmax,
+    torch.log_softmax,
+    torch.softmax,
+}
+
+#: What gives its result in the precision of its input, though its weights have another.
+_AS_INPUT = {F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm}
+
+
+class Corrected(TorchFunctionMode):
+    """While it is entered, inside of vmap, functions compute what they do without vmap."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._kind = device.type
+        self._full = _FULL if self._kind == "cpu" else _FULL | _FULL_ON_ACCELERATORS
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is F.embedding:
+            return _embedding(*args, **options)
+        if func in _LOWER and torch.is_autocast_enabled(self._kind):
+            args, options = self._cast((args, options), torch.get_autocast_dtype(self._kind))
+        elif func in self._full and torch.is_autocast_enabled(self._kind):
+            args, options = self._cast((args, options), torch.float32)
+        elif func in _AS_INPUT and torch.is_autocast_enabled(self._kind):
+            return func(*args, **options).to(args[0].dtype)
+        return func(*args, **options)
+
+    def _cast(self, arguments: Any, dtype: torch.dtype) -> Any:
+        def cast(tensor: Tensor) -> Tensor:
+            eligible = tensor.is_floating_point() and tensor.device.type == self._kind
+            return tensor.to(dtype) if eligible and tensor.dtype != torch.float64 else tensor
+
+        return pytree.tree_map_only(Tensor, cast, arguments)
+
+
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **options: Any) -> Tensor:
+    found = F.embedding(input, weight, None, *args, **options)
+    if padding_idx is None:
+        return found
+    return torch.where((input == padding_idx % weight.shape[0])[..., None], found.detach(), found)
