@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .buckets import unique
+from .buckets import Slot, has_overlap, unique, wide_dtype
 from .ensemble import Ensemble, default_ensemble
+from .ops.backends import resolve
+from .ops.chunks import ChunkTable
+from .ops.noise import add_noise_
 
 
 @torch.no_grad()
@@ -22,12 +26,17 @@ def warm_noisy_init_(
     ensemble: Ensemble | None = None,
     *,
     scope: Literal["tensor", "global"] = "tensor",
+    backend: str | None = None,
 ) -> None:
     """θ ← θ + ε with ε ~ N(0, ν²·‖θ‖²/d), in place, different on every replica.
 
     ``scope="tensor"`` takes ‖θ‖ and d of each tensor (a tensor of zeros stays zero), ``"global"`` of all of them
-    together. The noise is a function of (seed, replica, place of the tensor): the same on any device, and no global
-    generator is read or changed. Call it after wrapping the model in DDP, which makes all replicas equal.
+    together. The noise is a function of (seed, replica, place of the tensor, place of the element): the same with any
+    backend and on any device, but for the last bits of ‖θ‖. No global generator is read or changed. Call it after
+    wrapping the model in DDP, which makes all replicas equal.
+
+    Where this process holds several replicas (``ensemble.rows``), parameters are [rows, …], and every row gets what a
+    process would have given that replica.
     """
     if not 0 <= nu < math.inf:
         raise ValueError(f"nu must be a finite number of at least 0, got {nu}")
@@ -39,19 +48,71 @@ def warm_noisy_init_(
             "warm_noisy_init_ got sharded parameters: call it before fully_shard(), on all ranks of a replica"
         )
     # By address: parameters that are tied by sharing their memory get their noise once.
-    by_memory = {p.data_ptr(): p for p in reversed(params) if p.is_floating_point() and p.numel()}
+    by_memory = {p.data_ptr(): p.detach() for p in reversed(params) if p.is_floating_point() and p.numel()}
     floating = list(reversed(by_memory.values()))
     if not floating:
         raise ValueError("warm_noisy_init_ got no floating-point parameters: pass model.parameters()")
-    replica = (default_ensemble() if ensemble is None else ensemble).replica
-    rms = [float(torch.linalg.vector_norm(p.detach(), dtype=torch.float64)) / math.sqrt(p.numel()) for p in floating]
-    if scope == "global":
-        elements = sum(p.numel() for p in floating)
-        both = sum(r * r * p.numel() for r, p in zip(rms, floating, strict=True))
-        rms = [math.sqrt(both / elements)] * len(floating)
-    for place, (param, size) in enumerate(zip(floating, rms, strict=True)):
-        key = hashlib.blake2b(f"{seed}/{replica}/{place}".encode(), digest_size=8).digest()
-        # Drawn on the CPU, so that a run starts from the same numbers wherever it runs.
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
-        noise = torch.randn(param.shape, generator=generator, dtype=torch.float32).mul_(nu * size)
-        param.add_(noise.to(param.device, param.dtype))
+    for device in {param.device for param in floating}:
+        resolve(device, backend)  # which refuses what it cannot meet
+    ensemble = default_ensemble() if ensemble is None else ensemble
+    tensors: list[Tensor] = []
+    keys: list[int] = []
+    for row, replica in enumerate(_replicas(floating, ensemble.rows)):
+        tensors += replica
+        keys += [_key(seed, ensemble.replica + row, place) for place in range(len(replica))]
+    # In the order of their elements, whatever that of their memory: then strides do not matter.
+    ordered = [tensor.contiguous() for tensor in tensors]
+    scales = [nu * size for size in _rms(ordered, len(ordered) // ensemble.rows if scope == "global" else 1)]
+    _add(ordered, keys, scales, backend)
+    for tensor, noisy in zip(tensors, ordered, strict=True):
+        if noisy is not tensor:
+            tensor.copy_(noisy)
+
+
+def _replicas(params: Sequence[Tensor], rows: int) -> list[list[Tensor]]:
+    """The parameters of each replica that is held here."""
+    if rows == 1:
+        return [list(params)]
+    for param in params:
+        if param.shape[:1] != (rows,) or has_overlap(param):
+            raise ValueError(
+                f"{rows} replicas are the rows of tensors [{rows}, …] without overlaps in memory, got shape "
+                f"{tuple(param.shape)} with strides {param.stride()}: pass the parameters of all replicas, stacked"
+            )
+    return [[param[row] for param in params] for row in range(rows)]
+
+
+def _key(seed: int, replica: int, place: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{replica}/{place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _rms(tensors: Sequence[Tensor], together: int) -> list[float]:
+    """‖θ‖/√d for each tensor, where so many neighbours are measured ``together``."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor.device)) for tensor in tensors]
+    # All of a device at once: the host waits for each device, not for each tensor.
+    devices = {norm.device for norm in norms}
+    read = {device: iter(torch.stack([n for n in norms if n.device == device]).tolist()) for device in devices}
+    values = [next(read[norm.device]) for norm in norms]
+    found: list[float] = []
+    for first in range(0, len(tensors), together):
+        group = slice(first, first + together)
+        elements = sum(tensor.numel() for tensor in tensors[group])
+        found += [math.hypot(*values[group]) / math.sqrt(elements)] * together
+    return found
+
+
+def _add(tensors: Sequence[Tensor], keys: Sequence[int], scales: Sequence[float], backend: str | None) -> None:
+    """Add the noise of ``keys`` in the size of ``scales``: one launch for each device and kind of arithmetic."""
+    kinds: dict[tuple[torch.device, bool], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(index)
+    for (device, wide), members in kinds.items():
+        flats = [tensors[index].view(-1) for index in members]
+        sizes = [flat.numel() for flat in flats]
+        starts = itertools.accumulate(sizes, initial=0)
+        slots = [Slot(0, start, size, (size,), (1,)) for start, size in zip(starts, sizes, strict=False)]
+        table = ChunkTable(slots, [0] * len(slots), device, torch.float64 if wide else torch.float32)
+        own_keys = torch.tensor([keys[index] for index in members], dtype=torch.int64, device=device)
+        own_scales = torch.tensor([scales[index] for index in members], dtype=wide_dtype(device), device=device)
+        add_noise_(table, table.match(flats), own_keys, own_scales, backend=backend)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+import test_noise
 import test_pack
 import torch
 from test_ops import PRECISIONS, RULES, case_of, make_table
@@ -40,6 +41,10 @@ def main(backend: str) -> None:
         for rows, included, divisor in ((1, None, 3.0), (3, (True, False, True), 2.0)):
             case = test_pack.make_case(test_pack.SIZES, kinds, wide, "cuda", rows=rows)
             test_pack.round_trip(case, backend, included, divisor)
+    for kinds in test_noise.DTYPES.values():
+        case = test_noise.make_case(kinds, "cuda", SIZES)
+        case.add_noise_(backend)
+        case.assert_neighbours_untouched()
     torch.cuda.synchronize()
     print(f"{steps} steps")
 

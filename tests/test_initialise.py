@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_ops import BACKENDS, BF16, FP16, FP32, FP64, QUICK
 from torch import nn
 
 from hdet_kernels import Buckets, warm_noisy_init_
+from hdet_kernels.ensemble import RowEnsemble
 
 COUNT = 40_000
 
@@ -23,6 +25,7 @@ class Replica:
 
     replica: int
     size: int = 8
+    rows: int = 1
 
 
 def weights(scale: float = 1.0, count: int = COUNT, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -178,6 +181,127 @@ class TestParameters:
         assert model.weight.requires_grad
         assert model.weight.grad is None
 
+    def test_gaps_do_not_matter(self) -> None:
+        wide = torch.linspace(0.5, 1.5, 64 * 40).reshape(64, 40)
+        gapped, plain = wide.clone()[:, 3:35], wide[:, 3:35].contiguous()
+        outer = gapped._base
+        noise(0, gapped, plain.clone())
+        noise(0, plain, plain.clone())
+        assert torch.equal(gapped, plain)
+        assert outer is not None
+        assert torch.equal(outer[:, :3], wide[:, :3])
+        assert torch.equal(outer[:, 35:], wide[:, 35:])
+
+    def test_autograd_sees_that_they_changed(self) -> None:
+        param = nn.Parameter(torch.ones(5))
+        loss = (param.exp() * param).sum()
+        noise(0, param)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    @pytest.mark.parametrize("scope", ["tensor", "global"])
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_every_backend_gives_the_same(self, backend: tuple[str, str], scope: str) -> None:
+        where, device = backend
+        dtypes = (FP32, BF16, FP64, FP16, FP32)
+        mine = [weights(1.0, 1001 + 7 * index, dtype) for index, dtype in enumerate(dtypes)]
+        theirs = [nn.Parameter(param.detach().clone()) for param in mine]
+        on_device = [nn.Parameter(param.detach().to(device, copy=True)) for param in mine]
+        warm_noisy_init_(theirs, seed=2, ensemble=Replica(3), scope=scope, backend="torch")
+        warm_noisy_init_(on_device, seed=2, ensemble=Replica(3), scope=scope, backend=where)
+        for got, expected, before in zip(on_device, theirs, mine, strict=True):
+            assert not torch.equal(expected, before)
+            # The norm is summed in another order there: its last bits, which a float32 does not show.
+            eps = 0.0 if device == "cpu" or got.dtype != FP64 else 4 * torch.finfo(FP64).eps
+            torch.testing.assert_close(got.detach().cpu(), expected.detach(), rtol=eps, atol=0)
+
+
+ROWS = 3
+#: By name, the shape of one row and the dtype.
+SHAPES = {
+    "matrix": ((37, 5), FP32),
+    "scalar": ((), FP32),
+    "half": ((300,), BF16),
+    "wide": ((33,), FP64),
+    "vector": ((2051,), FP32),
+}
+
+
+def replicas() -> list[list[torch.Tensor]]:
+    """[replica][parameter], each of another size, since they have been trained apart."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [((1 + row) * torch.randn(shape, generator=generator)).to(dtype) for shape, dtype in SHAPES.values()]
+        for row in range(ROWS)
+    ]
+
+
+def stacked(rows: list[list[torch.Tensor]], how: str, device: str = "cpu") -> list[torch.Tensor]:
+    """[rows, …] for each parameter: one after the other, with a gap after each row, or row beside row."""
+    stacks = [torch.stack(rows_of) for rows_of in zip(*rows, strict=True)]
+    if how == "gaps":
+        around = [torch.full((ROWS, stack[0].numel() + 3), 7.0, dtype=stack.dtype) for stack in stacks]
+        views = [outer.to(device)[:, 1:-2].view(stack.shape) for outer, stack in zip(around, stacks, strict=True)]
+        for view, stack in zip(views, stacks, strict=True):
+            view.copy_(stack)
+        return views
+    if how == "beside":
+        return [stack.movedim(0, -1).contiguous().movedim(-1, 0).to(device) for stack in stacks]
+    return [stack.to(device) for stack in stacks]
+
+
+class TestRows:
+    @pytest.mark.parametrize("how", ["dense", "gaps", "beside"])
+    @pytest.mark.parametrize("scope", ["tensor", "global"])
+    def test_rows_start_where_processes_would(self, scope: Any, how: str) -> None:
+        """To the bit: process 2 of an ensemble with three rows each holds replicas 6, 7 and 8."""
+        alone, together = replicas(), stacked(replicas(), how)
+        for row, params in enumerate(alone):
+            warm_noisy_init_(params, 0.1, 5, Replica(2 * ROWS + row), scope=scope)
+        warm_noisy_init_(together, 0.1, 5, Replica(2 * ROWS, 3 * ROWS, ROWS), scope=scope)
+        for name, stack, *rows in zip(SHAPES, together, *alone, strict=True):
+            assert torch.equal(stack, torch.stack(rows)), name
+        for stack, before in zip(together, stacked(replicas(), how), strict=True):
+            assert (stack != before).any(dim=tuple(range(1, stack.dim()))).all(), "a row without noise"
+
+    def test_what_lies_between_rows_is_left_alone(self) -> None:
+        params = stacked(replicas(), "gaps")
+        warm_noisy_init_(params, ensemble=RowEnsemble(ROWS))
+        for param in params:
+            outer = param._base
+            assert outer is not None
+            assert (outer[:, :1] == 7).all()
+            assert (outer[:, -2:] == 7).all()
+
+    @pytest.mark.parametrize("backend", QUICK)
+    def test_in_other_backends(self, backend: tuple[str, str]) -> None:
+        where, device = backend
+        found = []
+        for run, place in ((where, device), ("torch", "cpu")):
+            params = stacked(replicas(), "gaps", place)
+            warm_noisy_init_(params, ensemble=RowEnsemble(ROWS), backend=run)
+            found.append([param.cpu() for param in params])
+        for got, expected in zip(*found, strict=True):
+            eps = 4 * torch.finfo(FP64).eps if got.dtype == FP64 else 0.0  # of the norm on another device
+            torch.testing.assert_close(got, expected, rtol=eps, atol=0)
+
+    def test_equal_rows_become_different(self) -> None:
+        param = weights().detach().expand(2, COUNT).clone()
+        warm_noisy_init_([param], ensemble=RowEnsemble(2))
+        a, b = (row.double() - weights().detach().double() for row in param)
+        assert abs(np.corrcoef(a.numpy(), b.numpy())[0, 1]) < 5 / math.sqrt(COUNT)
+
+    @pytest.mark.parametrize(
+        "param",
+        [torch.ones(2, 4), torch.ones(()), torch.ones(4).expand(3, 4)],
+        ids=["fewer rows", "no rows", "one memory"],
+    )
+    def test_tensors_without_these_rows_are_refused(self, param: torch.Tensor) -> None:
+        good = torch.ones(3, 4)
+        with pytest.raises(ValueError, match=r"3 replicas are the rows of tensors \[3, …\] without overlaps"):
+            warm_noisy_init_([good, param], ensemble=RowEnsemble(3))
+        assert (good == 1).all()
+
 
 class TestRefuses:
     @pytest.mark.parametrize(
@@ -194,6 +318,12 @@ class TestRefuses:
         param = weights()
         with pytest.raises(ValueError, match=message):
             warm_noisy_init_([param], **options)
+        assert torch.equal(param, weights())
+
+    def test_a_backend_that_cannot_serve_before_anything_is_touched(self) -> None:
+        param = weights()
+        with pytest.raises((ValueError, RuntimeError), match="'cuda'"):
+            warm_noisy_init_([param], backend="cuda")
         assert torch.equal(param, weights())
 
     @pytest.mark.parametrize("params", [[], [torch.arange(3)], [torch.empty(0)]], ids=["none", "integers", "empty"])

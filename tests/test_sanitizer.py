@@ -23,7 +23,7 @@ pytestmark = [
 WIRE = ("_encode", "_merge", "_decode")
 #: Our kernels by a part of their names.
 PACK = ("_pack_chunk", "_unpack_chunk")
-KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish", *WIRE, *PACK)}
+KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish", "_noise_chunk", *WIRE, *PACK)}
 
 
 def sanitized(backend: str, tool: str, *options: str) -> str:

@@ -31,7 +31,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hdet_kernels.ops import triton_kernels, triton_pack, triton_reduce, triton_wire  # noqa: E402
+from hdet_kernels.ops import triton_kernels, triton_noise, triton_pack, triton_reduce, triton_wire  # noqa: E402
 from hdet_kernels.ops.triton_rounding import key_of, random_base, write  # noqa: E402
 
 TRITON = [available("triton", "cuda"), available("triton", "cpu")]
@@ -75,6 +75,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         yield f"finish-{finite}", triton_reduce._finish, types, constants, 90
     yield from _packing()
     yield from _wire_kernels()
+    yield from _noise_kernels()
 
 
 def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
@@ -87,6 +88,14 @@ def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str,
             yield f"encode-{format}-sm{target}", triton_wire._encode, wire | sizes | flats, {}, target
             yield f"merge-{format}-sm{target}", triton_wire._merge, wire | sizes | flats | merged, {}, target
             yield f"decode-{format}-sm{target}", triton_wire._decode, wire | sizes | flats, {}, target
+
+
+def _noise_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
+    types: dict[str, str | None] = {"chunks": "*i64", "tensors": "*i64", "keys": "*i64", "scales": "*fp64"}
+    for wide in (False, True):
+        for target in TARGETS:
+            constants: dict[str, object] = {"WIDE": wide, "BLOCK": triton_noise.BLOCK}
+            yield f"noise-{'fp64' if wide else 'fp32'}-sm{target}", triton_noise._noise_chunk, types, constants, target
 
 
 def _packing() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
@@ -138,6 +147,7 @@ def compile_kernels() -> dict[str, dict[str, int]]:
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
         options = triton_wire.OPTIONS if kernel in WIRE else {"num_warps": 4}
+        options = triton_noise.OPTIONS if kernel is triton_noise._noise_chunk else options
         compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         whole_blocks = compiled.asm["ttgir"].split("} else {")[0]
         made[name] = {
@@ -145,7 +155,7 @@ def compile_kernels() -> dict[str, dict[str, int]]:
             "stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32", compiled.asm["ptx"])),
             "moves": whole_blocks.count("ttg.convert_layout"),
             "shared": compiled.metadata.shared,
-            "inexact": len(re.findall(r"\bfma\.|\.ftz|div\.(?!rn)", compiled.asm["ptx"])),
+            "inexact": len(re.findall(r"\bfma\.|\.ftz|div\.(?!rn)|\.approx", compiled.asm["ptx"])),
             "values": len([p for p in kernel.params if types.get(p.name) == "i32" and not p.do_not_specialize]),
         }
     return made
@@ -180,13 +190,19 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
     for divided in ("as-is", "over"):
         assert (made[f"pack-one-float32-{divided}"]["loads"], made[f"unpack-float32-{divided}"]["stores"]) == (4, 4)
         assert made[f"pack-rows-float32-{divided}"]["loads"] == 9
+    # 1024 elements and 4 warps: two vectors of fp32 for each thread.
+    for target in TARGETS:
+        assert (made[f"noise-fp32-sm{target}"]["loads"], made[f"noise-fp32-sm{target}"]["stores"]) == (2, 2)
+        for kind in ("fp32", "fp64"):
+            assert made[f"noise-{kind}-sm{target}"]["shared"] == 0, "elements of a block move between threads"
+            assert made[f"noise-{kind}-sm{target}"]["inexact"] == 0, "the bits would not be those of plain torch"
     for name, seen in made.items():
         assert seen["moves"] == 0, f"{name}: elements of a whole block move between threads"
         assert seen["values"] == 0, f"{name} would be compiled again for another count"
 
 
 def test_a_chunk_is_whole_blocks() -> None:
-    for block in (triton_kernels.BLOCK, triton_pack.BLOCK, triton_pack.BLOCK_OF_ROWS):
+    for block in (triton_kernels.BLOCK, triton_pack.BLOCK, triton_pack.BLOCK_OF_ROWS, triton_noise.BLOCK):
         assert CHUNK % block == 0
     assert CHUNK & (CHUNK - 1) == 0, "Triton's ranges are powers of two"
 

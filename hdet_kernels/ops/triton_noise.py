@@ -26,15 +26,12 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _CHUNK = tl.constexpr(CHUNK)
 _EMPTY_GRADIENT = tl.constexpr(EMPTY_GRADIENT)
 _FLOAT32 = tl.constexpr(GRADIENT_DTYPES.index(torch.float32))
-_FLOAT64 = tl.constexpr(GRADIENT_DTYPES.index(torch.float64))
 _BFLOAT16 = tl.constexpr(GRADIENT_DTYPES.index(torch.bfloat16))
-
-#: The bytes of a vector access.
-_ALIGNED = tl.constexpr(16)
 
 
 @triton.jit
-def _noise_chunk(chunks, tensors, keys, scales, BLOCK: tl.constexpr):
+def _noise_chunk(chunks, tensors, keys, scales, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """``WIDE``: the tensors are float64; else none of them is."""
     program = tl.program_id(0).to(tl.int64)
     chunk = chunks + program // (_CHUNK // BLOCK) * 4
     begin = program % (_CHUNK // BLOCK) * BLOCK
@@ -46,26 +43,27 @@ def _noise_chunk(chunks, tensors, keys, scales, BLOCK: tl.constexpr):
     if (count > 0) & (address > _EMPTY_GRADIENT):
         key = tl.load(keys + slot)
         scale = tl.load(scales + slot)
-        if number == _FLOAT32:
-            _add_as(tl.float32, address, start, count, key, scale, BLOCK)
-        elif number == _FLOAT64:
-            _add_as(tl.float64, address, start, count, key, scale, BLOCK)
+        if WIDE:
+            _add_as(tl.float64, tl.float64, address, start, count, key, scale, BLOCK)
+        elif number == _FLOAT32:
+            _add_as(tl.float32, tl.float32, address, start, count, key, scale, BLOCK)
         elif number == _BFLOAT16:
-            _add_as(tl.bfloat16, address, start, count, key, scale, BLOCK)
+            _add_as(tl.bfloat16, tl.float32, address, start, count, key, scale, BLOCK)
         else:
-            _add_as(tl.float16, address, start, count, key, scale, BLOCK)
+            _add_as(tl.float16, tl.float32, address, start, count, key, scale, BLOCK)
 
 
 @triton.jit
-def _add_as(TYPE: tl.constexpr, address, start, count, key, scale, BLOCK: tl.constexpr):
-    wide: tl.constexpr = tl.float64 if tl.float64 == TYPE else tl.float32
+def _add_as(TYPE: tl.constexpr, wide: tl.constexpr, address, start, count, key, scale, BLOCK: tl.constexpr):
+    # Halves too move so many at a time: longer vectors of one dtype would give threads other elements of all of them.
+    VECTOR: tl.constexpr = 128 // wide.primitive_bitwidth
     size: tl.constexpr = TYPE.primitive_bitwidth // 8
     lanes = tl.arange(0, BLOCK)
     at = address.to(tl.pointer_type(TYPE)) + start + lanes
     noise = scale.to(wide) * _normals(key, start + lanes).to(wide)
-    if (count >= BLOCK) & ((address + start * size) % _ALIGNED == 0):
-        # What was just tested, said so that the compiler sees it and moves vectors.
-        at = tl.multiple_of(at, _ALIGNED)
+    if (count >= BLOCK) & ((address + start * size) % (VECTOR * size) == 0):
+        # What was just tested, said so that the compiler sees it: VECTOR elements are one access.
+        at = tl.multiple_of(at, VECTOR * size)
         tl.store(at, nearest(widened(tl.load(at), wide) + noise, TYPE))
     else:
         inside = lanes < count
@@ -128,23 +126,25 @@ def _cos_of_turn(word):
 
 
 def add_noise_(table: ChunkTable, tensors: Gradients, keys: Tensor, scales: Tensor) -> None:
-    _operator()(table.chunks, table.point_at(tensors), keys, scales)
+    _operator()(table.chunks, table.point_at(tensors), keys, scales, table.dtype == torch.float64)
 
 
 @cache
 def _operator() -> Any:
-    """As ``csrc/library.cpp`` declares the compiled one."""
+    """As ``csrc/library.cpp`` declares the compiled one, but for ``wide``: whether the tensors are float64 is known on
+    the host, and decides which kernel is launched."""
     return operators.register(
         "triton_add_noise_",
-        "Tensor chunks, Tensor(a!) tensors, Tensor keys, Tensor scales",
+        "Tensor chunks, Tensor(a!) tensors, Tensor keys, Tensor scales, bool wide",
         "()",
         _add_noise,
         operators.fake_noise,
     )
 
 
-def _add_noise(chunks: Tensor, tensors: Tensor, keys: Tensor, scales: Tensor) -> None:
+def _add_noise(chunks: Tensor, tensors: Tensor, keys: Tensor, scales: Tensor, wide: bool) -> None:
     if not len(chunks):
         return
+    grid = (len(chunks) * (CHUNK // BLOCK),)
     with torch.cuda.device_of(chunks):
-        _noise_chunk[(len(chunks) * (CHUNK // BLOCK),)](chunks, tensors, keys, scales, BLOCK=BLOCK, **OPTIONS)
+        _noise_chunk[grid](chunks, tensors, keys, scales, WIDE=wide, BLOCK=BLOCK, **OPTIONS)
