@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ops import BACKENDS, BF16, FP16, FP32, FP64
+from test_ops import BACKENDS, BF16, FP16, FP32, FP64, QUICK
 from torch import nn
 
 from hdet_kernels import Buckets, warm_noisy_init_
