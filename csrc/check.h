@@ -43,4 +43,11 @@ const T* checked_rows(const Tensor& table, const char* name, int64_t columns, co
   return checked<const T>(table, name, ScalarType::Long, table.numel(), like);
 }
 
+// The chunks of each of `rows` rows, which come one after the other.
+inline int64_t chunks_per_row(const Tensor& chunks, int64_t rows) {
+  HDET_CHECK(rows > 0 && chunks.size(0) % rows == 0, "chunks must be equally many for each of ", rows, " rows, got ",
+             chunks.size(0));
+  return chunks.size(0) / rows;
+}
+
 }  // namespace hdet

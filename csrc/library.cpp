@@ -3,16 +3,19 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(hdet_kernels, m) {
-  // One step of a rule for all slots that have a gradient. The gradients are reached through their addresses and are
-  // not arguments: the caller keeps them alive, on the device of the parameters. The scratch has 128 bytes for each
-  // slot; what is in it does not matter.
+  // One step of a rule for all slots that have a gradient, in each of the `rows` replicas that share gradients and
+  // states. The gradients are reached through their addresses and are not arguments: the caller keeps them alive, on
+  // the device of the parameters. The scratch has 128 bytes for each slot of each replica; what is in it does not
+  // matter.
   m.def(
       "step_(int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, "
       "Tensor(e!)? state2, Tensor(f!) steps, Tensor table, Tensor slots, Tensor chunks, Tensor gradients, "
-      "Tensor(g!) scratch, Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding) -> ()");
-  // √(Σ g²) over all gradients, float64, and whether all their elements are finite; one pass over them each.
-  m.def("grad_norm(Tensor chunks, Tensor gradients) -> Tensor");
-  m.def("all_finite(Tensor chunks, Tensor gradients) -> Tensor");
+      "Tensor(g!) scratch, Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding, "
+      "int rows) -> ()");
+  // √(Σ g²) over the gradients of each row, float64, and whether all their elements are finite; one pass over them
+  // each. The chunks come row by row, equally many for each.
+  m.def("grad_norm(Tensor chunks, Tensor gradients, int rows) -> Tensor");
+  m.def("all_finite(Tensor chunks, Tensor gradients, int rows) -> Tensor");
   // Pieces of tensors to the staging buffer, summed over the rows whose bit in `included` is set and divided; and from
   // the staging buffer, divided, to all rows. The tensors are reached through their addresses (`places`) and are not
   // arguments: the caller keeps them alive, on the device of the staging buffer. What unpack changes lies behind the

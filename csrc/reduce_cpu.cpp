@@ -1,5 +1,5 @@
-// Gradient norm and finite check on the CPU: a number for each chunk, then their sum in order, so that the result does
-// not depend on the threads.
+// Gradient norm and finite check on the CPU, by rows of chunks: a number for each chunk, then their sums in order, so
+// that the result does not depend on the threads.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -52,34 +52,37 @@ double measure_chunk(const Chunk& chunk, const Gradient& gradient) {
   return sum;
 }
 
-template <typename Measure>
-double measure(const Tensor& chunks, const Tensor& gradients) {
-  const Chunk* rows = checked_rows<Chunk>(chunks, "chunks", 4, chunks);
+// What `finish` makes of the sum of each row.
+template <typename Measure, typename Result>
+Tensor reduce(const Tensor& chunks, const Tensor& gradients, int64_t rows, ScalarType type, Result (*finish)(double)) {
+  const Chunk* pieces = checked_rows<Chunk>(chunks, "chunks", 4, chunks);
   const Gradient* table = checked_rows<Gradient>(gradients, "gradients", 2, chunks);
+  const int64_t per_row = chunks_per_row(chunks, rows);
   std::vector<double> sums(chunks.size(0));
   torch::stable::parallel_for(0, chunks.size(0), kChunksPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Gradient& gradient = table[rows[i].slot];
+      const Gradient& gradient = table[pieces[i].slot];
       if (gradient.address == kNoGradient) continue;
-      sums[i] = gradient.type == GradientType::float64 ? measure_chunk<double, Measure>(rows[i], gradient)
-                                                       : measure_chunk<float, Measure>(rows[i], gradient);
+      sums[i] = gradient.type == GradientType::float64 ? measure_chunk<double, Measure>(pieces[i], gradient)
+                                                       : measure_chunk<float, Measure>(pieces[i], gradient);
     }
   });
-  double sum = 0;
-  for (const double part : sums) sum += part;
-  return sum;
+  Tensor result = torch::stable::new_empty(chunks, {rows}, std::make_optional(type));
+  for (int64_t row = 0; row < rows; ++row) {
+    double sum = 0;
+    for (int64_t i = row * per_row; i < (row + 1) * per_row; ++i) sum += sums[i];
+    static_cast<Result*>(result.data_ptr())[row] = finish(sum);
+  }
+  return result;
 }
 
-Tensor grad_norm_cpu(Tensor chunks, Tensor gradients) {
-  Tensor norm = torch::stable::new_empty(chunks, {}, std::make_optional(ScalarType::Double));
-  *static_cast<double*>(norm.data_ptr()) = std::sqrt(measure<SumOfSquares>(chunks, gradients));
-  return norm;
+Tensor grad_norm_cpu(Tensor chunks, Tensor gradients, int64_t rows) {
+  return reduce<SumOfSquares, double>(chunks, gradients, rows, ScalarType::Double,
+                                      [](double sum) { return std::sqrt(sum); });
 }
 
-Tensor all_finite_cpu(Tensor chunks, Tensor gradients) {
-  Tensor finite = torch::stable::new_empty(chunks, {}, std::make_optional(ScalarType::Bool));
-  *static_cast<bool*>(finite.data_ptr()) = measure<NotFinite>(chunks, gradients) == 0;
-  return finite;
+Tensor all_finite_cpu(Tensor chunks, Tensor gradients, int64_t rows) {
+  return reduce<NotFinite, bool>(chunks, gradients, rows, ScalarType::Bool, [](double count) { return count == 0; });
 }
 
 }  // namespace

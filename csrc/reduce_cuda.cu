@@ -1,5 +1,5 @@
-// Gradient norm and finite check on CUDA: a bounded number of blocks read all gradients once and leave a number each,
-// and one block sums those in order. The number of blocks does not depend on the GPU and nothing is added atomically, so
+// Gradient norm and finite check on CUDA, by rows of chunks: a bounded number of blocks read all gradients once and
+// leave a number each, and one block a row sums those in order. The number of blocks does not depend on the GPU and nothing is added atomically, so
 // the result is the same every time.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -82,16 +82,19 @@ __device__ __forceinline__ double measure_chunk(int64_t address, int64_t start, 
   return sum;
 }
 
-// Every warp walks chunks of its own: while one waits for the rows of its next chunk, others read.
+// Every warp walks chunks of its own: while one waits for the entries of its next chunk, others read. The blocks of
+// row 0 come first, `blocks` of them, then those of row 1.
 template <typename Measure>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-    measure(const Chunk* __restrict__ chunks, int64_t chunk_count, const Gradient* __restrict__ gradients,
+    measure(const Chunk* __restrict__ chunks, int64_t per_row, unsigned blocks, const Gradient* __restrict__ gradients,
             double* __restrict__ parts) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const unsigned row = blockIdx.x / blocks;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x % blocks) * kWarps + threadIdx.x / kWarp;
+  const Chunk* own = chunks + row * per_row;
   double sum = 0;
-  for (int64_t i = warp; i < chunk_count; i += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const Chunk chunk = chunks[i];
+  for (int64_t i = warp; i < per_row; i += static_cast<int64_t>(blocks) * kWarps) {
+    const Chunk chunk = own[i];
     const Gradient gradient = gradients[chunk.slot];
     if (gradient.address == kNoGradient) continue;
     const auto count = static_cast<int>(chunk.count);
@@ -116,40 +119,42 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
 
 template <typename Measure>
 __global__ void __launch_bounds__(kThreads)
-    finish(const double* __restrict__ parts, int count, typename Measure::Result* __restrict__ result) {
+    finish(const double* __restrict__ parts, unsigned blocks, typename Measure::Result* __restrict__ result) {
+  const double* own = parts + static_cast<int64_t>(blockIdx.x) * blocks;
   double sum = 0;
-  for (int i = threadIdx.x; i < count; i += kThreads) sum += parts[i];
+  for (unsigned i = threadIdx.x; i < blocks; i += kThreads) sum += own[i];
   sum = block_sum(sum);
-  if (threadIdx.x == 0) *result = Measure::finish(sum);
+  if (threadIdx.x == 0) result[blockIdx.x] = Measure::finish(sum);
 }
 
 template <typename Measure>
-Tensor reduce(const Tensor& chunks, const Tensor& gradients, ScalarType type) {
-  const Chunk* rows = checked_rows<Chunk>(chunks, "chunks", 4, chunks);
+Tensor reduce(const Tensor& chunks, const Tensor& gradients, int64_t rows, ScalarType type) {
+  const Chunk* pieces = checked_rows<Chunk>(chunks, "chunks", 4, chunks);
   const Gradient* table = checked_rows<Gradient>(gradients, "gradients", 2, chunks);
+  const int64_t per_row = chunks_per_row(chunks, rows);
   const Launch launch(chunks);
-  if (chunks.size(0) == 0) {
-    Tensor nothing = torch::stable::new_empty(chunks, {}, std::make_optional(type));
-    return torch::stable::fill_(nothing, type == ScalarType::Bool ? 1.0 : 0.0);
-  }
-  const int64_t blocks = std::min((chunks.size(0) + kWarps - 1) / kWarps, kMostBlocks);
-  const Tensor scratch = torch::stable::new_empty(chunks, {blocks}, std::make_optional(ScalarType::Double));
+  Tensor result = torch::stable::new_empty(chunks, {rows}, std::make_optional(type));
+  if (per_row == 0) return torch::stable::fill_(result, type == ScalarType::Bool ? 1.0 : 0.0);
+  // Of one row: so many that those of all rows are at most kMostBlocks, as far as every row has one.
+  const auto blocks = static_cast<unsigned>(
+      std::min((per_row + kWarps - 1) / kWarps, std::max<int64_t>(kMostBlocks / rows, 1)));
+  const auto grid = static_cast<unsigned>(blocks * rows);
+  const Tensor scratch = torch::stable::new_empty(chunks, {blocks * rows}, std::make_optional(ScalarType::Double));
   auto* parts = static_cast<double*>(scratch.data_ptr());
-  Tensor result = torch::stable::new_empty(chunks, {}, std::make_optional(type));
-  measure<Measure><<<static_cast<unsigned>(blocks), kThreads, 0, launch.stream()>>>(rows, chunks.size(0), table, parts);
+  measure<Measure><<<grid, kThreads, 0, launch.stream()>>>(pieces, per_row, blocks, table, parts);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  finish<Measure><<<1, kThreads, 0, launch.stream()>>>(parts, static_cast<int>(blocks),
-                                                       static_cast<typename Measure::Result*>(result.data_ptr()));
+  finish<Measure><<<static_cast<unsigned>(rows), kThreads, 0, launch.stream()>>>(
+      parts, blocks, static_cast<typename Measure::Result*>(result.data_ptr()));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return result;
 }
 
-Tensor grad_norm_cuda(Tensor chunks, Tensor gradients) {
-  return reduce<SumOfSquares>(chunks, gradients, ScalarType::Double);
+Tensor grad_norm_cuda(Tensor chunks, Tensor gradients, int64_t rows) {
+  return reduce<SumOfSquares>(chunks, gradients, rows, ScalarType::Double);
 }
 
-Tensor all_finite_cuda(Tensor chunks, Tensor gradients) {
-  return reduce<NotFinite>(chunks, gradients, ScalarType::Bool);
+Tensor all_finite_cuda(Tensor chunks, Tensor gradients, int64_t rows) {
+  return reduce<NotFinite>(chunks, gradients, rows, ScalarType::Bool);
 }
 
 }  // namespace

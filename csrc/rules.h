@@ -1,9 +1,12 @@
-// The update rules, each written once for the host and the device. hdet_kernels/ops/reference.py has the equations.
+// The update rules, each written once for the host and the device. hdet_kernels/ops/reference_rules.py has the
+// equations.
 //
 // A rule is a struct of what is the same for every element of one parameter at one step. `derive` forms it in double
-// from the hyperparameters and rounds once; `update` moves one element. T is the type of the arithmetic: double for
-// double, float for all others. kShort says that what comes out is kept in 16 bits: then a quotient may be off by the
-// two last of 24 bits, which on a GPU takes a third of the instructions.
+// from the hyperparameters and rounds once. An element is stepped in two parts: `push` takes the gradient into the
+// states and says where to, and `move` takes one parameter there. Replicas that share a gradient share the push, which
+// is replica 0's; each moves by numbers of its own. T is the type of the arithmetic: double for double, float for all
+// others. kShort says that what comes out is kept in 16 bits: then a quotient may be off by the two last of 24 bits,
+// which on a GPU takes a third of the instructions.
 #pragma once
 
 #include <cmath>
@@ -64,6 +67,13 @@ HDET_BOTH T root(T x) {
   return sqrt(x);
 }
 
+// Where parameters move. Adam and Adagrad divide the direction by the root; the others have no use for it.
+template <typename T>
+struct Push {
+  T direction;
+  T root;
+};
+
 template <typename T>
 struct Sgd {
   static constexpr int kFewestStates = 0;
@@ -84,15 +94,24 @@ struct Sgd {
   }
 
   template <int kStates, bool kShort>
-  HDET_BOTH void update(T& theta, T g, T* state) const {
+  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
     g *= factor;
-    if (decay != 0) g += decay * theta;  // 0·θ is not 0 where θ is infinite
     if constexpr (kStates == 1) {
+      g = with_l2(theta, g);
       state[0] = first ? g : momentum * state[0] + take * g;
       g = nesterov ? g + momentum * state[0] : state[0];
     }
-    theta -= lr * g;
+    return {g, T(1)};
   }
+
+  // Without a state nothing keeps the decay of one replica from that of another.
+  template <int kStates, bool kShort>
+  HDET_BOTH T move(T theta, const Push<T>& push) const {
+    return theta - lr * (kStates == 0 ? with_l2(theta, push.direction) : push.direction);
+  }
+
+  // 0·θ is not 0 where θ is infinite.
+  HDET_BOTH T with_l2(T theta, T g) const { return decay != 0 ? g + decay * theta : g; }
 };
 
 // Adam and AdamW: weight decay goes into the gradient (l2) or shrinks the parameter (keep).
@@ -100,29 +119,29 @@ template <typename T>
 struct Adam {
   static constexpr int kFewestStates = 2;
   static constexpr int kMostStates = 3;
-  T factor, keep, l2, take1, keep2, take2, size, per_root, eps;
+  T keep, size, per_root, eps;  // what `move` needs, together: 16 bytes, one load
+  T factor, l2, take1, keep2, take2;
   int states;  // first and second moment, and with amsgrad the largest second moment
 
   static HDET_BOTH Adam derive(const Row& row, const Moment& now) {
     using std::pow, std::sqrt;
     const bool decoupled = now.rule == Rule::adamw;
-    return {static_cast<T>(now.factor),
-            static_cast<T>(decoupled ? 1 - row.lr * row.weight_decay : 1),
+    return {static_cast<T>(decoupled ? 1 - row.lr * row.weight_decay : 1),
+            static_cast<T>(row.lr / (1 - pow(row.beta1, now.t))),
+            static_cast<T>(1 / sqrt(1 - pow(row.beta2, now.t))),
+            static_cast<T>(row.eps),
+            static_cast<T>(now.factor),
             static_cast<T>(decoupled ? 0 : row.weight_decay),
             static_cast<T>(1 - row.beta1),
             static_cast<T>(row.beta2),
             static_cast<T>(1 - row.beta2),
-            static_cast<T>(row.lr / (1 - pow(row.beta1, now.t))),
-            static_cast<T>(1 / sqrt(1 - pow(row.beta2, now.t))),
-            static_cast<T>(row.eps),
             row.amsgrad != 0 ? 3 : 2};
   }
 
   template <int kStates, bool kShort>
-  HDET_BOTH void update(T& theta, T g, T* state) const {
+  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
     g *= factor;
     if (l2 != 0) g += l2 * theta;
-    theta *= keep;
     state[0] += take1 * (g - state[0]);
     state[1] = keep2 * state[1] + take2 * (g * g);
     T second = state[1];
@@ -131,7 +150,12 @@ struct Adam {
       second = second > state[2] || second != second ? second : state[2];
       state[2] = second;
     }
-    theta -= size * quotient<kShort>(state[0], root<kShort>(second) * per_root + eps);
+    return {state[0], root<kShort>(second)};
+  }
+
+  template <int kStates, bool kShort>
+  HDET_BOTH T move(T theta, const Push<T>& push) const {
+    return theta * keep - size * quotient<kShort>(push.direction, push.root * per_root + eps);
   }
 };
 
@@ -148,11 +172,16 @@ struct Adagrad {
   }
 
   template <int kStates, bool kShort>
-  HDET_BOTH void update(T& theta, T g, T* state) const {
+  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
     g *= factor;
     if (decay != 0) g += decay * theta;
     state[0] += g * g;
-    theta -= size * quotient<kShort>(g, root<kShort>(state[0]) + eps);
+    return {g, root<kShort>(state[0])};
+  }
+
+  template <int kStates, bool kShort>
+  HDET_BOTH T move(T theta, const Push<T>& push) const {
+    return theta - size * quotient<kShort>(push.direction, push.root + eps);
   }
 };
 
@@ -175,13 +204,17 @@ struct Lion {
   }
 
   template <int kStates, bool kShort>
-  HDET_BOTH void update(T& theta, T g, T* state) const {
+  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
     g *= factor;
     const T blend = keep1 * state[0] + take1 * g;
-    // sign(0) = 0, and a NaN stays one.
-    const T sign = blend > 0 ? T(1) : blend < 0 ? T(-1) : blend;
-    theta = theta * keep - lr * sign;
     state[0] = keep2 * state[0] + take2 * g;
+    // sign(0) = 0, and a NaN stays one.
+    return {blend > 0 ? T(1) : blend < 0 ? T(-1) : blend, T(1)};
+  }
+
+  template <int kStates, bool kShort>
+  HDET_BOTH T move(T theta, const Push<T>& push) const {
+    return theta * keep - lr * push.direction;
   }
 };
 

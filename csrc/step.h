@@ -12,21 +12,22 @@
 namespace hdet {
 
 inline constexpr int kMaxStates = 3;
-// Of the scratch that the caller keeps, for each slot.
+// Of the scratch that the caller keeps, for each slot of each replica.
 inline constexpr int64_t kScratchBytes = 128;
 
-// What all elements of a slot have in common at one step.
+// What all elements of a slot of one replica have in common at one step.
 template <typename R>
 struct alignas(16) Prepared {
   R rule;
   Noise noise;
 };
 
+// `rows` replicas share the gradients and the states. Slots and chunks are those of one replica.
 struct Work {
   Rule rule;
-  void* param;
-  float* master;             // may be null: the parameters are all there is
-  void* states[kMaxStates];  // null where a state is not in use
+  void* param;               // [rows, row_size]
+  float* master;             // the same; may be null: the parameters are all there is
+  void* states[kMaxStates];  // [row_size]; null where a state is not in use
   float* steps;
   const Row* table;
   const Slot* slots;
@@ -34,10 +35,14 @@ struct Work {
   const Gradient* gradients;
   void* scratch;
   const float* grad_scale;  // may be null: 1
-  const double* norm;       // may be null: not clipped
+  const double* norm;       // may be null: not clipped. One for every rows_per_norm rows of the table
   const float* found_inf;   // may be null: finite
   int64_t slot_count;
   int64_t chunk_count;
+  int64_t rows;
+  int64_t row_size;
+  int64_t group_count;  // rows of the table for each replica
+  int64_t rows_per_norm;
   int state_count;  // how many of the states, from the first on, are there
   bool stochastic_rounding;
   ScalarType param_type, state_type;  // the state's is the arithmetic's where there is none
@@ -47,10 +52,14 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
                          const std::optional<Tensor> (&states)[kMaxStates], const Tensor& steps, const Tensor& table,
                          const Tensor& slots, const Tensor& chunks, const Tensor& gradients, const Tensor& scratch,
                          const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& norm,
-                         const std::optional<Tensor>& found_inf, bool stochastic_rounding) {
+                         const std::optional<Tensor>& found_inf, bool stochastic_rounding, int64_t rows) {
   HDET_CHECK(rule >= 0 && rule <= static_cast<int64_t>(Rule::lion), "unknown rule ", rule);
   HDET_CHECK(table.dim() == 2 && table.size(1) == kColumns, "the hyperparameter table must have ", kColumns,
              " columns");
+  HDET_CHECK(rows > 0 && param.numel() % rows == 0, "param has ", param.numel(), " elements, which are not ", rows,
+             " rows");
+  HDET_CHECK(table.size(0) % rows == 0, "the hyperparameter table must have equally many rows for each of ", rows,
+             " replicas, got ", table.size(0));
   Work work{};
   work.rule = static_cast<Rule>(rule);
   work.slots = checked_rows<Slot>(slots, "slots", 3, param);
@@ -58,6 +67,9 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
   work.gradients = checked_rows<Gradient>(gradients, "gradients", 2, param);
   work.slot_count = slots.size(0);
   work.chunk_count = chunks.size(0);
+  work.rows = rows;
+  work.row_size = param.numel() / rows;
+  work.group_count = table.size(0) / rows;
   HDET_CHECK(gradients.size(0) == work.slot_count, "gradients must have ", work.slot_count, " rows, got ",
              gradients.size(0));
   work.param_type = param.scalar_type();
@@ -67,15 +79,22 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
     if (!states[i].has_value()) continue;
     HDET_CHECK(work.state_count == i, "state ", i, " is given and one before it is not");
     if (i == 0) work.state_type = states[i]->scalar_type();
-    work.states[i] = checked<void>(*states[i], "state", work.state_type, param.numel(), param);
+    work.states[i] = checked<void>(*states[i], "state", work.state_type, work.row_size, param);
     work.state_count = i + 1;
   }
   if (master) work.master = checked<float>(*master, "master", ScalarType::Float, param.numel(), param);
-  work.scratch = checked<void>(scratch, "scratch", ScalarType::Byte, kScratchBytes * work.slot_count, param);
+  work.scratch = checked<void>(scratch, "scratch", ScalarType::Byte, kScratchBytes * rows * work.slot_count, param);
   work.steps = checked<float>(steps, "steps", ScalarType::Float, work.slot_count, param);
   work.table = checked<const Row>(table, "table", ScalarType::Double, table.numel(), param);
   if (grad_scale) work.grad_scale = checked<const float>(*grad_scale, "grad_scale", ScalarType::Float, 1, param);
-  if (norm) work.norm = checked<const double>(*norm, "norm", ScalarType::Double, 1, param);
+  if (norm) {
+    const int64_t norms = norm->numel();
+    work.norm = checked<const double>(*norm, "norm", ScalarType::Double, norms, param);
+    HDET_CHECK(norms == 1 || (norms > 0 && rows == 1 && table.size(0) % norms == 0), "norm must have one element, or ",
+               "without replicas one for equally many rows each of the hyperparameter table; got ", norms, " for ",
+               table.size(0), " rows and ", rows, " replicas");
+    work.rows_per_norm = table.size(0) / norms;
+  }
   if (found_inf) work.found_inf = checked<const float>(*found_inf, "found_inf", ScalarType::Float, 1, param);
   work.stochastic_rounding = stochastic_rounding;
 
@@ -90,6 +109,18 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
   HDET_CHECK(!stochastic_rounding || (work.master == nullptr && work.param_type != ScalarType::Half),
              "stochastic rounding is for bfloat16 parameters without master");
   return work;
+}
+
+// The numbers of one slot of one replica, whose step count is advanced. What acts on the gradient is taken from the
+// hyperparameters of replica 0, for all.
+template <typename R>
+HDET_BOTH Prepared<R> prepare(const Work& work, int64_t replica, int64_t slot, float& steps) {
+  const int64_t group = work.slots[slot].row;
+  const Row first = work.table[group];
+  const Row own = work.table[replica * work.group_count + group];
+  const double* norm = work.norm == nullptr ? nullptr : work.norm + group / work.rows_per_norm;
+  const Moment now = advanced(work.rule, first, steps, work.grad_scale, norm);
+  return {R::derive(own, now), Noise::of(own.seed, now.t)};
 }
 
 // Calls run.operator()<R<T>>() with the rule.

@@ -17,50 +17,85 @@ template <typename T>
 constexpr ScalarType kTypeOf = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
 
 // The rule comes by value and the buffers as restricted arguments: so the compiler knows that no store changes the
-// rule or another buffer, and vectorises.
-template <int kStates, typename T, typename R>
+// rule or another buffer, and vectorises. kShared: what replicas share is left in `direction` and `root`, and nothing
+// moves.
+template <int kStates, bool kShared, typename T, typename R>
 HDET_WIDEST void update_span(const R rule, T* __restrict theta, const T* __restrict gradient, T* __restrict first,
-                 T* __restrict second, T* __restrict third, int64_t count) {
+                 T* __restrict second, T* __restrict third, T* __restrict direction, T* __restrict root,
+                 int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    T value = theta[i];
     T state[kMaxStates] = {};
     if constexpr (kStates > 0) state[0] = first[i];
     if constexpr (kStates > 1) state[1] = second[i];
     if constexpr (kStates > 2) state[2] = third[i];
-    rule.template update<kStates, false>(value, gradient[i], state);
-    theta[i] = value;
+    const Push<T> push = rule.template push<kStates, false>(theta[i], gradient[i], state);
+    if constexpr (kShared) {
+      direction[i] = push.direction;
+      root[i] = push.root;
+    } else {
+      theta[i] = rule.template move<kStates, false>(theta[i], push);
+    }
     if constexpr (kStates > 0) first[i] = state[0];
     if constexpr (kStates > 1) second[i] = state[1];
     if constexpr (kStates > 2) third[i] = state[2];
   }
 }
 
-// Elements at .. at + count of the flat buffers, at most kBlock of them.
 template <int kStates, typename T, typename R>
-void update_block(const Work& work, const Prepared<R>& own, const Gradient& gradient, int64_t start, int64_t at,
+HDET_WIDEST void move_span(const R rule, T* __restrict theta, const T* __restrict direction, const T* __restrict root,
+                 int64_t count) {
+  for (int64_t i = 0; i < count; ++i) theta[i] = rule.template move<kStates, false>(theta[i], {direction[i], root[i]});
+}
+
+// The parameters of one replica.
+struct Replica {
+  void* param;
+  float* master;  // may be null
+};
+
+inline Replica replica_of(const Work& work, int64_t row) {
+  const int64_t size = work.param_type == ScalarType::Double ? 8 : work.param_type == ScalarType::Float ? 4 : 2;
+  const int64_t from = row * work.row_size;
+  return {static_cast<char*>(work.param) + from * size, work.master == nullptr ? nullptr : work.master + from};
+}
+
+// Elements at .. at + count of the flat buffers, at most kBlock of them, in every replica. `prepared` is the slot's.
+template <int kStates, typename T, typename R>
+void update_block(const Work& work, const Prepared<R>* prepared, const Gradient& gradient, int64_t start, int64_t at,
                   int64_t count) {
-  T buffers[2 + kMaxStates][kBlock];
+  T buffers[4 + kMaxStates][kBlock];
+  T *direction = buffers[2], *root = buffers[3];
   const T* slope = widened(reinterpret_cast<const void*>(gradient.address), gradient.type, start, count, buffers[0]);
-  const bool plain = work.param_type == kTypeOf<T>;
-  T* theta = plain ? static_cast<T*>(work.param) + at : buffers[1];
-  if (!plain) {
-    load(work.param, work.param_type, at, count, theta);
-    if (work.master != nullptr) prefer_master(work.master + at, work.param, work.param_type, at, count, theta);
-  }
+  const bool plain = work.param_type == kTypeOf<T>, plain_states = work.state_type == kTypeOf<T>;
   T* states[kMaxStates] = {};
-  const bool plain_states = work.state_type == kTypeOf<T>;
   for (int k = 0; k < kStates; ++k) {
-    states[k] = plain_states ? static_cast<T*>(work.states[k]) + at : buffers[2 + k];
+    states[k] = plain_states ? static_cast<T*>(work.states[k]) + at : buffers[4 + k];
     if (!plain_states) load(work.states[k], work.state_type, at, count, states[k]);
   }
-  update_span<kStates>(own.rule, theta, slope, states[0], states[1], states[2], count);
-  const Noise* noise = work.stochastic_rounding ? &own.noise : nullptr;
-  if (!plain) {
-    if (work.master != nullptr) std::copy_n(theta, count, work.master + at);
-    store(theta, work.param, work.param_type, at, count, noise, kParamStream);
+  const auto noise_of = [&](const Prepared<R>& own) { return work.stochastic_rounding ? &own.noise : nullptr; };
+  for (int64_t row = 0; row < work.rows; ++row) {
+    const Replica replica = replica_of(work, row);
+    const Prepared<R>& own = prepared[row * work.slot_count];
+    T* theta = plain ? static_cast<T*>(replica.param) + at : buffers[1];
+    if (!plain) {
+      load(replica.param, work.param_type, at, count, theta);
+      if (replica.master != nullptr)
+        prefer_master(replica.master + at, replica.param, work.param_type, at, count, theta);
+    }
+    if (work.rows == 1) {
+      update_span<kStates, false>(own.rule, theta, slope, states[0], states[1], states[2], direction, root, count);
+    } else {
+      if (row == 0)
+        update_span<kStates, true>(own.rule, theta, slope, states[0], states[1], states[2], direction, root, count);
+      move_span<kStates>(own.rule, theta, direction, root, count);
+    }
+    if (!plain) {
+      if (replica.master != nullptr) std::copy_n(theta, count, replica.master + at);
+      store(theta, replica.param, work.param_type, at, count, noise_of(own), kParamStream);
+    }
   }
   for (int k = 0; k < kStates && !plain_states; ++k)
-    store(states[k], work.states[k], work.state_type, at, count, noise, kStateStream + k);
+    store(states[k], work.states[k], work.state_type, at, count, noise_of(prepared[0]), kStateStream + k);
 }
 
 template <typename T, typename R>
@@ -69,12 +104,14 @@ void step(const Work& work) {
   auto* prepared = static_cast<Prepared<R>*>(work.scratch);
   for (int64_t i = 0; i < work.slot_count; ++i) {
     if (work.gradients[i].address == kNoGradient) continue;
-    const Row& row = work.table[work.slots[i].row];
-    const Moment now = advanced(work.rule, row, work.steps[i], work.grad_scale, work.norm);
-    prepared[i] = {R::derive(row, now), Noise::of(row.seed, now.t)};
+    const float before = work.steps[i];
+    for (int64_t row = 0; row < work.rows; ++row) {
+      work.steps[i] = before;
+      prepared[row * work.slot_count + i] = prepare<R>(work, row, i, work.steps[i]);
+    }
   }
   int64_t elements = 0;
-  for (int64_t i = 0; i < work.slot_count; ++i) elements += work.slots[i].count;
+  for (int64_t i = 0; i < work.slot_count; ++i) elements += work.rows * work.slots[i].count;
   const int64_t chunk = std::max<int64_t>(elements / std::max<int64_t>(work.chunk_count, 1), 1);
   const int64_t chunks_per_thread = std::max<int64_t>(kElementsPerThread / chunk, 1);
   torch::stable::parallel_for(0, work.chunk_count, chunks_per_thread, [&](int64_t begin, int64_t end) {
@@ -82,11 +119,11 @@ void step(const Work& work) {
       const Chunk& chunk = work.chunks[i];
       const Gradient& gradient = work.gradients[chunk.slot];
       if (gradient.address == kNoGradient) continue;
-      const Prepared<R>& own = prepared[chunk.slot];
+      const Prepared<R>* own = prepared + chunk.slot;
       for (int64_t done = 0; done < chunk.count; done += kBlock) {
         const int64_t count = std::min(kBlock, chunk.count - done);
         const int64_t start = chunk.start + done, at = chunk.offset + done;
-        if (uses_most_states(own.rule, work)) {
+        if (uses_most_states(own->rule, work)) {
           update_block<R::kMostStates, T>(work, own, gradient, start, at, count);
         } else {
           update_block<R::kFewestStates, T>(work, own, gradient, start, at, count);
@@ -99,9 +136,9 @@ void step(const Work& work) {
 void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
               std::optional<Tensor> state1, std::optional<Tensor> state2, Tensor steps, Tensor table, Tensor slots,
               Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
-              std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding) {
+              std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
   const Work work = checked_work(rule, param, master, {state0, state1, state2}, steps, table, slots, chunks, gradients,
-                                 scratch, grad_scale, norm, found_inf, stochastic_rounding);
+                                 scratch, grad_scale, norm, found_inf, stochastic_rounding, rows);
   if (work.param_type == ScalarType::Double) {
     with_rule<double>(work, [&]<typename R>() { step<double, R>(work); });
   } else {

@@ -1,6 +1,9 @@
 // The step on CUDA: a small launch that advances the step counts and derives each parameter's rule, then one block a
-// chunk. Nothing is read on the host, so a captured graph sees new hyperparameters at every replay.
+// chunk, of one replica or of all that share a gradient. Nothing is read on the host, so a captured graph sees new
+// hyperparameters at every replay.
 #include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
 
 #include "launch_cuda.h"
 #include "step.h"
@@ -17,6 +20,9 @@ namespace {
 // and stores, and overlapping the two launches, changed less than one percent.
 constexpr int kPacksPerThread = 2;
 constexpr int kTypicalChunk = 2048;
+// Replicas that share a gradient: a thread loads a pack of so many of them before it stores the first. Not measured.
+constexpr int kRowsInFlight = 4;
+constexpr int kPacksPerThreadOfRows = 2;
 constexpr int kAdvanceThreads = 128;
 
 // How numbers are stored: parameters as P, states as S, and with a float32 master or without.
@@ -29,23 +35,34 @@ struct Storage {
   // Elements of a pack: the widest of the buffers is moved 16 bytes at a time.
   static constexpr int kWidest = kMaster || sizeof(S) > sizeof(P) ? (sizeof(S) > 4 ? sizeof(S) : 4) : sizeof(P);
   static constexpr int kWidth = 16 / kWidest;
-  static constexpr int kThreads = kTypicalChunk / (kWidth * kPacksPerThread);
+  static constexpr int threads(bool shared) {
+    return kTypicalChunk / (kWidth * (shared ? kPacksPerThreadOfRows : kPacksPerThread));
+  }
 };
 
 __device__ __forceinline__ bool skipped(const Work& work) { return work.found_inf != nullptr && *work.found_inf > 0; }
 
+// The threads of a block share its slots and their replicas: none may write a count that another has yet to read.
 template <typename R>
-__global__ void __launch_bounds__(kAdvanceThreads) advance(const Work work, Prepared<R>* __restrict__ prepared) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kAdvanceThreads + threadIdx.x;
-  if (i >= work.slot_count) return;
-  const Row row = work.table[work.slots[i].row];
-  float steps = work.steps[i];
-  const Moment now = advanced(work.rule, row, steps, work.grad_scale, work.norm);
-  prepared[i] = {R::derive(row, now), Noise::of(row.seed, now.t)};
-  if (work.gradients[i].address != kNoGradient && !skipped(work)) work.steps[i] = steps;
+__global__ void __launch_bounds__(kAdvanceThreads)
+    advance(const Work work, int slots_per_block, Prepared<R>* __restrict__ prepared) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * slots_per_block;
+  float counted = 0;
+  for (int64_t i = threadIdx.x; i < slots_per_block * work.rows; i += kAdvanceThreads) {
+    const int64_t row = i / slots_per_block, slot = first + i % slots_per_block;
+    if (slot >= work.slot_count) continue;
+    float steps = work.steps[slot];
+    prepared[row * work.slot_count + slot] = prepare<R>(work, row, slot, steps);
+    if (row == 0) counted = steps;
+  }
+  __syncthreads();
+  const int64_t slot = first + threadIdx.x;
+  if (threadIdx.x < slots_per_block && slot < work.slot_count && work.gradients[slot].address != kNoGradient &&
+      !skipped(work))
+    work.steps[slot] = counted;
 }
 
-// The flat buffers from one chunk on.
+// The flat buffers from one chunk on; those of the parameters are replica 0's.
 template <typename Store>
 struct Buffers {
   typename Store::Param* param;
@@ -53,85 +70,189 @@ struct Buffers {
   typename Store::State* states[kMaxStates];
 };
 
-// What one thread moves at a time: kWidth elements of every buffer.
-template <int kStates, typename Store, typename R, int kWidth>
-struct Elements {
-  using T = typename Store::T;
-  using P = typename Store::Param;
-  using S = typename Store::State;
-  Pack<P, kWidth> param;
-  Pack<float, Store::kHasMaster ? kWidth : 1> master;
-  Pack<S, kWidth> states[kStates > 0 ? kStates : 1];
-  GradientPack<T, kWidth> gradient;
+// A struct of 16-byte words, by word; a word of which nothing is used is not loaded. Left to itself the compiler loads
+// each number where it is used, one of them after a division that waits for the others.
+template <typename P>
+__device__ __forceinline__ P fetch_words(const P* from) {
+  constexpr int kWords = sizeof(P) / sizeof(uint4);
+  static_assert(sizeof(P) == kWords * sizeof(uint4));
+  struct { uint4 words[kWords]; } whole;
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) whole.words[k] = __ldg(reinterpret_cast<const uint4*>(from) + k);
+  return bits_as<P>(whole);
+}
 
-  __device__ __forceinline__ void load(const Buffers<Store>& from, int64_t address, GradientType type, int64_t start,
-                                       int64_t at) {
-    gradient.load(address, type, start + at);
+// In one access, which the compiler, left to itself, splits for some of the rows.
+template <typename P>
+__device__ __forceinline__ void put_words(void* to, const P& pack) {
+  if constexpr (sizeof(P) == sizeof(uint4)) {
+    const auto words = bits_as<uint4>(pack);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+  } else if constexpr (sizeof(P) == sizeof(uint2)) {
+    const auto words = bits_as<uint2>(pack);
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x), "r"(words.y)
+                 : "memory");
+  } else {
+    put(to, pack);
+  }
+}
+
+// One choice for all elements of the pack.
+template <typename T, typename Stored, int kWidth>
+__device__ __forceinline__ void round(const T (&from)[kWidth], Stored (&to)[kWidth], bool stochastic,
+                                      const Noise& noise, uint32_t stream, int64_t position) {
+  if constexpr (std::is_same_v<Stored, BFloat16>) {
+    if (stochastic) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        // A pack starts at an even position: two neighbours share a word.
+        if (j % 2 == 0) word = noise.word(stream, position + j);
+        const uint32_t half = kWidth == 1 ? Noise::half(word, position) : j % 2 == 0 ? word & 0xffffu : word >> 16;
+        to[j] = round_stochastically(from[j], half);
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) to[j] = static_cast<Stored>(from[j]);
+}
+
+// kWidth parameters of one replica.
+template <typename Store, int kWidth>
+struct Parameters {
+  using T = typename Store::T;
+  Pack<typename Store::Param, kWidth> param;
+  Pack<float, Store::kHasMaster ? kWidth : 1> master;
+
+  __device__ __forceinline__ void load(const Buffers<Store>& from, int64_t at) {
     param = fetch<decltype(param)>(from.param + at);
     if constexpr (Store::kHasMaster) master = fetch<decltype(master)>(from.master + at);
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) states[k] = fetch<Pack<S, kWidth>>(from.states[k] + at);
   }
 
-  __device__ __forceinline__ void update(const Prepared<R>& own, GradientType type, bool stochastic,
-                                         int64_t position) {
-    constexpr bool kShort = sizeof(P) == 2 && !Store::kHasMaster;
-    T slope[kWidth], theta[kWidth], state[kStates > 0 ? kStates : 1][kWidth];
-    gradient.widen(type, slope);
+  __device__ __forceinline__ T value(int j) const {
+    if constexpr (Store::kHasMaster) return in_full(param.values[j], master.values[j]);
+    return static_cast<T>(param.values[j]);
+  }
+
+  __device__ __forceinline__ void keep(const T (&theta)[kWidth], bool stochastic, const Noise& noise,
+                                       int64_t position) {
+    if constexpr (Store::kHasMaster) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      if constexpr (Store::kHasMaster) {
-        theta[j] = in_full(param.values[j], master.values[j]);
-      } else {
-        theta[j] = static_cast<T>(param.values[j]);
-      }
-      T own_state[kMaxStates] = {};
-#pragma unroll
-      for (int k = 0; k < kStates; ++k) own_state[k] = static_cast<T>(states[k].values[j]);
-      own.rule.template update<kStates, kShort>(theta[j], slope[j], own_state);
-#pragma unroll
-      for (int k = 0; k < kStates; ++k) state[k][j] = own_state[k];
-      if constexpr (Store::kHasMaster) master.values[j] = theta[j];
+      for (int j = 0; j < kWidth; ++j) master.values[j] = theta[j];
     }
-    round(theta, param.values, stochastic, own.noise, kParamStream, position);
-#pragma unroll
-    for (int k = 0; k < kStates; ++k)
-      round(state[k], states[k].values, stochastic, own.noise, kStateStream + k, position);
+    round(theta, param.values, stochastic, noise, kParamStream, position);
   }
 
   __device__ __forceinline__ void store(const Buffers<Store>& to, int64_t at) const {
-    put(to.param + at, param);
-    if constexpr (Store::kHasMaster) put(to.master + at, master);
+    put_words(to.param + at, param);
+    if constexpr (Store::kHasMaster) put_words(to.master + at, master);
+  }
+};
+
+// kWidth elements of what replicas share.
+template <int kStates, typename Store, int kWidth>
+struct Shared {
+  using T = typename Store::T;
+  using S = typename Store::State;
+  GradientPack<T, kWidth> gradient;
+  Pack<S, kWidth> stored[kStates > 0 ? kStates : 1];
+  T states[kStates > 0 ? kStates : 1][kWidth];
+
+  __device__ __forceinline__ void load(const Buffers<Store>& from, const Gradient& slope, int64_t start, int64_t at) {
+    gradient.load(slope.address, slope.type, start + at);
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) put(to.states[k] + at, states[k]);
+    for (int k = 0; k < kStates; ++k) stored[k] = fetch<Pack<S, kWidth>>(from.states[k] + at);
+  }
+
+  template <bool kShort, typename R>
+  __device__ __forceinline__ void push(const R& rule, const Parameters<Store, kWidth>& parameters, GradientType type,
+                                       Push<T> (&pushes)[kWidth]) {
+    T slope[kWidth];
+    gradient.widen(type, slope);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      T own[kMaxStates] = {};
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) own[k] = static_cast<T>(stored[k].values[j]);
+      pushes[j] = rule.template push<kStates, kShort>(parameters.value(j), slope[j], own);
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) states[k][j] = own[k];
+    }
+  }
+
+  __device__ __forceinline__ void store(const Buffers<Store>& to, int64_t at, bool stochastic, const Noise& noise,
+                                        int64_t position) {
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) {
+      round(states[k], stored[k].values, stochastic, noise, kStateStream + k, position);
+      put(to.states[k] + at, stored[k]);
+    }
+  }
+};
+
+// The walk over one chunk: of one replica, or (kShared) of all `work.rows`, whose rules are in `prepared`, work.slot_count
+// apart. `own` is the rule of the one, or of replica 0.
+template <int kStates, bool kShared, typename Store, typename R>
+struct ChunkStep {
+  using T = typename Store::T;
+  static constexpr int kTogether = kShared ? kRowsInFlight : 1;
+  static constexpr bool kShort = sizeof(typename Store::Param) == 2 && !Store::kHasMaster;
+  const Work& work;
+  const Buffers<Store>& buffers;
+  const Prepared<R>& own;
+  const Prepared<R>* prepared;
+  const Chunk& chunk;
+  const Gradient& gradient;
+
+  // kWidth elements from `at` of the chunk on.
+  template <int kWidth>
+  __device__ __forceinline__ void step(int64_t at) const {
+    const int64_t rows = kShared ? work.rows : 1, position = chunk.offset + at;
+    const bool stochastic = work.stochastic_rounding;
+    Shared<kStates, Store, kWidth> shared;
+    Parameters<Store, kWidth> parameters[kTogether];
+    Push<T> pushes[kWidth];
+    shared.load(buffers, gradient, chunk.start, at);
+    load(parameters, 0, rows, at);
+    shared.template push<kShort>(own.rule, parameters[0], gradient.type, pushes);
+    // Before the rows, of which there are many, or after the one, for which no push need wait in a register.
+    if (kShared) shared.store(buffers, at, stochastic, own.noise, position);
+    for (int64_t first = 0;;) {
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        if (first + n >= rows) break;
+        const Prepared<R> mine = kShared ? fetch_words(prepared + (first + n) * work.slot_count) : own;
+        T theta[kWidth];
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j)
+          theta[j] = mine.rule.template move<kStates, kShort>(parameters[n].value(j), pushes[j]);
+        parameters[n].keep(theta, stochastic, mine.noise, position);
+        parameters[n].store(buffers, (first + n) * work.row_size + at);
+      }
+      first += kTogether;
+      if (first >= rows) break;
+      load(parameters, first, rows, at);
+    }
+    if (!kShared) shared.store(buffers, at, stochastic, own.noise, position);
   }
 
  private:
-  // One choice for all elements of the pack.
-  template <typename Stored>
-  static __device__ __forceinline__ void round(const T (&from)[kWidth], Stored (&to)[kWidth], bool stochastic,
-                                               const Noise& noise, uint32_t stream, int64_t position) {
-    if constexpr (std::is_same_v<Stored, BFloat16>) {
-      if (stochastic) {
-        uint32_t word = 0;
+  template <int kWidth>
+  __device__ __forceinline__ void load(Parameters<Store, kWidth> (&parameters)[kTogether], int64_t first, int64_t rows,
+                                       int64_t at) const {
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          // A pack starts at an even position: two neighbours share a word.
-          if (j % 2 == 0) word = noise.word(stream, position + j);
-          const uint32_t half = kWidth == 1 ? Noise::half(word, position) : j % 2 == 0 ? word & 0xffffu : word >> 16;
-          to[j] = round_stochastically(from[j], half);
-        }
-        return;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) to[j] = static_cast<Stored>(from[j]);
+    for (int n = 0; n < kTogether; ++n)
+      if (first + n < rows) parameters[n].load(buffers, (first + n) * work.row_size + at);
   }
 };
 
 // Whether everything lies at addresses that packs can be moved from and to.
 template <int kStates, typename Store>
-__device__ __forceinline__ bool aligned(const Buffers<Store>& buffers, const Chunk& chunk, const Gradient& gradient) {
+__device__ __forceinline__ bool aligned(const Buffers<Store>& buffers, int64_t row_size, const Chunk& chunk,
+                                        const Gradient& gradient) {
   using T = typename Store::T;
   constexpr int kWidth = Store::kWidth;
   uintptr_t together = reinterpret_cast<uintptr_t>(buffers.param) % (kWidth * sizeof(typename Store::Param));
@@ -142,37 +263,27 @@ __device__ __forceinline__ bool aligned(const Buffers<Store>& buffers, const Chu
   const int64_t size = GradientPack<T, 1>::alignment(gradient.type);
   together |= static_cast<uintptr_t>(gradient.address + chunk.start * size) %
               GradientPack<T, kWidth>::alignment(gradient.type);
-  return together == 0 && chunk.offset % kWidth == 0;
+  return together == 0 && chunk.offset % kWidth == 0 && row_size % kWidth == 0;
 }
 
-template <int kStates, typename Store, typename R>
-__device__ __forceinline__ void update_chunk(const Buffers<Store>& buffers, const Prepared<R>& own, const Chunk& chunk,
-                                             const Gradient& gradient, bool stochastic) {
-  using T = typename Store::T;
-  constexpr int kWidth = Store::kWidth;
-  using Packed = Elements<kStates, Store, R, kWidth>;
-  using Single = Elements<kStates, Store, R, 1>;
+template <int kStates, bool kShared, typename Store, typename R>
+__device__ __forceinline__ void update_chunk(const Work& work, const Buffers<Store>& buffers, const Prepared<R>& own,
+                                             const Prepared<R>* prepared, const Chunk& chunk,
+                                             const Gradient& gradient) {
+  constexpr int kWidth = Store::kWidth, kThreads = Store::threads(kShared);
+  const ChunkStep<kStates, kShared, Store, R> walk{work, buffers, own, prepared, chunk, gradient};
   int64_t done = 0;
-  if (aligned<kStates>(buffers, chunk, gradient)) {
+  if (aligned<kStates>(buffers, kShared ? work.row_size : 0, chunk, gradient)) {
     const int packs = static_cast<int>(chunk.count / kWidth);
-    for (int pack = threadIdx.x; pack < packs; pack += Store::kThreads) {
-      Packed elements;
-      elements.load(buffers, gradient.address, gradient.type, chunk.start, pack * kWidth);
-      elements.update(own, gradient.type, stochastic, chunk.offset + pack * kWidth);
-      elements.store(buffers, pack * kWidth);
-    }
+    for (int pack = threadIdx.x; pack < packs; pack += kThreads) walk.template step<kWidth>(pack * kWidth);
     done = static_cast<int64_t>(packs) * kWidth;
   }
-  for (int64_t at = done + threadIdx.x; at < chunk.count; at += Store::kThreads) {
-    Single element;
-    element.load(buffers, gradient.address, gradient.type, chunk.start, at);
-    element.update(own, gradient.type, stochastic, chunk.offset + at);
-    element.store(buffers, at);
-  }
+  for (int64_t at = done + threadIdx.x; at < chunk.count; at += kThreads) walk.template step<1>(at);
 }
 
-template <typename Store, typename R>
-__global__ void __launch_bounds__(Store::kThreads) walk(const Work work, const Prepared<R>* __restrict__ prepared) {
+template <bool kShared, typename Store, typename R>
+__global__ void __launch_bounds__(Store::threads(kShared))
+    walk(const Work work, const Prepared<R>* __restrict__ prepared) {
   const Chunk chunk = work.chunks[blockIdx.x];
   const Gradient gradient = work.gradients[chunk.slot];
   const Prepared<R> own = prepared[chunk.slot];
@@ -184,9 +295,9 @@ __global__ void __launch_bounds__(Store::kThreads) walk(const Work work, const P
   for (int k = 0; k < kMaxStates; ++k)
     if (k < work.state_count) buffers.states[k] = static_cast<typename Store::State*>(work.states[k]) + chunk.offset;
   if (uses_most_states(own.rule, work)) {
-    update_chunk<R::kMostStates>(buffers, own, chunk, gradient, work.stochastic_rounding);
+    update_chunk<R::kMostStates, kShared>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   } else {
-    update_chunk<R::kFewestStates>(buffers, own, chunk, gradient, work.stochastic_rounding);
+    update_chunk<R::kFewestStates, kShared>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   }
 }
 
@@ -196,11 +307,17 @@ void step(const Work& work, const Tensor& param) {
   const Launch launch(param);
   with_rule<typename Store::T>(work, [&]<typename R>() {
     auto* prepared = static_cast<Prepared<R>*>(work.scratch);
-    const auto blocks = static_cast<unsigned>((work.slot_count + kAdvanceThreads - 1) / kAdvanceThreads);
-    advance<R><<<blocks, kAdvanceThreads, 0, launch.stream()>>>(work, prepared);
+    const auto slots_per_block = static_cast<int>(std::max<int64_t>(kAdvanceThreads / work.rows, 1));
+    const auto blocks = static_cast<unsigned>((work.slot_count + slots_per_block - 1) / slots_per_block);
+    advance<R><<<blocks, kAdvanceThreads, 0, launch.stream()>>>(work, slots_per_block, prepared);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     if (work.chunk_count == 0) return;
-    walk<Store, R><<<static_cast<unsigned>(work.chunk_count), Store::kThreads, 0, launch.stream()>>>(work, prepared);
+    const auto grid = static_cast<unsigned>(work.chunk_count);
+    if (work.rows == 1) {
+      walk<false, Store, R><<<grid, Store::threads(false), 0, launch.stream()>>>(work, prepared);
+    } else {
+      walk<true, Store, R><<<grid, Store::threads(true), 0, launch.stream()>>>(work, prepared);
+    }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
@@ -222,9 +339,9 @@ void with_master(const Work& work, const Tensor& param) {
 void step_cuda(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
                std::optional<Tensor> state1, std::optional<Tensor> state2, Tensor steps, Tensor table, Tensor slots,
                Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
-               std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding) {
+               std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
   const Work work = checked_work(rule, param, master, {state0, state1, state2}, steps, table, slots, chunks, gradients,
-                                 scratch, grad_scale, norm, found_inf, stochastic_rounding);
+                                 scratch, grad_scale, norm, found_inf, stochastic_rounding, rows);
   switch (work.param_type) {
     case ScalarType::Double:
       return step<Storage<double, double, false>>(work, param);

@@ -39,6 +39,7 @@ def arguments(case: Case, row: dict[str, float]) -> list[object]:
         torch.ones((), dtype=torch.float64, device=device),
         torch.zeros(1, device=device),
         False,
+        1,
     ]
 
 
@@ -51,8 +52,8 @@ def test_opcheck(backend: tuple[str, str], name: str) -> None:
         flat.nan_to_num_(0.5)  # opcheck compares by equality
     torch.library.opcheck(torch.ops.hdet_kernels.step_.default, arguments(case, row))
     chunks, gradients = arguments(case, row)[9:11]
-    torch.library.opcheck(torch.ops.hdet_kernels.grad_norm.default, (chunks, gradients))
-    torch.library.opcheck(torch.ops.hdet_kernels.all_finite.default, (chunks, gradients))
+    torch.library.opcheck(torch.ops.hdet_kernels.grad_norm.default, (chunks, gradients, 1))
+    torch.library.opcheck(torch.ops.hdet_kernels.all_finite.default, (chunks, gradients, 1))
 
 
 @pytest.mark.parametrize("backend", COMPILED)
@@ -63,8 +64,8 @@ def test_a_compiled_function_calls_the_operators(backend: tuple[str, str]) -> No
 
         def function(*given: object) -> torch.Tensor:
             torch.ops.hdet_kernels.step_(*given)
-            finite = torch.ops.hdet_kernels.all_finite(given[9], given[10])
-            return torch.ops.hdet_kernels.grad_norm(given[9], given[10]) * finite
+            finite = torch.ops.hdet_kernels.all_finite(given[9], given[10], 1)
+            return torch.ops.hdet_kernels.grad_norm(given[9], given[10], 1) * finite
 
         call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
         results.append([call(*arguments(case, RULES["adamw"][1])), *case.flats(), case.steps])
@@ -85,8 +86,11 @@ WRONG = {
     "scratch": (11, lambda value: value[:-1], "scratch must have 256 elements, got 255"),
     "grad_scale": (12, lambda value: torch.ones(2), "grad_scale must have 1 elements, got 2"),
     "norm": (13, lambda value: value.float(), "norm has another dtype"),
+    "norms": (13, lambda value: value.expand(3).contiguous(), "norm must have one element, or .* got 3 for 1 rows"),
     "found_inf": (14, lambda value: torch.ones(2), "found_inf must have 1 elements, got 2"),
     "rule": (0, lambda value: 17, "unknown rule 17"),
+    "replicas": (16, lambda value: 5, r"param has \d+ elements, which are not 5 rows"),
+    "table of replicas": (16, lambda value: 2, "equally many rows for each of 2 replicas, got 1"),
 }
 
 

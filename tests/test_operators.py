@@ -57,12 +57,12 @@ def tables_of(case: Case, backend: str) -> list[Any]:
 
 def arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
     flats = [case.param, case.master, *[*case.states, None, None][:3], case.steps]
-    return [list(STATES).index(case.rule), *flats, table, *tables_of(case, backend), *scalars, False]
+    return [list(STATES).index(case.rule), *flats, table, *tables_of(case, backend), *scalars, False, 1]
 
 
 def reading(case: Case, backend: str) -> list[Any]:
     grads = case.chunks.match(case.grads)
-    return [case.chunks.chunks, flat_gradients(grads) if backend == "torch" else case.chunks.point_at(grads)]
+    return [case.chunks.chunks, flat_gradients(grads) if backend == "torch" else case.chunks.point_at(grads), 1]
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["fp32", "bf16-master"])
@@ -187,7 +187,7 @@ def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -
             flats: list[Any] = flats, rule: int = rule, tables: list[Any] = tables, grads: list[Any] = grads
         ) -> tuple[Tensor, Tensor]:
             total = norm(*grads)
-            step(rule, *flats, *tables, None, total, (~finite(*grads)).float(), False)
+            step(rule, *flats, *tables, None, total, (~finite(*grads)).float(), False, 1)
             return total, flats[0].sum()  # reads what the step wrote
 
         run = torch.compile(train, fullgraph=True, backend="aot_eager") if compiled else train

@@ -66,23 +66,23 @@ def has_kernels(dispatch_key: str) -> bool:
 
 
 def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
-    chunks, rounding = work.chunks, work.stochastic_rounding
+    chunks, rounding, rows = work.chunks, work.stochastic_rounding, work.rows
     # Of zeros: a kernel that loads a whole row of it loads the gaps between its numbers too.
-    scratch = torch.zeros(SCRATCH_BYTES * len(chunks.entries), dtype=torch.uint8, device=work.param.device)
+    scratch = torch.zeros(SCRATCH_BYTES * rows * len(chunks.entries), dtype=torch.uint8, device=work.param.device)
     operator = partial(torch.ops.hdet_kernels.step_.default, *work.flats, chunks.slots, chunks.chunks)
 
     def run(grads: Gradients, scalars: Scalars) -> None:
-        operator(chunks.point_at(grads), scratch, *scalars, rounding)
+        operator(chunks.point_at(grads), scratch, *scalars, rounding, rows)
 
     return run
 
 
-def grad_norm(chunks: ChunkTable, grads: Gradients) -> Tensor:
-    return torch.ops.hdet_kernels.grad_norm(chunks.chunks, chunks.point_at(grads))
+def grad_norm(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+    return torch.ops.hdet_kernels.grad_norm(chunks.chunks, chunks.point_at(grads), rows)
 
 
-def all_finite(chunks: ChunkTable, grads: Gradients) -> Tensor:
-    return torch.ops.hdet_kernels.all_finite(chunks.chunks, chunks.point_at(grads))
+def all_finite(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+    return torch.ops.hdet_kernels.all_finite(chunks.chunks, chunks.point_at(grads), rows)
 
 
 def pack(table: PieceTable, matched: Matched, included: int, divisor: float, staging: Tensor) -> None:

@@ -20,7 +20,7 @@ FLATS = (
     "int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, Tensor(e!)? state2, "
     "Tensor(f!) steps, Tensor table"
 )
-SCALARS = "Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding"
+SCALARS = "Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding, int rows"
 
 #: Of the compressed average; ``csrc/library.cpp`` has the same.
 ENCODE = "int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire"
@@ -42,12 +42,12 @@ def fake_step(*arguments: object) -> None:
     """A step returns nothing, nor does a part of an average; what they change is in their schemas."""
 
 
-def fake_norm(chunks: Tensor, gradients: Tensor) -> Tensor:
-    return chunks.new_empty((), dtype=wide_dtype(chunks.device))
+def fake_norm(chunks: Tensor, gradients: object, rows: int) -> Tensor:
+    return chunks.new_empty((rows,), dtype=wide_dtype(chunks.device))
 
 
-def fake_finite(chunks: Tensor, gradients: Tensor) -> Tensor:
-    return chunks.new_empty((), dtype=torch.bool)
+def fake_finite(chunks: Tensor, gradients: object, rows: int) -> Tensor:
+    return chunks.new_empty((rows,), dtype=torch.bool)
 
 
 def fake_pack(*arguments: object) -> None:

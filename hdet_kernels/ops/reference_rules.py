@@ -1,0 +1,224 @@
+"""The update rules in plain torch: the text that every other backend is compared with, and that runs anywhere.
+
+θ is a parameter, g its gradient (already multiplied by the AMP and clipping factor, and negated for ``maximize``), t
+the number of this step, counted from 1. A rule first derives, for all parameters at once, what is the same for every
+element of one; then it steps one parameter after the other, in two parts: ``push`` takes the gradient into the states,
+and ``move`` takes the parameter where the push says. Replicas that share a gradient share the push, which is replica
+0's. On an accelerator what is derived stays there, as float64 scalars, so that nothing waits for it; on the CPU it is
+Python numbers, and a branch not taken costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+States = list[Tensor | None]
+
+#: A number or truth value that was derived: on the host, or a tensor without dimensions.
+Scalar = Any
+
+#: What was derived for one parameter of one replica, by name.
+Numbers = SimpleNamespace
+
+#: Where parameters move: the direction, and for some rules what they divide it by.
+Push = tuple[Any, ...]
+
+
+class Row(NamedTuple):
+    """The columns of the hyperparameter table (``ops.table.COLUMNS``), each with one element a parameter."""
+
+    lr: Tensor
+    weight_decay: Tensor
+    beta1: Tensor
+    beta2: Tensor
+    eps: Tensor
+    momentum: Tensor
+    dampening: Tensor
+    lr_decay: Tensor
+    max_grad_norm: Tensor
+    seed: Tensor
+    nesterov: Tensor
+    amsgrad: Tensor
+    maximize: Tensor
+
+
+class Rule(Protocol):
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
+        """The numbers, each with one element a parameter. ``first``: no momentum before."""
+
+    def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
+        """The push and the new states, from flat old ones."""
+
+    def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
+        """The new parameter."""
+
+
+class SGD:
+    """Stochastic gradient descent.
+
+    With weight decay λ, momentum μ and dampening τ::
+
+        g ← g + λ·θ
+        b ← g                       at the first step with μ ≠ 0
+        b ← μ·b + (1 − τ)·g         afterwards
+        d = g + μ·b (nesterov), b (momentum), g (μ = 0)
+        θ ← θ − lr·d
+
+    With μ = 0 nothing is kept, and replicas that share g still have each its own λ·θ.
+    """
+
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
+        return {
+            "decay": h.weight_decay,
+            "decays": h.weight_decay != 0,
+            "on": h.momentum != 0,
+            "momentum": h.momentum,
+            "take": 1 - h.dampening,
+            "first": first,
+            "nesterov": h.nesterov > 0,
+            "lr": h.lr,
+        }
+
+    def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
+        """The direction, and whether λ·θ is in it."""
+        (buffer,) = states
+        if buffer is None:
+            return (g, False), states
+        slope = _with_l2(theta, g, n.decay, n.decays)
+        moved = choose(n.first, lambda: slope, lambda: n.momentum * buffer + n.take * slope)
+        direction = choose(n.nesterov, lambda: slope + n.momentum * moved, lambda: moved)
+        new = choose(n.on, lambda: moved, lambda: buffer)
+        return (choose(n.on, lambda: direction, lambda: g), n.on), [new]
+
+    def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
+        direction, decayed = push
+        with_l2 = partial(_with_l2, theta, direction, n.decay, n.decays)
+        return theta - n.lr * choose(decayed, lambda: direction, with_l2)
+
+
+class AdamW:
+    """Adam, with the decay of weights outside of the moments.
+
+    With decoupled weight decay λ::
+
+        θ ← θ·(1 − lr·λ)
+        m ← β₁·m + (1 − β₁)·g
+        v ← β₂·v + (1 − β₂)·g²
+        u = max(u, v) (amsgrad), v (otherwise)
+        θ ← θ − lr/(1 − β₁ᵗ) · m / (√u/√(1 − β₂ᵗ) + ε)
+    """
+
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
+        return {
+            "keep": 1 - h.lr * h.weight_decay,
+            "take1": 1 - h.beta1,
+            "keep2": h.beta2,
+            "take2": 1 - h.beta2,
+            "amsgrad": h.amsgrad > 0,
+            "size": h.lr / (1 - h.beta1**t),
+            "root": (1 - h.beta2**t).sqrt(),
+            "eps": h.eps,
+        }
+
+    def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
+        """m and √u."""
+        m, v = _required(states, 2)
+        m = m + n.take1 * (g - m)
+        v = n.keep2 * v + n.take2 * (g * g)
+        largest, used = states[2], v
+        if largest is not None:
+            before = largest
+            largest = choose(n.amsgrad, lambda: torch.maximum(before, v), lambda: before)
+            used = choose(n.amsgrad, lambda: torch.maximum(before, v), lambda: v)
+        return (m, used.sqrt()), [m, v, largest]
+
+    def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
+        m, root = push
+        return theta * n.keep - n.size * (m / (root / n.root + n.eps))
+
+
+class Adam(AdamW):
+    """Adam, with weight decay λ as an L2 penalty: g ← g + λ·θ, then as :class:`AdamW` without its decay."""
+
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
+        alone = super().derive(t, first, h)
+        return alone | {"keep": torch.ones_like(h.lr), "decay": h.weight_decay, "decays": h.weight_decay != 0}
+
+    def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
+        return super().push(theta, _with_l2(theta, g, n.decay, n.decays), states, n)
+
+
+class Adagrad:
+    """Adagrad.
+
+    With L2 weight decay λ and learning rate decay κ::
+
+        g ← g + λ·θ
+        s ← s + g²
+        θ ← θ − lr/(1 + (t − 1)·κ) · g / (√s + ε)
+    """
+
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
+        size = h.lr / (1 + (t - 1) * h.lr_decay)
+        return {"decay": h.weight_decay, "decays": h.weight_decay != 0, "size": size, "eps": h.eps}
+
+    def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
+        """g and √s."""
+        (total,) = _required(states, 1)
+        g = _with_l2(theta, g, n.decay, n.decays)
+        total = total + g * g
+        return (g, total.sqrt()), [total]
+
+    def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
+        g, root = push
+        return theta - n.size * (g / (root + n.eps))
+
+
+class Lion:
+    """Lion.
+
+    With decoupled weight decay λ::
+
+        θ ← θ·(1 − lr·λ) − lr·sign(β₁·m + (1 − β₁)·g)
+        m ← β₂·m + (1 − β₂)·g
+    """
+
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
+        betas = {"keep1": h.beta1, "take1": 1 - h.beta1, "keep2": h.beta2, "take2": 1 - h.beta2}
+        return {"keep": 1 - h.lr * h.weight_decay, "lr": h.lr, **betas}
+
+    def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
+        """The sign."""
+        (m,) = _required(states, 1)
+        return ((n.keep1 * m + n.take1 * g).sign(),), [n.keep2 * m + n.take2 * g]
+
+    def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
+        (sign,) = push
+        return theta * n.keep - n.lr * sign
+
+
+RULES: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(), "adamw": AdamW(), "adagrad": Adagrad(), "lion": Lion()}
+
+
+def choose(condition: Scalar, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    return torch.where(condition, yes(), no())
+
+
+def _with_l2(theta: Tensor, g: Tensor, decay: Scalar, decays: Scalar) -> Tensor:
+    # Not only to save work: 0·θ is not 0 where θ is infinite.
+    return choose(decays, lambda: g + decay * theta, lambda: g)
+
+
+def _required(states: States, count: int) -> list[Tensor]:
+    present = [state for state in states[:count] if state is not None]
+    if len(present) != count:
+        raise ValueError(f"this rule needs {count} state buffers, got {len(present)}")
+    return present
