@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import Buckets
+from .buckets import Buckets, replicas_of
 from .compress import Format
 from .controller import Controller, RegressionController, Run, SoftmaxController
 from .converge import AverageState, Converger
@@ -19,8 +19,16 @@ from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from .explore import Explore, Group, Hyperparameter, expand, remember_bases
 from .optimizer_state import StepCounts, averaged_state, why_not_averaged
 from .spread import Spread
+from .stack import StackEnsemble
+from .stacked import StackedParameter
 
 log = logging.getLogger("hdet_kernels")
+
+
+class Buffered(Protocol):
+    """What of a model is needed here."""
+
+    def buffers(self) -> Iterable[Tensor]: ...
 
 
 def default_sync_every(total_steps: int) -> int:
@@ -43,7 +51,7 @@ def build_cycle(
     ensemble: Ensemble | None,
     average_state: AverageState,
     average_buffers: bool,
-    model: torch.nn.Module | None,
+    model: Buffered | None,
     bucket_bytes: int | None,
     compress: Format | None,
     overlap_steps: int,
@@ -73,7 +81,11 @@ def build_cycle(
         )
     if probe is not None and not callable(probe):
         raise TypeError(f"probe must be callable without arguments and return a loss, got {probe!r}")
-    hyperparameters = expand(explore, groups, spread)
+    ensemble = _ensemble_of(groups) if ensemble is None else ensemble
+    gradients = _gradients_of(optimizer, ensemble, gradients)
+    stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
+    model = stack if model is None else model
+    hyperparameters = expand(explore, groups, spread, stack.hyper.set if stack is not None else None)
     floors = tuple(_floor(h, groups) for h in hyperparameters)
     run = Run(total_steps, sync_every, peak, floors)
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
@@ -84,7 +96,6 @@ def build_cycle(
             f"{type(controller).__name__} needs the averaged parameters at the sync itself, got "
             f"overlap_steps={overlap_steps}: use overlap_steps=0, or the regression controller"
         )
-    ensemble = _ensemble_of(groups) if ensemble is None else ensemble
     if ensemble.size == 1:
         log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
 
@@ -136,6 +147,38 @@ def _ensemble_of(groups: Sequence[Group]) -> Ensemble:
         f"the parameters are sharded over {' and '.join(map(str, meshes))}, which does not tell which processes are "
         "replicas of each other: pass ensemble=hdet_kernels.ProcessEnsemble(mesh) with a 2-D mesh (replicate, shard)"
     )
+
+
+def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: Gradients) -> Gradients:
+    """Check that the optimizer's parameters are those of the replicas that this process holds, and say what their
+    gradients are: a stack knows."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    replicas = {replicas_of(param) for param in params}
+    if replicas == {None}:
+        if ensemble.rows > 1:
+            raise ValueError(
+                f"{ensemble} holds {ensemble.rows} replicas in this process, but the optimizer's parameters are those "
+                "of one: build the optimizer with stack.parameters() of a ReplicaStack"
+            )
+        return gradients
+    if replicas != {ensemble.rows}:
+        raise ValueError(
+            f"the optimizer's parameters are a stack of {', '.join(map(str, replicas))} replicas, and {ensemble} holds "
+            f"{ensemble.rows}: pass ensemble=stack.ensemble"
+        )
+    if not isinstance(getattr(optimizer, "buckets", None), Buckets):
+        raise TypeError(
+            f"{type(optimizer).__name__} has one learning rate for all replicas of a stack: use an optimizer of "
+            "hdet_kernels, such as FusedAdamW(stack.parameters())"
+        )
+    shared = all(isinstance(param, StackedParameter) and param.shares_gradient for param in params)
+    found: Gradients = "shared" if shared else "local"
+    if gradients not in ("auto", found):
+        raise ValueError(
+            f"gradients={gradients!r}, but the stack has {found} ones: leave gradients= out, or build "
+            f"ReplicaStack(…, gradients={gradients!r})"
+        )
+    return found
 
 
 def _chosen_controller(auto_lr: bool | Controller, diverges: bool, run: Run) -> Controller | None:

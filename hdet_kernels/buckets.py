@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .stacked import StackedParameter
+
 #: Bytes that one collective carries. A 124 M-parameter fp32 model travels in one. Between two gloo ranks the size
 #: decides little: 64 MB in place took 89 to 96 ms in buckets of 1 to 512 MiB (``bench/test_converge.py``; packed, 89
 #: to 112 ms in buckets of 4 to 32 MiB, and 159 in one, which has nothing to overlap with). With many replicas it does:
@@ -28,7 +30,8 @@ ALIGN_BYTES = 128
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lives: elements ``offset .. offset + numel`` of flat buffer ``flat``, in memory order."""
+    """Where one parameter lives: elements ``offset .. offset + numel`` of flat buffer ``flat``, in memory order. Of a
+    stacked parameter, where each of its replicas lives in its row."""
 
     flat: int
     offset: int
@@ -37,8 +40,12 @@ class Slot:
     stride: tuple[int, ...]
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's part of a buffer laid out like its own, with the parameter's shape and strides."""
-        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+        """The parameter's part of a buffer laid out like its own, with the parameter's shape and strides; of a buffer
+        [replicas, n], that of all replicas."""
+        if flat.dim() == 1:
+            return torch.as_strided(flat, self.shape, self.stride, self.offset)
+        shape, stride = (flat.shape[0], *self.shape), (flat.stride(0), *self.stride)
+        return torch.as_strided(flat, shape, stride, self.offset)
 
 
 class Buckets:
@@ -46,7 +53,7 @@ class Buckets:
 
     ``params`` keep their identity: ``model.load_state_dict``, autograd, DDP and ``torch.compile`` see the same
     ``Parameter`` objects. A parameter given twice, or tied to another one (same memory, shape and strides), has one
-    slot. Gaps between tensors are zeros.
+    slot. Gaps between tensors are zeros. Stacked parameters, [replicas, …] each, share buffers [replicas, n].
 
     Raises before anything is moved if a parameter cannot be re-homed: not a dense strided tensor, overlapping
     memory, a distributed tensor, or memory shared in part with another parameter.
@@ -59,12 +66,15 @@ class Buckets:
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
         for index, param in enumerate(self.params):
             _check_can_be_homed(index, param)
-        owner = _tied_to(self.params)
+        #: How many replicas the parameters are stacks of; None for plain parameters.
+        self.replicas = _common_replicas(self.params)
+        one = [_one_of(param) for param in self.params]
+        owner = _tied_to(one)
 
         keys: list[tuple[torch.device, torch.dtype]] = []
         ends: list[int] = []
         slots: list[Slot] = []
-        for index, param in enumerate(self.params):
+        for index, param in enumerate(one):
             if owner[index] != index:
                 slots.append(slots[owner[index]])
                 continue
@@ -76,8 +86,10 @@ class Buckets:
             slots.append(Slot(flat, ends[flat], param.numel(), tuple(param.shape), tuple(param.stride())))
             ends[flat] = _aligned(ends[flat] + param.numel(), param.element_size())
         self.slots: tuple[Slot, ...] = tuple(slots)
+        rows = () if self.replicas is None else (self.replicas,)
         self.flats: tuple[Tensor, ...] = tuple(
-            torch.zeros(end, device=device, dtype=dtype) for end, (device, dtype) in zip(ends, keys, strict=True)
+            torch.zeros((*rows, end), device=device, dtype=dtype)
+            for end, (device, dtype) in zip(ends, keys, strict=True)
         )
         #: Float32 copies of half-precision buffers that keep what rounding takes away, where there are any.
         self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)
@@ -318,18 +330,40 @@ def _aligned(elements: int, itemsize: int) -> int:
 def _check_can_be_homed(index: int, param: Tensor) -> None:
     if not isinstance(param, Tensor):
         raise TypeError(f"Buckets expected tensors, parameter {index} is a {type(param).__name__}")
-    if type(param) not in (Tensor, torch.nn.Parameter) or param.layout is not torch.strided:
+    if type(param) not in (Tensor, torch.nn.Parameter, StackedParameter) or param.layout is not torch.strided:
         raise TypeError(
             f"parameter {index} is a {type(param).__name__} of layout {param.layout}; only dense torch tensors can be "
             "moved into contiguous buckets"
         )
     if param.is_meta:
         raise ValueError(f"parameter {index} is on the meta device and has no values yet: materialise the model first")
-    if not is_dense(param):
+    if not is_dense(_one_of(param)):
         raise ValueError(
             f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}: gaps or overlaps in memory "
             "cannot be kept in a bucket; make it contiguous first (param.data = param.data.contiguous())"
         )
+
+
+def replicas_of(param: Tensor) -> int | None:
+    """How many replicas a parameter is a stack of; None for a plain one."""
+    return param.replicas if isinstance(param, StackedParameter) else None
+
+
+def _one_of(param: Tensor) -> Tensor:
+    """One replica of a stacked parameter; any other parameter as it is."""
+    return param if replicas_of(param) is None else param.detach()[0]
+
+
+def _common_replicas(params: Sequence[Tensor]) -> int | None:
+    found = [replicas_of(param) for param in params]
+    for index, count in enumerate(found):
+        if count != found[0]:
+            names = ["a plain one" if n is None else f"a stack of {n} replicas" for n in (found[0], count)]
+            raise ValueError(
+                f"parameter 0 is {names[0]} and parameter {index} {names[1]}; the parameters of one optimizer must be "
+                "those of one stack, or all plain: build an optimizer for each"
+            )
+    return found[0]
 
 
 def _tied_to(params: Sequence[Tensor]) -> list[int]:

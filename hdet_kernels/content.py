@@ -14,6 +14,7 @@ from . import ops
 from .buckets import Slot, flat_view, has_overlap, is_dense, local, wide_dtype
 from .ensemble import Ensemble, ProcessEnsemble
 from .ops.chunks import ChunkTable
+from .ops.stacked_chunks import StackedTable
 
 
 @dataclass(frozen=True)
@@ -116,20 +117,30 @@ class Checksum:
         return total
 
     def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        if self.rows > 1:
-            wide = wide_dtype(tensors[0].device)
-            norms = [torch.linalg.vector_norm(tensor, dim=1, dtype=wide) for tensor in tensors]
-            return torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        sizes = tuple(tensor.numel() for tensor in tensors)
-        wide_elements = tensors[0].dtype == torch.float64
-        key = (tensors[0].device, wide_elements, sizes)
+        sizes = tuple(tensor.numel() // self.rows for tensor in tensors)
+        device, wide_elements = tensors[0].device, tensors[0].dtype == torch.float64
+        key = (device, wide_elements, sizes)
         if key not in self._tables:
-            starts = itertools.accumulate(sizes, initial=0)
-            slots = [Slot(0, start, size, (size,), (1,)) for start, size in zip(starts, sizes, strict=False)]
+            *starts, end = itertools.accumulate(sizes, initial=0)
+            slots = [Slot(0, start, size, (size,), (1,)) for start, size in zip(starts, sizes, strict=True)]
             dtype = torch.float64 if wide_elements else torch.float32
-            self._tables[key] = ChunkTable(slots, [0] * len(slots), tensors[0].device, dtype)
+            rows = [0] * len(slots)  # nothing here has hyperparameters
+            self._tables[key] = (
+                ChunkTable(slots, rows, device, dtype)
+                if self.rows == 1
+                else StackedTable(
+                    slots,
+                    rows,
+                    device,
+                    dtype,
+                    replicas=self.rows,
+                    row_stride=end,
+                    row_count=0,
+                    shares_state=False,
+                )
+            )
         table = self._tables[key]
-        return ops.grad_norm(table, table.match(tensors), backend=self.backend)
+        return ops.grad_norm(table, table.match(tensors), rows=self.rows, backend=self.backend)
 
 
 #: Large odd numbers without a pattern, within 64 bits.

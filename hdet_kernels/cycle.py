@@ -25,12 +25,12 @@ from .gradients import Displacement, fingerprint, weakly
 from .history import Kind, SyncRecord
 from .overlap import Correction, Flight
 from .spread import Placement, Spread
-from .window import LossWindow, scalar
+from .window import Loss, LossWindow, checked_loss
 
 log = logging.getLogger("hdet_kernels")
 
 Gradients = Literal["auto", "shared", "local"]
-Probe = Callable[[], float | Tensor]
+Probe = Callable[[], Loss]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Cycle:
         self.average_state = average_state
         self.overlap_steps = overlap_steps
         self.step = step
-        self.window = LossWindow()
+        self.window = LossWindow(ensemble.rows)
         self.history: list[SyncRecord] = []
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
@@ -98,14 +98,16 @@ class Cycle:
         self.spread.write(self.optimizer.param_groups)
 
     def publish(self) -> None:
-        """Let an optimizer that keeps its hyperparameters on the device write them there now: where its step is part of
-        a captured CUDA graph, it would not get to do so itself."""
+        """The schedule has moved on: tell the optimizer what several replicas have now, and let one that keeps its
+        hyperparameters on the device write them there: where its step is part of a captured CUDA graph, it would not
+        get to do so itself."""
+        self.spread.write_rates(self.optimizer.param_groups)
         if self._write_hyperparameters is not None:
             self._write_hyperparameters()
 
     # A step
 
-    def end_step(self, loss: float | Tensor | None, last_step: int | None) -> bool:
+    def end_step(self, loss: Loss | None, last_step: int | None) -> bool:
         """The optimizer has finished a step; sync where one is due, and land what is due. Raises with nothing changed,
         but that what belongs to the sync before may have landed.
 
@@ -261,7 +263,7 @@ class Cycle:
             return None, None
         try:
             with torch.no_grad():
-                return scalar(self.probe(), "what probe() returns"), None
+                return checked_loss(self.probe(), "what probe() returns", self.ensemble.rows), None
         except Exception as error:
             return None, error
 
@@ -318,6 +320,7 @@ class Cycle:
             "config": self.config,
             "size": self.ensemble.size,
             "replica": self.ensemble.replica,
+            "rows": self.ensemble.rows,
             "step": self.step,
             "shared": self._shared,
             "spread": self.spread.state_dict(),
@@ -364,11 +367,12 @@ class Cycle:
                     "build it with the arguments of the saved run"
                 )
         into_cycle = state["step"] % self.run.sync_every
-        if state["size"] != self.ensemble.size and into_cycle and state["step"] != self.run.total_steps:
+        saved, here = (state["size"], state.get("rows", 1)), (self.ensemble.size, self.ensemble.rows)
+        if saved != here and into_cycle and state["step"] != self.run.total_steps:
             raise ValueError(
-                f"the checkpoint has {state['size']} replicas and was saved {into_cycle} steps into a cycle, this run "
-                f"has {self.ensemble.size}: another number of replicas can resume only where all are equal, at a "
-                f"multiple of sync_every={self.run.sync_every}; save there"
+                f"the checkpoint has {saved[0]} replicas, {saved[1]} in a process, and was saved {into_cycle} steps "
+                f"into a cycle, this run has {here[0]}, {here[1]} in a process: other replicas can resume only where "
+                f"all are equal, at a multiple of sync_every={self.run.sync_every}; save there"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

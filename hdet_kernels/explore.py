@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,12 @@ from .fanout import Spacing, check_spread, multipliers, permutation
 
 Group = dict[str, Any]
 
+#: The key of ``param_groups`` under which a group of stacked parameters has what each replica trains with, by entry.
+PER_REPLICA = "per_replica"
+
+#: Takes a name and the values of the replicas held here.
+Sink = Callable[[str, Sequence[float]], object]
+
 
 @dataclass(frozen=True)
 class Explore:
@@ -27,11 +34,12 @@ class Explore:
 
     Args:
         name: a key of the optimizer's parameter groups (``"weight_decay"``, ``"eps"``, ``"betas[1]"`` for an entry of
-            a tuple), or any name for a scalar of yours, with ``apply``.
+            a tuple), or any name for a scalar of yours, with ``apply``, or with a :class:`hdet_kernels.ReplicaStack`,
+            whose ``hyper[name]`` then has it.
         spread: α, the half width of the multipliers: values lie in base·[1 − α, 1 + α].
         base: the value to explore around. Default for a group key: what the group holds.
         apply: called with this replica's value whenever it changes, for scalars that do not live in the optimizer:
-            ``lambda p: setattr(model.dropout, "p", p)``.
+            ``lambda p: setattr(model.dropout, "p", p)``. With a stack: with the values of its replicas, a tuple.
         bounds: (lowest, highest) value that a replica may ever get.
         spacing: ``"linear"`` or ``"log"``, see :func:`hdet_kernels.multipliers`.
         groups: indices of the parameter groups that are explored. Default: all.
@@ -42,7 +50,7 @@ class Explore:
     name: str
     spread: float = 0.3
     base: float | None = None
-    apply: Callable[[float], object] | None = None
+    apply: Callable[[Any], object] | None = None
     bounds: tuple[float, float] | None = None
     spacing: Spacing = "linear"
     groups: Sequence[int] | None = None
@@ -80,7 +88,7 @@ class Hyperparameter:
     base: float | None
     group: int | None = None
     key: str = ""
-    apply: Callable[[float], object] | None = None
+    apply: Callable[[Any], object] | None = None
 
     def multipliers(self, n: int, *, seed: int, cycle: int) -> NDArray[np.float64]:
         """ρ_{π(r)} of every replica r in this cycle."""
@@ -103,10 +111,22 @@ class Hyperparameter:
         elif self.group is not None:
             write_entry(groups[self.group], self.key, value)
 
+    def write_several(self, groups: Sequence[Group], base: float, values: tuple[float, ...]) -> None:
+        """Give the optimizer group the base and the values of several replicas, or the values to the user's setter."""
+        if self.apply is not None:
+            self.apply(values)
+        elif self.group is not None:
+            group = groups[self.group]
+            write_entry(group, self.key, base)
+            group[PER_REPLICA] = {**group.get(PER_REPLICA, {}), self.key: values}
 
-def expand(explores: Iterable[Explore], groups: Sequence[Group], lr_spread: float) -> list[Hyperparameter]:
+
+def expand(
+    explores: Iterable[Explore], groups: Sequence[Group], lr_spread: float, elsewhere: Sink | None = None
+) -> list[Hyperparameter]:
     """One :class:`Hyperparameter` for every group and scalar: first the learning rates of all groups, in order (those
-    that no ``Explore("lr", …)`` covers have spread ``lr_spread``), then the others. Touches nothing."""
+    that no ``Explore("lr", …)`` covers have spread ``lr_spread``), then the others. ``elsewhere`` takes the values of
+    scalars that are in no group. Touches nothing."""
     check_spread(lr_spread, "linear")
     by_group: dict[int, Explore] = {}
     others: list[Hyperparameter] = []
@@ -115,6 +135,10 @@ def expand(explores: Iterable[Explore], groups: Sequence[Group], lr_spread: floa
             raise TypeError(f"explore= takes hdet_kernels.Explore objects, got {explore!r}")
         if explore.apply is not None:
             others.append(_hyperparameter(explore, explore.name, explore.base))
+            continue
+        if elsewhere is not None and explore.base is not None and _split(explore.name)[0] not in groups[0]:
+            found_elsewhere = replace(explore, apply=partial(elsewhere, explore.name))
+            others.append(_hyperparameter(found_elsewhere, explore.name, explore.base))
             continue
         for group in _covered(explore, groups):
             if explore.name == "lr":
@@ -195,6 +219,12 @@ def write_entry(group: Group, key: str, value: float | torch.Tensor) -> None:
         group[name].fill_(value)
     else:
         group[name] = value
+
+
+def replaced_entry(group: Group, key: str, value: float | torch.Tensor) -> None:
+    """Set the number under ``key`` and leave what was there before, if it is a tensor, alone."""
+    name, index = _split(key)
+    group[name] = value if index is None else tuple(value if i == index else v for i, v in enumerate(group[name]))
 
 
 def _check_decay_bounds(explore: Explore) -> None:

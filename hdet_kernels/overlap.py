@@ -45,7 +45,7 @@ class Correction:
         floating = [*before.all_params, *before.buffers, *before.state.values()]
         for tensor in (*floating, *before.integers):
             _start_from_nothing(tensor, sound)
-        if before.counts is not None and not all(sound):
+        if before.counts is not None and not any(sound):  # the rows of a process are stepped together
             before.counts.zero_()
         pairs = zip([*after.all_params, *after.buffers, *after.state.values()], floating, strict=True)
         differences = iter([_wide(new) - _wide(old) for new, old in pairs])
@@ -88,7 +88,7 @@ class Correction:
             sum_ = target.to(torch.int64) + _here(change, target)
             target.copy_(sum_.clamp_(0, 1) if target.dtype == torch.bool else sum_)
         if content.counts is not None and self.counts is not None and len(content.counts) == len(self.counts):
-            content.counts.copy_((content.counts if all(self.sound) else 0) + self.counts.to(content.counts.device))
+            content.counts.copy_((content.counts if any(self.sound) else 0) + self.counts.to(content.counts.device))
 
     def of_the_consensus(self) -> Correction:
         """The correction of a replica whose parameters and buffers are the mean of all: nothing is left to correct in

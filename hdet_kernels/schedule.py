@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from .assemble import build_cycle, learning_rates, untouched_on_error
+from .assemble import Buffered, build_cycle, learning_rates, untouched_on_error
 from .compress import Format
 from .controller import Controller
 from .converge import AverageState
@@ -19,6 +18,7 @@ from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble
 from .explore import Explore, write_entry
 from .history import SyncRecord
+from .window import Loss
 
 
 class _WithCycle:
@@ -46,9 +46,10 @@ class _WithCycle:
         """The base learning rate of every parameter group now: what the replicas are spread around."""
         return self.cycle.spread.base_rates()
 
-    def record_loss(self, loss: float | Tensor) -> None:
-        """Add a training loss to the current window: any number of times before :meth:`step`, for gradient
-        accumulation and for frameworks that call ``step()`` bare. Never waits for the device."""
+    def record_loss(self, loss: Loss) -> None:
+        """Add a training loss (of a stack, those of its replicas) to the current window: any number of times before
+        :meth:`step`, for gradient accumulation and for frameworks that call ``step()`` bare. Never waits for the
+        device."""
         self.cycle.window.record(loss)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -78,16 +79,18 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         sync_every: T, the steps between two averages. Default: 2.5 % of the run, at most 1000.
         auto_lr: True for the regression controller, False, or a controller. It needs losses: ``step(loss)`` or
             ``record_loss(loss)``. Without any spread there is nothing to learn from, and it is off.
-        probe: returns this replica's loss on a batch that is the same for all replicas; it runs without gradients at
-            every sync at which the controller acts, and replaces the training loss there.
+        probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
+            is the same for all replicas; it runs without gradients at every sync at which the controller acts, and
+            replaces the training loss there.
         explore: more :class:`hdet_kernels.Explore`.
         gradients: ``"shared"`` (averaged at every step, as DDP does), ``"local"``, or ``"auto"``: found out at every
-            sync by comparing the replicas' gradients.
-        ensemble: who the replicas are. Default: the default process group if initialised, else a single replica.
+            sync by comparing the replicas' gradients. A stack knows.
+        ensemble: who the replicas are: ``stack.ensemble`` of a :class:`hdet_kernels.ReplicaStack`, or processes.
+            Default: the default process group if initialised, else a single replica.
         average_state: average the optimizer's moments too: True, False, or ``"auto"``, with local gradients.
         average_buffers: average floating-point buffers (BatchNorm statistics) of ``model``; integer buffers become
             those of the first sound replica.
-        model: the model, needed for its buffers alone.
+        model: the model, needed for its buffers alone; a stack brings its own.
         bucket_bytes: what one collective carries at most. Default: 512 MiB.
         compress: ``"bf16"`` or ``"int8"``: what travels is the difference to the last average in that many bits, and
             what the rounding took follows the next time. Costs two copies of the parameters in memory.
@@ -124,7 +127,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         ensemble: Ensemble | None = None,
         average_state: AverageState = "auto",
         average_buffers: bool = True,
-        model: torch.nn.Module | None = None,
+        model: Buffered | None = None,
         bucket_bytes: int | None = None,
         compress: Format | None = None,
         overlap_steps: int = 0,
@@ -175,7 +178,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
             self._cycle.write()
             self._last_lr = learning_rates(optimizer)
 
-    def step(self, loss: float | Tensor | None = None) -> None:
+    def step(self, loss: Loss | None = None) -> None:
         """After ``optimizer.step()``: record ``loss``, average the replicas if a sync is due, and set the next learning
         rates. ``loss`` may be left out where :meth:`record_loss` was called, or where nothing needs it."""
         if self._cycle is None:  # torch's constructor takes the first values of the schedule
@@ -226,7 +229,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
         ensemble: Ensemble | None = None,
         average_state: AverageState = "auto",
         average_buffers: bool = True,
-        model: torch.nn.Module | None = None,
+        model: Buffered | None = None,
         bucket_bytes: int | None = None,
         compress: Format | None = None,
         overlap_steps: int = 0,
@@ -281,7 +284,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
     def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
         return [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
 
-    def step(self, loss: float | Tensor | None = None) -> None:
+    def step(self, loss: Loss | None = None) -> None:
         """After ``optimizer.step()``, as :meth:`HDETOneCycleLR.step`."""
         # OneCycleLR refuses to go on; the others may be stepped for ever.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None

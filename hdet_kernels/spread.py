@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .controller import Controller, Observation, Run, State
-from .ensemble import Ensemble
-from .explore import Group, Hyperparameter
+from .ensemble import Ensemble, held
+from .explore import PER_REPLICA, Group, Hyperparameter
 
 Array = NDArray[np.float64]
 
@@ -38,6 +38,9 @@ class Placement:
 class Spread:
     """The values of all hyperparameters on all replicas.
 
+    A process that holds one replica gives its values to the optimizer. One that holds several gives the base values,
+    and beside them the values of each of its replicas.
+
     ``hyperparameters`` begin with one learning rate for each parameter group, in order; ``scheduled`` is what the
     schedule says of those now.
     """
@@ -56,7 +59,8 @@ class Spread:
         self.control: State = controller.start(len(self.hyperparameters)) if controller else {}
         self.seed = seed
         self.scheduled = list(scheduled)
-        self._size, self._replica = ensemble.size, ensemble.replica
+        self._size, self._held = ensemble.size, held(ensemble)
+        self._several = ensemble.rows > 1
         self.fan_out(0)
 
     @property
@@ -69,10 +73,10 @@ class Spread:
         return self.controller is not None and self.controller.reads == "losses"
 
     def fan_out(self, cycle: int) -> None:
-        """Take the places of a cycle: multipliers [J, N] of all replicas, and this replica's own."""
+        """Take the places of a cycle: multipliers [J, N] of all replicas, and those of the replicas held here."""
         n = self._size
         self._multipliers = np.stack([h.multipliers(n, seed=self.seed, cycle=cycle) for h in self.hyperparameters])
-        self._own: list[float] = self._multipliers[:, self._replica].tolist()
+        self._own: list[list[float]] = self._multipliers[:, self._held].tolist()
 
     def base(self, index: int) -> Any:
         """The base value η of a hyperparameter now."""
@@ -80,22 +84,33 @@ class Spread:
         start = self.scheduled[index] if hyper.base is None else hyper.base
         return hyper.bounded(self.controller.base(self.control, index, start) if self.controller else start)
 
-    def value(self, index: int) -> Any:
-        """What this replica trains with."""
-        return self.hyperparameters[index].bounded(self.base(index) * self._own[index])
+    def values(self, index: int) -> tuple[Any, ...]:
+        """What each of the replicas held here trains with."""
+        hyper, base = self.hyperparameters[index], self.base(index)
+        return tuple(hyper.bounded(base * multiplier) for multiplier in self._own[index])
 
     def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
-        """This replica's learning rates where the schedule says ``scheduled``."""
+        """The learning rates for the optimizer where the schedule says ``scheduled``: this replica's own, or those that
+        several are spread around."""
         self.scheduled = list(scheduled)
-        return [self.value(index) for index in range(len(self.scheduled))]
+        return self.base_rates() if self._several else [self.values(index)[0] for index in range(len(self.scheduled))]
 
     def base_rates(self) -> list[float | Tensor]:
         return [self.base(index) for index in range(len(self.scheduled))]
 
     def write(self, groups: Sequence[Group]) -> None:
-        """Give the optimizer's groups and the user's setters this replica's values."""
+        """Give the optimizer's groups and the user's setters the values of the replicas held here."""
         for index, hyper in enumerate(self.hyperparameters):
-            hyper.write(groups, self.value(index))
+            if self._several:
+                hyper.write_several(groups, self.base(index), self.values(index))
+            else:
+                hyper.write(groups, self.values(index)[0])
+
+    def write_rates(self, groups: Sequence[Group]) -> None:
+        """Where there are several replicas, give the groups the learning rates of each: the schedule has moved on."""
+        if self._several:
+            for index, group in enumerate(groups):
+                group[PER_REPLICA] = {**group.get(PER_REPLICA, {}), "lr": self.values(index)}
 
     def placement(self) -> Placement:
         """What all replicas train with now."""

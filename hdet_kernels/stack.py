@@ -55,7 +55,7 @@ class ReplicaStack:
         trained = trained_members(module)
         device = trained[0].tensor.device
         among = default_ensemble() if ensemble is None else ensemble
-        self.ensemble = RowEnsemble(replicas, among)
+        self.ensemble = StackEnsemble(self, replicas, among)
         if gradients == "shared" and among.talks and not among.serves(device):
             raise ValueError(f"gradients on {device} cannot travel among {among}: give it a backend for {device.type}")
         self.replicas, self.gradients, self.device = replicas, gradients, device
@@ -243,6 +243,15 @@ class ReplicaStack:
             f"ReplicaStack({self.replicas} × {type(self._template).__name__} of {elements} parameters, "
             f"{self.gradients} gradients, on {self.device})"
         )
+
+
+class StackEnsemble(RowEnsemble):
+    """The replicas of a stack, and as many in each process of ``among``; with the stack itself, whose buffers are
+    averaged and whose ``hyper`` takes explored scalars."""
+
+    def __init__(self, stack: ReplicaStack, replicas: int, among: Ensemble) -> None:
+        super().__init__(replicas, among)
+        self.stack = stack
 
 
 def _is_count(value: object) -> bool:

@@ -1,30 +1,40 @@
-"""The training losses of this replica since the last sync, summed on their own device."""
+"""The training losses since the last sync, summed on their own device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from .buckets import wide_dtype
 
+#: Of one replica, or of several in one process.
+Loss = float | Tensor | Sequence[float]
+
 
 class LossWindow:
-    """Sum and number of the losses recorded since the last sync. Recording never waits for the device."""
+    """Sum and number of the losses recorded since the last sync. Recording never waits for the device.
 
-    def __init__(self) -> None:
+    Of a process that holds several replicas (``rows``) every recorded loss is [rows], and so is their sum."""
+
+    def __init__(self, rows: int = 1) -> None:
+        self.rows = rows
         self.sum: float | Tensor = 0.0
         self.count = 0
         self.ever = False
 
-    def record(self, loss: float | Tensor) -> None:
-        loss = scalar(loss, "the loss")
+    def record(self, loss: Loss) -> None:
+        loss = checked_loss(loss, "the loss", self.rows)
         if not isinstance(loss, Tensor):
             self.sum += loss
         elif isinstance(self.sum, Tensor) and self.sum.device == loss.device:
             self.sum.add_(loss)
         else:
-            self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(float(self.sum))
+            before = self.sum.to(loss.device) if isinstance(self.sum, Tensor) else self.sum
+            self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(before)
         self.count += 1
         self.ever = True
 
@@ -44,14 +54,21 @@ class LossWindow:
         self.sum = saved.clone() if isinstance(saved, Tensor) else saved
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sum": float(self.sum), "count": self.count, "ever": self.ever}
+        total = self.sum.tolist() if isinstance(self.sum, Tensor) else self.sum
+        return {"sum": total, "count": self.count, "ever": self.ever}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sum, self.count, self.ever = state["sum"], state["count"], state["ever"]
+        self.count, self.ever = state["count"], state["ever"]
+        # Nothing recorded is nothing for any number of replicas.
+        total = state["sum"] if self.count else 0.0
+        self.sum = torch.tensor(total, dtype=torch.float64, device="cpu") if isinstance(total, list) else total
 
 
-def scalar(value: object, what: str) -> float | Tensor:
-    """``value`` as a float, or as a detached tensor of no dimensions; raises unless it is one real number."""
+def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
+    """One real number as a float, or as a detached tensor of no dimensions; of several replicas a detached tensor
+    [rows]. Raises if ``value`` is anything else."""
+    if rows > 1:
+        return _of_several(value, what, rows)
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
@@ -66,3 +83,16 @@ def scalar(value: object, what: str) -> float | Tensor:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} must be a number or a scalar tensor, got {type(value).__name__}") from error
+
+
+def _of_several(value: object, what: str, rows: int) -> Tensor:
+    advice = f"pass one for each of the {rows} replicas, as stack.backward() returns them"
+    if not isinstance(value, Tensor):
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
+            raise TypeError(f"{what} of a stack must be [{rows}] numbers, got {value!r}: {advice}")
+        value = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    if tuple(value.shape) != (rows,):
+        raise ValueError(f"{what} of a stack must have shape [{rows}], got {list(value.shape)}: {advice}")
+    if value.is_complex():
+        raise TypeError(f"{what} must be real, got {value.dtype}")
+    return value.detach()

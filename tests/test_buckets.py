@@ -31,6 +31,7 @@ from hdet_kernels.buckets import (
     unique,
     wide_dtype,
 )
+from hdet_kernels.stacked import StackedParameter
 
 ROOT = Path(hdet_kernels.__file__).parents[1]
 PROPERTY = settings(deadline=None, max_examples=60)
@@ -666,3 +667,50 @@ def test_unique_keeps_the_first_of_each_object_in_order() -> None:
     a, b = torch.ones(2), torch.ones(2)
     found = unique(iter([b, a, b, a]))
     assert [id(t) for t in found] == [id(b), id(a)]
+
+
+# Stacked parameters
+
+
+def _stacks(replicas: int = 3) -> list[StackedParameter]:
+    shapes = ((5, 3), (), (0, 2), (7,))
+    return [StackedParameter(torch.randn(replicas, *shape)) for shape in shapes]
+
+
+def test_stacked_parameters_are_rows_of_one_buffer() -> None:
+    params = _stacks()
+    values = [param.detach().clone() for param in params]
+    buckets = Buckets(params)
+    (flat,) = buckets.flats
+    assert buckets.replicas == 3
+    assert flat.shape[0] == 3
+    for param, value, slot in zip(params, values, buckets.slots, strict=True):
+        assert torch.equal(param, value)
+        assert param.stride(0) == flat.shape[1]
+        for row in range(3):
+            assert torch.equal(flat[row, slot.offset : slot.offset + slot.numel], value[row].reshape(-1))
+    with torch.no_grad():
+        params[0].fill_(2.0)
+    assert (flat == 2).sum() == params[0].numel()
+
+
+def test_a_stacked_parameter_that_was_moved_comes_home() -> None:
+    params = _stacks()
+    buckets = Buckets(params)
+    params[3].data = torch.ones(3, 7)
+    assert buckets.moved() == [3]
+    assert buckets.rehome() == [3]
+    assert (buckets.slots[3].view(buckets.flats[0]) == 1).all()
+
+
+def test_rows_keep_the_order_of_their_dimensions() -> None:
+    rows = torch.randn(2, 4, 3, 5, 5).permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    param = StackedParameter(rows)
+    Buckets([param])
+    assert torch.equal(param, rows)
+    assert param.stride()[1:] == rows.stride()[1:]
+
+
+def test_stacks_of_different_numbers_of_replicas_have_no_common_rows() -> None:
+    with pytest.raises(ValueError, match="parameter 0 is a stack of 3 replicas and parameter 4 a stack of 2 replicas"):
+        Buckets([*_stacks(3), *_stacks(2)])

@@ -16,7 +16,7 @@ RUN = Run(1000, 10, 0.3, (None, None))
 
 
 class Place:
-    size, replica = 4, 1
+    size, replica, rows = 4, 1, 1
 
 
 class Listening(RegressionController):

@@ -55,6 +55,7 @@ class Gradients:
     any: bool  # whether there is one at all
     copied: bool = False  # whether one of them had another layout or an unknown dtype and is a copy
     permanent: bool = False  # whether they will be there, at these addresses, in every step to come
+    replicas: int | None = None  # each of the tensors is [replicas, …], and the table has a row for each replica
 
 
 class ChunkTable:
@@ -73,17 +74,22 @@ class ChunkTable:
         self.chunks = torch.from_numpy(chunks_of(whole)).to(device)
         self._gradients = Staged((len(slots), 2), torch.int64, device)
         self._pointed: NDArray[np.int64] | None = None
-        #: Addresses, where they are, their dtype's number, and the table of all that: as it was the last time.
-        self._known: tuple[list[int], list[int] | None, int, NDArray[np.int64]] | None = None
+        #: Addresses, where they are, their dtype's number and layout, and the table of all that: as it was last time.
+        self._known: tuple[list[int], list[int] | None, int, str, NDArray[np.int64]] | None = None
+        self._expect(slots)
+        self._numbers = _dtypes_for(dtype)
+        #: What the buffers must have at least: elements of the flat buffer, rows of the hyperparameter table.
+        self.extent = max((slot.offset + slot.numel for slot in slots), default=0)
+        self.row_count = max(rows, default=-1) + 1
+
+    def _expect(self, slots: Sequence[Slot]) -> None:
+        """Note what :meth:`match` looks for in the gradients, one for each of ``slots``."""
+        self._expected = tuple(slots)
         self._counts = [slot.numel for slot in slots]
         self._empty = [index for index, slot in enumerate(slots) if slot.numel == 0]
         self._plain = [i for i, slot in enumerate(slots) if _is_contiguous(slot)]
         self._permuted = [i for i, slot in enumerate(slots) if not _is_contiguous(slot)]
         self._strides = [slots[i].stride for i in self._permuted]
-        self._numbers = _dtypes_for(dtype)
-        #: What the buffers must have at least: elements of the flat buffer, rows of the hyperparameter table.
-        self.extent = max((slot.offset + slot.numel for slot in slots), default=0)
-        self.row_count = max(rows, default=-1) + 1
 
     def match(self, grads: Sequence[Tensor | None]) -> Gradients:
         """Check one gradient a slot. One that lies in another order than its parameter, or whose dtype the kernels
@@ -99,14 +105,14 @@ class ChunkTable:
                 present = [grads[index] for index in where]
                 addresses = list(map(Tensor.data_ptr, present))  # type: ignore[arg-type]
             if not addresses:
-                return Gradients(grads, np.zeros((len(grads), 2), dtype=np.int64), any=False)
+                return self._matched(grads, np.zeros((len(self.entries), 2), dtype=np.int64), any=False)
             number = self._common_dtype(present, where)
-            in_order = self._in_order(grads, present)
+            layout = self._common_layout(grads, present, where)
         except RuntimeError:  # sparse gradients have no address
             return self._match_one_by_one(grads)
-        if number is None or not in_order or addresses.count(0) != self._empties(where):
+        if number is None or layout is None or addresses.count(0) != self._empties(where):
             return self._match_one_by_one(grads)
-        if self._known is None or self._known[:3] != (addresses, where, number):
+        if self._known is None or self._known[:4] != (addresses, where, number, layout):
             table = np.zeros((len(grads), 2), dtype=np.int64)
             rows = slice(None) if where is None else where
             table[rows, 0] = np.frombuffer(array("q", addresses), dtype=np.int64)  # faster than from a list
@@ -114,8 +120,8 @@ class ChunkTable:
             table[self._empty, 0] = [
                 EMPTY_GRADIENT if grads[index] is not None else NO_GRADIENT for index in self._empty
             ]
-            self._known = addresses, where, number, table
-        return Gradients(grads, self._known[3], any=True)
+            self._known = addresses, where, number, layout, self._for_all_replicas(table, grads)
+        return self._matched(grads, self._known[4], any=True)
 
     def point_at(self, grads: Gradients) -> Tensor:
         """The gradients' rows on the device, written only if one changed."""
@@ -139,18 +145,32 @@ class ChunkTable:
             return len(self._empty)
         return len(set(where).intersection(self._empty))
 
-    def _in_order(self, grads: Sequence[Tensor | None], present: Sequence[Tensor | None]) -> bool:
+    def _common_layout(
+        self, grads: Sequence[Tensor | None], present: Sequence[Tensor | None], where: list[int] | None
+    ) -> str | None:
+        """How all gradients lie in memory, if they lie as their parameters do."""
         if not self._permuted:
-            return all(map(Tensor.is_contiguous, present))  # type: ignore[arg-type]
-        plain = [grad for index in self._plain if (grad := grads[index]) is not None]
-        return all(map(Tensor.is_contiguous, plain)) and all(
-            grad is None or grad.stride() == stride
-            for grad, stride in zip([grads[index] for index in self._permuted], self._strides, strict=True)
-        )
+            in_order = all(map(Tensor.is_contiguous, present))  # type: ignore[arg-type]
+        else:
+            plain = [grad for index in self._plain if (grad := grads[index]) is not None]
+            in_order = all(map(Tensor.is_contiguous, plain)) and all(
+                grad is None or grad.stride() == stride
+                for grad, stride in zip([grads[index] for index in self._permuted], self._strides, strict=True)
+            )
+        return "in order" if in_order else None
+
+    def _matched(
+        self, grads: Sequence[Tensor | None], table: NDArray[np.int64], any: bool, copied: bool = False
+    ) -> Gradients:
+        return Gradients(grads, table, any, copied)
+
+    def _for_all_replicas(self, table: NDArray[np.int64], grads: Sequence[Tensor | None]) -> NDArray[np.int64]:
+        """The table of the gradients, given where each begins."""
+        return table
 
     def _match_one_by_one(self, grads: Sequence[Tensor | None]) -> Gradients:
         tensors: list[Tensor | None] = []
-        table = np.zeros((len(self.entries), 2), dtype=np.int64)
+        table = np.zeros((len(self._expected), 2), dtype=np.int64)
         copied = False
         for index, given in enumerate(grads):
             if given is None:
@@ -160,10 +180,11 @@ class ChunkTable:
             copied |= grad is not given
             tensors.append(grad)
             table[index] = grad.data_ptr() or EMPTY_GRADIENT, self._numbers[grad.dtype]
-        return Gradients(tensors, table, any(tensor is not None for tensor in tensors), copied)
+        there = any(tensor is not None for tensor in tensors)
+        return self._matched(tensors, self._for_all_replicas(table, tensors), there, copied)
 
     def _brought_into_place(self, index: int, grad: Tensor) -> Tensor:
-        slot = self.entries[index]
+        slot = self._expected[index]
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of parameter {index}, of shape {slot.shape}, has layout {grad.layout}; fused optimizers "
@@ -178,8 +199,7 @@ class ChunkTable:
             raise RuntimeError(
                 f"the gradient of parameter {index}, of shape {slot.shape}, has no memory; it was freed before the step"
             )
-        strides = zip(slot.shape, grad.stride(), slot.stride, strict=True)
-        if grad.dtype in self._numbers and all(size == 1 or got == own for size, got, own in strides):
+        if grad.dtype in self._numbers and _same_order(slot, grad.stride()):
             return grad
         dtype = grad.dtype if grad.dtype in self._numbers else self.dtype
         return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=self.device).copy_(grad)
@@ -187,7 +207,10 @@ class ChunkTable:
 
 def flat_gradients(grads: Gradients) -> list[Tensor | None]:
     """The gradients as 1-D tensors in the order of their slots' elements."""
-    return [None if grad is None else flat_view(grad) for grad in grads.tensors]
+    if grads.replicas is None:
+        return [None if grad is None else flat_view(grad) for grad in grads.tensors]
+    rows = range(grads.replicas)
+    return [None if grad is None else flat_view(grad[row]) for row in rows for grad in grads.tensors]
 
 
 def _dtypes_for(param: torch.dtype) -> dict[torch.dtype, int]:
@@ -195,6 +218,11 @@ def _dtypes_for(param: torch.dtype) -> dict[torch.dtype, int]:
     float32 in registers, doubles stay among themselves."""
     wide = param == torch.float64
     return {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES) if (dtype == torch.float64) == wide}
+
+
+def _same_order(slot: Slot, strides: Sequence[int]) -> bool:
+    each = zip(slot.shape, strides, slot.stride, strict=True)
+    return all(size == 1 or got == own for size, got, own in each)
 
 
 def _is_contiguous(slot: Slot) -> bool:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
+from hdet_kernels.explore import PER_REPLICA
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import Gradients
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_seed, check_shapes
@@ -22,8 +23,10 @@ from hdet_kernels.optim.fixed import FixedGradients
 from hdet_kernels.optim.home import homes_of
 from hdet_kernels.optim.hooks import hook_step, light_hooks
 from hdet_kernels.optim.options import Options
+from hdet_kernels.optim.per_replica import drop_foreign, replica_groups, shares_moments
 from hdet_kernels.optim.precision import in_its_precision, unwrapped
 from hdet_kernels.optim.state import ShownState
+from hdet_kernels.stacked import StackedParameter
 
 Closure = Callable[[], float]
 Group = dict[str, Any]
@@ -103,12 +106,13 @@ class FusedOptimizer(Optimizer):
 
     def state_flats(self) -> dict[str, Tensor]:
         """The flat buffers of all floating state (moments; no step counts), laid out like ``buckets.flats`` and named
-        by the number of the flat buffer and the state."""
+        by the number of the flat buffer and the state. What all replicas of a stack share is not among them: it
+        follows from their common gradient, and is no replica's own."""
         return {
             f"{number}/{name}": flat
             for number, home in enumerate(self._homes)
             for name, flat in home.states.items()
-            if flat is not None
+            if flat is not None and (home.replicas == 1 or not home.shares_state)
         }
 
     def step_flats(self) -> list[Tensor]:
@@ -126,8 +130,8 @@ class FusedOptimizer(Optimizer):
         # Whatever can fail comes first: a step happens for all parameters or for none.
         self._look_at_members()
         self._return_home()
-        grads = self._gradients()
         self.write_hyperparameters()
+        grads = self._gradients()
         for home, present in zip(self._homes, grads, strict=True):
             if home.unpublished:
                 self._shown.publish(home, present)
@@ -155,15 +159,21 @@ class FusedOptimizer(Optimizer):
         CUDA graph that has captured the step, if a hyperparameter changed (the schedulers of this package do)."""
         for group in self.param_groups:
             _freeze_betas(group)
-        seen = [self._read(group) for group in self.param_groups]
+        seen = [(*self._read(group), *group.get(PER_REPLICA, {}).items()) for group in self.param_groups]
         # The value of a tensor can change in its place: then the rows are written every time.
         changing = any(isinstance(value, Tensor) for row in seen for value in _flattened(row))
         if not changing and seen == self._seen_rows:
             return
         for group in self.param_groups:
             check_seed(group.get(_SEED, 0))
+        by_group = [replica_groups(group, self.buckets.replicas) for group in self.param_groups]
+        groups = chain.from_iterable(zip(*by_group, strict=True))  # replica by replica
         common = {"max_grad_norm": self._max_grad_norm or 0.0}
-        rows = [self.row(group) | common | {"seed": group.get(_SEED, 0)} for group in self.param_groups]
+        rows = [self.row(group) | common | {"seed": group.get(_SEED, 0)} for group in groups]
+        if self._homes[0].shares_state and not shares_moments(self.rule, rows, len(self.param_groups)):
+            for home in self._homes:
+                home.part_state()
+            self._shown.adopt()
         for table in {id(home.table): home.table for home in self._homes}.values():
             table.write(rows)
         self._seen_rows = None if changing else seen
@@ -213,6 +223,7 @@ class FusedOptimizer(Optimizer):
         for group in state["param_groups"]:
             for name in _HOW:
                 group.pop(name, None)
+            drop_foreign(group)
             for name, value in defaults.items():
                 if name not in _HOW:
                     group.setdefault(name, value)
@@ -251,11 +262,14 @@ class FusedOptimizer(Optimizer):
     def _build(self) -> None:
         """Move all parameters into buckets, and the state that they have along with them."""
         self._check_ties()
-        row_of = {id(param): row for row, group in enumerate(self.param_groups) for param in group["params"]}
+        group_of = {id(param): number for number, group in enumerate(self.param_groups) for param in group["params"]}
         self.buckets = Buckets(param for group in self.param_groups for param in group["params"])
         self.buckets.keep_masters(self.options.has_master)
-        rows = [row_of[id(param)] for param in self.buckets.params]
-        self._homes = homes_of(self.rule, self.buckets, rows, len(self.param_groups), self.options)
+        groups = [group_of[id(param)] for param in self.buckets.params]
+        shares_state = all(isinstance(p, StackedParameter) and p.shares_gradient for p in self.buckets.params)
+        self._homes = homes_of(
+            self.rule, self.buckets, groups, len(self.param_groups), self.options, shares_state=shares_state
+        )
         self._addresses = list(map(Tensor.data_ptr, self.buckets.params))
         self._lists = [(group["params"], len(group["params"])) for group in self.param_groups]
         self._members = [param for members, _ in self._lists for param in members]
@@ -317,21 +331,19 @@ class FusedOptimizer(Optimizer):
         return grads
 
     def _norm(self, grads: list[Gradients]) -> Tensor | None:
-        """The norm of all gradients as they are stored, on the device of the first of them."""
-        norms = [
-            ops.grad_norm(home.chunks, present, backend=self.options.backend)
-            for home, present in zip(self._homes, grads, strict=True)
-            if present.any
-        ]
+        """The norm of all gradients as they are stored, on the device of the first of them; that of each replica where
+        they have their own state."""
+        norms = [home.norm(present) for home, present in zip(self._homes, grads, strict=True) if present.any]
         if len(norms) < 2:
             return norms[0] if norms else None
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
+        gathered = torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
+        return torch.linalg.vector_norm(gathered, dim=0)
 
 
 def _flattened(row: Iterable[Any]) -> Iterator[Any]:
     for value in row:
         if isinstance(value, tuple):
-            yield from value
+            yield from _flattened(value)
         else:
             yield value
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet_kernels.buckets import replicas_of
 from hdet_kernels.ops import DTYPES
 
 
@@ -78,8 +79,10 @@ def check_shapes(state: Mapping[Any, Any]) -> None:
     for param, entries in state.items():
         if not isinstance(param, Tensor):
             continue
+        # Replicas of a stack may share their state.
+        fitting = (param.shape, param.shape[1:]) if replicas_of(param) else (param.shape,)
         for name, value in entries.items():
-            if name != "step" and isinstance(value, Tensor) and value.shape != param.shape:
+            if name != "step" and isinstance(value, Tensor) and value.shape not in fitting:
                 raise ValueError(
                     f"the loaded state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}; "
                     "the state_dict is of another model, or its parameters are in another order"

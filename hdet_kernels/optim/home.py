@@ -11,12 +11,19 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets, Slot
 from hdet_kernels.ops.backends import chosen
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
+from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.options import Options
 
 
 class Home:
-    """``residents[i]`` are the parameters of slot ``i``: one, or several that are tied by sharing their memory."""
+    """``residents[i]`` are the parameters of slot ``i``: one, or several that are tied by sharing their memory.
+    ``groups[i]`` is the number of its parameter group.
+
+    Of stacked parameters ``flat`` is [replicas, n]. As long as their replicas have one gradient and one rule for the
+    moments (``shares_state``) the state is [n]; otherwise, and once :meth:`part_state` was called, every replica has
+    its own, [replicas, n].
+    """
 
     def __init__(
         self,
@@ -24,37 +31,74 @@ class Home:
         flat: Tensor,
         master: Tensor | None,
         residents: list[list[Tensor]],
-        chunks: ChunkTable,
+        slots: Sequence[Slot],
+        groups: Sequence[int],
         table: HyperTable,
         options: Options,
+        *,
+        shares_state: bool,
     ) -> None:
         self.rule, self.options = rule, options
         self.flat, self.master = flat, master
         self.residents = residents
-        self.chunks = chunks
+        self.slots, self.groups = tuple(slots), tuple(groups)
         self.table = table
-        self.steps = torch.zeros(len(residents), dtype=torch.float32, device=flat.device)
-        #: Flat state buffers by their name in torch.optim; None until one is needed.
-        self.states: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[rule])
+        #: None for plain parameters.
+        self.replicas = flat.shape[0] if flat.dim() == 2 else None
         #: Slots whose state is not yet to be seen in ``optimizer.state``.
         self.unpublished: set[int] = set(range(len(residents)))
         self._single = [tied[0] for tied in residents]
         self._tied = [index for index, tied in enumerate(residents) if len(tied) > 1]
-        self._step: ops.Step | None = None
         self._chosen: str | None = None
+        self._lay_out(shares_state)
+
+    def _lay_out(self, shares_state: bool) -> None:
+        self.shares_state = shares_state
+        flat, slots, groups = self.flat, self.slots, self.groups
+        self.chunks: ChunkTable
+        if self.replicas is None:
+            self.chunks = ChunkTable(slots, groups, flat.device, flat.dtype)
+        else:
+            self.chunks = StackedTable(
+                slots,
+                groups,
+                flat.device,
+                flat.dtype,
+                replicas=self.replicas,
+                row_stride=flat.shape[1],
+                row_count=self.table.tensor.shape[0] // self.replicas,
+                shares_state=shares_state,
+            )
+        self.steps = torch.zeros(len(self.chunks.entries), dtype=torch.float32, device=flat.device)
+        #: Flat state buffers by their name in torch.optim; None until one is needed.
+        self.states: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
+        self._step: ops.Step | None = None
+
+    def part_state(self) -> None:
+        """Give every replica its own state, empty at first: it is to be filled with what they shared."""
+        self._lay_out(shares_state=False)
 
     def ensure(self, name: str) -> Tensor:
         """The flat buffer of state ``name``, made of zeros when first asked for."""
         flat = self.states[name]
         if flat is None:
             dtype = self.options.state_dtype_for(self.flat.dtype)
-            flat = self.states[name] = torch.zeros_like(self.flat, dtype=dtype)
+            like = self.flat[0] if self.shares_state else self.flat
+            flat = self.states[name] = torch.zeros_like(like, dtype=dtype)
             self._step = None
         return flat
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Slot ``index`` of a buffer laid out like the parameters, with the shape and strides of its parameter."""
-        return self.chunks.entries[index].view(flat)
+        return self.slots[index].view(flat)
+
+    def count(self, index: int) -> Tensor:
+        """The step count of slot ``index``: of all replicas, or [replicas] where each has its own state."""
+        return self.steps.view(-1, len(self.slots))[:, index] if self._is_parted else self.steps[index]
+
+    @property
+    def _is_parted(self) -> bool:
+        return self.replicas is not None and not self.shares_state
 
     def gradients(self) -> Gradients:
         grads = [param.grad for param in self._single]
@@ -64,26 +108,40 @@ class Home:
             grads[index] = sum(parts[1:], start=parts[0]) if parts else None
         return self.chunks.match(grads)
 
+    def norm(self, grads: Gradients) -> Tensor:
+        """The norm of all gradients as they are stored: one number, or [replicas] where each has its own state."""
+        rows = self.replicas if self._is_parted else None
+        return ops.grad_norm(self.chunks, grads, rows=rows, backend=self.options.backend)
+
     def step(self, grads: Gradients, scalars: ops.Scalars) -> None:
         if self._step is None or self._chosen != chosen():
             self._chosen = chosen()
+            # A parted stack is stepped as one long row of parameters: its tables say which replica each belongs to.
+            flats = (self.flat, self.master, *self.states.values())
+            if self._is_parted or self.replicas == 1:
+                flats = tuple(None if flat is None else flat.view(-1) for flat in flats)
+            param, master, *states = flats
+            assert param is not None
             self._step = ops.Step(
                 self.rule,
-                self.flat,
-                list(self.states.values()),
+                param,
+                states,
                 self.steps,
                 self.table.tensor,
                 self.chunks,
-                master=self.master,
+                master=master,
                 stochastic_rounding=self.options.stochastic_rounding,
                 backend=self.options.backend,
+                rows=param.shape[0] if param.dim() == 2 else 1,
             )
         self._step(grads, scalars.on(self.flat.device))
 
 
-def homes_of(rule: str, buckets: Buckets, rows: Sequence[int], row_count: int, options: Options) -> list[Home]:
-    """A home for each flat buffer. ``rows[i]`` is the hyperparameter row of ``buckets.params[i]``; the homes on one
-    device share one table of ``row_count`` rows."""
+def homes_of(
+    rule: str, buckets: Buckets, groups: Sequence[int], group_count: int, options: Options, *, shares_state: bool
+) -> list[Home]:
+    """A home for each flat buffer. ``groups[i]`` is the parameter group of ``buckets.params[i]``; the homes on one
+    device share one table with a row for each replica and group."""
     tables: dict[torch.device, HyperTable] = {}
     homes: list[Home] = []
     for number, (flat, master) in enumerate(zip(buckets.flats, buckets.masters, strict=True)):
@@ -95,8 +153,9 @@ def homes_of(rule: str, buckets: Buckets, rows: Sequence[int], row_count: int, o
         first = [members[0] for members in tied.values()]
         slots: list[Slot] = [buckets.slots[index] for index in first]
         if flat.device not in tables:
-            tables[flat.device] = HyperTable(row_count, flat.device)
-        chunks = ChunkTable(slots, [rows[index] for index in first], flat.device, flat.dtype)
+            tables[flat.device] = HyperTable((buckets.replicas or 1) * group_count, flat.device)
+        own_groups = [groups[index] for index in first]
         residents = [[buckets.params[index] for index in members] for members in tied.values()]
-        homes.append(Home(rule, flat, master, residents, chunks, tables[flat.device], options))
+        table = tables[flat.device]
+        homes.append(Home(rule, flat, master, residents, slots, own_groups, table, options, shares_state=shares_state))
     return homes

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from hdet_kernels.buckets import replicas_of
 from hdet_kernels.ops import MASTERED, STATE_DTYPES
 
 GradientHome = Literal["autograd", "fixed"]
@@ -60,6 +61,11 @@ class Options:
             raise ValueError(
                 f"parameter {index} is {param.dtype} and asks for gradients of {chosen} (grad_dtype), but "
                 'gradients="fixed" has them in the dtype of the parameter: leave grad_dtype alone, or gradients= out'
+            )
+        if self.gradients == "fixed" and replicas_of(param) is not None:
+            raise ValueError(
+                f'parameter {index} is a stack of {replicas_of(param)} replicas, and gradients="fixed" is for plain '
+                "parameters: leave gradients= out; the gradients of a stack are made anew by stack.backward()"
             )
         if self.stochastic_rounding and param.dtype == torch.float16:
             raise ValueError(

@@ -52,10 +52,12 @@ class ShownState:
         optimizer = self.optimizer
         self._entries = {}
         for home in self.homes:
+            if home.shares_state and any(self._has_rows(home, index) for index in range(len(home.residents))):
+                home.part_state()
             home.unpublished = set(range(len(home.residents)))
             for index, tied in enumerate(home.residents):
-                group = optimizer.param_groups[home.chunks.rows[index]]
-                found: dict[str, Any] = next((optimizer.state[p] for p in tied if optimizer.state.get(p)), {})
+                group = optimizer.param_groups[home.groups[index]]
+                found = self._found(tied)
                 names = optimizer.state_names(group)
                 kept = [name for name in home.states if found.get(name) is not None]
                 for name in dict.fromkeys([*names, *kept]):
@@ -67,7 +69,7 @@ class ShownState:
                 if home.master is not None:
                     home.view(home.master, index).copy_(found.get(MASTER, tied[0]))
                 # A rule without a public step count needs to know only whether it has stepped before.
-                home.steps[index].copy_(torch.as_tensor(found.get("step", 1.0 if kept else 0.0)))
+                home.count(index).copy_(torch.as_tensor(found.get("step", 1.0 if kept else 0.0)))
                 if found or optimizer.eager_state:
                     self._show(home, index, (*names, *kept))
         self._remember()
@@ -83,7 +85,7 @@ class ShownState:
             self.adopt()  # the user has given one a state
             fresh = [index for index in fresh if index in home.unpublished]
         for index in fresh:
-            self._show(home, index, self._names[home.chunks.rows[index]])
+            self._show(home, index, self._names[home.groups[index]])
         self._remember()
 
     def rename(self) -> None:
@@ -103,6 +105,14 @@ class ShownState:
         """Whether any entry is not what was shown."""
         return any(map(self._changed, self._entries))
 
+    def _found(self, tied: Iterable[Tensor]) -> dict[str, Any]:
+        return next((self.optimizer.state[p] for p in tied if self.optimizer.state.get(p)), {})
+
+    def _has_rows(self, home: Home, index: int) -> bool:
+        """Whether there is a state for each replica of a slot."""
+        found, own = self._found(home.residents[index]), home.slots[index].shape
+        return any(isinstance(found.get(name), Tensor) and found[name].shape != own for name in home.states)
+
     def _changed(self, param: Tensor) -> bool:
         return self.optimizer.state.get(param) is not self._entries.get(param)
 
@@ -115,7 +125,7 @@ class ShownState:
         optimizer = self.optimizer
         # Stochastic rounding depends on the count, so it belongs to the checkpoint of every rule then.
         counted = optimizer.shows_step or optimizer.options.stochastic_rounding
-        shown: dict[str, Tensor] = {"step": home.steps[index]} if counted else {}
+        shown: dict[str, Tensor] = {"step": home.count(index)} if counted else {}
         shown |= {name: home.view(home.ensure(name), index) for name in names}
         if home.master is not None:
             shown[MASTER] = home.view(home.master, index)

@@ -1,0 +1,68 @@
+"""Hyperparameters that differ between the replicas of a stack.
+
+A parameter group holds the value that its replicas are spread around; ``group["per_replica"]`` has what each of them
+trains with, by the name of the entry (``"lr"``, ``"betas[1]"``), where they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hdet_kernels.buckets import replicas_of
+from hdet_kernels.explore import PER_REPLICA, replaced_entry
+
+Group = dict[str, Any]
+
+#: Columns of the hyperparameter table that act on the moments.
+_OF_MOMENTS = ("beta1", "beta2", "momentum", "dampening", "nesterov", "amsgrad", "maximize", "max_grad_norm")
+
+
+def replica_groups(group: Group, replicas: int | None) -> list[Group]:
+    """The group as each replica has it; the group itself where there are none."""
+    own: Mapping[str, Sequence[float | Tensor]] = group.get(PER_REPLICA) or {}
+    for key, values in own.items():
+        if len(values) != (replicas or 0):
+            raise ValueError(
+                f"a parameter group has {len(values)} values of {key!r} in {PER_REPLICA!r}, one for each replica, but "
+                f"its parameters are {'plain' if replicas is None else f'a stack of {replicas} replicas'}"
+            )
+    if not own:
+        return [group] * (replicas or 1)
+    return [_of_replica(group, own, replica) for replica in range(replicas or 1)]
+
+
+def drop_foreign(group: Group) -> None:
+    """Forget the values of other replicas than the group's parameters have: those of a loaded state_dict."""
+    replicas = {replicas_of(param) for param in group["params"]}
+    if any(len(values) not in replicas for values in group.get(PER_REPLICA, {}).values()):
+        del group[PER_REPLICA]
+
+
+def _of_replica(group: Group, own: Mapping[str, Sequence[float | Tensor]], replica: int) -> Group:
+    copied = dict(group)
+    for key, values in own.items():
+        replaced_entry(copied, key, values[replica])
+    return copied
+
+
+def shares_moments(rule: str, rows: Sequence[Mapping[str, float | Tensor]], group_count: int) -> bool:
+    """Whether replicas with one gradient keep the same moments. ``rows``: of the hyperparameter table, replica by
+    replica. Their numbers for the moments must be equal, and weight decay must not go through the moments: it would
+    bring in the parameters, which differ."""
+    for index, row in enumerate(rows):
+        first = rows[index % group_count]
+        if any(not _equal(row.get(name, 0.0), first.get(name, 0.0)) for name in _OF_MOMENTS):
+            return False
+        coupled = rule in ("adam", "adagrad") or (rule == "sgd" and not _equal(row["momentum"], 0.0))
+        if coupled and not _equal(row["weight_decay"], 0.0):
+            return False
+    return True
+
+
+def _equal(a: float | Tensor, b: float | Tensor) -> bool:
+    """Whether two numbers are equal as far as can be seen without waiting for a device."""
+    on_device = [isinstance(value, Tensor) and value.device.type != "cpu" for value in (a, b)]
+    return a is b or (not any(on_device) and float(a) == float(b))

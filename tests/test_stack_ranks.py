@@ -1,0 +1,189 @@
+"""A stack of R replicas and R processes under DDP are the same run: on the same batches they take the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, network
+
+import hdet_kernels as hk
+
+REPLICAS = 4
+STEPS = 40
+
+#: Of parameters and losses in float64, after 40 steps that each sum in another order. An error of one rounding
+#: (1e-16) may grow in every step; a wrong gradient, moment or learning rate shows in the second digit.
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+
+#: Torch's optimizer, for the processes, and ours, for the stack; their options, and the norm that gradients are cut to.
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any], float | None]] = {
+    "sgd": (torch.optim.SGD, hk.FusedSGD, {}, None),
+    "sgd-momentum-decay": (torch.optim.SGD, hk.FusedSGD, {"momentum": 0.9, "weight_decay": 0.05}, None),
+    "adam": (torch.optim.Adam, hk.FusedAdam, {}, None),
+    "adam-decay": (torch.optim.Adam, hk.FusedAdam, {"weight_decay": 0.05}, None),
+    "adamw": (torch.optim.AdamW, hk.FusedAdamW, {}, None),
+    "adamw-clip": (torch.optim.AdamW, hk.FusedAdamW, {}, 0.05),
+    "adagrad": (torch.optim.Adagrad, hk.FusedAdagrad, {}, None),
+    "lion": (hk.FusedLion, hk.FusedLion, {}, None),
+}
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def groups_of(params: Any) -> list[dict[str, Any]]:
+    """The weights and biases of two layers (and of a norm between) as two parameter groups."""
+    params = list(params)
+    return [{"params": params[:2]}, {"params": params[2:]}]
+
+
+def schedule(optimizer: Any, **options: Any) -> hk.HDETOneCycleLR:
+    """With the controller active at the syncs after steps 2, 4, … 12."""
+    cycles = "momentum" in optimizer.defaults or "betas" in optimizer.defaults
+    return hk.HDETOneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS, sync_every=2, cycle_momentum=cycles, **options)
+
+
+class Outcome:
+    """What a run shows of one replica: its parameters and buffers after every step, and the history of its syncs."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+        self.history: list[dict[str, Any]] = []
+
+    def note(self, tensors: Any) -> None:
+        self.steps.append(torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).clone())
+
+
+def _process(rank: int, name: str, gradients: str, options: dict[str, Any]) -> Outcome:
+    """One replica in a process of its own."""
+    model = network(options.get("batch_norm", False)).double()
+    ddp = DistributedDataParallel(model, broadcast_buffers=False) if gradients == "shared" else model
+    make, _, arguments, clip = OPTIMIZERS[name]
+    optimizer = make(groups_of(model.parameters()), lr=0.01, **arguments)
+    scheduler = schedule(optimizer, gradients=gradients, model=model, auto_lr=options.get("auto_lr", True))
+    outcome = Outcome()
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = loss_of(ddp, x.double(), y.double())
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step(loss)
+        outcome.note([*model.parameters(), *model.buffers()])
+    outcome.history = [record.to_dict() for record in scheduler.history]
+    return outcome
+
+
+def stacked(first: int, rows: int, name: str, gradients: str, options: dict[str, Any]) -> list[Outcome]:
+    """Replicas ``first`` and on, ``rows`` of them, as a stack."""
+    model = network(options.get("batch_norm", False)).double()
+    stack = hk.ReplicaStack(model, replicas=rows, gradients=gradients)
+    _, make, arguments, clip = OPTIMIZERS[name]
+    optimizer = make(groups_of(stack.parameters()), lr=0.01, max_grad_norm=clip, **arguments)
+    scheduler = schedule(optimizer, ensemble=stack.ensemble, auto_lr=options.get("auto_lr", True))
+    outcomes = [Outcome() for _ in range(rows)]
+    for step in range(STEPS):
+        own = [batch(replica, step) for replica in range(first, first + rows)]
+        x, y = (torch.cat(parts).double() for parts in zip(*own, strict=True))
+        optimizer.zero_grad()
+        losses = stack.backward(loss_of, x, y)
+        optimizer.step()
+        scheduler.step(losses)
+        for row, outcome in enumerate(outcomes):
+            outcome.note(tensor[row] for tensor in (*stack.parameters(), *stack.buffers()))
+    for outcome in outcomes:
+        outcome.history = [record.to_dict() for record in scheduler.history]
+    return outcomes
+
+
+def _stacked_process(rank: int, rows: int, *args: Any) -> list[Outcome]:
+    return stacked(rank * rows, rows, *args)
+
+
+def check_same(stack: list[Outcome], processes: list[Outcome]) -> None:
+    for replica, (mine, theirs) in enumerate(zip(stack, processes, strict=True)):
+        for step, (a, b) in enumerate(zip(mine.steps, theirs.steps, strict=True), start=1):
+            torch.testing.assert_close(a, b, **CLOSE, msg=lambda m, at=(replica, step): f"replica, step {at}: {m}")
+        assert len(mine.history) == len(theirs.history)
+        for a, b in zip(mine.history, theirs.history, strict=True):
+            assert {key: a[key] for key in ("step", "cycle", "kind", "excluded", "gradients")} == {
+                key: b[key] for key in ("step", "cycle", "kind", "excluded", "gradients")
+            }
+            assert a["losses"] == pytest.approx(b["losses"], rel=1e-9)
+            assert a["base"] == pytest.approx(b["base"], rel=1e-9)
+            for key in a["values"]:
+                assert a["values"][key] == pytest.approx(b["values"][key], rel=1e-9)
+
+
+def check_spread(outcomes: list[Outcome]) -> None:
+    """That there was something to compare: replicas apart between syncs and together after them, and a base that the
+    controller has moved."""
+    apart = [torch.equal(a, b) for a, b in zip(outcomes[0].steps, outcomes[1].steps, strict=True)]
+    assert apart[0] is apart[2] is False
+    close = torch.stack([outcome.steps[1] for outcome in outcomes])
+    torch.testing.assert_close(close, close[:1].expand_as(close), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_stack_is_the_processes(name: str, gradients: str) -> None:
+    processes = run_ranks(REPLICAS, _process, name, gradients, {})
+    check_spread(processes)
+    check_same(stacked(0, REPLICAS, name, gradients, {}), processes)
+
+
+def test_the_controller_moved_the_base() -> None:
+    on = stacked(0, REPLICAS, "adamw", "shared", {})[0].history
+    off = stacked(0, REPLICAS, "adamw", "shared", {"auto_lr": False})[0].history
+    assert on[0]["base"] == off[0]["base"], "the first sync still has the schedule's"
+    assert all(abs(on[-1]["base"][name] / off[-1]["base"][name] - 1) > 0.05 for name in ("lr/0", "lr/1"))
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_batch_norm_statistics_are_each_replicas_own(gradients: str) -> None:
+    """Not with Adam: the bias before a norm has a gradient of zero, of which Adam would make steps out of roundings."""
+    name, options = "sgd-momentum-decay", {"batch_norm": True}
+    check_same(stacked(0, REPLICAS, name, gradients, options), run_ranks(REPLICAS, _process, name, gradients, options))
+
+
+def test_the_hypergradient_controller() -> None:
+    options = {"auto_lr": hk.HypergradientController()}
+    check_same(
+        stacked(0, REPLICAS, "adamw", "shared", options), run_ranks(REPLICAS, _process, "adamw", "shared", options)
+    )
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("name", ["adamw-clip", "adam-decay"])
+def test_rows_in_several_processes_are_one_ensemble(name: str, gradients: str) -> None:
+    """Two processes of two rows, and one of four."""
+    both = run_ranks(2, _stacked_process, 2, name, gradients, {})
+    check_same([outcome for rows in both for outcome in rows], stacked(0, REPLICAS, name, gradients, {}))
+
+
+def _syncs_of_rows(rank: int) -> list[tuple[int, int]]:
+    stack = hk.ReplicaStack(network(), replicas=2)
+    optimizer = hk.FusedAdamW(stack.parameters(), lr=0.01)
+    scheduler = schedule(optimizer, ensemble=stack.ensemble)
+    for step in range(4):
+        own = [batch(2 * rank + row, step) for row in range(2)]
+        losses = stack.backward(loss_of, *(torch.cat(parts) for parts in zip(*own, strict=True)))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(losses)
+    return [(record.collectives, len(record.losses)) for record in scheduler.history]
+
+
+def test_rows_in_several_processes_are_averaged_by_one_collective() -> None:
+    for syncs in run_ranks(2, _syncs_of_rows):
+        assert syncs == [(2, 4)] * 2, "the control rows, and one bucket with the mean of the rows"

@@ -1,0 +1,403 @@
+"""The schedulers over a stack: values, losses, syncs and checkpoints of R replicas in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from training import batch, network, same
+
+import hdet_kernels as hk
+from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+
+REPLICAS = 4
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def data(step: int, replicas: int = REPLICAS) -> tuple[Tensor, Tensor]:
+    x, y = (torch.cat(parts) for parts in zip(*(batch(r, step) for r in range(replicas)), strict=True))
+    return x, y
+
+
+class StackTrainer:
+    """Stack, optimizer and scheduler."""
+
+    def __init__(
+        self,
+        *,
+        replicas: int = REPLICAS,
+        gradients: Any = "shared",
+        make_optimizer: Any = hk.FusedAdamW,
+        make_scheduler: Any = hk.HDETOneCycleLR,
+        lr: Any = 0.01,
+        batch_norm: bool = False,
+        **options: Any,
+    ) -> None:
+        self.stack = hk.ReplicaStack(network(batch_norm), replicas, gradients=gradients)
+        self.optimizer = make_optimizer(self.stack.parameters(), lr=lr)
+        options = {"ensemble": self.stack.ensemble, **options}
+        if make_scheduler is hk.HDETOneCycleLR:
+            options = {"max_lr": 0.01, "total_steps": 24, "sync_every": 4, **options}
+        self.scheduler = make_scheduler(self.optimizer, **options)
+        self.loss_fn = loss_of
+
+    def train(self, steps: int) -> StackTrainer:
+        for _ in range(steps):
+            losses = self.stack.backward(self.loss_fn, *data(self.scheduler.last_epoch, self.stack.replicas))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step(losses)
+        return self
+
+    def parameters(self) -> Tensor:
+        """[R, n]"""
+        return torch.cat([p.detach().flatten(1) for p in self.stack.parameters()], dim=1)
+
+    def save(self) -> bytes:
+        file = io.BytesIO()
+        parts = (self.stack, self.optimizer, self.scheduler)
+        torch.save([part.state_dict() for part in parts], file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> StackTrainer:
+        states = torch.load(io.BytesIO(saved), weights_only=True)
+        for part, state in zip((self.stack, self.optimizer, self.scheduler), states, strict=True):
+            part.load_state_dict(state)
+        return self
+
+
+def rates(trainer: StackTrainer, group: int = 0) -> list[float]:
+    return [float(rate) for rate in trainer.optimizer.param_groups[group]["per_replica"]["lr"]]
+
+
+# Values
+
+
+def test_every_replica_has_its_own_learning_rate_and_the_group_the_base() -> None:
+    trainer = StackTrainer(auto_lr=False, spread=0.3)
+    plain = torch.optim.AdamW(network().parameters(), lr=0.01)
+    schedule = OneCycleLR(plain, 0.01, 24)
+    for step in range(8):
+        base = plain.param_groups[0]["lr"]
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(base, rel=1e-12)
+        order = hk.permutation(REPLICAS, seed=0, cycle=step // 4, hyperparameter="lr/0")
+        assert rates(trainer) == pytest.approx(base * hk.multipliers(REPLICAS, 0.3)[order], rel=1e-12)
+        trainer.train(1)
+        plain.step()
+        schedule.step()
+    assert trainer.scheduler.get_last_lr() == [trainer.optimizer.param_groups[0]["lr"]]
+
+
+def test_rates_that_are_tensors() -> None:
+    trainer = StackTrainer(auto_lr=False, lr=torch.tensor(0.01))
+    other = StackTrainer(auto_lr=False)
+    for each in (trainer, other):
+        each.train(6)
+    assert isinstance(trainer.optimizer.param_groups[0]["lr"], Tensor)
+    assert rates(trainer) == pytest.approx(rates(other), rel=1e-6)
+    torch.testing.assert_close(trainer.parameters(), other.parameters(), rtol=1e-5, atol=1e-6)
+
+
+def test_any_scalar_of_the_optimizer_is_explored_by_replica() -> None:
+    explore = [
+        hk.Explore("weight_decay", base=0.1, spread=0.5),
+        hk.Explore("betas[1]", spread=0.005, bounds=(0.9, 0.9999)),
+    ]
+    trainer = StackTrainer(explore=explore, auto_lr=False)
+    own = trainer.optimizer.param_groups[0]["per_replica"]
+    assert sorted(own["weight_decay"]) == pytest.approx(0.1 * hk.multipliers(REPLICAS, 0.5))
+    assert sorted(own["betas[1]"]) == pytest.approx(np.minimum(0.999 * hk.multipliers(REPLICAS, 0.005), 0.9999))
+    trainer.train(8)
+    assert sorted(trainer.scheduler.history[0].values["weight_decay/0"]) == pytest.approx(
+        0.1 * hk.multipliers(REPLICAS, 0.5)
+    )
+
+
+def test_without_spread_all_replicas_are_plain_training_on_the_whole_batch() -> None:
+    trainer = StackTrainer(spread=0.0).train(8)
+    model = network()
+    optimizer = hk.FusedAdamW(model.parameters(), lr=0.01)
+    schedule = OneCycleLR(optimizer, 0.01, 24)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, *data(step)).backward()
+        optimizer.step()
+        schedule.step()
+    expected = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    for row in trainer.parameters():
+        torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stack_of_one_is_a_single_replica() -> None:
+    trainer = StackTrainer(replicas=1).train(8)
+    assert trainer.scheduler.history[-1].values["lr/0"] == [trainer.scheduler.history[-1].base["lr/0"]]
+
+
+def test_another_schedule() -> None:
+    trainer = StackTrainer(
+        make_scheduler=lambda optimizer, **options: hk.HDETScheduler(
+            CosineAnnealingLR(optimizer, 24), sync_every=4, auto_lr=False, **options
+        )
+    )
+    plain = torch.optim.AdamW(network().parameters(), lr=0.01)
+    cosine = CosineAnnealingLR(plain, 24)
+    for _ in range(9):
+        trainer.train(1)
+        plain.step()
+        cosine.step()
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(plain.param_groups[0]["lr"], rel=1e-12)
+        assert np.mean(rates(trainer)) == pytest.approx(plain.param_groups[0]["lr"], rel=1e-12)
+    assert [record.step for record in trainer.scheduler.history] == [4, 8]
+
+
+# Explored scalars of the loss
+
+
+def smoothed(stack: hk.ReplicaStack, seen: list[Tensor]) -> Any:
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen.append(stack.hyper["shift"])
+        return F.mse_loss(model(x), y + stack.hyper["shift"])
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_explored_scalars_reach_the_loss(gradients: str) -> None:
+    explore = [hk.Explore("shift", base=0.5, spread=0.5, bounds=(0.1, 0.7))]
+    trainer = StackTrainer(gradients=gradients, explore=explore, auto_lr=False, spread=0.0)
+    seen: list[Tensor] = []
+    trainer.loss_fn = smoothed(trainer.stack, seen)
+    order = hk.permutation(REPLICAS, seed=0, cycle=0, hyperparameter="shift")
+    values = np.clip(0.5 * hk.multipliers(REPLICAS, 0.5), 0.1, 0.7)[order]
+    torch.testing.assert_close(trainer.stack.hyper["shift"], torch.tensor(values, dtype=torch.float32))
+    x, y = data(0)
+    losses = trainer.stack.backward(trainer.loss_fn, x, y)
+    plain = network()
+    for replica, part in enumerate(zip(x.chunk(REPLICAS), y.chunk(REPLICAS), strict=True)):
+        expected = F.mse_loss(plain(part[0]), part[1] + float(values[replica]))
+        torch.testing.assert_close(losses[replica], expected.detach())
+    assert all(value.dim() == 0 for value in seen)
+    trainer.stack.zero_grad()
+    trainer.train(5)
+    again = hk.permutation(REPLICAS, seed=0, cycle=1, hyperparameter="shift")
+    values = np.clip(0.5 * hk.multipliers(REPLICAS, 0.5), 0.1, 0.7)[again]
+    torch.testing.assert_close(trainer.stack.hyper["shift"], torch.tensor(values, dtype=torch.float32))
+
+
+def test_a_setter_gets_the_values_of_all_replicas() -> None:
+    got: list[Any] = []
+    StackTrainer(explore=[hk.Explore("temperature", base=2.0, apply=got.append)])
+    assert len(got[-1]) == REPLICAS
+    assert sorted(got[-1]) == pytest.approx(2.0 * hk.multipliers(REPLICAS, 0.3))
+
+
+def test_a_scalar_of_the_loss_is_found_by_local_gradients() -> None:
+    """The loss is least without the shift, and the controller finds out to which side to go."""
+    trainer = StackTrainer(
+        gradients="local",
+        explore=[hk.Explore("shift", base=0.5, spread=0.5)],
+        spread=0.0,
+        total_steps=80,
+        sync_every=2,
+        make_optimizer=hk.FusedSGD,
+    )
+    probe = data(1000)
+    trainer.loss_fn = smoothed(trainer.stack, [])
+    trainer.scheduler.cycle.probe = lambda: trainer.stack.losses(loss_of, *probe, same_batch=True)
+    trainer.train(80)
+    assert trainer.scheduler.history[-1].base["shift"] < 0.4
+
+
+# Syncs
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_a_bad_replica_is_left_out_and_healed(gradients: str) -> None:
+    trainer = StackTrainer(gradients=gradients, make_optimizer=hk.FusedAdamW).train(3)
+    first = next(trainer.stack.parameters())
+    losses = trainer.stack.backward(loss_of, *data(3))
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    with torch.no_grad():
+        first[2, 0] = math.nan
+    sound = trainer.parameters()[[0, 1, 3]].double().mean(dim=0)
+    trainer.scheduler.step(losses)
+    assert trainer.scheduler.history[-1].excluded == [2]
+    for row in trainer.parameters():
+        torch.testing.assert_close(row.double(), sound, rtol=1e-6, atol=1e-7)
+    trainer.train(4)
+    assert trainer.scheduler.history[-1].excluded == []
+    assert trainer.parameters().isfinite().all()
+
+
+def test_a_replica_whose_loss_is_not_finite_is_left_out() -> None:
+    trainer = StackTrainer().train(3)
+    losses = trainer.stack.backward(loss_of, *data(3))
+    trainer.optimizer.step()
+    losses[1] = math.inf
+    trainer.scheduler.step(losses)
+    assert trainer.scheduler.history[-1].excluded == [1]
+
+
+def test_when_all_replicas_are_bad_nothing_is_overwritten() -> None:
+    trainer = StackTrainer().train(3)
+    losses = trainer.stack.backward(loss_of, *data(3))
+    trainer.optimizer.step()
+    before = trainer.parameters()
+    with pytest.raises(RuntimeError, match="no replica is sound at step 4"):
+        trainer.scheduler.step(torch.full_like(losses, math.nan))
+    assert torch.equal(trainer.parameters(), before)
+
+
+def test_the_consensus_inside_a_block_and_the_replicas_after_it() -> None:
+    trainer = StackTrainer().train(6)
+    own = trainer.parameters()
+    with trainer.scheduler.consensus():
+        inside = trainer.parameters()
+        averaged = trainer.stack.module()
+    assert torch.equal(trainer.parameters(), own)
+    mean = own.double().mean(dim=0).float()
+    for row in inside:
+        torch.testing.assert_close(row, mean, rtol=1e-6, atol=1e-7)
+    found = torch.cat([p.detach().reshape(-1) for p in averaged.parameters()])
+    torch.testing.assert_close(found, mean, rtol=1e-6, atol=1e-7)
+    trainer.scheduler.converge()
+    assert (trainer.parameters() == trainer.parameters()[:1]).all()
+    assert trainer.scheduler.history[-1].kind == "manual"
+
+
+def test_batch_norm_statistics_are_averaged() -> None:
+    trainer = StackTrainer(batch_norm=True).train(3)
+    buffers = dict(trainer.stack.named_buffers())
+    assert (buffers["norm.running_mean"] != buffers["norm.running_mean"][:1]).any()
+    trainer.train(1)
+    for buffer in buffers.values():
+        assert (buffer == buffer[:1]).all()
+
+
+def test_a_probe_gives_a_loss_of_each_replica() -> None:
+    calls = []
+    trainer = StackTrainer(total_steps=40, sync_every=2)
+
+    def probe() -> Tensor:
+        losses = trainer.stack.losses(loss_of, *data(1000), same_batch=True)
+        calls.append(losses)
+        return losses
+
+    trainer.scheduler.cycle.probe = probe
+    trainer.train(2)
+    assert trainer.scheduler.history[0].probes == pytest.approx(calls[0].tolist())
+
+
+def test_initial_noise_is_that_of_the_processes() -> None:
+    stack = hk.ReplicaStack(network(), 3)
+    hk.warm_noisy_init_(stack.parameters(), seed=7, ensemble=stack.ensemble)
+    for replica in range(3):
+        model, place = network(), SingleReplica()
+        place.replica = replica  # as the process that holds it
+        hk.warm_noisy_init_(model.parameters(), seed=7, ensemble=place)
+        for stacked, plain in zip(stack.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(stacked[replica], plain, rtol=0, atol=0)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("at", [8, 10], ids=["sync", "mid-cycle"])
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("optimizer", [hk.FusedSGD, hk.FusedAdam, hk.FusedAdamW], ids=lambda made: made.__name__)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(optimizer: Any, gradients: str, at: int) -> None:
+    def build() -> StackTrainer:
+        return StackTrainer(
+            gradients=gradients,
+            make_optimizer=optimizer,
+            batch_norm=True,
+            total_steps=40,
+            sync_every=4,
+            explore=[hk.Explore("shift", base=0.5)],
+        )
+
+    whole = build().train(20)
+    saved = build().train(at).save()
+    resumed = build().load(saved).train(20 - at)
+    assert torch.equal(resumed.parameters(), whole.parameters())
+    assert all(map(torch.equal, resumed.stack.buffers(), whole.stack.buffers()))
+    assert same(*([r.to_dict() | {"seconds": 0} for r in each.scheduler.history] for each in (resumed, whole)))
+    assert torch.equal(resumed.stack.hyper["shift"], whole.stack.hyper["shift"])
+
+
+def test_another_number_of_replicas_goes_on_at_a_sync() -> None:
+    trainer = StackTrainer().train(8)
+    scheduler, optimizer = copy.deepcopy(trainer.scheduler.state_dict()), copy.deepcopy(trainer.optimizer.state_dict())
+    other = StackTrainer(replicas=2)
+    other.stack.load_state_dict(trainer.stack.module().state_dict())
+    other.optimizer.load_state_dict(optimizer)
+    other.scheduler.load_state_dict(scheduler)
+    other.train(4)
+    assert [len(record.losses) for record in other.scheduler.history] == [4, 4, 2]
+
+
+def test_in_the_middle_of_a_cycle_it_does_not() -> None:
+    state = StackTrainer().train(6).scheduler.state_dict()
+    with pytest.raises(ValueError, match="has 4 replicas, 4 in a process, and was saved 2 steps into a cycle"):
+        StackTrainer(replicas=2).scheduler.load_state_dict(state)
+
+
+# What is refused
+
+
+def test_losses_must_be_one_for_each_replica() -> None:
+    trainer = StackTrainer()
+    losses = trainer.stack.backward(loss_of, *data(0))
+    trainer.optimizer.step()
+    for given, error, message in (
+        (losses.mean(), ValueError, r"must have shape \[4\], got \[\]: pass one for each of the 4 replicas"),
+        (1.0, TypeError, r"must be \[4\] numbers, got 1.0"),
+        (losses[:3], ValueError, r"must have shape \[4\], got \[3\]"),
+        ("loss", TypeError, "got 'loss'"),
+    ):
+        with pytest.raises(error, match=message):
+            trainer.scheduler.step(given)
+    assert trainer.scheduler.last_epoch == 0
+    trainer.scheduler.step(losses.tolist())
+
+
+def test_the_ensemble_must_be_the_stacks() -> None:
+    stack = hk.ReplicaStack(network(), 4)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    groups = copy.deepcopy({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
+    for ensemble in (None, RowEnsemble(3)):
+        with pytest.raises(ValueError, match=r"a stack of 4 replicas, and .* pass ensemble=stack.ensemble"):
+            hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=ensemble)
+    with pytest.raises(ValueError, match=r"holds 4 replicas in this process, but the optimizer's parameters are those"):
+        hk.HDETOneCycleLR(hk.FusedAdamW(network().parameters()), 0.01, 24, ensemble=stack.ensemble)
+    assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == groups
+
+
+def test_torchs_optimizers_have_one_rate_for_all() -> None:
+    stack = hk.ReplicaStack(network(), 4)
+    with pytest.raises(TypeError, match=r"AdamW has one learning rate for all .* FusedAdamW\(stack.parameters\(\)\)"):
+        hk.HDETOneCycleLR(torch.optim.AdamW(stack.parameters()), 0.01, 24, ensemble=stack.ensemble)
+
+
+def test_gradients_other_than_the_stacks() -> None:
+    stack = hk.ReplicaStack(network(), 4)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    with pytest.raises(ValueError, match="gradients='local', but the stack has shared ones"):
+        hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, gradients="local")
+
+
+def test_a_name_that_is_nowhere_needs_a_base() -> None:
+    with pytest.raises(ValueError, match="'temperature' is not a key of the optimizer's parameter groups"):
+        StackTrainer(explore=[hk.Explore("temperature")])
