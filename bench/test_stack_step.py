@@ -1,0 +1,82 @@
+"""One step of R stacked replicas as a share of the copy bandwidth of the same run, and their initial noise.
+
+    python -m pytest bench/test_stack_step.py --benchmark-only -k gpu
+
+With a shared gradient AdamW must read g, the moments and R parameter rows, and write the moments and the rows: 20 + 8R
+bytes a parameter. With local gradients every replica has all of its own: 28R. Beside it torch's fused AdamW on R
+separate parameters, which moves 28R too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import measure
+import pytest
+import torch
+import ways
+import yardstick
+from torch import nn
+
+import hdet_kernels as hk
+from hdet_kernels.ensemble import RowEnsemble
+from hdet_kernels.stacked import StackedParameter
+
+#: Parameters of each replica.
+ELEMENTS = {"cuda": 2**28, "cpu": 2**18}
+ROWS = {"shared": (2, 4, 8, 16), "local": (2, 8)}
+
+
+def _cases() -> Iterator[Any]:
+    for device in ELEMENTS:
+        for gradients, counts in ROWS.items():
+            for replicas in counts:
+                beside = ("torch-fused",) if gradients == "shared" and replicas <= 8 else ()
+                for way in (*beside, *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
+                    yield ways.case(device, gradients, replicas, way, why_not=ways.why_not(way, device), on_device=True)
+
+
+@pytest.mark.parametrize(("device", "gradients", "replicas", "way"), list(_cases()))
+def test_stack_step(benchmark: Any, device: str, gradients: str, replicas: int, way: str) -> None:
+    yardstick.yardstick(device)
+    count = ELEMENTS[device]
+    shared = gradients == "shared"
+    if way == "torch-fused":
+        separate = [nn.Parameter(torch.ones(count, device=device)) for _ in range(replicas)]
+        optimizer: Any = torch.optim.AdamW(separate, fused=True)
+        gradient = torch.ones(count, device=device)
+        for param in separate:
+            param.grad = gradient
+    else:
+        stacked = StackedParameter(torch.ones(replicas, count, device=device), shares_gradient=shared)
+        optimizer = hk.FusedAdamW([stacked], backend=way.removeprefix("hdet-"))
+        rates = tuple(1e-3 * (1 + row / replicas) for row in range(replicas))
+        optimizer.param_groups[0]["per_replica"] = {"lr": rates}
+        stacked.grad = torch.ones(count if shared else (replicas, count), device=device).expand_as(stacked)
+    benchmark.pedantic(optimizer.step, warmup_rounds=1, **measure.plan(optimizer.step, device, seconds=0.25))
+    bytes_each = 20 + 8 * replicas if shared and way != "torch-fused" else 28 * replicas
+    benchmark.extra_info |= {"parameters": count, "bytes a parameter": bytes_each}
+    yardstick.report(benchmark, device, moved=count * bytes_each, held=count * bytes_each)
+
+
+def _noises() -> Iterator[Any]:
+    for device in ELEMENTS:
+        for way in (f"hdet-{backend}" for backend in ways.BACKENDS[device]):
+            yield ways.case(device, way, why_not=ways.why_not(way, device), on_device=True)
+
+
+@pytest.mark.parametrize(("device", "way"), list(_noises()))
+def test_initial_noise(benchmark: Any, device: str, way: str) -> None:
+    """``warm_noisy_init_`` of 8 replicas: a read of each for its norm, then a read and a write."""
+    yardstick.yardstick(device)
+    replicas, count = 8, ELEMENTS[device] // 8
+    stacked = StackedParameter(torch.ones(replicas, count, device=device))
+
+    def perturb() -> None:
+        hk.warm_noisy_init_([stacked], ensemble=RowEnsemble(replicas), backend=way.removeprefix("hdet-"))
+
+    benchmark.pedantic(perturb, warmup_rounds=1, **measure.plan(perturb, device, seconds=0.25))
+    assert math.isfinite(float(stacked.detach().sum()))
+    yardstick.report(benchmark, device, moved=3 * stacked.nbytes, held=stacked.nbytes)
