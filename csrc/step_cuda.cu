@@ -20,7 +20,10 @@ namespace {
 // and stores, and overlapping the two launches, changed less than one percent.
 constexpr int kPacksPerThread = 2;
 constexpr int kTypicalChunk = 2048;
-// Replicas that share a gradient: a thread loads a pack of so many of them before it stores the first. Not measured.
+// Replicas that share a gradient: a thread loads a pack of so many of them before it stores the first. AdamW on 2²⁸
+// parameters, share of the bandwidth of a copy at 2 / 4 / 8 / 16 replicas, with packs of 4 floats:
+//   2 packs a thread, 1 in flight: 98 96 94 93 %, 2: 99 98 96 95 %, 4: 99 98 97 96 %, 8: 96 98 97 96 %
+//   1 pack a thread,                              2: 96 96 96 95 %, 4: 95 96 95 95 %, 8: 69 79 91 92 %
 constexpr int kRowsInFlight = 4;
 constexpr int kPacksPerThreadOfRows = 2;
 constexpr int kAdvanceThreads = 128;

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hdet_kernels.buckets import wide_dtype
 from hdet_kernels.ops import operators
 from hdet_kernels.ops.chunks import ChunkTable, Gradients, flat_gradients
 from hdet_kernels.ops.rounding import _GOLDEN, _WORD, _mix
@@ -59,7 +60,13 @@ def keys_of(key: Tensor) -> Keys:
 def normals(keys: Keys, position: Tensor) -> Tensor:
     """float32, of the shape of ``position`` (int64)."""
     u = (_word(keys.radius, position).to(torch.float32) + 1.0) * 2.0**-32
-    return (-2.0 * log_of(u)).sqrt() * cos_of_turn(_word(keys.angle, position))
+    return _root(-2.0 * log_of(u)) * cos_of_turn(_word(keys.angle, position))
+
+
+def _root(x: Tensor) -> Tensor:
+    """√x of float32, rounded as IEEE says. torch takes it from a library on some CPUs, which is off by a bit now and
+    then; from float64, with more than twice the digits, it comes out right all the same."""
+    return x.to(wide_dtype(x.device)).sqrt().to(x.dtype)
 
 
 def log_of(u: Tensor) -> Tensor:
