@@ -157,13 +157,19 @@ class Losses:
         return functional_call(self._with_module, tensors, (work,), tie_weights=False)
 
     def _leaves(self, rows: slice, gradients: Collector | None, single: bool = False) -> list[Tensor]:
-        """Rows of all parameters, [k, *shape] or of a ``single`` replica [*shape], as leaves of this pass. They hand
-        their gradients over as they come: those of all parameters do not exist together, unless they are wanted so."""
+        """Rows of all parameters, [k, *shape] or of a ``single`` replica [*shape], for this pass. They hand their
+        gradients over as they come: those of all parameters do not exist together, unless they are wanted so."""
         leaves = [parameter.detach()[rows.start if single else rows] for parameter in self._parameters]
-        for number, (leaf, parameter) in enumerate(zip(leaves, self._parameters, strict=True)):
-            if gradients is not None and parameter.requires_grad:
-                hand_over = functools.partial(_hand_over, functools.partial(gradients.take, number, rows), single)
-                leaf.requires_grad_().register_post_accumulate_grad_hook(hand_over)
+        if gradients is None:
+            return leaves
+        for number, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                take = functools.partial(_take, functools.partial(gradients.take, number, rows), single)
+                leaf = leaves[number].requires_grad_()
+                if gradients.keeps:
+                    leaf.register_post_accumulate_grad_hook(functools.partial(_take_away, take))
+                else:
+                    leaves[number] = _HandedOver.apply(leaf, take)
         return leaves
 
     def _backward(self, loss: Tensor) -> None:
@@ -232,11 +238,30 @@ class _Undo:
                 torch.cuda.set_rng_state(cuda, self._device)
 
 
-def _hand_over(take: Callable[[Tensor], None], single: bool, leaf: Tensor) -> None:
+class _HandedOver(torch.autograd.Function):
+    """A leaf whose gradient goes to ``take`` and nowhere else. Autograd would copy it to give it the leaf's layout, and
+    under vmap the gradients of matrices come transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.take(gradient)
+        return None, None
+
+
+def _take_away(take: Callable[[Tensor], None], leaf: Tensor) -> None:
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None:
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        take(dense[None] if single else dense)
+        take(gradient)
+
+
+def _take(take: Callable[[Tensor], None], single: bool, gradient: Tensor) -> None:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    take(dense[None] if single else dense)
 
 
 def _checked(loss: Any) -> Tensor:
