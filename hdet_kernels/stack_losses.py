@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, vmap
 
 from .stack_batch import Batch
 from .stack_gradients import Collector
 from .stack_hyper import StackHyper
 from .stack_template import Places, Untouched, own_gradients
-from .stack_vmap import Corrected
+from .stack_vmap import Corrected, no_hooks
 
 log = logging.getLogger("hdet_kernels")
 
@@ -113,7 +112,7 @@ class Losses:
         leaves = self._leaves(rows, gradients)
         buffers = [buffer.detach()[rows] for buffer in self._buffers]
         escaped = _functorch.is_functorch_wrapped_tensor
-        with self._untouched(escaped), _no_hooks(), Corrected(self._device):
+        with self._untouched(escaped), no_hooks(), Corrected(self._device):
             loss, changed = vmap(one, randomness="different")(leaves, buffers, self.hyper.rows(rows), batch.rows(rows))
         if gradients is not None:
             self._backward(loss.sum())
@@ -245,11 +244,13 @@ class _HandedOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, take: Callable[[Tensor], None]) -> Tensor:
         ctx.take = take
+        ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.take(gradient)
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        if gradient is not None:
+            ctx.take(gradient)
         return None, None
 
 
@@ -283,19 +284,3 @@ def _code_of(loss_fn: Any) -> object:
         loss_fn = loss_fn.func
     loss_fn = getattr(loss_fn, "__func__", loss_fn)
     return getattr(loss_fn, "__code__", None) or type(loss_fn)
-
-
-@contextlib.contextmanager
-def _no_hooks() -> Iterator[None]:
-    """Refuse activation checkpointing (of the kind that uses hooks) right away under vmap: it would compute forward
-    again in the backward pass, when the replicas' tensors are no longer in the module. Hooks of the caller's stay."""
-    try:
-        refused = disable_saved_tensors_hooks("torch.utils.checkpoint computes forward again, outside of vmap")
-        refused.__enter__()
-    except RuntimeError:  # there are hooks already
-        yield
-        return
-    try:
-        yield
-    finally:
-        refused.__exit__(None, None, None)

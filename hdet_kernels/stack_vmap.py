@@ -6,11 +6,14 @@ lost: losses come out in bf16, layers with a bias in fp32. And it forgets ``padd
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -111,3 +114,19 @@ def _native_embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *a
 def _padded(found: Tensor, indices: Tensor, padding: int) -> Tensor:
     """``found`` [*indices, d] with no gradient where an index is ``padding``."""
     return torch.where((indices == padding)[..., None], found.detach(), found)
+
+
+@contextlib.contextmanager
+def no_hooks() -> Iterator[None]:
+    """Refuse activation checkpointing (of the kind that uses hooks) right away under vmap: it would compute forward
+    again in the backward pass, when the replicas' tensors are no longer in the module. Hooks of the caller's stay."""
+    try:
+        refused = disable_saved_tensors_hooks("torch.utils.checkpoint computes forward again, outside of vmap")
+        refused.__enter__()
+    except RuntimeError:  # there are hooks already
+        yield
+        return
+    try:
+        yield
+    finally:
+        refused.__exit__(None, None, None)
