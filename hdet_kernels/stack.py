@@ -217,7 +217,10 @@ class ReplicaStack:
 
     @torch.no_grad()
     def _copy(self, values: Mapping[tuple[str, ...], Tensor]) -> nn.Module:
-        made = copy.deepcopy(self._template)
+        # Tensors that hang in a graph cannot be copied; torch.nn.utils.weight_norm leaves some as attributes.
+        attributes = (value for part in self._template.modules() for value in vars(part).values())
+        computed = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+        made = copy.deepcopy(self._template, {id(value): value.detach().clone() for value in computed})
         tensors: dict[str, Tensor] = dict(made.named_parameters(remove_duplicate=False))
         tensors.update(made.named_buffers(remove_duplicate=False))
         for names, value in values.items():

@@ -19,7 +19,12 @@ from .travel import Courier
 
 
 class Collector(Protocol):
-    """Takes gradients of some rows of the parameters at a time, one parameter after the other."""
+    """Takes gradients of some rows of the parameters at a time, one parameter after the other.
+
+    keeps: whether it keeps what it takes, which then must be nobody else's.
+    """
+
+    keeps: bool
 
     def begin(self, passes: int) -> None:
         """Forget what was collected; ``passes`` times will there be gradients of some of the rows."""
@@ -33,6 +38,8 @@ class Collector(Protocol):
 
 class LocalGradients:
     """Every replica has its own: ``grad`` is [R, *shape]."""
+
+    keeps = True
 
     def __init__(self, params: Sequence[StackedParameter]) -> None:
         self._params = params
@@ -64,6 +71,8 @@ class SharedGradients:
     A parameter that has a gradient in one process has one in all.
     """
 
+    keeps = False
+
     def __init__(self, params: Sequence[StackedParameter], among: Ensemble) -> None:
         self._params, self._among = params, among
         self._strides = [row_strides(param[0]) for param in params]
@@ -79,14 +88,11 @@ class SharedGradients:
         param, kept = self._params[index], self._kept[index]
         # A sum of several parts would be rounded at each of them.
         dtype = param.dtype if self._passes == 1 else travel_dtype(param.dtype)
-        share = len(gradient) / len(param)
+        mean, share = _mean(gradient, dtype), len(gradient) / len(param)
         if kept is None:
-            kept = self._kept[index] = self._empty(index, dtype)
-            torch.mean(gradient, 0, dtype=dtype, out=kept)
-            if share != 1:
-                kept.mul_(share)
+            self._kept[index] = torch.mul(mean, share, out=self._empty(index, dtype))
         else:
-            kept.add_(gradient.mean(0, dtype=dtype), alpha=share)
+            kept.add_(mean, alpha=share)
 
     def commit(self) -> None:
         means = [
@@ -124,6 +130,14 @@ class SharedGradients:
         if all(present):
             return list(whole)
         return [mean if flag > 0 else None for mean, flag in zip(whole, flags.tolist(), strict=True)]
+
+
+def _mean(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean over dimension 0, in the order of memory of the gradient: those of matrices are transposed, and to
+    reduce them into another order took 7 times as long (8 rows of 512 × 128 on a CPU)."""
+    order = sorted(range(1, gradient.dim()), key=gradient.stride, reverse=True)
+    mean = gradient.permute(0, *order).mean(0, dtype=dtype)
+    return mean.permute([order.index(dim) for dim in range(1, gradient.dim())])
 
 
 def row_strides(row: Tensor) -> tuple[int, ...]:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, vmap
 
 from .stack_batch import Batch
 from .stack_gradients import Collector
 from .stack_hyper import StackHyper
 from .stack_template import Places, Untouched, own_gradients
-from .stack_vmap import Corrected
+from .stack_vmap import Corrected, no_hooks
 
 log = logging.getLogger("hdet_kernels")
 
@@ -113,7 +112,7 @@ class Losses:
         leaves = self._leaves(rows, gradients)
         buffers = [buffer.detach()[rows] for buffer in self._buffers]
         escaped = _functorch.is_functorch_wrapped_tensor
-        with self._untouched(escaped), _no_hooks(), Corrected(self._device):
+        with self._untouched(escaped), no_hooks(), Corrected(self._device):
             loss, changed = vmap(one, randomness="different")(leaves, buffers, self.hyper.rows(rows), batch.rows(rows))
         if gradients is not None:
             self._backward(loss.sum())
@@ -157,13 +156,19 @@ class Losses:
         return functional_call(self._with_module, tensors, (work,), tie_weights=False)
 
     def _leaves(self, rows: slice, gradients: Collector | None, single: bool = False) -> list[Tensor]:
-        """Rows of all parameters, [k, *shape] or of a ``single`` replica [*shape], as leaves of this pass. They hand
-        their gradients over as they come: those of all parameters do not exist together, unless they are wanted so."""
+        """Rows of all parameters, [k, *shape] or of a ``single`` replica [*shape], for this pass. They hand their
+        gradients over as they come: those of all parameters do not exist together, unless they are wanted so."""
         leaves = [parameter.detach()[rows.start if single else rows] for parameter in self._parameters]
-        for number, (leaf, parameter) in enumerate(zip(leaves, self._parameters, strict=True)):
-            if gradients is not None and parameter.requires_grad:
-                hand_over = functools.partial(_hand_over, functools.partial(gradients.take, number, rows), single)
-                leaf.requires_grad_().register_post_accumulate_grad_hook(hand_over)
+        if gradients is None:
+            return leaves
+        for number, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                take = functools.partial(_take, functools.partial(gradients.take, number, rows), single)
+                leaf = leaves[number].requires_grad_()
+                if gradients.keeps:
+                    leaf.register_post_accumulate_grad_hook(functools.partial(_take_away, take))
+                else:
+                    leaves[number] = _HandedOver.apply(leaf, take)
         return leaves
 
     def _backward(self, loss: Tensor) -> None:
@@ -232,11 +237,32 @@ class _Undo:
                 torch.cuda.set_rng_state(cuda, self._device)
 
 
-def _hand_over(take: Callable[[Tensor], None], single: bool, leaf: Tensor) -> None:
+class _HandedOver(torch.autograd.Function):
+    """A leaf whose gradient goes to ``take`` and nowhere else. Autograd would copy it to give it the leaf's layout, and
+    under vmap the gradients of matrices come transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        if gradient is not None:
+            ctx.take(gradient)
+        return None, None
+
+
+def _take_away(take: Callable[[Tensor], None], leaf: Tensor) -> None:
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None:
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        take(dense[None] if single else dense)
+        take(gradient)
+
+
+def _take(take: Callable[[Tensor], None], single: bool, gradient: Tensor) -> None:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    take(dense[None] if single else dense)
 
 
 def _checked(loss: Any) -> Tensor:
@@ -258,19 +284,3 @@ def _code_of(loss_fn: Any) -> object:
         loss_fn = loss_fn.func
     loss_fn = getattr(loss_fn, "__func__", loss_fn)
     return getattr(loss_fn, "__code__", None) or type(loss_fn)
-
-
-@contextlib.contextmanager
-def _no_hooks() -> Iterator[None]:
-    """Refuse activation checkpointing (of the kind that uses hooks) right away under vmap: it would compute forward
-    again in the backward pass, when the replicas' tensors are no longer in the module. Hooks of the caller's stay."""
-    try:
-        refused = disable_saved_tensors_hooks("torch.utils.checkpoint computes forward again, outside of vmap")
-        refused.__enter__()
-    except RuntimeError:  # there are hooks already
-        yield
-        return
-    try:
-        yield
-    finally:
-        refused.__exit__(None, None, None)

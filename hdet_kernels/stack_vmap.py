@@ -6,11 +6,14 @@ lost: losses come out in bf16, layers with a bias in fp32. And it forgets ``padd
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -80,6 +83,8 @@ class Corrected(TorchFunctionMode):
         options = kwargs or {}
         if func is F.embedding:
             return _embedding(*args, **options)
+        if func is torch.embedding:
+            return _native_embedding(*args, **options)
         if func in _LOWER and torch.is_autocast_enabled(self._kind):
             args, options = self._cast((args, options), torch.get_autocast_dtype(self._kind))
         elif func in self._full and torch.is_autocast_enabled(self._kind):
@@ -98,6 +103,30 @@ class Corrected(TorchFunctionMode):
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **options: Any) -> Tensor:
     found = F.embedding(input, weight, None, *args, **options)
-    if padding_idx is None:
-        return found
-    return torch.where((input == padding_idx % weight.shape[0])[..., None], found.detach(), found)
+    return found if padding_idx is None else _padded(found, input, padding_idx % weight.shape[0])
+
+
+def _native_embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *args: Any, **options: Any) -> Tensor:
+    found = torch.embedding(weight, indices, -1, *args, **options)
+    return found if padding_idx < 0 else _padded(found, indices, padding_idx)
+
+
+def _padded(found: Tensor, indices: Tensor, padding: int) -> Tensor:
+    """``found`` [*indices, d] with no gradient where an index is ``padding``."""
+    return torch.where((indices == padding)[..., None], found.detach(), found)
+
+
+@contextlib.contextmanager
+def no_hooks() -> Iterator[None]:
+    """Refuse activation checkpointing (of the kind that uses hooks) right away under vmap: it would compute forward
+    again in the backward pass, when the replicas' tensors are no longer in the module. Hooks of the caller's stay."""
+    try:
+        refused = disable_saved_tensors_hooks("torch.utils.checkpoint computes forward again, outside of vmap")
+        refused.__enter__()
+    except RuntimeError:  # there are hooks already
+        yield
+        return
+    try:
+        yield
+    finally:
+        refused.__exit__(None, None, None)

@@ -160,6 +160,17 @@ def test_a_replica_is_a_plain_module() -> None:
         stack.replica(3)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_a_module_that_keeps_computed_tensors_is_copied() -> None:
+    module = nn.utils.weight_norm(nn.Linear(4, 2))
+    assert not module.weight.is_leaf
+    stack = numbered(hk.ReplicaStack(module, R))
+    x = torch.randn(R, 4)
+    losses = stack.losses(loss_of, x)
+    for r in range(R):
+        torch.testing.assert_close(losses[r], loss_of(stack.replica(r), x[r : r + 1]).detach())
+
+
 def test_the_mean_of_equal_replicas_is_each_of_them() -> None:
     module = model()
     made = hk.ReplicaStack(module, 7).module().state_dict()

@@ -401,6 +401,17 @@ def test_sparse_gradients_become_dense() -> None:
     close(weight.grad[0], expected.mean(0), "weight")
 
 
+def test_an_embedding_called_by_hand_keeps_its_padding() -> None:
+    def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
+        return torch.embedding(model.weight, tokens, 2).square().sum()
+
+    stack = made(nn.Embedding(5, 3), gradients="local")
+    tokens = torch.arange(2 * R).view(-1, 1) % 4
+    expected = separate(stack, list(tokens.chunk(R)), loss_fn)
+    assert not expected[1]["weight"][:, 2].any()
+    check(stack, expected, stack.backward(loss_fn, tokens))
+
+
 # Without gradients
 
 
@@ -599,6 +610,37 @@ def test_errors_of_the_user_are_raised_as_they_are(warned: Warned) -> None:
     assert warned() == [], "vmap is not to blame"
     with pytest.raises(ZeroDivisionError):
         stack.backward(lambda model, x: model(x) / 0 * (1 // 0), batch())
+
+
+def test_vmap_may_fail_later_too(warned: Warned) -> None:
+    how = "together"
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        return y.square().mean() * (1 if how == "together" else float(y.detach().sum()))
+
+    stack = made(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(WIDTH, 1)))
+    modules = [stack.replica(r) for r in range(R)]
+    for how in ("together", "one by one"):
+        expected = torch.stack([loss_fn(m, part) for m, part in zip(modules, batch().chunk(R), strict=True)])
+        close(stack.losses(loss_fn, batch()), expected.detach(), how)
+        assert len(warned()) == (how == "one by one")
+    statistics = dict(stack.named_buffers())
+    for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
+        close(statistics[name], torch.stack([dict(m.named_buffers())[name] for m in modules]), name)
+
+
+def test_too_little_memory_is_not_a_reason_for_the_loop() -> None:
+    calls = []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        raise torch.OutOfMemoryError("too much")
+
+    with pytest.raises(torch.OutOfMemoryError, match="too much") as caught:
+        hk.ReplicaStack(nn.Linear(WIDTH, 1), R).backward(loss_fn, batch())
+    assert caught.value.__notes__ == ["chunk_size=k computes k of the 3 replicas at a time"]
+    assert len(calls) == 1
 
 
 class ListKeeper(nn.Module):
