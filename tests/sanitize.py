@@ -11,6 +11,7 @@ import test_noise
 import test_pack
 import torch
 from test_ops import PRECISIONS, RULES, case_of, make_table
+from test_row_step import replicas_of, rows_for, stacked
 
 from hdet_kernels import ops
 from hdet_kernels.ops.wire import FORMATS, Wire
@@ -36,6 +37,15 @@ def main(backend: str) -> None:
                 case.step(table, backend, scalars, stochastic_rounding=stochastic)
                 case.assert_neighbours_untouched()
                 steps += 1
+                for rows, extra in ((2, 3), (5, 0)):
+                    stack = stacked(replicas_of(name, precision, "cuda", rows, extra, SIZES))
+                    stack.step(make_table("cuda", *rows_for(name, rows)), backend, stochastic_rounding=stochastic)
+                    steps += 1
+    for rows in (1, 3):
+        case = case_of("sgd", SIZES * rows, PRECISIONS["fp32-grad-mixed"], "cuda")
+        grads = case.chunks.match(case.grads)
+        ops.grad_norm(case.chunks, grads, rows=rows, backend=backend)
+        ops.all_finite(case.chunks, grads, rows=rows, backend=backend)
     averages(backend)
     for wide, kinds in test_pack.DTYPES.values():
         for rows, included, divisor in ((1, None, 3.0), (3, (True, False, True), 2.0)):

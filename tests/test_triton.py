@@ -60,8 +60,15 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         _walk_constants("adamw", PRECISIONS["bf16-state-bf16"], stochastic=False),
         90,
     )
+    for name, label in (("adamw", "fp32"), ("sgd-decay", "fp32"), ("adam", "bf16-master"), ("lion", "bf16-state-bf16")):
+        (rule, row), precision = RULES[name], PRECISIONS[label]
+        types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
+        constants = _walk_constants(rule, precision, stochastic=label == "bf16-state-bf16")
+        constants |= {"TOGETHER": triton_kernels.TOGETHER, "BLOCK": triton_kernels.block_of_rows(constants["VECTOR"])}
+        yield f"rows-{name}-{label}", triton_kernels._walk, types, constants, 90
     scalars = {"scale": "*fp32", "norm": "*fp64", "found_inf": "*fp32"}
     tables = {"steps": "*fp32", "table": "*fp64", "slots": "*i64", "gradients": "*i64", "plan": "*i64", "count": "i32"}
+    tables |= {"rows": "i32", "groups": "i32", "rows_per_norm": "i32"}
     for rule in STATES:
         constants = {"RULE": rule, "STOCHASTIC": rule != "adagrad", "SLOTS": triton_kernels.SLOTS}
         numbers = {"numbers": "*fp64" if rule == "adam" else "*fp32"}
@@ -69,6 +76,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         yield f"advance-{rule}", triton_kernels._advance, tables | numbers | given, constants, 90
     for finite in (False, True):
         types = {"chunks": "*i64", "gradients": "*i64", "partials": "*fp64", "count": "i32", "each": "i32"}
+        types["programs"] = "i32"
         yield f"reduce-{finite}", triton_reduce._reduce, types, {"FINITE": finite}, 90
         types = {"partials": "*fp64", "result": "*u8" if finite else "*fp64", "count": "i32"}
         constants = {"FINITE": finite, "PROGRAMS": triton_reduce.PROGRAMS}
@@ -120,10 +128,13 @@ def _flat_types(rule: str, precision: Precision, optional: bool) -> dict[str, st
         "numbers": "*fp64" if precision.param == FP64 else "*fp32",
         "plan": "*i64",
         "chunks": "*i64",
+        "rows": "i32",
+        "row_size": "i64",
+        "slot_count": "i32",
     }
 
 
-def _walk_constants(rule: str, precision: Precision, *, stochastic: bool) -> dict[str, object]:
+def _walk_constants(rule: str, precision: Precision, *, stochastic: bool) -> dict[str, Any]:
     case = make_case(rule, (1,), precision.param, "cpu", optional=True, state=precision.state, master=precision.master)
     grad = precision.grads[0]
     return {
@@ -132,6 +143,7 @@ def _walk_constants(rule: str, precision: Precision, *, stochastic: bool) -> dic
         "RULE": rule,
         "STOCHASTIC": stochastic,
         "VECTOR": triton_kernels.vector_of(grad, *case.flats()),
+        "TOGETHER": 0,
         "BLOCK": triton_kernels.BLOCK,
     }
 
@@ -176,6 +188,9 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
         assert (made[f"adamw-fp32-sm{target}"]["loads"], made[f"adamw-fp32-sm{target}"]["stores"]) == (8, 6)
     for name in ("adamw-bf16-nearest", "adamw-bf16-state-bf16-sm90"):
         assert (made[name]["loads"], made[name]["stores"]) == (4, 3)
+    # One vector for each thread, of the gradient and the states, and of four rows at a time.
+    assert (made["rows-adamw-fp32"]["loads"], made["rows-adamw-fp32"]["stores"]) == (3 + 4, 2 + 4)
+    assert (made["rows-lion-bf16-state-bf16"]["loads"], made["rows-lion-bf16-state-bf16"]["stores"]) == (2 + 4, 1 + 4)
     # 512 elements and one warp: 16 for each thread, four vectors of each buffer.
     for name in ("bf16", "int8"):
         for target in TARGETS:
@@ -204,6 +219,8 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
 def test_a_chunk_is_whole_blocks() -> None:
     for block in (triton_kernels.BLOCK, triton_pack.BLOCK, triton_pack.BLOCK_OF_ROWS, triton_noise.BLOCK):
         assert CHUNK % block == 0
+    for vector in (2, 4, 8):
+        assert CHUNK % triton_kernels.block_of_rows(vector) == 0
     assert CHUNK & (CHUNK - 1) == 0, "Triton's ranges are powers of two"
 
 

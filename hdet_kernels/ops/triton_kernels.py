@@ -1,7 +1,8 @@
 """The Triton backend: the tables of the compiled one, walked by kernels that Triton compiles for the GPU at hand.
 
 A step is two launches. ``_advance`` has one lane a slot: it counts the step and derives the slot's numbers in float64.
-``_walk`` has one program for every ``BLOCK`` elements, which loads those numbers and does the rest.
+``_walk`` has one program for every ``BLOCK`` elements, which loads those numbers and does the rest, for one replica or
+for all that share a gradient.
 """
 # mypy: disable-error-code="no-untyped-def"
 # What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
@@ -25,13 +26,18 @@ from hdet_kernels.ops.triton_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
 from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
-from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, update
+from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, move, push
 from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
 
 #: Elements of one program of ``_walk``, and its warps: 8 elements a thread. Measured on an H200 with AdamW in fp32 and
 #: a table of chunks: 1024 with 4 warps did best, 90–97 % of the copy bandwidth; 4096 and more fell to 66–76 %.
 BLOCK = 1024
 WARPS = 4
+
+#: Where replicas share a gradient: vectors of a thread, and of how many replicas their loads are in flight at a time.
+#: Not measured.
+VECTORS_OF_ROWS = 1
+TOGETHER = 4
 
 #: Slots of one program of ``_advance``. It moves some hundred bytes a slot: any shape does.
 SLOTS = 128
@@ -49,7 +55,7 @@ _EMPTY_GRADIENT = tl.constexpr(EMPTY_GRADIENT)
 _ALIGNED = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "rows", "groups", "rows_per_norm"])
 def _advance(
     steps,
     table,
@@ -61,32 +67,45 @@ def _advance(
     numbers,
     plan,
     count,
+    rows,
+    groups,
+    rows_per_norm,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Fill ``numbers`` [slots, NUMBERS] and ``plan`` [slots, 3]: the address of the gradient, or NO_GRADIENT where the
-    slot is to be left alone, its dtype, and the key of the random bits."""
+    """Fill ``numbers`` [rows, slots, NUMBERS] and ``plan`` [rows, slots, 3]: the address of the gradient (NO_GRADIENT
+    where the slot is to be left alone) and its dtype, both for replica 0 alone, and the key of the random bits. The
+    table has ``groups`` rows a replica."""
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < count
-    row = table + tl.load(slots + slot * 3 + 2, mask=inside, other=0) * _COLUMNS
+    group = tl.load(slots + slot * 3 + 2, mask=inside, other=0)
+    first = table + group * _COLUMNS  # of replica 0, which decides on the gradient
     address = tl.load(gradients + slot * 2, mask=inside, other=_NO_GRADIENT)
     if found_inf is not None:
         address = tl.where(tl.load(found_inf) > 0, _NO_GRADIENT, address)
     before = tl.load(steps + slot, mask=inside, other=0.0)
     t = tl.abs(before).to(tl.float64) + 1
+    if norm is not None:
+        norm += group // rows_per_norm
+    factor = gradient_factor(first, scale, norm, inside)
 
-    n, mine = numbers + slot * _NUMBERS, plan + slot * 3
-    tl.store(n, gradient_factor(row, scale, norm, inside), mask=inside)
-    derive(RULE, n, row, t, before <= 0, inside)
-    tl.store(mine, address, mask=inside)
-    tl.store(mine + 1, tl.load(gradients + slot * 2 + 1, mask=inside, other=0), mask=inside)
-    if STOCHASTIC:
-        tl.store(mine + 2, key_of(column(row, SEED, inside), t).to(tl.int64), mask=inside)
-    tl.store(steps + slot, count_after(RULE, row, before, t, inside), mask=inside & (address != _NO_GRADIENT))
+    tl.store(plan + slot * 3, address, mask=inside)
+    tl.store(plan + slot * 3 + 1, tl.load(gradients + slot * 2 + 1, mask=inside, other=0), mask=inside)
+    # One replica after the other: other lanes would read the counts that these write.
+    replica = tl.cast(0, tl.int64)
+    while replica < rows:
+        row, mine = first + replica * groups * _COLUMNS, replica * count + slot
+        n = numbers + mine * _NUMBERS
+        tl.store(n, factor, mask=inside)
+        derive(RULE, n, row, t, before <= 0, inside)
+        if STOCHASTIC:
+            tl.store(plan + mine * 3 + 2, key_of(column(row, SEED, inside), t).to(tl.int64), mask=inside)
+        replica += 1
+    tl.store(steps + slot, count_after(RULE, first, before, t, inside), mask=inside & (address != _NO_GRADIENT))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "row_size", "slot_count"])
 def _walk(
     param,
     master,
@@ -96,14 +115,19 @@ def _walk(
     numbers,
     plan,
     chunks,
+    rows,
+    row_size,
+    slot_count,
     NUMBER: tl.constexpr,
     TYPE: tl.constexpr,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     VECTOR: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Step the slots whose gradient has dtype ``TYPE``, which is number ``NUMBER`` in the tables."""
+    """Step the slots whose gradient has dtype ``TYPE``, which is number ``NUMBER`` in the tables: of one replica
+    (``TOGETHER`` 0), or of ``rows`` that share the gradient, ``TOGETHER`` of them at a time."""
     program = tl.program_id(0).to(tl.int64)
     chunk = chunks + program // (_CHUNK // BLOCK) * 4
     begin = program % (_CHUNK // BLOCK) * BLOCK
@@ -115,7 +139,11 @@ def _walk(
         offset = tl.load(chunk)
         lanes = tl.arange(0, BLOCK)
         first = address.to(tl.pointer_type(TYPE)) + tl.load(chunk + 1) + begin
-        if (count >= BLOCK) & (address % _ALIGNED == 0) & (offset % VECTOR == 0):
+        stride, step = tl.cast(row_size, tl.int64), tl.cast(slot_count, tl.int64)
+        whole = (count >= BLOCK) & (address % _ALIGNED == 0) & (offset % VECTOR == 0)
+        if TOGETHER > 0:
+            whole = whole & (stride % VECTOR == 0)
+        if whole:
             # What was just tested, said so that the compiler sees it: VECTOR elements are one access.
             grad = tl.multiple_of(first + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
             at = offset // VECTOR * VECTOR + begin + lanes
@@ -123,13 +151,22 @@ def _walk(
             halves = tl.reshape(tl.broadcast_to(tl.arange(0, BLOCK // 2)[:, None], [BLOCK // 2, 2]), [BLOCK])
             pair = ((offset + begin) >> 1) + halves
             inside = tl.full([BLOCK], True, tl.int1)
-            _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
+            if TOGETHER > 0:
+                stride = stride // VECTOR * VECTOR
+                flats = (param, master, state0, state1, state2)
+                _rows(*flats, n, mine, grad, at, pair, inside, rows, stride, step, RULE, STOCHASTIC, TOGETHER)
+            else:
+                _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
         else:
             grad = first + lanes
             at = offset + begin + lanes
             pair = at >> 1
             inside = lanes < count
-            _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
+            if TOGETHER > 0:
+                flats = (param, master, state0, state1, state2)
+                _rows(*flats, n, mine, grad, at, pair, inside, rows, stride, step, RULE, STOCHASTIC, TOGETHER)
+            else:
+                _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
 
 
 @triton.jit
@@ -150,25 +187,84 @@ def _block(
 ):
     """Step elements ``at`` of the flat buffers, as far as they are ``inside``, by the gradients at ``grad``."""
     wide: tl.constexpr = n.dtype.element_ty
-    stored = tl.load(param + at, mask=inside, other=0.0)
-    theta = stored.to(wide)
-    if master is not None:
-        # The master, as long as the parameter is its rounding to the bit.
-        full = tl.load(master + at, mask=inside, other=0.0)
-        same = nearest(full, stored.dtype).to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
-        theta = tl.where(same, full, theta)
-    random = pair
-    if STOCHASTIC:
-        random = random_base(pair, tl.load(mine + 2).to(tl.uint32))
+    theta = _in_full(param, master, at, inside, wide)
+    random = _random(pair, mine, STOCHASTIC)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
-    theta = update(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+    direction, other = push(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+    theta = move(RULE, theta, direction, other, n)
     if master is not None:
         tl.store(master + at, theta, mask=inside)
     write(param, at, theta, inside, random, 0, STOCHASTIC)
 
 
+@triton.jit
+def _rows(
+    param,
+    master,
+    state0,
+    state1,
+    state2,
+    n,
+    mine,
+    grad,
+    at,
+    pair,
+    inside,
+    rows,
+    stride,
+    step,
+    RULE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """The same in every row of the parameters, ``stride`` elements apart; their numbers are ``step`` slots apart."""
+    wide: tl.constexpr = n.dtype.element_ty
+    grad, at, pair, inside = grad[None, :], at[None, :], pair[None, :], inside[None, :]
+    g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
+    theta = g
+    if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
+        # Replica 0's decay, as an L2 penalty. Where there is none, as it should be, nothing is read.
+        theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
+    random = _random(pair, mine, STOCHASTIC)
+    direction, other = push(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+    # The first of the rows is a scalar: pointers that the loop advances would be of another layout.
+    first = tl.cast(0, tl.int64)
+    while first < rows:
+        row = first + tl.arange(0, TOGETHER)[:, None]
+        there = (row < rows) & inside
+        row = tl.minimum(row, rows - 1)  # numbers are loaded for rows that are not there, too
+        start, own = row * stride, n + row * (step * _NUMBERS)
+        moved = move(RULE, _in_full(param, master, start + at, there, wide), direction, other, own)
+        if master is not None:
+            tl.store(master + (start + at), moved, mask=there)
+        own_random = _random(pair, mine + row * (step * 3), STOCHASTIC)
+        write(param + start, at, moved, there, own_random, 0, STOCHASTIC)
+        first += TOGETHER
+
+
+@triton.jit
+def _in_full(param, master, at, inside, wide: tl.constexpr):
+    """The parameters, or their masters as long as a parameter is its master's rounding to the bit."""
+    stored = tl.load(param + at, mask=inside, other=0.0)
+    theta = stored.to(wide)
+    if master is not None:
+        full = tl.load(master + at, mask=inside, other=0.0)
+        same = nearest(full, stored.dtype).to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
+        theta = tl.where(same, full, theta)
+    return theta
+
+
+@triton.jit
+def _random(pair, mine, STOCHASTIC: tl.constexpr):
+    """What the random words start from; without stochastic rounding anything."""
+    random = pair
+    if STOCHASTIC:
+        random = random_base(pair, tl.load(mine + 2).to(tl.uint32))
+    return random
+
+
 def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
-    chunks, rounding = work.chunks, work.stochastic_rounding
+    chunks, rounding, rows = work.chunks, work.stochastic_rounding, work.rows
     operator = partial(_operators()[0], *work.flats, chunks.slots, chunks.chunks)
     known: tuple[object, list[int]] = (None, [])  # the table of the last step, and what occurs in it
 
@@ -176,7 +272,7 @@ def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
         nonlocal known
         if grads.table is not known[0]:
             known = grads.table, dtypes_of(grads)
-        operator(chunks.point_at(grads), known[1], *scalars, rounding)
+        operator(chunks.point_at(grads), known[1], *scalars, rounding, rows)
 
     return run
 
@@ -187,13 +283,13 @@ def dtypes_of(grads: Gradients) -> list[int]:
     return np.flatnonzero(np.bincount(to_read)).tolist()
 
 
-def grad_norm(chunks: ChunkTable, grads: Gradients) -> Tensor:
-    norm: Tensor = _operators()[1](chunks.chunks, chunks.point_at(grads))
-    return norm
+def grad_norm(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+    norms: Tensor = _operators()[1](chunks.chunks, chunks.point_at(grads), rows)
+    return norms
 
 
-def all_finite(chunks: ChunkTable, grads: Gradients) -> Tensor:
-    finite: Tensor = _operators()[2](chunks.chunks, chunks.point_at(grads))
+def all_finite(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+    finite: Tensor = _operators()[2](chunks.chunks, chunks.point_at(grads), rows)
     return finite
 
 
@@ -202,7 +298,7 @@ def _operators() -> tuple[Any, Any, Any]:
     """As ``csrc/library.cpp`` declares the compiled ones, but for ``dtypes``: what occurs is known on the host, and
     decides which kernels are launched."""
     tables = "Tensor slots, Tensor chunks, Tensor gradients, int[] dtypes"
-    reading = "Tensor chunks, Tensor gradients"
+    reading = "Tensor chunks, Tensor gradients, int rows"
     return (
         operators.register(
             "triton_step_", f"{operators.FLATS}, {tables}, {operators.SCALARS}", "()", _step, operators.fake_step
@@ -229,6 +325,7 @@ def _step(
     norm: Tensor | None,
     found_inf: Tensor | None,
     stochastic_rounding: bool,
+    rows: int,
 ) -> None:
     count = len(slots)
     if count == 0:
@@ -236,8 +333,9 @@ def _step(
     structure = {"RULE": _RULES[rule], "STOCHASTIC": stochastic_rounding}
     flats = (param, master, state0, state1, state2)
     wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-    numbers = torch.empty((count, NUMBERS), dtype=wide, device=param.device)
-    plan = torch.empty((count, 3), dtype=torch.int64, device=param.device)
+    numbers = torch.empty((rows, count, NUMBERS), dtype=wide, device=param.device)
+    plan = torch.empty((rows, count, 3), dtype=torch.int64, device=param.device)
+    together = 0 if rows == 1 else min(TOGETHER, triton.next_power_of_2(rows))
     with torch.cuda.device_of(param):
         _advance[(triton.cdiv(count, SLOTS),)](
             steps,
@@ -250,20 +348,29 @@ def _step(
             numbers,
             plan,
             count,
+            rows,
+            len(table) // rows,
+            len(table) // (1 if norm is None else norm.numel()),
             SLOTS=SLOTS,
             **structure,
         )
         for number in dtypes if len(chunks) else ():
             dtype = GRADIENT_DTYPES[number]
-            _walk[(len(chunks) * (CHUNK // BLOCK),)](
+            vector = vector_of(dtype, *flats)
+            block = BLOCK if rows == 1 else block_of_rows(vector)
+            _walk[(len(chunks) * (CHUNK // block),)](
                 *flats,
                 numbers,
                 plan,
                 chunks,
+                rows,
+                param.numel() // rows,
+                count,
                 NUMBER=number,
                 TYPE=_TYPES[dtype],
-                VECTOR=vector_of(dtype, *flats),
-                BLOCK=BLOCK,
+                VECTOR=vector,
+                TOGETHER=together,
+                BLOCK=block,
                 num_warps=WARPS,
                 **structure,
             )
@@ -273,3 +380,8 @@ def vector_of(gradient: torch.dtype, *flats: Tensor | None) -> int:
     """Elements of a vector access: 16 bytes of the widest. Longer vectors of the narrow ones would give threads other
     elements of them, and the compiler would carry those over through shared memory."""
     return 16 // max(gradient.itemsize, *(flat.element_size() for flat in flats if flat is not None))
+
+
+def block_of_rows(vector: int) -> int:
+    """Elements of one program where replicas share a gradient."""
+    return WARPS * 32 * vector * VECTORS_OF_ROWS

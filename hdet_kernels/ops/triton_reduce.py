@@ -1,4 +1,4 @@
-"""The norm of all gradients and whether they are finite, in Triton: one launch reads them, a small one finishes.
+"""The norm of all gradients and whether they are finite, by rows, in Triton: one launch reads, a small one finishes.
 
 There are no atomics: every program writes a partial of its own, and they are summed in a fixed order.
 """
@@ -30,12 +30,14 @@ _BFLOAT16 = tl.constexpr(GRADIENT_DTYPES.index(torch.bfloat16))
 _ALIGNED = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["count", "each"])
-def _reduce(chunks, gradients, partials, count, each, FINITE: tl.constexpr):
-    """One partial for ``each`` chunks: Σ g², or (``FINITE``) how many elements are not finite."""
+@triton.jit(do_not_specialize=["count", "each", "programs"])
+def _reduce(chunks, gradients, partials, count, each, programs, FINITE: tl.constexpr):
+    """One partial for ``each`` chunks: Σ g², or (``FINITE``) how many elements are not finite. A row has ``count``
+    chunks, which ``programs`` programs share."""
     total = tl.cast(0.0, tl.float64)
-    index = tl.program_id(0) * each
-    end = tl.minimum(index + each, count)
+    row = tl.program_id(0) // programs
+    index = row * count + tl.program_id(0) % programs * each
+    end = tl.minimum(index + each, (row + 1) * count)
     while index < end:  # not a range: the interpreter of Triton 3.6 cannot run over one with a recent numpy
         chunk = chunks + tl.cast(index, tl.int64) * 4
         start = tl.load(chunk + 1)
@@ -84,31 +86,33 @@ def _reduce_block(g, FINITE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _finish(partials, result, count, FINITE: tl.constexpr, PROGRAMS: tl.constexpr):
+    row = tl.program_id(0)
     lanes = tl.arange(0, PROGRAMS)
-    total = tl.sum(tl.load(partials + lanes, mask=lanes < count, other=0.0))
+    total = tl.sum(tl.load(partials + row * count + lanes, mask=lanes < count, other=0.0))
     if FINITE:
-        tl.store(result, (total == 0).to(tl.uint8))
+        tl.store(result + row, (total == 0).to(tl.uint8))
     else:
-        tl.store(result, tl.sqrt(total))
+        tl.store(result + row, tl.sqrt(total))
 
 
-def grad_norm(chunks: Tensor, gradients: Tensor) -> Tensor:
-    result = chunks.new_empty((), dtype=torch.float64)
+def grad_norm(chunks: Tensor, gradients: Tensor, rows: int) -> Tensor:
+    result = chunks.new_empty((rows,), dtype=torch.float64)
     _read_once(chunks, gradients, result, finite=False)
     return result
 
 
-def all_finite(chunks: Tensor, gradients: Tensor) -> Tensor:
-    result = chunks.new_empty((), dtype=torch.bool)
+def all_finite(chunks: Tensor, gradients: Tensor, rows: int) -> Tensor:
+    result = chunks.new_empty((rows,), dtype=torch.bool)
     _read_once(chunks, gradients, result.view(torch.uint8), finite=True)
     return result
 
 
 def _read_once(chunks: Tensor, gradients: Tensor, result: Tensor, *, finite: bool) -> None:
-    count = len(chunks)
-    each = max(triton.cdiv(count, PROGRAMS), 1)
+    rows = len(result)
+    count = len(chunks) // rows
+    each = max(triton.cdiv(count, max(PROGRAMS // rows, 1)), 1)
     programs = max(triton.cdiv(count, each), 1)
-    partials = torch.empty(programs, dtype=torch.float64, device=chunks.device)
+    partials = torch.empty(rows * programs, dtype=torch.float64, device=chunks.device)
     with torch.cuda.device_of(chunks):
-        _reduce[(programs,)](chunks, gradients, partials, count, each, FINITE=finite, num_warps=WARPS)
-        _finish[(1,)](partials, result, programs, FINITE=finite, PROGRAMS=PROGRAMS)
+        _reduce[(rows * programs,)](chunks, gradients, partials, count, each, programs, FINITE=finite, num_warps=WARPS)
+        _finish[(rows,)](partials, result, programs, FINITE=finite, PROGRAMS=PROGRAMS)

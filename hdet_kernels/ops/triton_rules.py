@@ -1,9 +1,11 @@
-"""The update rules in Triton's language; ``reference.py`` has their equations.
+"""The update rules in Triton's language; ``reference_rules.py`` has their equations.
 
-A rule has two functions, side by side. ``_derive_…`` runs once a slot: it forms in float64 what is the same for every
+A rule has three functions, side by side. ``_derive_…`` runs once a slot: it forms in float64 what is the same for every
 element, and stores it, rounded once to the precision of the arithmetic, as the slot's *numbers* 1 and on (number 0, for
-every rule, is what gradients are multiplied by). ``_update_…`` runs once an element: it loads the numbers, reads and
-writes its states, and returns the parameter.
+every rule, is what gradients are multiplied by). ``_push_…`` and ``_move_…`` run once an element. The first takes the
+gradient into the states, which it reads and writes, and returns a direction and what the direction is divided by, or
+whatever else replicas share; the second returns the parameter. ``n`` is where the numbers are: of one replica, or
+[replicas, 1] of them.
 """
 # mypy: disable-error-code="no-untyped-def"
 # What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
@@ -55,34 +57,51 @@ def derive(RULE: tl.constexpr, n, row, t, first, inside):
 
 
 @triton.jit
-def update(RULE: tl.constexpr, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC: tl.constexpr):
-    """The new parameters of elements ``at`` of the flat buffers, whose states are written. A state is ``None`` where
-    the rule does without."""
+def push(RULE: tl.constexpr, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC: tl.constexpr):
+    """Where parameters move, a pair; the states of elements ``at`` of the flat buffers are written. A state is ``None``
+    where the rule does without. ``theta`` is used where weight decay is an L2 penalty (number 1 of sgd, adam, adagrad)
+    and not 0."""
     if RULE == "sgd":
-        theta = _update_sgd(theta, g, n, state0, at, inside, random, STOCHASTIC)
+        direction, other = _push_sgd(theta, g, n, state0, at, inside, random, STOCHASTIC)
     elif RULE == "adam":
         g = _with_l2(theta, g, tl.load(n + 1))
-        theta = _update_adam(theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+        direction, other = _push_adam(g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
     elif RULE == "adamw":
-        theta = theta * tl.load(n + 1)
-        theta = _update_adam(theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+        direction, other = _push_adam(g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
     elif RULE == "adagrad":
-        theta = _update_adagrad(theta, g, n, state0, at, inside, random, STOCHASTIC)
+        direction, other = _push_adagrad(theta, g, n, state0, at, inside, random, STOCHASTIC)
     else:
-        theta = _update_lion(theta, g, n, state0, at, inside, random, STOCHASTIC)
+        direction, other = _push_lion(g, n, state0, at, inside, random, STOCHASTIC)
+    return direction, other
+
+
+@triton.jit
+def move(RULE: tl.constexpr, theta, direction, other, n):
+    """The new parameters."""
+    if RULE == "sgd":
+        theta = _move_sgd(theta, direction, other, n)
+    elif RULE == "adam":
+        theta = _move_adam(theta, direction, other, n)
+    elif RULE == "adamw":
+        theta = _move_adam(theta * tl.load(n + 1), direction, other, n)
+    elif RULE == "adagrad":
+        theta = _move_adagrad(theta, direction, other, n)
+    else:
+        theta = _move_lion(theta, direction, n)
     return theta
 
 
 @triton.jit
 def gradient_factor(row, scale, norm, inside):
-    """What gradients are multiplied by: AMP's scale undone, clipped to a global norm, negated for ``maximize``."""
+    """What gradients are multiplied by: AMP's scale undone, clipped to a global norm (``norm``: where that of each slot
+    is), negated for ``maximize``."""
     factor = 1.0
     if scale is not None:
         factor = 1.0 / tl.load(scale).to(tl.float64)
     if norm is not None:
         limit = column(row, MAX_GRAD_NORM, inside)
         # As in clip_grad_norm_: 1e-6 keeps a zero norm from dividing by zero, and a norm that is NaN reaches all.
-        clip = limit / (tl.load(norm).to(tl.float64) * factor + 1e-6)
+        clip = limit / (tl.load(norm, mask=inside, other=0.0).to(tl.float64) * factor + 1e-6)
         factor = tl.where(limit > 0, factor * tl.where(clip > 1, 1.0, clip), factor)
     return factor * (1 - 2 * column(row, MAXIMIZE, inside))
 
@@ -107,17 +126,27 @@ def _derive_sgd(n, row, first, inside):
 
 
 @triton.jit
-def _update_sgd(theta, g, n, buffer, at, inside, random, STOCHASTIC: tl.constexpr):
-    momentum, take, lr, nesterov, first = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4), tl.load(n + 5), tl.load(n + 6)
-    g = _with_l2(theta, g, tl.load(n + 1))
+def _push_sgd(theta, g, n, buffer, at, inside, random, STOCHASTIC: tl.constexpr):
+    """The direction, and the momentum in it: with none, nothing is kept and the decay is still to come."""
+    momentum, take, nesterov, first = tl.load(n + 2), tl.load(n + 3), tl.load(n + 5), tl.load(n + 6)
     if buffer is not None:
         # A group without momentum among others with it: its buffer is neither read nor written.
-        on = tl.broadcast_to(momentum, theta.shape) != 0
-        b = read(buffer, at, inside & on, theta.dtype)
-        b = tl.where(first != 0, g, momentum * b + take * g)
+        on = tl.broadcast_to(momentum, g.shape) != 0
+        slope = _with_l2(theta, g, tl.load(n + 1))
+        b = read(buffer, at, inside & on, g.dtype)
+        b = tl.where(first != 0, slope, momentum * b + take * slope)
         write(buffer, at, b, inside & on, random, 2, STOCHASTIC)
-        g = tl.where(on, tl.where(nesterov != 0, g + momentum * b, b), g)
-    return theta - lr * g
+        g = tl.where(on, tl.where(nesterov != 0, slope + momentum * b, b), g)
+    else:
+        momentum = tl.zeros_like(momentum)
+    return g, momentum
+
+
+@triton.jit
+def _move_sgd(theta, direction, momentum, n):
+    decay = tl.load(n + 1)
+    decay = tl.where(momentum == 0, decay, tl.zeros_like(decay))
+    return theta - tl.load(n + 4) * _with_l2(theta, direction, decay)
 
 
 @triton.jit
@@ -135,11 +164,11 @@ def _derive_adam(n, row, t, inside, DECOUPLED: tl.constexpr):
 
 
 @triton.jit
-def _update_adam(theta, g, n, average, square, largest, at, inside, random, STOCHASTIC: tl.constexpr):
+def _push_adam(g, n, average, square, largest, at, inside, random, STOCHASTIC: tl.constexpr):
+    """The first moment, and the root of the second."""
     take1, keep2, take2 = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4)
-    size, per_root, eps = tl.load(n + 5), tl.load(n + 6), tl.load(n + 7)
-    m = read(average, at, inside, theta.dtype)
-    v = read(square, at, inside, theta.dtype)
+    m = read(average, at, inside, g.dtype)
+    v = read(square, at, inside, g.dtype)
     m = m + take1 * (g - m)
     v = keep2 * v + take2 * (g * g)
     write(average, at, m, inside, random, 2, STOCHASTIC)
@@ -147,12 +176,18 @@ def _update_adam(theta, g, n, average, square, largest, at, inside, random, STOC
     used = v
     if largest is not None:
         # A group without amsgrad among others with it: its buffer is neither read nor written.
-        on = tl.broadcast_to(tl.load(n + 8), theta.shape) != 0
-        u = read(largest, at, inside & on, theta.dtype)
+        on = tl.broadcast_to(tl.load(n + 8), g.shape) != 0
+        u = read(largest, at, inside & on, g.dtype)
         u = tl.where((v > u) | (v != v), v, u)  # a NaN wins, as in torch.maximum
         write(largest, at, u, inside & on, random, 4, STOCHASTIC)
         used = tl.where(on, u, v)
-    return theta - size * _ratio(m, _root(used) * per_root + eps)
+    return m, _root(used)
+
+
+@triton.jit
+def _move_adam(theta, m, root, n):
+    size, per_root, eps = tl.load(n + 5), tl.load(n + 6), tl.load(n + 7)
+    return theta - size * _ratio(m, root * per_root + eps)
 
 
 @triton.jit
@@ -163,12 +198,17 @@ def _derive_adagrad(n, row, t, inside):
 
 
 @triton.jit
-def _update_adagrad(theta, g, n, total, at, inside, random, STOCHASTIC: tl.constexpr):
-    decay, size, eps = tl.load(n + 1), tl.load(n + 2), tl.load(n + 3)
-    g = _with_l2(theta, g, decay)
-    s = read(total, at, inside, theta.dtype) + g * g
+def _push_adagrad(theta, g, n, total, at, inside, random, STOCHASTIC: tl.constexpr):
+    """The gradient, and the root of the sum of its squares."""
+    g = _with_l2(theta, g, tl.load(n + 1))
+    s = read(total, at, inside, g.dtype) + g * g
     write(total, at, s, inside, random, 2, STOCHASTIC)
-    return theta - size * _ratio(g, _root(s) + eps)
+    return g, _root(s)
+
+
+@triton.jit
+def _move_adagrad(theta, g, root, n):
+    return theta - tl.load(n + 2) * _ratio(g, root + tl.load(n + 3))
 
 
 @triton.jit
@@ -184,14 +224,19 @@ def _derive_lion(n, row, inside):
 
 
 @triton.jit
-def _update_lion(theta, g, n, average, at, inside, random, STOCHASTIC: tl.constexpr):
-    keep, lr, keep1 = tl.load(n + 1), tl.load(n + 2), tl.load(n + 3)
-    take1, keep2, take2 = tl.load(n + 4), tl.load(n + 5), tl.load(n + 6)
-    m = read(average, at, inside, theta.dtype)
+def _push_lion(g, n, average, at, inside, random, STOCHASTIC: tl.constexpr):
+    """The sign, twice: there is nothing else to share."""
+    keep1, take1, keep2, take2 = tl.load(n + 3), tl.load(n + 4), tl.load(n + 5), tl.load(n + 6)
+    m = read(average, at, inside, g.dtype)
     blend = keep1 * m + take1 * g
     sign = tl.where(blend > 0, 1.0, tl.where(blend < 0, -1.0, blend))  # sign(0) = 0, and a NaN stays one
     write(average, at, keep2 * m + take2 * g, inside, random, 2, STOCHASTIC)
-    return theta * keep - lr * sign
+    return sign, sign
+
+
+@triton.jit
+def _move_lion(theta, sign, n):
+    return theta * tl.load(n + 1) - tl.load(n + 2) * sign
 
 
 @triton.jit
@@ -217,4 +262,4 @@ def _root(x):
 
 @triton.jit
 def _ratio(x, y):
-    return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
+    return tl.div_rn(tl.broadcast_to(x, y.shape), y) if x.dtype == tl.float32 else x / y
