@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -18,6 +19,7 @@ from .stack_hyper import StackHyper
 from .stack_losses import Losses, LossFunction
 from .stack_template import Member, members, trained_members
 from .stacked import StackedParameter
+from .travel import take_first, travel
 
 
 class ReplicaStack:
@@ -31,7 +33,8 @@ class ReplicaStack:
     Frozen parameters have no rows: all replicas use the module's own. The module itself is the template: it is read at
     every loss (train or eval mode, dropout rates) and never trained.
 
-    With several processes each holds R replicas of N = R·processes; let all of them begin with the same module.
+    With several processes each holds R replicas of N = R·processes. All of them begin with the values of the first, as
+    under DDP, and so do the module's frozen parameters.
 
     Args:
         replicas: R, those held here.
@@ -56,8 +59,8 @@ class ReplicaStack:
         device = trained[0].tensor.device
         among = default_ensemble() if ensemble is None else ensemble
         self.ensemble = StackEnsemble(self, replicas, among)
-        if gradients == "shared" and among.talks and not among.serves(device):
-            raise ValueError(f"gradients on {device} cannot travel among {among}: give it a backend for {device.type}")
+        if among.talks and not among.serves(device):
+            raise ValueError(f"tensors on {device} cannot travel among {among}: give it a backend for {device.type}")
         self.replicas, self.gradients, self.device = replicas, gradients, device
         self.hyper = StackHyper(replicas, device)
         self._template = module
@@ -68,6 +71,8 @@ class ReplicaStack:
         self._buffers: dict[tuple[str, ...], Tensor] = {
             member.names: self._rows(member) for member in members(module.named_buffers(remove_duplicate=False))
         }
+        if among.processes > 1:
+            self._begin_alike(among)
         params = list(self._parameters.values())
         self._collector: Collector = SharedGradients(params, among) if gradients == "shared" else LocalGradients(params)
         self._losses = Losses(module, self._parameters, self._buffers, self.hyper)
@@ -75,6 +80,17 @@ class ReplicaStack:
     @torch.no_grad()
     def _rows(self, member: Member) -> Tensor:
         return empty_rows(member.tensor, self.replicas).copy_(member.tensor)
+
+    @torch.no_grad()
+    def _begin_alike(self, among: Ensemble) -> None:
+        """Give all processes the values of the first."""
+        stacked = [tensor for _, tensor in self._stacked()]
+        names = {name for names, _ in self._stacked() for name in names}
+        frozen = [param for name, param in self._template.named_parameters() if name not in names]
+        first = [*(tensor[0] for tensor in stacked), *frozen]
+        travel([take_first(among, [tensor.detach() for tensor in first], np.ones(among.size, dtype=bool))])
+        for tensor in stacked:
+            tensor.copy_(tensor[0].clone())
 
     def parameters(self) -> Iterator[StackedParameter]:
         """The stacked parameters, each once: what an optimizer takes. Frozen ones are not among them."""

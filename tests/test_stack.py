@@ -415,3 +415,23 @@ def test_the_example_of_the_docstring() -> None:
     x, y = torch.randn(16, 3), torch.randint(0, 5, (16,))
     losses = stack.backward(lambda model, x, y: F.cross_entropy(model(x), y), x, y)
     assert losses.shape == (8,)
+
+
+def _begun(rank: int) -> list[Tensor]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    stack = hk.ReplicaStack(model, 2)
+    return [tensor.detach().clone() for tensor in (*stack.parameters(), *stack.buffers(), model[0].bias)]
+
+
+def test_all_processes_begin_with_the_values_of_the_first() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    bias = model[0].bias
+    bias.requires_grad_(False)
+    expected = [*(p for p in model.parameters() if p is not bias), *model.buffers()]
+    for *stacked, frozen in run_ranks(2, _begun):
+        assert torch.equal(frozen, bias)
+        for found, own in zip(stacked, expected, strict=True):
+            assert torch.equal(found, own.expand_as(found))
