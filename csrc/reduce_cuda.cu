@@ -1,6 +1,6 @@
 // Gradient norm and finite check on CUDA, by rows of chunks: a bounded number of blocks read all gradients once and
-// leave a number each, and one block a row sums those in order. The number of blocks does not depend on the GPU and nothing is added atomically, so
-// the result is the same every time.
+// leave a number each, and one block a row sums those in order. The number of blocks does not depend on the GPU and
+// nothing is added atomically, so the result is the same every time.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 

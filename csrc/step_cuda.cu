@@ -196,8 +196,8 @@ struct Shared {
   }
 };
 
-// The walk over one chunk: of one replica, or (kShared) of all `work.rows`, whose rules are in `prepared`, work.slot_count
-// apart. `own` is the rule of the one, or of replica 0.
+// The walk over one chunk: of one replica, or (kShared) of all `work.rows`, whose rules are in `prepared`,
+// work.slot_count apart. `own` is the rule of the one, or of replica 0.
 template <int kStates, bool kShared, typename Store, typename R>
 struct ChunkStep {
   using T = typename Store::T;
