@@ -15,6 +15,7 @@ from .buckets import wide_dtype
 from .ensemble import Ensemble, RowEnsemble, default_ensemble
 from .stack_batch import Batch
 from .stack_gradients import Collector, LocalGradients, SharedGradients, empty_rows
+from .stack_graph import Graphs
 from .stack_hyper import StackHyper
 from .stack_losses import Losses, LossFunction
 from .stack_template import Member, members, trained_members
@@ -41,6 +42,10 @@ class ReplicaStack:
         gradients: ``"shared"``: one gradient for all, the mean over the replicas of all processes, as under DDP;
             ``grad`` shows it as an expanded view [R, *shape]. ``"local"``: a gradient for each, [R, *shape].
         ensemble: the processes that hold replicas. Default: the default process group if it is initialised.
+        cuda_graphs: on a GPU, record :meth:`backward` as a CUDA graph when it is called for the third time with the
+            same loss function and shapes, and replay it from then on: for models so small that the GPU waits for the
+            host. What Python decides is then decided once, as are numbers that are not tensors (dropout rates): pass
+            them as tensors of the batch or through ``hyper``. Each pass keeps the memory of its activations.
     """
 
     def __init__(
@@ -50,9 +55,12 @@ class ReplicaStack:
         *,
         gradients: Literal["shared", "local"] = "shared",
         ensemble: Ensemble | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         if not _is_count(replicas):
             raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
+        if cuda_graphs not in (True, False):
+            raise ValueError(f"cuda_graphs must be True or False, got {cuda_graphs!r}")
         if gradients not in ("shared", "local"):
             raise ValueError(f"gradients must be 'shared' or 'local', got {gradients!r}")
         trained = trained_members(module)
@@ -76,6 +84,7 @@ class ReplicaStack:
         params = list(self._parameters.values())
         self._collector: Collector = SharedGradients(params, among) if gradients == "shared" else LocalGradients(params)
         self._losses = Losses(module, self._parameters, self._buffers, self.hyper)
+        self._graphs = Graphs(self._losses, self._collector, device) if cuda_graphs and device.type == "cuda" else None
 
     @torch.no_grad()
     def _rows(self, member: Member) -> Tensor:
@@ -144,7 +153,11 @@ class ReplicaStack:
             same_batch: give all of the batch to every replica.
             chunk_size: how many replicas are computed at a time, to bound the memory of activations. Default: all.
         """
-        losses = self._compute(loss_fn, batch, same_batch, chunk_size, self._collector)
+        if self._graphs is None:
+            losses = self._compute(loss_fn, batch, same_batch, chunk_size, self._collector)
+        else:
+            _check(loss_fn, chunk_size)
+            losses = self._graphs(loss_fn, batch, self.replicas, same_batch, chunk_size)
         with torch.no_grad():
             self._collector.commit()
         return losses
@@ -163,10 +176,7 @@ class ReplicaStack:
         chunk_size: int | None,
         gradients: Collector | None,
     ) -> Tensor:
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be callable as loss_fn(model, *batch), got a {type(loss_fn).__name__}")
-        if chunk_size is not None and not _is_count(chunk_size):
-            raise ValueError(f"chunk_size must be a whole number of at least 1, or None, got {chunk_size!r}")
+        _check(loss_fn, chunk_size)
         return self._losses(loss_fn, Batch(batch, self.replicas, same_batch), chunk_size, gradients)
 
     def module(self) -> nn.Module:
@@ -271,6 +281,13 @@ class StackEnsemble(RowEnsemble):
     def __init__(self, stack: ReplicaStack, replicas: int, among: Ensemble) -> None:
         super().__init__(replicas, among)
         self.stack = stack
+
+
+def _check(loss_fn: object, chunk_size: object) -> None:
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable as loss_fn(model, *batch), got a {type(loss_fn).__name__}")
+    if chunk_size is not None and not _is_count(chunk_size):
+        raise ValueError(f"chunk_size must be a whole number of at least 1, or None, got {chunk_size!r}")
 
 
 def _is_count(value: object) -> bool:

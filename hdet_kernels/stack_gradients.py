@@ -22,9 +22,11 @@ class Collector(Protocol):
     """Takes gradients of some rows of the parameters at a time, one parameter after the other.
 
     keeps: whether it keeps what it takes, which then must be nobody else's.
+    collected: what it has, for each parameter.
     """
 
     keeps: bool
+    collected: list[Tensor | None]
 
     def begin(self, passes: int) -> None:
         """Forget what was collected; ``passes`` times will there be gradients of some of the rows."""
@@ -35,6 +37,9 @@ class Collector(Protocol):
     def commit(self) -> None:
         """Add what was collected to ``grad`` of the parameters; what had no gradient is left alone."""
 
+    def let_go(self, collected: Sequence[Tensor | None]) -> None:
+        """Copy the ``grad`` of parameters that is in the memory of ``collected``, which is about to be written."""
+
 
 class LocalGradients:
     """Every replica has its own: ``grad`` is [R, *shape]."""
@@ -44,25 +49,30 @@ class LocalGradients:
     def __init__(self, params: Sequence[StackedParameter]) -> None:
         self._params = params
         self._strides = [row_strides(param[0]) for param in params]
-        self._kept: list[Tensor | None] = []
+        self.collected: list[Tensor | None] = []
 
     def begin(self, passes: int) -> None:
-        self._kept = [None] * len(self._params)
+        self.collected = [None] * len(self._params)
 
     def take(self, index: int, rows: slice, gradient: Tensor) -> None:
-        param, kept = self._params[index], self._kept[index]
+        param, kept = self._params[index], self.collected[index]
         if len(gradient) == len(param) and gradient.stride()[1:] == self._strides[index]:
-            self._kept[index] = gradient
+            self.collected[index] = gradient
             return
         if kept is None:
-            kept = self._kept[index] = empty_rows(param[0], len(param)).zero_()
+            kept = self.collected[index] = empty_rows(param[0], len(param)).zero_()
         kept[rows].copy_(gradient)
 
     def commit(self) -> None:
-        for param, kept in zip(self._params, self._kept, strict=True):
+        for param, kept in zip(self._params, self.collected, strict=True):
             if kept is not None:
                 param.grad = kept if param.grad is None else param.grad.add_(kept)
-        self._kept = []
+        self.collected = []
+
+    def let_go(self, collected: Sequence[Tensor | None]) -> None:
+        for param, kept in zip(self._params, collected, strict=True):
+            if param.grad is not None and kept is not None and param.grad.data_ptr() == kept.data_ptr():
+                param.grad = param.grad.clone()
 
 
 class SharedGradients:
@@ -78,27 +88,28 @@ class SharedGradients:
         self._strides = [row_strides(param[0]) for param in params]
         self._courier = Courier(among, BUCKET_BYTES, None) if among.processes > 1 else None
         self._flags: dict[tuple[bool, ...], Tensor] = {}
-        self._kept: list[Tensor | None] = []
+        self.collected: list[Tensor | None] = []
 
     def begin(self, passes: int) -> None:
-        self._kept = [None] * len(self._params)
+        self.collected = [None] * len(self._params)
         self._passes = passes
 
     def take(self, index: int, rows: slice, gradient: Tensor) -> None:
-        param, kept = self._params[index], self._kept[index]
+        param, kept = self._params[index], self.collected[index]
         # A sum of several parts would be rounded at each of them.
         dtype = param.dtype if self._passes == 1 else travel_dtype(param.dtype)
         mean, share = _mean(gradient, dtype), len(gradient) / len(param)
         if kept is None:
-            self._kept[index] = torch.mul(mean, share, out=self._empty(index, dtype))
+            self.collected[index] = torch.mul(mean, share, out=self._empty(index, dtype))
         else:
             kept.add_(mean, alpha=share)
 
     def commit(self) -> None:
         means = [
-            None if kept is None else kept.to(param.dtype) for kept, param in zip(self._kept, self._params, strict=True)
+            None if kept is None else kept.to(param.dtype)
+            for kept, param in zip(self.collected, self._params, strict=True)
         ]
-        self._kept = []
+        self.collected = []
         if self._courier is not None:
             means = self._over_processes(self._courier, means)
         for param, mean in zip(self._params, means, strict=True):
@@ -110,6 +121,11 @@ class SharedGradients:
                 param.grad[0].add_(mean)
             else:  # someone gave the rows gradients of their own
                 param.grad.add_(mean)
+
+    def let_go(self, collected: Sequence[Tensor | None]) -> None:
+        for param, kept in zip(self._params, collected, strict=True):
+            if param.grad is not None and kept is not None and param.grad.data_ptr() == kept.data_ptr():
+                param.grad = param.grad[0].clone().expand_as(param)
 
     def _empty(self, index: int, dtype: torch.dtype) -> Tensor:
         param = self._params[index]

@@ -83,6 +83,19 @@ class Losses:
         self._warn(code, loss_fn, reason)
         return losses
 
+    def are_together(self, loss_fn: LossFunction) -> bool:
+        """Whether the losses and gradients of all replicas have been computed together."""
+        return (_code_of(loss_fn), True, self.module.training) in self._changing
+
+    def together(self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: Collector) -> Tensor:
+        """As a call, of a loss that :meth:`are_together`; one that fails is not computed in another way."""
+        return self._computed(loss_fn, batch, chunk_size or self._replicas, gradients)
+
+    def fixed(self) -> tuple[Any, ...]:
+        """What a recorded pass depends on beside its batch: where its tensors are, and the modes of the modules."""
+        tensors = (*self._parameters, *self._buffers, *self.hyper.values())
+        return tuple(map(Tensor.data_ptr, tensors)), tuple(module.training for module in self.module.modules())
+
     def _computed(self, loss_fn: LossFunction, batch: Batch, step: int, gradients: Collector | None) -> Tensor:
         starts = range(0, self._replicas, step)
         if gradients is not None:
