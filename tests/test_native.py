@@ -227,7 +227,8 @@ def test_the_cuda_sources_compile_for_every_generation(source: str, tmp_path: Pa
     command = ["nvcc", "-c", str(ROOT / "csrc" / source), "-o", str(tmp_path / "object.o"), "-Xptxas", "-O0"]
     command += ["-std=c++20", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Werror", "all-warnings"]
     command += [*COMMON_NVCC_FLAGS, "--threads", "2"]
-    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90, 100)]
+    # The oldest and the newest: nothing here depends on what is between.
+    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 100)]
     command += [argument for path in include_paths() for argument in ("-isystem", path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ _POINTERS = {FP32: "*fp32", FP64: "*fp64", BF16: "*bf16", torch.float16: "*fp16"
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
     """Identifier, kernel, type of each argument that is not a constant (``None``: there is none), constants, target."""
-    everywhere = {"fp32", "fp64", "bf16-state-bf16", "bf16-master"}
+    everywhere = {"fp32", "bf16-master"}
     for name, (rule, row) in RULES.items():
         for label, precision in PRECISIONS.items():
             for target in TARGETS:
@@ -64,7 +64,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         (rule, row), precision = RULES[name], PRECISIONS[label]
         types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
         constants = _walk_constants(rule, precision, stochastic=label == "bf16-state-bf16")
-        constants |= {"TOGETHER": triton_kernels.TOGETHER, "BLOCK": triton_kernels.block_of_rows(constants["VECTOR"])}
+        constants |= {"SHARED": True, "BLOCK": triton_kernels.block_of_rows(constants["VECTOR"])}
         yield f"rows-{name}-{label}", triton_kernels._walk, types, constants, 90
     scalars = {"scale": "*fp32", "norm": "*fp64", "found_inf": "*fp32"}
     tables = {"steps": "*fp32", "table": "*fp64", "slots": "*i64", "gradients": "*i64", "plan": "*i64", "count": "i32"}
@@ -92,18 +92,16 @@ def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str,
         wire, sizes = {"codes": codes, "scales": scales}, {"tiles": "i32", "numel": "i64"}
         flats = dict.fromkeys(("x", "consensus", "error", "target"), "*fp32")
         merged = {"to_codes": codes, "to_scales": scales, "rows": "i32", "divisor": "fp32"}
-        for target in TARGETS:
-            yield f"encode-{format}-sm{target}", triton_wire._encode, wire | sizes | flats, {}, target
-            yield f"merge-{format}-sm{target}", triton_wire._merge, wire | sizes | flats | merged, {}, target
-            yield f"decode-{format}-sm{target}", triton_wire._decode, wire | sizes | flats, {}, target
+        yield f"encode-{format}", triton_wire._encode, wire | sizes | flats, {}, 90
+        yield f"merge-{format}", triton_wire._merge, wire | sizes | flats | merged, {}, 90
+        yield f"decode-{format}", triton_wire._decode, wire | sizes | flats, {}, 90
 
 
 def _noise_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
     types: dict[str, str | None] = {"chunks": "*i64", "tensors": "*i64", "keys": "*i64", "scales": "*fp64"}
     for wide in (False, True):
-        for target in TARGETS:
-            constants: dict[str, object] = {"WIDE": wide, "BLOCK": triton_noise.BLOCK}
-            yield f"noise-{'fp64' if wide else 'fp32'}-sm{target}", triton_noise._noise_chunk, types, constants, target
+        constants: dict[str, object] = {"WIDE": wide, "BLOCK": triton_noise.BLOCK}
+        yield f"noise-{'fp64' if wide else 'fp32'}", triton_noise._noise_chunk, types, constants, 90
 
 
 def _packing() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
@@ -143,7 +141,7 @@ def _walk_constants(rule: str, precision: Precision, *, stochastic: bool) -> dic
         "RULE": rule,
         "STOCHASTIC": stochastic,
         "VECTOR": triton_kernels.vector_of(grad, *case.flats()),
-        "TOGETHER": 0,
+        "SHARED": False,
         "BLOCK": triton_kernels.BLOCK,
     }
 
@@ -188,29 +186,27 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
         assert (made[f"adamw-fp32-sm{target}"]["loads"], made[f"adamw-fp32-sm{target}"]["stores"]) == (8, 6)
     for name in ("adamw-bf16-nearest", "adamw-bf16-state-bf16-sm90"):
         assert (made[name]["loads"], made[name]["stores"]) == (4, 3)
-    # One vector for each thread, of the gradient and the states, and of four rows at a time.
-    assert (made["rows-adamw-fp32"]["loads"], made["rows-adamw-fp32"]["stores"]) == (3 + 4, 2 + 4)
-    assert (made["rows-lion-bf16-state-bf16"]["loads"], made["rows-lion-bf16-state-bf16"]["stores"]) == (2 + 4, 1 + 4)
+    # One vector for each thread, of the gradient and the states, and of one row after the other.
+    assert (made["rows-adamw-fp32"]["loads"], made["rows-adamw-fp32"]["stores"]) == (3 + 1, 2 + 1)
+    assert (made["rows-lion-bf16-state-bf16"]["loads"], made["rows-lion-bf16-state-bf16"]["stores"]) == (2 + 1, 1 + 1)
     # 512 elements and one warp: 16 for each thread, four vectors of each buffer.
     for name in ("bf16", "int8"):
-        for target in TARGETS:
-            encoding, merging, decoding = (made[f"{part}-{name}-sm{target}"] for part in ("encode", "merge", "decode"))
-            assert (encoding["loads"], encoding["stores"]) == (12, 4)
-            assert merging["loads"] >= 4
-            assert (decoding["loads"], decoding["stores"]) == (4, 8)
-            for part in (encoding, merging, decoding):
-                assert part["shared"] == 0, "elements of a block move between threads"
-                assert part["inexact"] == 0, "the bits would not be those of plain torch"
+        encoding, merging, decoding = (made[f"{part}-{name}"] for part in ("encode", "merge", "decode"))
+        assert (encoding["loads"], encoding["stores"]) == (12, 4)
+        assert merging["loads"] >= 4
+        assert (decoding["loads"], decoding["stores"]) == (4, 8)
+        for part in (encoding, merging, decoding):
+            assert part["shared"] == 0, "elements of a block move between threads"
+            assert part["inexact"] == 0, "the bits would not be those of plain torch"
     # 2048 elements of one row: four vectors for each thread. 512 of several: one of each of nine rows.
     for divided in ("as-is", "over"):
         assert (made[f"pack-one-float32-{divided}"]["loads"], made[f"unpack-float32-{divided}"]["stores"]) == (4, 4)
         assert made[f"pack-rows-float32-{divided}"]["loads"] == 9
     # 1024 elements and 4 warps: two vectors of fp32 for each thread.
-    for target in TARGETS:
-        assert (made[f"noise-fp32-sm{target}"]["loads"], made[f"noise-fp32-sm{target}"]["stores"]) == (2, 2)
-        for kind in ("fp32", "fp64"):
-            assert made[f"noise-{kind}-sm{target}"]["shared"] == 0, "elements of a block move between threads"
-            assert made[f"noise-{kind}-sm{target}"]["inexact"] == 0, "the bits would not be those of plain torch"
+    assert (made["noise-fp32"]["loads"], made["noise-fp32"]["stores"]) == (2, 2)
+    for kind in ("fp32", "fp64"):
+        assert made[f"noise-{kind}"]["shared"] == 0, "elements of a block move between threads"
+        assert made[f"noise-{kind}"]["inexact"] == 0, "the bits would not be those of plain torch"
     for name, seen in made.items():
         assert seen["moves"] == 0, f"{name}: elements of a whole block move between threads"
         assert seen["values"] == 0, f"{name} would be compiled again for another count"
