@@ -44,7 +44,20 @@ ADDRESSES = {
 
 def table() -> str:
     entries = list(_entries())
-    parts = (_steps, _host_times, _training, _reductions, _packs, _wires, _drift, _overlap, _on_the_cpu, _scheduler)
+    parts = (
+        _steps,
+        _stack_steps,
+        _stack_training,
+        _host_times,
+        _training,
+        _reductions,
+        _packs,
+        _wires,
+        _drift,
+        _overlap,
+        _on_the_cpu,
+        _scheduler,
+    )
     return "\n\n".join(text for part in parts if (text := part(entries)))
 
 
@@ -90,6 +103,52 @@ def _steps(entries: list[Entry]) -> str:
         "with gradients at new addresses every time."
     )
     return _section(title, found, ("work", "model"), rows, ours="hdet-cuda")
+
+
+def _stack_steps(entries: list[Entry]) -> str:
+    found = _of(entries, "stack_step", "cuda")
+    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
+    for entry in found:
+        params, info = entry["params"], entry["extra_info"]
+        if "initial_noise" in entry["name"]:
+            key = ("`warm_noisy_init_`", "8")
+        else:
+            key = (f"AdamW, {params['gradients']} gradients", str(params["replicas"]))
+        rows.setdefault(key, {})[params["way"]] = info
+    title = (
+        "**A stack of R replicas** of 268 M parameters each, fp32 (of 34 M for the noise). A step with a shared gradient "
+        "must move 20 + 8R bytes a parameter, with local ones 28R; torch's has R separate parameters and moves 28R."
+    )
+    return _section(title, found, ("work", "R"), rows, ours="hdet-cuda")
+
+
+def _stack_training(entries: list[Entry]) -> str:
+    found = _of(entries, "stack_training", "cuda")
+    if not found:
+        return ""
+    names = {
+        "torch-fused": "one plain model",
+        "hdet-stack": "stack",
+        "hdet-stack-graphs": "stack, `cuda_graphs=True`",
+        "processes": "8 processes",
+    }
+    body = []
+    for entry in found:
+        info = entry["extra_info"]
+        ways, best = info["ways"], info["ways"]["hdet-stack-graphs"]["ms"]
+        cells = [f"{_short(ways[name]['ms'])} ms, {ways[name]['peak MiB'] / 1024:.1f} GiB" for name in names]
+        ratios = [f"{best / ways['torch-fused']['ms']:.2f}", f"{ways['processes']['ms'] / best:.1f}"]
+        body.append([f"{info['tokens']} tokens", *cells, *ratios])
+    lines = [
+        f"**A whole training step of {found[0]['extra_info']['replicas']} replicas** of a transformer of "
+        f"{found[0]['extra_info']['parameters'] / 1e6:.1f} M parameters under bf16 autocast, beside one plain model "
+        "(torch's fused AdamW and OneCycleLR) on the same tokens, and 8 processes under DDP over gloo on the same GPU; "
+        "and the memory that torch took.",
+        _sources(found),
+        "",
+    ]
+    header = ["", *names.values(), "stack with graphs / plain", "processes / stack with graphs"]
+    return "\n".join(lines + grid(header, body))
 
 
 def _host_times(entries: list[Entry]) -> str:

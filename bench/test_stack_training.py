@@ -5,8 +5,8 @@ batch, and beside 8 processes on the same device.
 
 All train on the same tokens under bf16 autocast: the plain model with torch's fused AdamW and OneCycleLR on all of
 them, a replica on an eighth of them. Plain model and stack take turns; the processes, under DDP over gloo (NCCL refuses
-several ranks on one GPU), run alone. The peak of the memory that tensors took is recorded beside the times; of the
-processes it is the sum.
+several ranks on one GPU), run alone. The peak of the memory that torch took from the device is recorded beside the
+times; of the processes it is the sum, without what CUDA itself takes for each.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _rank(rank: int, training: Training, device: str, store: str, found: Any) ->
     for _ in range(3):
         step()
     times = [measure.row(step, device, training.steps) for _ in range(3)]
-    found.put((statistics.median(times), torch.cuda.max_memory_allocated() if device == "cuda" else 0))
+    found.put((statistics.median(times), torch.cuda.max_memory_reserved() if device == "cuda" else 0))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -146,25 +146,16 @@ def processes(training: Training, device: str) -> dict[str, float]:
     return {"ms": max(time for time, _ in each) * 1e3, "peak MiB": sum(peak for _, peak in each) / 2**20}
 
 
-def peak_of(call: measure.Call, device: str) -> float:
-    """MiB of tensors at the most during a step, whatever else there is."""
-    if device != "cuda":
-        return 0.0
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def held_by(make: Any, training: Training, device: str) -> tuple[measure.Call, float]:
-    """A way to step, and MiB of what it keeps between steps and takes in one at the most."""
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+def with_peak(make: Any, training: Training, device: str) -> tuple[measure.Call, float]:
+    """A way to step, and the MiB that it takes from the device, activations and recorded graphs included."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved() if device == "cuda" else 0
     call = make(training, device)
     measure.row(call, device, 5)  # the third is recorded where there are CUDA graphs
-    kept = (torch.cuda.memory_allocated() - before) / 2**20 if device == "cuda" else 0.0
-    return call, kept + peak_of(call, device)
+    peak = torch.cuda.max_memory_reserved() if device == "cuda" else 0
+    return call, (peak - before) / 2**20
 
 
 @pytest.mark.parametrize(("device", "training"), list(_cases()))
@@ -173,7 +164,7 @@ def test_stack_training(benchmark: Any, device: str, training: str) -> None:
     known = TRAININGS[device][training]
     makers = {"torch-fused": plain, "hdet-stack": stack, "hdet-stack-graphs": partial(stack, cuda_graphs=True)}
     made = {
-        name: held_by(make, known, device) for name, make in makers.items() if device == "cuda" or "graph" not in name
+        name: with_peak(make, known, device) for name, make in makers.items() if device == "cuda" or "graph" not in name
     }
     calls = {name: call for name, (call, _) in made.items()}
     measure.take_turns(benchmark, calls, device, turns=known.turns, iterations=known.steps)
