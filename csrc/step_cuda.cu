@@ -20,11 +20,15 @@ namespace {
 // and stores, and overlapping the two launches, changed less than one percent.
 constexpr int kPacksPerThread = 2;
 constexpr int kTypicalChunk = 2048;
-// Replicas that share a gradient: a thread loads a pack of so many of them before it stores the first. AdamW on 2²⁸
-// parameters, share of the bandwidth of a copy at 2 / 4 / 8 / 16 replicas, with packs of 4 floats:
-//   2 packs a thread, 1 in flight: 98 96 94 93 %, 2: 99 98 96 95 %, 4: 99 98 97 96 %, 8: 96 98 97 96 %
-//   1 pack a thread,                              2: 96 96 96 95 %, 4: 95 96 95 95 %, 8: 69 79 91 92 %
+// Replicas that share a gradient: a thread loads a pack of so many of them before it stores the first; more of them in
+// fp32 without master, where there are many. AdamW on 2²⁸ parameters, share of the bandwidth of a copy at 2 / 4 / 8 / 16
+// replicas, with packs of 4 floats:
+//   2 packs a thread, 2 in flight: 99 98 96 95 %, 4: 98 97 96 95 %, 8: 96 97 96 96 %, 16: 81 88 96 97 %
+//   1 pack a thread,  2 in flight: 96 96 96 95 %, 4: 95 96 95 95 %, 8: 69 79 91 92 %
+//   4 packs a thread,                                               8: 97 96 95 95 %
+// Streaming loads and stores cost 1 to 5 %.
 constexpr int kRowsInFlight = 4;
+constexpr int kManyRows = 16;
 constexpr int kPacksPerThreadOfRows = 2;
 constexpr int kAdvanceThreads = 128;
 
@@ -196,12 +200,12 @@ struct Shared {
   }
 };
 
-// The walk over one chunk: of one replica, or (kShared) of all `work.rows`, whose rules are in `prepared`,
+// The walk over one chunk: of one replica, or of all `work.rows`, kTogether at a time, whose rules are in `prepared`,
 // work.slot_count apart. `own` is the rule of the one, or of replica 0.
-template <int kStates, bool kShared, typename Store, typename R>
+template <int kStates, int kTogether, typename Store, typename R>
 struct ChunkStep {
   using T = typename Store::T;
-  static constexpr int kTogether = kShared ? kRowsInFlight : 1;
+  static constexpr bool kShared = kTogether > 1;
   static constexpr bool kShort = sizeof(typename Store::Param) == 2 && !Store::kHasMaster;
   const Work& work;
   const Buffers<Store>& buffers;
@@ -269,14 +273,14 @@ __device__ __forceinline__ bool aligned(const Buffers<Store>& buffers, int64_t r
   return together == 0 && chunk.offset % kWidth == 0 && row_size % kWidth == 0;
 }
 
-template <int kStates, bool kShared, typename Store, typename R>
+template <int kStates, int kTogether, typename Store, typename R>
 __device__ __forceinline__ void update_chunk(const Work& work, const Buffers<Store>& buffers, const Prepared<R>& own,
                                              const Prepared<R>* prepared, const Chunk& chunk,
                                              const Gradient& gradient) {
-  constexpr int kWidth = Store::kWidth, kThreads = Store::threads(kShared);
-  const ChunkStep<kStates, kShared, Store, R> walk{work, buffers, own, prepared, chunk, gradient};
+  constexpr int kWidth = Store::kWidth, kThreads = Store::threads(kTogether > 1);
+  const ChunkStep<kStates, kTogether, Store, R> walk{work, buffers, own, prepared, chunk, gradient};
   int64_t done = 0;
-  if (aligned<kStates>(buffers, kShared ? work.row_size : 0, chunk, gradient)) {
+  if (aligned<kStates>(buffers, kTogether > 1 ? work.row_size : 0, chunk, gradient)) {
     const int packs = static_cast<int>(chunk.count / kWidth);
     for (int pack = threadIdx.x; pack < packs; pack += kThreads) walk.template step<kWidth>(pack * kWidth);
     done = static_cast<int64_t>(packs) * kWidth;
@@ -284,8 +288,8 @@ __device__ __forceinline__ void update_chunk(const Work& work, const Buffers<Sto
   for (int64_t at = done + threadIdx.x; at < chunk.count; at += kThreads) walk.template step<1>(at);
 }
 
-template <bool kShared, typename Store, typename R>
-__global__ void __launch_bounds__(Store::threads(kShared))
+template <int kTogether, typename Store, typename R>
+__global__ void __launch_bounds__(Store::threads(kTogether > 1))
     walk(const Work work, const Prepared<R>* __restrict__ prepared) {
   const Chunk chunk = work.chunks[blockIdx.x];
   const Gradient gradient = work.gradients[chunk.slot];
@@ -298,9 +302,9 @@ __global__ void __launch_bounds__(Store::threads(kShared))
   for (int k = 0; k < kMaxStates; ++k)
     if (k < work.state_count) buffers.states[k] = static_cast<typename Store::State*>(work.states[k]) + chunk.offset;
   if (uses_most_states(own.rule, work)) {
-    update_chunk<R::kMostStates, kShared>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
+    update_chunk<R::kMostStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   } else {
-    update_chunk<R::kFewestStates, kShared>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
+    update_chunk<R::kFewestStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   }
 }
 
@@ -316,10 +320,13 @@ void step(const Work& work, const Tensor& param) {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     if (work.chunk_count == 0) return;
     const auto grid = static_cast<unsigned>(work.chunk_count);
+    constexpr int kMost = std::is_same_v<Store, Storage<float, float, false>> ? kManyRows : kRowsInFlight;
     if (work.rows == 1) {
-      walk<false, Store, R><<<grid, Store::threads(false), 0, launch.stream()>>>(work, prepared);
+      walk<1, Store, R><<<grid, Store::threads(false), 0, launch.stream()>>>(work, prepared);
+    } else if (work.rows < kManyRows) {
+      walk<kRowsInFlight, Store, R><<<grid, Store::threads(true), 0, launch.stream()>>>(work, prepared);
     } else {
-      walk<true, Store, R><<<grid, Store::threads(true), 0, launch.stream()>>>(work, prepared);
+      walk<kMost, Store, R><<<grid, Store::threads(true), 0, launch.stream()>>>(work, prepared);
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });

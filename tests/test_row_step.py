@@ -44,7 +44,7 @@ COUPLED = ("adam", "adagrad")
 
 #: Replicas, and by how much rows are longer than their slots. An odd length leaves no row but the first at an address
 #: that allows vectors. 3 and 8 rows are less than the kernels load together, and twice as many; 5 leave a rest.
-REPLICAS = {"one": (1, 0), "two-odd": (2, 3), "three": (3, 0), "five": (5, 0), "eight": (8, 0)}
+REPLICAS = {"one": (1, 0), "two-odd": (2, 3), "three": (3, 0), "five": (5, 0), "eight": (8, 0), "many": (17, 0)}
 
 #: Without Triton on a GPU, whose compiler contracts products and sums, kernel by kernel.
 EXACT = [backend for backend in BACKENDS if backend.id != "triton-cuda"]
