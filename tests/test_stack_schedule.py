@@ -286,6 +286,20 @@ def test_batch_norm_statistics_are_averaged() -> None:
         assert (buffer == buffer[:1]).all()
 
 
+def test_buffers_in_another_order_of_memory_are_averaged() -> None:
+    module = network()
+    module.register_buffer("kernel", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    stack = hk.ReplicaStack(module, REPLICAS)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble)
+    (kernel,) = stack.buffers()
+    kernel.copy_(torch.randn(kernel.shape))
+    mean, strides = kernel.mean(0), kernel.stride()
+    scheduler.converge()
+    torch.testing.assert_close(kernel, mean.expand_as(kernel))
+    assert kernel.stride() == strides
+
+
 def test_a_probe_gives_a_loss_of_each_replica() -> None:
     calls = []
     trainer = StackTrainer(total_steps=40, sync_every=2)
