@@ -84,6 +84,11 @@ def build_cycle(
     ensemble = _ensemble_of(groups) if ensemble is None else ensemble
     gradients = _gradients_of(optimizer, ensemble, gradients)
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
+    if stack is not None and model is not None and model is not stack:
+        raise ValueError(
+            f"model= is a {type(model).__name__}, but the buffers that are averaged are those of the stack: leave "
+            "model= out with ensemble=stack.ensemble"
+        )
     model = stack if model is None else model
     hyperparameters = expand(explore, groups, spread, stack.hyper.set if stack is not None else None)
     floors = tuple(_floor(h, groups) for h in hyperparameters)

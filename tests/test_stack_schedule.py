@@ -399,6 +399,16 @@ def test_the_ensemble_must_be_the_stacks() -> None:
     assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == groups
 
 
+def test_the_buffers_are_the_stacks() -> None:
+    """Those of a BatchNorm of as many channels as there are replicas would look like rows."""
+    module = nn.Sequential(nn.Linear(6, REPLICAS), nn.BatchNorm1d(REPLICAS))
+    stack = hk.ReplicaStack(module, REPLICAS)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    with pytest.raises(ValueError, match=r"model= is a Sequential, .* leave model= out"):
+        hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=module)
+    hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=stack)
+
+
 def test_torchs_optimizers_have_one_rate_for_all() -> None:
     stack = hk.ReplicaStack(network(), 4)
     with pytest.raises(TypeError, match=r"AdamW has one learning rate for all .* FusedAdamW\(stack.parameters\(\)\)"):
