@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from .buckets import wide_dtype
+from .content import described
+from .control import check_alike
 from .ensemble import Ensemble, RowEnsemble, default_ensemble
 from .stack_batch import Batch
 from .stack_gradients import Collector, LocalGradients, SharedGradients, empty_rows
@@ -86,8 +88,11 @@ class ReplicaStack:
         """Give all processes the values of the first."""
         stacked = [tensor for _, tensor in self._stacked()]
         names = {name for names, _ in self._stacked() for name in names}
-        frozen = [param for name, param in self._template.named_parameters() if name not in names]
-        first = [*(tensor[0] for tensor in stacked), *frozen]
+        frozen = {name: param for name, param in self._template.named_parameters() if name not in names}
+        first = [*(tensor[0] for tensor in stacked), *frozen.values()]
+        layout = described(first, [*(names[0] for names, _ in self._stacked()), *frozen])
+        same = "all processes must stack as many replicas of the same module"
+        check_alike(among, {"replicas": self.replicas, "gradients": self.gradients, **layout}, "the stack", same)
         travel([take_first(among, [tensor.detach() for tensor in first], np.ones(among.size, dtype=bool))])
         for tensor in stacked:
             tensor.copy_(tensor[0].clone())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -435,3 +436,21 @@ def test_all_processes_begin_with_the_values_of_the_first() -> None:
         assert torch.equal(frozen, bias)
         for found, own in zip(stacked, expected, strict=True):
             assert torch.equal(found, own.expand_as(found))
+
+
+def _unlike(rank: int, what: str) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        hk.ReplicaStack(nn.Linear(3, 4 + rank * (what == "module")), 2 + rank * (what == "replicas"))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("replicas", r"disagree on the stack \(rank 0: replicas 2; rank 1: replicas 3\)"),
+        ("module", r"disagree on the stack \(rank 0: .*weight float32 \(4, 3\).* rank 1: .*weight float32 \(5, 3\)"),
+    ],
+)
+def test_processes_must_build_the_same_stack(what: str, message: str) -> None:
+    for said in run_ranks(2, _unlike, what):
+        assert re.search(message, said)
