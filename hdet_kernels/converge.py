@@ -70,7 +70,8 @@ class Converger:
         counts: the optimizer's step counts: where they differ, as after a step that was skipped on one replica, they
             become the largest when state is averaged.
         buffers: returns the buffers of the model, as they are at that moment: floating-point ones are averaged,
-            integers become those of the first sound replica.
+            integers become those of the first sound replica. Those with infinities from the start (attention masks)
+            stay as they are.
         bucket_bytes: what one collective carries at most, and the size of each of the two staging buffers. Default:
             that of the ``Buckets``, or 512 MiB.
         compress: ``"bf16"`` or ``"int8"``: parameters travel as rounded differences to the last consensus. State and
@@ -110,6 +111,8 @@ class Converger:
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
         check_format(compress)
         self.state, self.counts, self.buffers = state, counts, buffers
+        #: Buffers that are infinite in places from the start, by number: masks, which are constants and no damage.
+        self._masks = [number for number, buffer in enumerate(buffers()) if _is_mask(buffer)]
         self.ensemble, self.backup, self.compress = ensemble, backup, compress
         self._content(include_state=False)  # refuses what cannot be flattened, now and not after the first T steps
         self._courier = Courier(ensemble, self.bucket_bytes, backend)
@@ -193,7 +196,7 @@ class Converger:
 
     def settings(self) -> dict[str, Any]:
         """What must be equal on all replicas."""
-        return {"bucket_bytes": self.bucket_bytes, "compress": self.compress}
+        return {"bucket_bytes": self.bucket_bytes, "compress": self.compress, "masks": self._masks}
 
     def state_dict(self) -> dict[str, Any] | None:
         """The memory of the compression, if there is any."""
@@ -223,7 +226,8 @@ class Converger:
             self.buckets.rehome()
             self.buckets.refresh_masters()
         # A buffer may be a parameter's own memory, and two of them may be one.
-        parts = distinct(local(tensor) for tensor in (*self.params, *self.buffers()))
+        moving = [buffer for number, buffer in enumerate(self.buffers()) if number not in self._masks]
+        parts = distinct(local(tensor) for tensor in (*self.params, *moving))
         own = {local(param).data_ptr() for param in self.params}
         loose = [part for part in parts if part.numel() and part.data_ptr() in own]
         buffers = [part for part in parts if part.numel() and part.data_ptr() not in own]
@@ -352,6 +356,11 @@ class Converger:
 
     def _outcome(self, verdict: Verdict, plan: Plan, cost: Cost, seconds: float) -> Outcome:
         return Outcome(verdict.losses, verdict.probes, plan.healthy, plan.shared, cost.bytes, cost.collectives, seconds)
+
+
+def _is_mask(buffer: Tensor) -> bool:
+    buffer = local(buffer)
+    return buffer.is_floating_point() and bool(buffer.isinf().any()) and not bool(buffer.isnan().any())
 
 
 _UNEVEN_STATE = (

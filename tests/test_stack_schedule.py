@@ -300,6 +300,24 @@ def test_buffers_in_another_order_of_memory_are_averaged() -> None:
     assert kernel.stride() == strides
 
 
+def test_a_mask_is_no_damage() -> None:
+    """Infinities that a buffer has had from the start; those that come later are one."""
+    module = network()
+    mask = torch.full((3, 3), -torch.inf).triu(1)
+    module.register_buffer("mask", mask)
+    module.register_buffer("mean", torch.zeros(2))
+    stack = hk.ReplicaStack(module, REPLICAS)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble)
+    masks, means = stack.buffers()
+    scheduler.converge()
+    means[1, 0] = torch.inf
+    scheduler.converge()
+    assert [record.excluded for record in scheduler.history] == [[], [1]]
+    assert torch.equal(masks, mask.expand_as(masks))
+    assert not means.any()
+
+
 def test_a_probe_gives_a_loss_of_each_replica() -> None:
     calls = []
     trainer = StackTrainer(total_steps=40, sync_every=2)
