@@ -26,6 +26,7 @@ from .compress import Compression, Format, check_format
 from .content import Content, check_shards, check_tensor, described, flattener, integer_hash
 from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
 from .ensemble import Ensemble, held
+from .ops.pack import MOST_ROWS
 from .overlap import Correction, Flight
 from .plan import Asked, AverageState, Plan, decide
 from .travel import Cost, Courier, take_first, take_largest, travel
@@ -65,7 +66,7 @@ class Converger:
     Args:
         params: a :class:`Buckets` (averaged in place, in the parameters' own memory) or loose parameters (packed into
             staging buffers, averaged there and unpacked). Of distributed tensors the local shards are averaged.
-        ensemble: the replicas. Where a process holds several of them, the tensors have one row for each.
+        ensemble: the replicas. Where a process holds several of them (64 at most), the tensors have one row for each.
         state: returns the optimizer state that belongs with the parameters, by name, as it is at that moment.
         counts: the optimizer's step counts: where they differ, as after a step that was skipped on one replica, they
             become the largest when state is averaged.
@@ -96,6 +97,11 @@ class Converger:
         backup: bool = True,
         backend: str | None = None,
     ) -> None:
+        if ensemble.rows > MOST_ROWS:
+            raise ValueError(
+                f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "
+                "several processes if need be"
+            )
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
         # Integers (quantised frozen weights) have no mean and do not diverge.

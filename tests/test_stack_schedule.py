@@ -427,6 +427,12 @@ def test_the_buffers_are_the_stacks() -> None:
     hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=stack)
 
 
+def test_more_replicas_than_are_averaged() -> None:
+    """Said when the scheduler is built, not at the first sync."""
+    with pytest.raises(ValueError, match=r"at most 64 replicas of one process are averaged, got 65"):
+        StackTrainer(replicas=65)
+
+
 def test_torchs_optimizers_have_one_rate_for_all() -> None:
     stack = hk.ReplicaStack(network(), 4)
     with pytest.raises(TypeError, match=r"AdamW has one learning rate for all .* FusedAdamW\(stack.parameters\(\)\)"):
