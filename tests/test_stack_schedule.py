@@ -369,15 +369,22 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(optimizer: Any, gradi
     assert torch.equal(resumed.stack.hyper["shift"], whole.stack.hyper["shift"])
 
 
-def test_another_number_of_replicas_goes_on_at_a_sync() -> None:
-    trainer = StackTrainer().train(8)
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("replicas", [1, 2, 6])
+def test_another_number_of_replicas_goes_on_at_a_sync(replicas: int, gradients: str) -> None:
+    trainer = StackTrainer(gradients=gradients).train(8)
     scheduler, optimizer = copy.deepcopy(trainer.scheduler.state_dict()), copy.deepcopy(trainer.optimizer.state_dict())
-    other = StackTrainer(replicas=2)
+    other = StackTrainer(replicas=replicas, gradients=gradients)
     other.stack.load_state_dict(trainer.stack.module().state_dict())
     other.optimizer.load_state_dict(optimizer)
     other.scheduler.load_state_dict(scheduler)
+    for param, old in zip(other.stack.parameters(), trainer.stack.parameters(), strict=True):
+        here, there = other.optimizer.state[param], trainer.optimizer.state[old]
+        moment, before = here["exp_avg"].expand_as(param), there["exp_avg"].expand_as(old)
+        assert torch.equal(moment, before[:1].expand_as(param)), "averaged at the sync, and so the same in all"
+        assert (here["step"] == 8).all()
     other.train(4)
-    assert [len(record.losses) for record in other.scheduler.history] == [4, 4, 2]
+    assert [len(record.losses) for record in other.scheduler.history] == [4, 4, replicas]
 
 
 def test_in_the_middle_of_a_cycle_it_does_not() -> None:

@@ -41,6 +41,26 @@ def drop_foreign(group: Group) -> None:
         del group[PER_REPLICA]
 
 
+def taken_over(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The loaded state of a stacked parameter; one that was each replica's own in a stack of another number of them
+    becomes one for all: the mean of its rows, the largest of the step counts. After a sync with local gradients, all
+    are equal."""
+    found = dict(entries)
+    own = param.shape[1:]
+    several = [
+        name
+        for name, value in found.items()
+        if name != "step" and isinstance(value, Tensor) and value.shape[1:] == own and value.dim() == param.dim()
+    ]
+    foreign = [name for name in several if len(found[name]) not in (0, len(param))]
+    for name in foreign:
+        # In float64 the mean of equal numbers is that number.
+        found[name] = found[name].double().mean(0).to(found[name].dtype)
+    if foreign and isinstance(found.get("step"), Tensor) and found["step"].dim():
+        found["step"] = found["step"].max()
+    return found
+
+
 def _of_replica(group: Group, own: Mapping[str, Sequence[float | Tensor]], replica: int) -> Group:
     copied = dict(group)
     for key, values in own.items():
