@@ -16,7 +16,7 @@ from .controller import Controller, RegressionController, Run, SoftmaxController
 from .converge import AverageState, Converger
 from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
-from .explore import Explore, Group, Hyperparameter, expand, remember_bases
+from .explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
 from .optimizer_state import StepCounts, averaged_state, why_not_averaged
 from .spread import Spread
 from .stack import StackEnsemble
@@ -124,6 +124,7 @@ def build_cycle(
         backup=backup,
     )
     remember_bases(hyperparameters, groups)
+    forget_per_replica(groups)
     return Cycle(
         optimizer,
         Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=learning_rates(optimizer)),

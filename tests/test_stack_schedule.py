@@ -109,6 +109,33 @@ def test_rates_that_are_tensors() -> None:
     torch.testing.assert_close(trainer.parameters(), other.parameters(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_rate_written_by_hand_is_that_of_all_replicas_until_the_next_step() -> None:
+    trainer = StackTrainer(make_optimizer=hk.FusedSGD, cycle_momentum=False).train(2)
+    before = trainer.parameters()
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
+    trainer.train(1)
+    assert torch.equal(trainer.parameters(), before)
+    trainer.train(1)
+    assert not torch.equal(trainer.parameters(), before)
+
+
+def test_what_one_scheduler_explored_is_not_left_to_the_next() -> None:
+    trainer = StackTrainer(explore=[hk.Explore("weight_decay")]).train(24)
+    assert set(trainer.optimizer.param_groups[0]["per_replica"]) == {"lr", "weight_decay"}
+    hk.HDETOneCycleLR(trainer.optimizer, 0.01, 24, ensemble=trainer.stack.ensemble)
+    assert set(trainer.optimizer.param_groups[0]["per_replica"]) == {"lr"}
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])
+def test_the_optimizer_reads_the_rate_of_every_replica(lr: Any) -> None:
+    trainer = StackTrainer(make_optimizer=hk.FusedSGD, cycle_momentum=False, lr=lr)
+    for _ in range(3):
+        before, own = trainer.parameters(), torch.tensor(rates(trainer))
+        moved = (trainer.train(1).parameters() - before).norm(dim=1)
+        torch.testing.assert_close(moved / moved.mean(), own / own.mean(), rtol=1e-3, atol=0)
+    assert moved.std() > 0.05 * moved.mean()
+
+
 def test_any_scalar_of_the_optimizer_is_explored_by_replica() -> None:
     explore = [
         hk.Explore("weight_decay", base=0.1, spread=0.5),
