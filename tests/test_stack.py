@@ -218,6 +218,26 @@ def test_state_goes_and_comes_back() -> None:
     assert addresses == [p.data_ptr() for p in other.parameters()], "in place"
 
 
+def test_names_that_a_hook_of_the_module_gives() -> None:
+    """What is saved under them is the replicas', not the module's own."""
+
+    def renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> dict[str, Any]:
+        return {f"inner.{name}": value for name, value in state.items()}
+
+    module = nn.Linear(3, 2)
+    module._register_state_dict_hook(renamed)
+    stack = hk.ReplicaStack(module, 2)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.normal_()
+    saved = copy.deepcopy(stack.state_dict())
+    for name, parameter in stack.named_parameters():
+        assert torch.equal(saved[f"inner.{name}"], parameter)
+    again = hk.ReplicaStack(module, 2)
+    again.load_state_dict(saved)
+    assert all(map(torch.equal, again.parameters(), stack.parameters()))
+
+
 def test_a_plain_modules_state_goes_to_all_rows() -> None:
     plain = model()
     stack = numbered(hk.ReplicaStack(Model(), R))
