@@ -12,6 +12,7 @@ from test_ops import available
 from torch import Tensor, nn
 
 import hdet_kernels as hk
+from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.stacked import StackedParameter
 
 BACKENDS = [available(*pair) for pair in (("torch", "cpu"), ("cpp", "cpu"), ("cuda", "cuda"), ("triton", "cuda"))]
@@ -258,6 +259,17 @@ def test_every_replica_with_its_own_gradient_is_clipped_by_its_own_norm() -> Non
 
 
 # What is refused
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_gradients_in_another_order_of_memory_are_seen_at_once(gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a line of Python for each tensor, as others are."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1)).to(memory_format=torch.channels_last)
+    stack = hk.ReplicaStack(module, REPLICAS, gradients=gradients)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    stack.backward(lambda model, x: model(x).square().mean(), torch.randn(2 * REPLICAS, 3, 3, 3))
+    monkeypatch.setattr(ChunkTable, "_match_one_by_one", lambda *_: pytest.fail("one by one"))
+    optimizer.step()
 
 
 def test_rows_of_their_own_where_one_gradient_is_shared() -> None:
