@@ -160,6 +160,8 @@ def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: Gradients
     gradients are: a stack knows."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     replicas = {replicas_of(param) for param in params}
+    if not replicas:
+        return gradients  # nothing to average, which is said there
     if replicas == {None}:
         if ensemble.rows > 1:
             raise ValueError(
