@@ -366,6 +366,12 @@ def transposed() -> nn.Module:
     return module
 
 
+def aliased() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("seen", module.weight.data)
+    return module
+
+
 def holding(parameter: Tensor) -> nn.Module:
     module = nn.Module()
     module.p = nn.Parameter(parameter)
@@ -384,9 +390,13 @@ def holding(parameter: Tensor) -> nn.Module:
         (lambda: holding(torch.zeros(1).expand(3)), ValueError, "elements share memory"),
         (overlapping, ValueError, "share a part of their memory"),
         (transposed, ValueError, "share their memory and differ in shape or strides"),
+        (aliased, ValueError, "buffer seen shares its memory with parameter weight"),
         (lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), ValueError, "1.weight is on the meta"),
     ],
-    ids=["tensor", "none", "frozen", "lazy", "meta", "complex", "expanded", "overlap", "transposed", "partly-meta"],
+    ids=[
+        *("tensor", "none", "frozen", "lazy", "meta", "complex", "expanded", "overlap", "transposed", "aliased"),
+        "partly-meta",
+    ],
 )
 def test_modules_that_cannot_be_stacked(module: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
