@@ -16,7 +16,7 @@ from .controller import Controller, RegressionController, Run, SoftmaxController
 from .converge import AverageState, Converger
 from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
-from .explore import Explore, Group, Hyperparameter, expand, remember_bases
+from .explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
 from .optimizer_state import StepCounts, averaged_state, why_not_averaged
 from .spread import Spread
 from .stack import StackEnsemble
@@ -84,6 +84,11 @@ def build_cycle(
     ensemble = _ensemble_of(groups) if ensemble is None else ensemble
     gradients = _gradients_of(optimizer, ensemble, gradients)
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
+    if stack is not None and model is not None and model is not stack:
+        raise ValueError(
+            f"model= is a {type(model).__name__}, but the buffers that are averaged are those of the stack: leave "
+            "model= out with ensemble=stack.ensemble"
+        )
     model = stack if model is None else model
     hyperparameters = expand(explore, groups, spread, stack.hyper.set if stack is not None else None)
     floors = tuple(_floor(h, groups) for h in hyperparameters)
@@ -119,6 +124,7 @@ def build_cycle(
         backup=backup,
     )
     remember_bases(hyperparameters, groups)
+    forget_per_replica(groups)
     return Cycle(
         optimizer,
         Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=learning_rates(optimizer)),
@@ -154,6 +160,8 @@ def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: Gradients
     gradients are: a stack knows."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     replicas = {replicas_of(param) for param in params}
+    if not replicas:
+        return gradients  # nothing to average, which is said there
     if replicas == {None}:
         if ensemble.rows > 1:
             raise ValueError(

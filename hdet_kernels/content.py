@@ -67,12 +67,14 @@ def flattener(rows: int, gapped: list[tuple[Tensor, Tensor]]) -> Callable[[Tenso
     def flat(tensor: Tensor) -> Tensor:
         own = local(tensor)
         if rows > 1:
-            if own.dim() == 0 or own.shape[0] != rows or not own.is_contiguous():
-                raise ValueError(
-                    f"{rows} replicas are the rows of contiguous tensors [{rows}, …], got shape {tuple(own.shape)} "
-                    f"with strides {own.stride()}"
-                )
-            return (torch.view_as_real(own) if own.is_complex() else own).reshape(rows, -1)
+            if own.dim() == 0 or own.shape[0] != rows:
+                raise ValueError(f"{rows} replicas are the rows of tensors [{rows}, …], got shape {tuple(own.shape)}")
+            real = torch.view_as_real(own) if own.is_complex() else own
+            if real.is_contiguous():
+                return real.view(rows, -1)
+            copied = real.reshape(rows, -1).contiguous()
+            gapped.append((copied, real))
+            return copied
         if is_dense(own) or has_overlap(own):
             return flat_view(own)  # which refuses overlaps
         real = torch.view_as_real(own) if own.is_complex() else own

@@ -125,6 +125,14 @@ def meet(ensemble: Ensemble, report: Report, numbers: Numbers, *, needs_loss: bo
     return _conclude(rows, report.step)
 
 
+def check_alike(ensemble: Ensemble, said: Mapping[str, Any], what: str, hint: str) -> None:
+    """Raise the same RuntimeError in every process unless all have ``said`` the same, by name. Collective."""
+    row = torch.tensor([[ensemble.rank, short_hash(said)]], dtype=torch.float64, device="cpu")
+    shown = ensemble.gather(row).numpy()
+    if not _same(shown[..., 1]):
+        raise disagreement(ensemble, said, what, hint, shown[..., 0])
+
+
 def row_bytes(ensemble: Ensemble) -> int:
     """The bytes of the control rows of a process."""
     return 8 * len(COLUMNS) * ensemble.rows

@@ -26,6 +26,7 @@ from .compress import Compression, Format, check_format
 from .content import Content, check_shards, check_tensor, described, flattener, integer_hash
 from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
 from .ensemble import Ensemble, held
+from .ops.pack import MOST_ROWS
 from .overlap import Correction, Flight
 from .plan import Asked, AverageState, Plan, decide
 from .travel import Cost, Courier, take_first, take_largest, travel
@@ -65,12 +66,13 @@ class Converger:
     Args:
         params: a :class:`Buckets` (averaged in place, in the parameters' own memory) or loose parameters (packed into
             staging buffers, averaged there and unpacked). Of distributed tensors the local shards are averaged.
-        ensemble: the replicas. Where a process holds several of them, the tensors have one row for each.
+        ensemble: the replicas. Where a process holds several of them (64 at most), the tensors have one row for each.
         state: returns the optimizer state that belongs with the parameters, by name, as it is at that moment.
         counts: the optimizer's step counts: where they differ, as after a step that was skipped on one replica, they
             become the largest when state is averaged.
         buffers: returns the buffers of the model, as they are at that moment: floating-point ones are averaged,
-            integers become those of the first sound replica.
+            integers become those of the first sound replica. Those with infinities from the start (attention masks)
+            stay as they are.
         bucket_bytes: what one collective carries at most, and the size of each of the two staging buffers. Default:
             that of the ``Buckets``, or 512 MiB.
         compress: ``"bf16"`` or ``"int8"``: parameters travel as rounded differences to the last consensus. State and
@@ -95,6 +97,11 @@ class Converger:
         backup: bool = True,
         backend: str | None = None,
     ) -> None:
+        if ensemble.rows > MOST_ROWS:
+            raise ValueError(
+                f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "
+                "several processes if need be"
+            )
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
         # Integers (quantised frozen weights) have no mean and do not diverge.
@@ -110,6 +117,8 @@ class Converger:
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
         check_format(compress)
         self.state, self.counts, self.buffers = state, counts, buffers
+        #: Buffers that are infinite in places from the start, by number: masks, which are constants and no damage.
+        self._masks = [number for number, buffer in enumerate(buffers()) if _is_mask(buffer)]
         self.ensemble, self.backup, self.compress = ensemble, backup, compress
         self._content(include_state=False)  # refuses what cannot be flattened, now and not after the first T steps
         self._courier = Courier(ensemble, self.bucket_bytes, backend)
@@ -193,7 +202,7 @@ class Converger:
 
     def settings(self) -> dict[str, Any]:
         """What must be equal on all replicas."""
-        return {"bucket_bytes": self.bucket_bytes, "compress": self.compress}
+        return {"bucket_bytes": self.bucket_bytes, "compress": self.compress, "masks": self._masks}
 
     def state_dict(self) -> dict[str, Any] | None:
         """The memory of the compression, if there is any."""
@@ -223,7 +232,8 @@ class Converger:
             self.buckets.rehome()
             self.buckets.refresh_masters()
         # A buffer may be a parameter's own memory, and two of them may be one.
-        parts = distinct(local(tensor) for tensor in (*self.params, *self.buffers()))
+        moving = [buffer for number, buffer in enumerate(self.buffers()) if number not in self._masks]
+        parts = distinct(local(tensor) for tensor in (*self.params, *moving))
         own = {local(param).data_ptr() for param in self.params}
         loose = [part for part in parts if part.numel() and part.data_ptr() in own]
         buffers = [part for part in parts if part.numel() and part.data_ptr() not in own]
@@ -352,6 +362,11 @@ class Converger:
 
     def _outcome(self, verdict: Verdict, plan: Plan, cost: Cost, seconds: float) -> Outcome:
         return Outcome(verdict.losses, verdict.probes, plan.healthy, plan.shared, cost.bytes, cost.collectives, seconds)
+
+
+def _is_mask(buffer: Tensor) -> bool:
+    buffer = local(buffer)
+    return buffer.is_floating_point() and bool(buffer.isinf().any()) and not bool(buffer.isnan().any())
 
 
 _UNEVEN_STATE = (

@@ -369,10 +369,12 @@ class Cycle:
         into_cycle = state["step"] % self.run.sync_every
         saved, here = (state["size"], state.get("rows", 1)), (self.ensemble.size, self.ensemble.rows)
         if saved != here and into_cycle and state["step"] != self.run.total_steps:
+            several = max(saved[1], here[1]) > 1
+            of_saved, of_here = (f", {rows} in a process," if several else "" for _, rows in (saved, here))
             raise ValueError(
-                f"the checkpoint has {saved[0]} replicas, {saved[1]} in a process, and was saved {into_cycle} steps "
-                f"into a cycle, this run has {here[0]}, {here[1]} in a process: other replicas can resume only where "
-                f"all are equal, at a multiple of sync_every={self.run.sync_every}; save there"
+                f"the checkpoint has {saved[0]} replicas{of_saved} and was saved {into_cycle} steps into a cycle, this "
+                f"run has {here[0]}{of_here.rstrip(',')}: other replicas can resume only where all are equal, at a "
+                f"multiple of sync_every={self.run.sync_every}; save there"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

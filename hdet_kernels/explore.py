@@ -24,6 +24,9 @@ Group = dict[str, Any]
 #: The key of ``param_groups`` under which a group of stacked parameters has what each replica trains with, by entry.
 PER_REPLICA = "per_replica"
 
+#: The key under which it has the values that those are spread around, as the schedulers wrote them.
+PER_REPLICA_BASE = "per_replica_base"
+
 #: Takes a name and the values of the replicas held here.
 Sink = Callable[[str, Sequence[float]], object]
 
@@ -116,9 +119,8 @@ class Hyperparameter:
         if self.apply is not None:
             self.apply(values)
         elif self.group is not None:
-            group = groups[self.group]
-            write_entry(group, self.key, base)
-            group[PER_REPLICA] = {**group.get(PER_REPLICA, {}), self.key: values}
+            write_entry(groups[self.group], self.key, base)
+            write_per_replica(groups[self.group], self.key, base, values)
 
 
 def expand(
@@ -219,6 +221,26 @@ def write_entry(group: Group, key: str, value: float | torch.Tensor) -> None:
         group[name].fill_(value)
     else:
         group[name] = value
+
+
+def write_per_replica(group: Group, key: str, base: float | torch.Tensor, values: tuple[float, ...]) -> None:
+    """Say what each replica trains with as long as the number under ``key`` is ``base``."""
+    group[PER_REPLICA] = {**group.get(PER_REPLICA, {}), key: values}
+    bases = {**group.get(PER_REPLICA_BASE, {}), key: base}
+    name, index = _split(key)
+    held = group[name] if index is None else group[name][index]
+    if isinstance(base, torch.Tensor) or isinstance(held, torch.Tensor):
+        bases[key] = None  # it may have been rounded, and reading it would wait for the device
+    group[PER_REPLICA_BASE] = bases
+
+
+def forget_per_replica(groups: Sequence[Group]) -> None:
+    """Drop what an earlier scheduler wrote by replica: the later one may not explore it."""
+    for group in groups:
+        written = group.pop(PER_REPLICA_BASE, {})
+        kept = {key: values for key, values in group.pop(PER_REPLICA, {}).items() if key not in written}
+        if kept:
+            group[PER_REPLICA] = kept
 
 
 def replaced_entry(group: Group, key: str, value: float | torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .controller import Controller, Observation, Run, State
 from .ensemble import Ensemble, held
-from .explore import PER_REPLICA, Group, Hyperparameter
+from .explore import Group, Hyperparameter, write_per_replica
 
 Array = NDArray[np.float64]
 
@@ -110,7 +110,7 @@ class Spread:
         """Where there are several replicas, give the groups the learning rates of each: the schedule has moved on."""
         if self._several:
             for index, group in enumerate(groups):
-                group[PER_REPLICA] = {**group.get(PER_REPLICA, {}), "lr": self.values(index)}
+                write_per_replica(group, "lr", self.base(index), self.values(index))
 
     def placement(self) -> Placement:
         """What all replicas train with now."""

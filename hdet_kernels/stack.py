@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from .buckets import wide_dtype
+from .content import described
+from .control import check_alike
 from .ensemble import Ensemble, RowEnsemble, default_ensemble
 from .stack_batch import Batch
 from .stack_gradients import Collector, LocalGradients, SharedGradients, empty_rows
@@ -95,8 +97,11 @@ class ReplicaStack:
         """Give all processes the values of the first."""
         stacked = [tensor for _, tensor in self._stacked()]
         names = {name for names, _ in self._stacked() for name in names}
-        frozen = [param for name, param in self._template.named_parameters() if name not in names]
-        first = [*(tensor[0] for tensor in stacked), *frozen]
+        frozen = {name: param for name, param in self._template.named_parameters() if name not in names}
+        first = [*(tensor[0] for tensor in stacked), *frozen.values()]
+        layout = described(first, [*(names[0] for names, _ in self._stacked()), *frozen])
+        same = "all processes must stack as many replicas of the same module"
+        check_alike(among, {"replicas": self.replicas, "gradients": self.gradients, **layout}, "the stack", same)
         travel([take_first(among, [tensor.detach() for tensor in first], np.ones(among.size, dtype=bool))])
         for tensor in stacked:
             tensor.copy_(tensor[0].clone())
@@ -204,23 +209,34 @@ class ReplicaStack:
     def state_dict(self) -> dict[str, Any]:
         """Under the module's own names: parameters and persistent buffers as [R, *shape], and as the module has them
         what has no rows."""
-        state = dict(self._template.state_dict())
-        named = {name: stacked.detach() for names, stacked in self._stacked() for name in names}
-        return {name: named.get(name, value) for name, value in state.items()}
+        return {name: value for name, (value, _) in self._state().items()}
+
+    def _state(self) -> dict[str, tuple[Any, bool]]:
+        """What the state_dict has, and whether it has rows."""
+        state = self._template.state_dict(keep_vars=True)
+        own: dict[str, Tensor] = dict(self._template.named_parameters(remove_duplicate=False))
+        own.update(self._template.named_buffers(remove_duplicate=False))
+        # By the tensors themselves: hooks of the module may have given them other names.
+        rows = {id(own[name]): stacked.detach() for names, stacked in self._stacked() for name in names}
+        return {
+            name: (rows[id(value)], True)
+            if id(value) in rows
+            else (value.detach() if isinstance(value, Tensor) else value, False)
+            for name, value in state.items()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> _IncompatibleKeys:
         """Load what :meth:`state_dict` gave; or the ``state_dict`` of a plain module, which goes to all replicas."""
-        own = self.state_dict()
+        own = self._state()
         missing = [name for name in own if name not in state_dict]
         unexpected = [name for name in state_dict if name not in own]
-        named = {name: stacked for names, stacked in self._stacked() for name in names}
         wrong = []
-        for name, tensor in own.items():
+        for name, (tensor, has_rows) in own.items():
             value = state_dict.get(name)
             if name not in state_dict or not isinstance(tensor, Tensor):
                 continue
-            shapes = [tensor.shape, tensor.shape[1:]] if name in named else [tensor.shape]
+            shapes = [tensor.shape, tensor.shape[1:]] if has_rows else [tensor.shape]
             if not isinstance(value, Tensor) or value.shape not in shapes:
                 given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 wrong.append(f"{name} is {given}, expected {' or '.join(str(tuple(shape)) for shape in shapes)}")
@@ -229,7 +245,7 @@ class ReplicaStack:
             wrong += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
         if wrong:
             raise RuntimeError(f"the state_dict does not fit a stack of {self.replicas} replicas: {'; '.join(wrong)}")
-        for name, tensor in own.items():
+        for name, (tensor, _) in own.items():
             if name in state_dict and isinstance(tensor, Tensor):
                 tensor.copy_(state_dict[name])
             elif name in state_dict:

@@ -71,6 +71,13 @@ def trained_members(module: nn.Module) -> list[Member]:
             "two parameters share their memory and differ in shape or strides; only parameters that are tied as they "
             "are can be stacked: tie them by using one Parameter twice"
         )
+    memory = {(member.tensor.device, member.tensor.data_ptr()): member.names[0] for member in trained}
+    for name, buffer in module.named_buffers():
+        if buffer.numel() and (owner := memory.get((buffer.device, buffer.data_ptr()))) is not None:
+            raise ValueError(
+                f"buffer {name} shares its memory with parameter {owner}; in a stack each has rows of its own, and the "
+                "buffer would not follow: read the parameter itself in forward, or clone the buffer"
+            )
     return trained
 
 

@@ -274,8 +274,8 @@ def test_a_sound_row_beside_a_bad_one_moves_by_its_own_difference() -> None:
 
 
 def test_tensors_without_rows_are_refused() -> None:
-    message = r"3 replicas are the rows of contiguous tensors \[3, …\], got shape "
-    for tensor in (torch.ones(4, 2), torch.ones(()), torch.ones(2, 3).t()):
+    message = r"3 replicas are the rows of tensors \[3, …\], got shape "
+    for tensor in (torch.ones(4, 2), torch.ones(())):
         with pytest.raises(ValueError, match=message):
             Converger([tensor], RowEnsemble(3))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +218,26 @@ def test_state_goes_and_comes_back() -> None:
     assert addresses == [p.data_ptr() for p in other.parameters()], "in place"
 
 
+def test_names_that_a_hook_of_the_module_gives() -> None:
+    """What is saved under them is the replicas', not the module's own."""
+
+    def renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> dict[str, Any]:
+        return {f"inner.{name}": value for name, value in state.items()}
+
+    module = nn.Linear(3, 2)
+    module._register_state_dict_hook(renamed)
+    stack = hk.ReplicaStack(module, 2)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.normal_()
+    saved = copy.deepcopy(stack.state_dict())
+    for name, parameter in stack.named_parameters():
+        assert torch.equal(saved[f"inner.{name}"], parameter)
+    again = hk.ReplicaStack(module, 2)
+    again.load_state_dict(saved)
+    assert all(map(torch.equal, again.parameters(), stack.parameters()))
+
+
 def test_a_plain_modules_state_goes_to_all_rows() -> None:
     plain = model()
     stack = numbered(hk.ReplicaStack(Model(), R))
@@ -345,6 +366,12 @@ def transposed() -> nn.Module:
     return module
 
 
+def aliased() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("seen", module.weight.data)
+    return module
+
+
 def holding(parameter: Tensor) -> nn.Module:
     module = nn.Module()
     module.p = nn.Parameter(parameter)
@@ -363,9 +390,13 @@ def holding(parameter: Tensor) -> nn.Module:
         (lambda: holding(torch.zeros(1).expand(3)), ValueError, "elements share memory"),
         (overlapping, ValueError, "share a part of their memory"),
         (transposed, ValueError, "share their memory and differ in shape or strides"),
+        (aliased, ValueError, "buffer seen shares its memory with parameter weight"),
         (lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), ValueError, "1.weight is on the meta"),
     ],
-    ids=["tensor", "none", "frozen", "lazy", "meta", "complex", "expanded", "overlap", "transposed", "partly-meta"],
+    ids=[
+        *("tensor", "none", "frozen", "lazy", "meta", "complex", "expanded", "overlap", "transposed", "aliased"),
+        "partly-meta",
+    ],
 )
 def test_modules_that_cannot_be_stacked(module: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -435,3 +466,21 @@ def test_all_processes_begin_with_the_values_of_the_first() -> None:
         assert torch.equal(frozen, bias)
         for found, own in zip(stacked, expected, strict=True):
             assert torch.equal(found, own.expand_as(found))
+
+
+def _unlike(rank: int, what: str) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        hk.ReplicaStack(nn.Linear(3, 4 + rank * (what == "module")), 2 + rank * (what == "replicas"))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("replicas", r"disagree on the stack \(rank 0: replicas 2; rank 1: replicas 3\)"),
+        ("module", r"disagree on the stack \(rank 0: .*weight float32 \(4, 3\).* rank 1: .*weight float32 \(5, 3\)"),
+    ],
+)
+def test_processes_must_build_the_same_stack(what: str, message: str) -> None:
+    for said in run_ranks(2, _unlike, what):
+        assert re.search(message, said)

@@ -12,6 +12,7 @@ from test_ops import available
 from torch import Tensor, nn
 
 import hdet_kernels as hk
+from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.stacked import StackedParameter
 
 BACKENDS = [available(*pair) for pair in (("torch", "cpu"), ("cpp", "cpu"), ("cuda", "cuda"), ("triton", "cuda"))]
@@ -169,6 +170,43 @@ def test_a_checkpoint_goes_on_to_the_bit(name: str, shared: bool) -> None:
     assert all(map(torch.equal, again, params))
 
 
+@pytest.mark.parametrize("how", ["loaded", "added"])
+def test_parted_moments_are_those_of_all_parameters(how: str) -> None:
+    """Of another dtype, and so in another buffer, are parameters that have no state yet."""
+
+    def params() -> tuple[list[Tensor], list[Tensor]]:
+        found = stacked_params(True), stacked_params(True, dtype=torch.float64)
+        for param in (*found[0], *found[1]):
+            param.data += torch.arange(REPLICAS).view(-1, *[1] * (param.dim() - 1))
+        return found
+
+    def train(optimizer: Any, some: list[Tensor], steps: range) -> None:
+        for step in steps:
+            give_gradients(some, [], step, shared=True)
+            optimizer.step()
+
+    def whole(singles: list[Tensor], doubles: list[Tensor]) -> Any:
+        return hk.FusedAdam([{"params": singles}, {"params": doubles}], lr=0.01, weight_decay=0.1)
+
+    expected = params()
+    optimizer = whole(*expected)
+    train(optimizer, expected[0], range(2))
+    singles, doubles = params()
+    if how == "loaded":
+        for param, value in zip(singles, expected[0], strict=True):
+            param.data.copy_(value)
+        resumed = whole(singles, doubles)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        resumed = hk.FusedAdam(singles, lr=0.01, weight_decay=0.1)
+        train(resumed, singles, range(2))
+        resumed.add_param_group({"params": doubles})
+    train(optimizer, [*expected[0], *expected[1]], range(2, 5))
+    train(resumed, [*singles, *doubles], range(2, 5))
+    for param, value in zip((*singles, *doubles), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(param, value)
+
+
 def test_the_state_of_plain_training_becomes_that_of_all_replicas() -> None:
     plain = plain_params()
     before = torch.optim.AdamW(plain, lr=0.01)
@@ -221,6 +259,17 @@ def test_every_replica_with_its_own_gradient_is_clipped_by_its_own_norm() -> Non
 
 
 # What is refused
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_gradients_in_another_order_of_memory_are_seen_at_once(gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a line of Python for each tensor, as others are."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1)).to(memory_format=torch.channels_last)
+    stack = hk.ReplicaStack(module, REPLICAS, gradients=gradients)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    stack.backward(lambda model, x: model(x).square().mean(), torch.randn(2 * REPLICAS, 3, 3, 3))
+    monkeypatch.setattr(ChunkTable, "_match_one_by_one", lambda *_: pytest.fail("one by one"))
+    optimizer.step()
 
 
 def test_rows_of_their_own_where_one_gradient_is_shared() -> None:

@@ -109,6 +109,33 @@ def test_rates_that_are_tensors() -> None:
     torch.testing.assert_close(trainer.parameters(), other.parameters(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_rate_written_by_hand_is_that_of_all_replicas_until_the_next_step() -> None:
+    trainer = StackTrainer(make_optimizer=hk.FusedSGD, cycle_momentum=False).train(2)
+    before = trainer.parameters()
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
+    trainer.train(1)
+    assert torch.equal(trainer.parameters(), before)
+    trainer.train(1)
+    assert not torch.equal(trainer.parameters(), before)
+
+
+def test_what_one_scheduler_explored_is_not_left_to_the_next() -> None:
+    trainer = StackTrainer(explore=[hk.Explore("weight_decay")]).train(24)
+    assert set(trainer.optimizer.param_groups[0]["per_replica"]) == {"lr", "weight_decay"}
+    hk.HDETOneCycleLR(trainer.optimizer, 0.01, 24, ensemble=trainer.stack.ensemble)
+    assert set(trainer.optimizer.param_groups[0]["per_replica"]) == {"lr"}
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])
+def test_the_optimizer_reads_the_rate_of_every_replica(lr: Any) -> None:
+    trainer = StackTrainer(make_optimizer=hk.FusedSGD, cycle_momentum=False, lr=lr)
+    for _ in range(3):
+        before, own = trainer.parameters(), torch.tensor(rates(trainer))
+        moved = (trainer.train(1).parameters() - before).norm(dim=1)
+        torch.testing.assert_close(moved / moved.mean(), own / own.mean(), rtol=1e-3, atol=0)
+    assert moved.std() > 0.05 * moved.mean()
+
+
 def test_any_scalar_of_the_optimizer_is_explored_by_replica() -> None:
     explore = [
         hk.Explore("weight_decay", base=0.1, spread=0.5),
@@ -286,6 +313,38 @@ def test_batch_norm_statistics_are_averaged() -> None:
         assert (buffer == buffer[:1]).all()
 
 
+def test_buffers_in_another_order_of_memory_are_averaged() -> None:
+    module = network()
+    module.register_buffer("kernel", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    stack = hk.ReplicaStack(module, REPLICAS)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble)
+    (kernel,) = stack.buffers()
+    kernel.copy_(torch.randn(kernel.shape))
+    mean, strides = kernel.mean(0), kernel.stride()
+    scheduler.converge()
+    torch.testing.assert_close(kernel, mean.expand_as(kernel))
+    assert kernel.stride() == strides
+
+
+def test_a_mask_is_no_damage() -> None:
+    """Infinities that a buffer has had from the start; those that come later are one."""
+    module = network()
+    mask = torch.full((3, 3), -torch.inf).triu(1)
+    module.register_buffer("mask", mask)
+    module.register_buffer("mean", torch.zeros(2))
+    stack = hk.ReplicaStack(module, REPLICAS)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble)
+    masks, means = stack.buffers()
+    scheduler.converge()
+    means[1, 0] = torch.inf
+    scheduler.converge()
+    assert [record.excluded for record in scheduler.history] == [[], [1]]
+    assert torch.equal(masks, mask.expand_as(masks))
+    assert not means.any()
+
+
 def test_a_probe_gives_a_loss_of_each_replica() -> None:
     calls = []
     trainer = StackTrainer(total_steps=40, sync_every=2)
@@ -337,15 +396,22 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(optimizer: Any, gradi
     assert torch.equal(resumed.stack.hyper["shift"], whole.stack.hyper["shift"])
 
 
-def test_another_number_of_replicas_goes_on_at_a_sync() -> None:
-    trainer = StackTrainer().train(8)
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("replicas", [1, 2, 6])
+def test_another_number_of_replicas_goes_on_at_a_sync(replicas: int, gradients: str) -> None:
+    trainer = StackTrainer(gradients=gradients).train(8)
     scheduler, optimizer = copy.deepcopy(trainer.scheduler.state_dict()), copy.deepcopy(trainer.optimizer.state_dict())
-    other = StackTrainer(replicas=2)
+    other = StackTrainer(replicas=replicas, gradients=gradients)
     other.stack.load_state_dict(trainer.stack.module().state_dict())
     other.optimizer.load_state_dict(optimizer)
     other.scheduler.load_state_dict(scheduler)
+    for param, old in zip(other.stack.parameters(), trainer.stack.parameters(), strict=True):
+        here, there = other.optimizer.state[param], trainer.optimizer.state[old]
+        moment, before = here["exp_avg"].expand_as(param), there["exp_avg"].expand_as(old)
+        assert torch.equal(moment, before[:1].expand_as(param)), "averaged at the sync, and so the same in all"
+        assert (here["step"] == 8).all()
     other.train(4)
-    assert [len(record.losses) for record in other.scheduler.history] == [4, 4, 2]
+    assert [len(record.losses) for record in other.scheduler.history] == [4, 4, replicas]
 
 
 def test_in_the_middle_of_a_cycle_it_does_not() -> None:
@@ -383,6 +449,22 @@ def test_the_ensemble_must_be_the_stacks() -> None:
     with pytest.raises(ValueError, match=r"holds 4 replicas in this process, but the optimizer's parameters are those"):
         hk.HDETOneCycleLR(hk.FusedAdamW(network().parameters()), 0.01, 24, ensemble=stack.ensemble)
     assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == groups
+
+
+def test_the_buffers_are_the_stacks() -> None:
+    """Those of a BatchNorm of as many channels as there are replicas would look like rows."""
+    module = nn.Sequential(nn.Linear(6, REPLICAS), nn.BatchNorm1d(REPLICAS))
+    stack = hk.ReplicaStack(module, REPLICAS)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    with pytest.raises(ValueError, match=r"model= is a Sequential, .* leave model= out"):
+        hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=module)
+    hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=stack)
+
+
+def test_more_replicas_than_are_averaged() -> None:
+    """Said when the scheduler is built, not at the first sync."""
+    with pytest.raises(ValueError, match=r"at most 64 replicas of one process are averaged, got 65"):
+        StackTrainer(replicas=65)
 
 
 def test_torchs_optimizers_have_one_rate_for_all() -> None:

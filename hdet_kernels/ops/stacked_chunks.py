@@ -41,15 +41,19 @@ class StackedTable(ChunkTable):
         self._expect(slots)
         self._counts = [replicas * slot.numel for slot in slots]
         self._shared = [(0, *slot.stride) for slot in slots]
+        self._local = [(max(slot.numel, 1), *slot.stride) for slot in slots]
 
     def _common_layout(
         self, grads: Sequence[Tensor | None], present: Sequence[Tensor | None], where: list[int] | None
     ) -> str | None:
-        expected = self._shared if where is None else [self._shared[index] for index in where]
-        if list(map(Tensor.stride, present)) == expected:  # type: ignore[arg-type]
+        strides = list(map(Tensor.stride, present))  # type: ignore[arg-type]
+        if strides == _at(self._shared, where):
             return "shared"
-        has_own = self.replicas == 1 or not self.shares_state
-        if has_own and not self._permuted and all(map(Tensor.is_contiguous, present)):  # type: ignore[arg-type]
+        if self.shares_state and self.replicas > 1:
+            return None
+        if strides == _at(self._local, where):
+            return "local"
+        if not self._permuted and all(map(Tensor.is_contiguous, present)):  # type: ignore[arg-type]
             return "local"
         return None
 
@@ -89,3 +93,7 @@ class StackedTable(ChunkTable):
             return row.unsqueeze(0).expand(shape)
         strides = (slot.numel, *slot.stride)
         return torch.empty_strided(shape, strides, dtype=row.dtype, device=self.device).copy_(grad)
+
+
+def _at(strides: list[tuple[int, ...]], where: list[int] | None) -> list[tuple[int, ...]]:
+    return strides if where is None else [strides[index] for index in where]

@@ -23,7 +23,7 @@ from hdet_kernels.optim.fixed import FixedGradients
 from hdet_kernels.optim.home import homes_of
 from hdet_kernels.optim.hooks import hook_step, light_hooks
 from hdet_kernels.optim.options import Options
-from hdet_kernels.optim.per_replica import drop_foreign, replica_groups, shares_moments
+from hdet_kernels.optim.per_replica import drop_foreign, replica_groups, shares_moments, taken_over
 from hdet_kernels.optim.precision import in_its_precision, unwrapped
 from hdet_kernels.optim.state import ShownState
 from hdet_kernels.stacked import StackedParameter
@@ -230,6 +230,9 @@ class FusedOptimizer(Optimizer):
             _freeze_betas(group)
             self.check_group(group)
             check_seed(group.get(_SEED, 0))
+        for param, entries in state["state"].items():
+            if isinstance(param, StackedParameter):
+                state["state"][param] = taken_over(entries, param)
         check_shapes(state["state"])
         built = hasattr(self, "_homes")
         if built:

@@ -1,7 +1,8 @@
 """Hyperparameters that differ between the replicas of a stack.
 
 A parameter group holds the value that its replicas are spread around; ``group["per_replica"]`` has what each of them
-trains with, by the name of the entry (``"lr"``, ``"betas[1]"``), where they differ.
+trains with, by the name of the entry (``"lr"``, ``"betas[1]"``), where they differ. Another number written to the group
+itself holds for all of them, until a scheduler writes again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hdet_kernels.buckets import replicas_of
-from hdet_kernels.explore import PER_REPLICA, replaced_entry
+from hdet_kernels.explore import PER_REPLICA, PER_REPLICA_BASE, read_entry, replaced_entry
 
 Group = dict[str, Any]
 
@@ -23,6 +24,7 @@ _OF_MOMENTS = ("beta1", "beta2", "momentum", "dampening", "nesterov", "amsgrad",
 def replica_groups(group: Group, replicas: int | None) -> list[Group]:
     """The group as each replica has it; the group itself where there are none."""
     own: Mapping[str, Sequence[float | Tensor]] = group.get(PER_REPLICA) or {}
+    own = {key: values for key, values in own.items() if not _was_changed(group, key)}
     for key, values in own.items():
         if len(values) != (replicas or 0):
             raise ValueError(
@@ -34,11 +36,39 @@ def replica_groups(group: Group, replicas: int | None) -> list[Group]:
     return [_of_replica(group, own, replica) for replica in range(replicas or 1)]
 
 
+def _was_changed(group: Group, key: str) -> bool:
+    """Whether someone has since given the group another number than the one that its replicas are spread around: by
+    hand, or by another scheduler. Then that is what all of them train with."""
+    base = group.get(PER_REPLICA_BASE, {}).get(key)
+    return base is not None and read_entry(group, key) != base
+
+
 def drop_foreign(group: Group) -> None:
     """Forget the values of other replicas than the group's parameters have: those of a loaded state_dict."""
     replicas = {replicas_of(param) for param in group["params"]}
     if any(len(values) not in replicas for values in group.get(PER_REPLICA, {}).values()):
         del group[PER_REPLICA]
+        group.pop(PER_REPLICA_BASE, None)
+
+
+def taken_over(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The loaded state of a stacked parameter; one that was each replica's own in a stack of another number of them
+    becomes one for all: the mean of its rows, the largest of the step counts. After a sync with local gradients, all
+    are equal."""
+    found = dict(entries)
+    own = param.shape[1:]
+    several = [
+        name
+        for name, value in found.items()
+        if name != "step" and isinstance(value, Tensor) and value.shape[1:] == own and value.dim() == param.dim()
+    ]
+    foreign = [name for name in several if len(found[name]) not in (0, len(param))]
+    for name in foreign:
+        # In float64 the mean of equal numbers is that number.
+        found[name] = found[name].double().mean(0).to(found[name].dtype)
+    if foreign and isinstance(found.get("step"), Tensor) and found["step"].dim():
+        found["step"] = found["step"].max()
+    return found
 
 
 def _of_replica(group: Group, own: Mapping[str, Sequence[float | Tensor]], replica: int) -> Group:

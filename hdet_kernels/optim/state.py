@@ -51,9 +51,12 @@ class ShownState:
         """Copy what is in ``optimizer.state`` into the flat state, and make ``optimizer.state`` views of that."""
         optimizer = self.optimizer
         self._entries = {}
-        for home in self.homes:
-            if home.shares_state and any(self._has_rows(home, index) for index in range(len(home.residents))):
+        sharing = [home for home in self.homes if home.shares_state]
+        if any(self._has_rows(home, index) for home in sharing for index in range(len(home.residents))):
+            # All or none: what parted the moments of some parameters holds for those that have none yet.
+            for home in sharing:
                 home.part_state()
+        for home in self.homes:
             home.unpublished = set(range(len(home.residents)))
             for index, tied in enumerate(home.residents):
                 group = optimizer.param_groups[home.groups[index]]
