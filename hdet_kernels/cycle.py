@@ -373,8 +373,9 @@ class Cycle:
             of_saved, of_here = (f", {rows} in a process," if several else "" for _, rows in (saved, here))
             raise ValueError(
                 f"the checkpoint has {saved[0]} replicas{of_saved} and was saved {into_cycle} steps into a cycle, this "
-                f"run has {here[0]}{of_here.rstrip(',')}: other replicas can resume only where all are equal, at a "
-                f"multiple of sync_every={self.run.sync_every}; save there"
+                f"run has {here[0]}{of_here.rstrip(',')}: another number of replicas"
+                f"{' in a process' if saved[0] == here[0] else ''} can resume only where all are equal, at a multiple "
+                f"of sync_every={self.run.sync_every}; save there"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
