@@ -116,8 +116,9 @@ def _stack_steps(entries: list[Entry]) -> str:
             key = (f"AdamW, {params['gradients']} gradients", str(params["replicas"]))
         rows.setdefault(key, {})[params["way"]] = info
     title = (
-        "**A stack of R replicas** of 268 M parameters each, fp32 (of 34 M for the noise). A step with a shared gradient "
-        "must move 20 + 8R bytes a parameter, with local ones 28R; torch's has R separate parameters and moves 28R."
+        "**A stack of R replicas** of 268 M parameters each, fp32 (of 34 M for the noise). A step with a shared "
+        "gradient must move 20 + 8R bytes a parameter, with local ones 28R; torch's has R separate parameters and "
+        "moves 28R."
     )
     return _section(title, found, ("work", "R"), rows, ours="hdet-cuda")
 

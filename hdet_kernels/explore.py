@@ -42,7 +42,7 @@ class Explore:
         spread: α, the half width of the multipliers: values lie in base·[1 − α, 1 + α].
         base: the value to explore around. Default for a group key: what the group holds.
         apply: called with this replica's value whenever it changes, for scalars that do not live in the optimizer:
-            ``lambda p: setattr(model.dropout, "p", p)``. With a stack: with the values of its replicas, a tuple.
+            ``lambda p: setattr(model.dropout, "p", p)``. With a stack of several: with a tuple, the values of all.
         bounds: (lowest, highest) value that a replica may ever get.
         spacing: ``"linear"`` or ``"log"``, see :func:`hdet_kernels.multipliers`.
         groups: indices of the parameter groups that are explored. Default: all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,13 @@ class Batch:
         tensors: list[Tensor] = [self._leaves[index] for index in self._cut]
         _check_sizes(tensors, replicas)
         self._stacked = [tensor.unflatten(0, (replicas, tensor.shape[0] // replicas)) for tensor in tensors]
+
+    def copy(self) -> Batch:
+        """The same in memory of its own."""
+        made = copy.copy(self)
+        made._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        made._stacked = [made._leaves[i].view_as(part) for i, part in zip(self._cut, self._stacked, strict=True)]
+        return made
 
     def rows(self, rows: slice | int) -> list[Tensor]:
         """The slices of some replicas, [k, b, …], or of one, [b, …]."""

@@ -47,7 +47,7 @@ class Losses:
         self._untouched = Untouched(module)
         self._replicas = len(self._parameters[0])
         self._device = self._parameters[0].device
-        #: Losses that were computed together, and the buffers that they change.
+        #: Losses that were computed, and the buffers that they change.
         self._changing: dict[object, list[int]] = {}
         self._one_by_one: set[object] = set()
         self._warned: set[object] = set()
@@ -59,33 +59,38 @@ class Losses:
         code = _code_of(loss_fn)
         kind = (code, gradients is not None, self.module.training)
         step = self._replicas if chunk_size is None else chunk_size
-        if step == 1 or self._replicas == 1 or kind in self._one_by_one:
-            return self._computed(loss_fn, batch, 1, gradients)
         undo = _Undo(self._buffers, self._changing.get(kind), self._device)
-        try:
-            losses = self._computed(loss_fn, batch, step, gradients)
-            if kind not in self._changing:
-                self._changing[kind] = undo.changed()
-            return losses
-        except torch.OutOfMemoryError as error:
+        reason = None
+        if step > 1 and self._replicas > 1 and kind not in self._one_by_one:
+            # A loss may write to its batch, and must not find it written if it is computed once more.
+            again = batch if kind in self._changing else batch.copy()
+            try:
+                losses = self._computed(loss_fn, batch, step, gradients)
+                self._changing.setdefault(kind, undo.changed())
+                return losses
+            except torch.OutOfMemoryError as error:
+                undo()
+                error.add_note(f"chunk_size=k computes k of the {self._replicas} replicas at a time")
+                raise
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [repr(error)])[0]
             undo()
-            error.add_note(f"chunk_size=k computes k of the {self._replicas} replicas at a time")
-            raise
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        undo()
+            batch = again
         try:
             losses = self._computed(loss_fn, batch, 1, gradients)
         except Exception:
             undo()
             raise
-        self._one_by_one.add(kind)
-        self._warn(code, loss_fn, reason)
+        self._changing.setdefault(kind, undo.changed())
+        if reason is not None:
+            self._one_by_one.add(kind)
+            self._warn(code, loss_fn, reason)
         return losses
 
     def are_together(self, loss_fn: LossFunction) -> bool:
         """Whether the losses and gradients of all replicas have been computed together."""
-        return (_code_of(loss_fn), True, self.module.training) in self._changing
+        kind = (_code_of(loss_fn), True, self.module.training)
+        return kind in self._changing and kind not in self._one_by_one
 
     def together(self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: Collector) -> Tensor:
         """As a call, of a loss that :meth:`are_together`; one that fails is not computed in another way."""

@@ -799,3 +799,38 @@ def test_the_loss_gap_is_not_hidden_by_the_tolerance() -> None:
     losses = stack.losses(loss_of, batch(4), same_batch=True)
     assert float(losses.std()) > 100 * RTOL * float(losses.mean())
     assert not math.isnan(float(losses.sum()))
+
+
+def test_a_loss_that_raises_in_the_loop_leaves_buffers_as_they_were() -> None:
+    stack = hk.ReplicaStack(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 3)
+    calls = []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append(1)
+        loss = model(x).square().mean()
+        if (
+            loss.item() > -1 and len(calls) >= 6
+        ):  # after the attempt under vmap: for the last replica of the second call
+            raise KeyError("mine")
+        return loss
+
+    stack.backward(loss_fn, torch.randn(12, 3))
+    before = [buffer.clone() for buffer in stack.buffers()]
+    calls[:] = [1] * 3
+    with pytest.raises(KeyError, match="mine"):
+        stack.backward(loss_fn, torch.randn(12, 3))
+    assert all(map(torch.equal, stack.buffers(), before))
+
+
+def test_a_batch_that_the_loss_writes_to_is_written_once() -> None:
+    stack = hk.ReplicaStack(nn.Linear(3, 1), 2)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        loss = model(x).square().mean()
+        return loss if loss.item() > -1 else 2 * loss  # which vmap cannot follow
+
+    x = torch.randn(4, 3)
+    expected = [model(2 * part).square().mean() for model, part in zip([stack.replica(0)] * 2, x.chunk(2), strict=True)]
+    found = stack.losses(loss_fn, x.clone())
+    torch.testing.assert_close(found, torch.stack(expected).detach())

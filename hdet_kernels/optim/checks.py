@@ -83,9 +83,14 @@ def check_shapes(state: Mapping[Any, Any]) -> None:
         fitting = (param.shape, param.shape[1:]) if replicas_of(param) else (param.shape,)
         for name, value in entries.items():
             if name != "step" and isinstance(value, Tensor) and value.shape not in fitting:
+                stacked = value.shape[1:] == param.shape
                 raise ValueError(
                     f"the loaded state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}; "
-                    "the state_dict is of another model, or its parameters are in another order"
+                    + (
+                        "the state_dict is of a stack whose replicas have their own moments: load it into a stack"
+                        if stacked
+                        else "the state_dict is of another model, or its parameters are in another order"
+                    )
                 )
 
 
