@@ -808,9 +808,7 @@ def test_a_loss_that_raises_in_the_loop_leaves_buffers_as_they_were() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         calls.append(1)
         loss = model(x).square().mean()
-        if (
-            loss.item() > -1 and len(calls) >= 6
-        ):  # after the attempt under vmap: for the last replica of the second call
+        if loss.item() > -1 and len(calls) >= 6:  # of the last replica in the second call; the first fails under vmap
             raise KeyError("mine")
         return loss
 
