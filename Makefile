@@ -14,7 +14,7 @@ demo: $(READY)
 	$(BIN)/python -m hdet_kernels demo $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
