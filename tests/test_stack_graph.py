@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.stack_graph import MOST_GRAPHS
+from hdet_kernels.stack.graph import MOST_GRAPHS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch.func import functional_call, vmap
 
-from .stack_batch import Batch
-from .stack_gradients import Collector
-from .stack_hyper import StackHyper
-from .stack_template import Places, Untouched, own_gradients
-from .stack_vmap import Corrected, no_hooks
+from .batch import Batch
+from .corrections import Corrected, no_hooks
+from .gradients import Collector
+from .hyper import StackHyper
+from .template import Places, Untouched, own_gradients
 
 log = logging.getLogger("hdet_kernels")
 

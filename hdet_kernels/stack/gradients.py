@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .buckets import BUCKET_BYTES, flat_view, travel_dtype
-from .ensemble import Ensemble
-from .stacked import StackedParameter
-from .travel import Courier
+from hdet_kernels.buckets import BUCKET_BYTES, flat_view, travel_dtype
+from hdet_kernels.ensemble import Ensemble
+from hdet_kernels.stacked import StackedParameter
+from hdet_kernels.travel import Courier
 
 
 class Collector(Protocol):

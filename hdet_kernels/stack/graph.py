@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .stack_batch import Batch
-from .stack_gradients import Collector
-from .stack_losses import Losses, LossFunction
+from .batch import Batch
+from .gradients import Collector
+from .losses import Losses, LossFunction
 
 log = logging.getLogger("hdet_kernels")
 

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .buckets import wide_dtype
-from .content import described
-from .control import check_alike
-from .ensemble import Ensemble, RowEnsemble, default_ensemble
-from .stack_batch import Batch
-from .stack_gradients import Collector, LocalGradients, SharedGradients, empty_rows
-from .stack_graph import Graphs
-from .stack_hyper import StackHyper
-from .stack_losses import Losses, LossFunction
-from .stack_template import Member, members, trained_members
-from .stacked import StackedParameter
-from .travel import take_first, travel
+from hdet_kernels.buckets import wide_dtype
+from hdet_kernels.content import described
+from hdet_kernels.control import check_alike
+from hdet_kernels.ensemble import Ensemble, RowEnsemble, default_ensemble
+from hdet_kernels.stacked import StackedParameter
+from hdet_kernels.travel import take_first, travel
+
+from .batch import Batch
+from .gradients import Collector, LocalGradients, SharedGradients, empty_rows
+from .graph import Graphs
+from .hyper import StackHyper
+from .losses import Losses, LossFunction
+from .template import Member, members, trained_members
 
 
 class ReplicaStack:
