@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -279,6 +279,7 @@ def _hyperparameter(explore: Explore, name: str, base: float | None, group: int 
     )
 
 
+@cache
 def _split(key: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"(\w+)\[(\d+)\]", key)
     return (match[1], int(match[2])) if match else (key, None)

@@ -33,6 +33,9 @@ COLUMNS = (
 )
 
 
+_NUMBER = {name: number for number, name in enumerate(COLUMNS)}
+
+
 class Staged:
     """A small tensor on ``device`` with a mirror on the host; it is written only when the mirror changes.
 
@@ -101,15 +104,17 @@ class HyperTable:
         changed. A tensor in host memory is read like a float. While a CUDA graph is captured no number may change: it
         would be written again by every replay.
         """
-        values = np.zeros(self.tensor.shape, dtype=np.float64)
+        lines = []
         on_device: list[tuple[int, int, Tensor]] = []
         for index, row in enumerate(rows):
-            for column, name in enumerate(COLUMNS):
-                value = row.get(name, 0.0)
+            line = [0.0] * len(COLUMNS)
+            for name, value in row.items():
                 if isinstance(value, Tensor) and value.device.type != "cpu":
-                    on_device.append((index, column, value))
+                    on_device.append((index, _NUMBER[name], value))
                 else:
-                    values[index, column] = float(value)
+                    line[_NUMBER[name]] = float(value)
+            lines.append(line)
+        values = np.array(lines, dtype=np.float64).reshape(self.tensor.shape)
         if not self._staged.holds(values):
             if self._staged.capturing:
                 raise RuntimeError(

@@ -8,6 +8,7 @@ itself holds for all of them, until a scheduler writes again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -82,9 +83,11 @@ def shares_moments(rule: str, rows: Sequence[Mapping[str, float | Tensor]], grou
     """Whether replicas with one gradient keep the same moments. ``rows``: of the hyperparameter table, replica by
     replica. Their numbers for the moments must be equal, and weight decay must not go through the moments: it would
     bring in the parameters, which differ."""
+    firsts = [list(map(row.get, _OF_MOMENTS)) for row in rows[:group_count]]
     for index, row in enumerate(rows):
-        first = rows[index % group_count]
-        if any(not _equal(row.get(name, 0.0), first.get(name, 0.0)) for name in _OF_MOMENTS):
+        mine, first = list(map(row.get, _OF_MOMENTS)), firsts[index % group_count]
+        # The very same numbers, mostly: those of the group.
+        if not all(map(is_, mine, first)) and not all(map(_equal, mine, first)):
             return False
         coupled = rule in ("adam", "adagrad") or (rule == "sgd" and not _equal(row["momentum"], 0.0))
         if coupled and not _equal(row["weight_decay"], 0.0):
@@ -92,7 +95,9 @@ def shares_moments(rule: str, rows: Sequence[Mapping[str, float | Tensor]], grou
     return True
 
 
-def _equal(a: float | Tensor, b: float | Tensor) -> bool:
+def _equal(a: float | Tensor | None, b: float | Tensor | None) -> bool:
     """Whether two numbers are equal as far as can be seen without waiting for a device."""
+    if a is None or b is None or a is b:
+        return a is b
     on_device = [isinstance(value, Tensor) and value.device.type != "cpu" for value in (a, b)]
-    return a is b or (not any(on_device) and float(a) == float(b))
+    return not any(on_device) and float(a) == float(b)
