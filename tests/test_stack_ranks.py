@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -187,3 +188,29 @@ def _syncs_of_rows(rank: int) -> list[tuple[int, int]]:
 def test_rows_in_several_processes_are_averaged_by_one_collective() -> None:
     for syncs in run_ranks(2, _syncs_of_rows):
         assert syncs == [(2, 4)] * 2, "the control rows, and one bucket with the mean of the rows"
+
+
+def _accumulated(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of three batches, with every one averaged, and with all averaged at the end."""
+    found = []
+    for waits in (False, True):
+        stack = hk.ReplicaStack(network().double(), replicas=2)
+        for step in range(3):
+            own = [batch(2 * rank + row, step) for row in range(2)]
+            parts = [torch.cat(part).double() for part in zip(*own, strict=True)]
+            with stack.no_sync() if waits and step < 2 else contextlib.nullcontext():
+                stack.backward(loss_of, *parts)
+            if waits and step == 0:
+                alone = [param.grad[0].clone() for param in stack.parameters()]
+        found.append([param.grad[0].clone() for param in stack.parameters()])
+    assert any(not torch.equal(a, b) for a, b in zip(alone, found[0], strict=True))
+    return found[0], found[1]
+
+
+def test_gradients_that_are_accumulated_can_be_averaged_once() -> None:
+    results = run_ranks(2, _accumulated)
+    for every, once in results:
+        for a, b in zip(every, once, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(a, b)

@@ -78,16 +78,20 @@ class LocalGradients:
 class SharedGradients:
     """One for all replicas of all processes, their mean: ``grad`` is an expanded view [R, *shape] of it.
 
-    A parameter that has a gradient in one process has one in all.
+    A parameter that has a gradient in one process has one in all. As long as ``syncs`` is False, gradients stay those
+    of this process; they are averaged with the next ones.
     """
 
     keeps = False
+    syncs = True
 
     def __init__(self, params: Sequence[StackedParameter], among: Ensemble) -> None:
         self._params, self._among = params, among
         self._strides = [row_strides(param[0]) for param in params]
         self._courier = Courier(among, BUCKET_BYTES, None) if among.processes > 1 else None
         self._flags: dict[tuple[bool, ...], Tensor] = {}
+        #: Whether ``grad`` has something that was not averaged over the processes.
+        self._owes = False
         self.collected: list[Tensor | None] = []
 
     def begin(self, passes: int) -> None:
@@ -110,8 +114,11 @@ class SharedGradients:
             for kept, param in zip(self.collected, self._params, strict=True)
         ]
         self.collected = []
-        if self._courier is not None:
+        if self._courier is not None and self.syncs:
+            if self._owes:
+                means = [self._with_owed(param, mean) for param, mean in zip(self._params, means, strict=True)]
             means = self._over_processes(self._courier, means)
+        self._owes = not self.syncs
         for param, mean in zip(self._params, means, strict=True):
             if mean is None:
                 continue
@@ -121,6 +128,13 @@ class SharedGradients:
                 param.grad[0].add_(mean)
             else:  # someone gave the rows gradients of their own
                 param.grad.add_(mean)
+
+    def _with_owed(self, param: Tensor, mean: Tensor | None) -> Tensor | None:
+        """``mean``, and what is in ``grad``, which it takes away. What was averaged before stays what it is."""
+        if param.grad is None:
+            return mean
+        owed, param.grad = param.grad[0], None
+        return owed if mean is None else mean.add_(owed)
 
     def let_go(self, collected: Sequence[Tensor | None]) -> None:
         for param, kept in zip(self._params, collected, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -141,6 +142,19 @@ class ReplicaStack:
 
     def eval(self) -> ReplicaStack:
         return self.train(False)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As of DDP: :meth:`backward` inside the block does not average shared gradients over the processes; the next
+        one outside averages all that has been accumulated."""
+        if not isinstance(self._collector, SharedGradients):
+            yield
+            return
+        before, self._collector.syncs = self._collector.syncs, False
+        try:
+            yield
+        finally:
+            self._collector.syncs = before
 
     def backward(
         self, loss_fn: LossFunction, *batch: Any, same_batch: bool = False, chunk_size: int | None = None
