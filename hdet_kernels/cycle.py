@@ -83,7 +83,7 @@ class Cycle:
         self._pending: _Pending | None = None
         self._away = False  # inside consensus(): the parameters are not this replica's
         takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
-        self._displacement = Displacement(optimizer) if takes_slopes else None
+        self._displacement = Displacement(optimizer, apart=ensemble.size > 1) if takes_slopes else None
         spread.fan_out(self.number)
         optimizer.register_step_pre_hook(weakly(self._before_optimizer_step))
         optimizer.register_load_state_dict_post_hook(weakly(self.write))

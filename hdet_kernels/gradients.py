@@ -48,10 +48,13 @@ class Displacement:
 
     :meth:`turn` is called at every sync, with the averaged parameters in place; :meth:`measure` before every
     optimizer step, and only the first one after a sync does anything.
+
+    apart: replicas may start apart (warm noisy initialisation), so that none knows θ̄(0): the first displacement is then
+    that of the second cycle.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, *, apart: bool = False) -> None:
+        self.optimizer, self.apart = optimizer, apart
         self.last = self._copy()
         self.moved: list[list[Tensor]] | None = None
         self.measured: Tensor | None = None
@@ -69,9 +72,8 @@ class Displacement:
         """End a cycle: returns the slopes measured in it, if any, and takes the displacement that it made."""
         slopes = None if self.measured is None else self.measured.tolist()
         now = self._parameters()
-        self.moved = [
-            list(torch._foreach_sub(new, old)) if new else [] for new, old in zip(now, self.last, strict=True)
-        ]
+        moved = [list(torch._foreach_sub(new, old)) if new else [] for new, old in zip(now, self.last, strict=True)]
+        self.moved, self.apart = None if self.apart else moved, False
         self.last = self._copy()
         self.measured = None
         return slopes
@@ -93,10 +95,11 @@ class Displacement:
 
     def state_dict(self) -> dict[str, Any]:
         measured = None if self.measured is None else self.measured.tolist()
-        return {"last": self.last, "moved": self.moved, "measured": measured}
+        return {"last": self.last, "moved": self.moved, "measured": measured, "apart": self.apart}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         device = self._device()
+        self.apart = state.get("apart", False)
         self.last = [_placed(saved, here) for saved, here in zip(state["last"], self.last, strict=True)]
         moved = state["moved"]
         self.moved = moved and [_placed(saved, here) for saved, here in zip(moved, self.last, strict=True)]

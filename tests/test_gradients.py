@@ -71,3 +71,14 @@ def test_a_scale_that_was_left_to_the_optimizer_is_divided_out() -> None:
     optimizer.grad_scale = torch.tensor(16.0)  # type: ignore[attr-defined]
     displacement.measure()
     assert displacement.turn() == pytest.approx([2.0])
+
+
+def test_replicas_that_start_apart_do_not_know_the_first_displacement() -> None:
+    param = nn.Parameter(torch.tensor([1.0]))
+    displacement = Displacement(torch.optim.SGD([param], lr=0.1), apart=True)
+    param.grad = torch.tensor([2.0])
+    for move, expected in ((0.5, None), (0.25, None), (0.0, [0.5])):
+        with torch.no_grad():
+            param.add_(move)
+        assert displacement.turn() == expected
+        displacement.measure()

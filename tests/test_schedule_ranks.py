@@ -287,6 +287,21 @@ def test_the_hypergradient_controller_works_with_shared_gradients_and_with_one_r
     assert run_ranks(1, _hypergradient, True)[0][0] > 1
 
 
+def _hypergradient_apart(rank: int) -> list[dict[str, float]]:
+    trainer = Trainer(rank, total_steps=40, sync_every=2, auto_lr=False)
+    hk.warm_noisy_init_(trainer.module.parameters(), nu=0.1)
+    trainer.scheduler = hk.HDETOneCycleLR(
+        trainer.optimizer, 0.01, total_steps=40, sync_every=2, auto_lr=hk.HypergradientController()
+    )
+    return [record.base for record in trainer.train(10).scheduler.history]
+
+
+def test_replicas_that_start_apart_have_one_hypergradient() -> None:
+    first, *others = run_ranks(3, _hypergradient_apart)
+    assert len(first) == 5
+    assert all(other == first for other in others)
+
+
 def test_the_hypergradient_controller_refuses_local_gradients() -> None:
     with pytest.raises(AssertionError, match="needs gradients that are averaged over the replicas"):
         run_ranks(2, _hypergradient, False)
