@@ -91,6 +91,13 @@ def build_cycle(
         )
     model = stack if model is None else model
     hyperparameters = expand(explore, groups, spread, stack.hyper.set if stack is not None else None)
+    in_the_loss = [hyper.name for hyper in hyperparameters if hyper.group is None]
+    if stack is not None and in_the_loss and gradients == "shared":
+        log.warning(
+            "%s cannot be explored with shared gradients if it acts in the loss: all replicas take the same step, "
+            "whatever its value; build ReplicaStack(…, gradients='local')",
+            ", ".join(in_the_loss),
+        )
     floors = tuple(_floor(h, groups) for h in hyperparameters)
     run = Run(total_steps, sync_every, peak, floors)
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)

@@ -483,3 +483,23 @@ def test_gradients_other_than_the_stacks() -> None:
 def test_a_name_that_is_nowhere_needs_a_base() -> None:
     with pytest.raises(ValueError, match="'temperature' is not a key of the optimizer's parameter groups"):
         StackTrainer(explore=[hk.Explore("temperature")])
+
+
+def test_a_scalar_that_no_loss_reads_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = StackTrainer(gradients="local", explore=[hk.Explore("temprature", base=1.0)], auto_lr=False)
+    trainer.train(3)
+    assert not caplog.messages
+    trainer.train(9)
+    assert sum("hyper['temprature'] was given other values, but no loss has read it" in m for m in caplog.messages) == 1
+
+
+def test_a_scalar_that_the_loss_reads_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = StackTrainer(gradients="local", explore=[hk.Explore("shift", base=0.5)], auto_lr=False)
+    trainer.loss_fn = smoothed(trainer.stack, [])
+    trainer.train(12)
+    assert not caplog.messages
+
+
+def test_a_scalar_of_the_loss_needs_local_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    StackTrainer(explore=[hk.Explore("shift", base=0.5)])
+    assert "shift cannot be explored with shared gradients" in caplog.messages[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+
+log = logging.getLogger("hdet_kernels")
 
 
 class StackHyper(Mapping[str, Tensor]):
@@ -23,11 +26,16 @@ class StackHyper(Mapping[str, Tensor]):
         self._replicas, self._device = replicas, device
         self._values: dict[str, Tensor] = {}
         self._seen: dict[str, Tensor] | None = None
+        #: What losses have read, and whether there was one at all.
+        self._read: set[str] = set()
+        self._any_loss = False
 
     def __getitem__(self, name: str) -> Tensor:
         values = self._values if self._seen is None else self._seen
         if name not in values:
             raise KeyError(f"{name!r} is not a hyperparameter of this stack; it has {sorted(values) or 'none'}")
+        if self._seen is not None:
+            self._read.add(name)
         return values[name]
 
     def __setitem__(self, name: str, values: ArrayLike | Tensor) -> None:
@@ -45,6 +53,9 @@ class StackHyper(Mapping[str, Tensor]):
             )
         if name not in self._values:
             self._values[name] = torch.empty(self._replicas, device=self._device)
+        elif self._any_loss and name not in self._read:
+            self._read.add(name)  # said once
+            log.warning("hyper[%r] was given other values, but no loss has read it so far: is the name right?", name)
         self._values[name].copy_(given, non_blocking=True)
 
     def _numbers(self, name: str, values: Any) -> Tensor:
@@ -72,6 +83,7 @@ class StackHyper(Mapping[str, Tensor]):
     @contextlib.contextmanager
     def seen_as(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Read as ``values``, those of one replica, for a while."""
+        self._any_loss = True
         before, self._seen = self._seen, dict(zip(self._values, values, strict=True))
         try:
             yield
