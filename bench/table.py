@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ BEGIN, END = "<!-- bench/table.py: begin -->", "<!-- bench/table.py: end -->"
 COST_BEGIN, COST_END = "<!-- bench/table.py, cost: begin -->", "<!-- bench/table.py, cost: end -->"
 
 Entry = dict[str, Any]
+Key = Callable[[Entry, Entry, str], tuple[str, ...]]
 NOTHING = "–"
 
 WAYS = {
@@ -92,35 +93,32 @@ def _of(entries: list[Entry], name: str, device: str | None = None) -> list[Entr
 
 def _steps(entries: list[Entry]) -> str:
     found = _of(entries, "optim_step", "cuda")
-    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
-    for entry in found:
-        params, info = entry["params"], entry["extra_info"]
-        key = (f"{params['work']} ({info['bytes a parameter']} B)", _model(params["model"], info))
-        rows.setdefault(key, {})[params["way"]] = info
+
+    def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
+        return f"{params['work']} ({info['bytes a parameter']} B)", _model(params["model"], info)
+
     title = (
         "**`optimizer.step()` as the user calls it**: median time, and its share of the copy bandwidth of the same "
         "run. Beside the work, the bytes that must move for each parameter. many-small: wall time of single steps, "
         "with gradients at new addresses every time."
     )
-    return _section(title, found, ("work", "model"), rows, ours="hdet-cuda")
+    return _section(title, found, ("work", "model"), key)
 
 
 def _stack_steps(entries: list[Entry]) -> str:
     found = _of(entries, "stack_step", "cuda")
-    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
-    for entry in found:
-        params, info = entry["params"], entry["extra_info"]
-        if "initial_noise" in entry["name"]:
-            key = ("`warm_noisy_init_`", "8")
-        else:
-            key = (f"AdamW, {params['gradients']} gradients", str(params["replicas"]))
-        rows.setdefault(key, {})[params["way"]] = info
+
+    def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
+        if "initial_noise" in name:
+            return "`warm_noisy_init_`", "8"
+        return f"AdamW, {params['gradients']} gradients", str(params["replicas"])
+
     title = (
         "**A stack of R replicas** of 268 M parameters each, fp32 (of 34 M for the noise). A step with a shared "
         "gradient must move 20 + 8R bytes a parameter, with local ones 28R; torch's has R separate parameters and "
         "moves 28R."
     )
-    return _section(title, found, ("work", "R"), rows, ours="hdet-cuda")
+    return _section(title, found, ("work", "R"), key)
 
 
 def _stack_training(entries: list[Entry]) -> str:
@@ -192,32 +190,27 @@ def _training(entries: list[Entry]) -> str:
 
 def _reductions(entries: list[Entry]) -> str:
     found = _of(entries, "reduce", "cuda")
-    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
-    for entry in found:
-        params, info = entry["params"], entry["extra_info"]
-        key = (f"`{params['operation']}`", params["dtype"], _model(params["model"], info))
-        rows.setdefault(key, {})[params["way"]] = info
-    rows = dict(sorted(rows.items(), key=lambda item: item[0][0]))
+
+    def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
+        return f"`{params['operation']}`", params["dtype"], _model(params["model"], info)
+
     title = "**One read of all gradients**; a read alone can be faster than a copy."
-    return _section(title, found, ("operation", "gradients", "model"), rows, ours="hdet-cuda")
+    return _section(title, found, ("operation", "gradients", "model"), key, sort=1)
 
 
 def _packs(entries: list[Entry]) -> str:
     found = _of(entries, "pack", "cuda")
-    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
-    for entry in found:
-        params, info = entry["params"], entry["extra_info"]
-        if "mean_of_rows" in entry["name"]:
-            key = ("mean of 8 rows", params["dtype"], "268 M elements", NOTHING)
-        else:
-            key = (f"`{params['operation']}`", params["dtype"], _model(params["model"], info), params["place"])
-        rows.setdefault(key, {})[params["way"]] = info
-    rows = dict(sorted(rows.items(), key=lambda item: item[0][0]))
+
+    def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
+        if "mean_of_rows" in name:
+            return "mean of 8 rows", params["dtype"], "268 M elements", NOTHING
+        return f"`{params['operation']}`", params["dtype"], _model(params["model"], info), params["place"]
+
     title = (
         "**Tensors into one staging buffer and back**, and the mean of stacked replicas. odd: nothing lies at a "
         "multiple of 16 bytes in the buffer."
     )
-    return _section(title, found, ("operation", "tensors", "model", "place"), rows, ours="hdet-cuda")
+    return _section(title, found, ("operation", "tensors", "model", "place"), key, sort=1)
 
 
 def _drift(entries: list[Entry]) -> str:
@@ -263,14 +256,12 @@ def _overlap(entries: list[Entry]) -> str:
 
 def _wires(entries: list[Entry]) -> str:
     found = _of(entries, "wire", "cuda")
-    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
-    for entry in found:
-        params, info = entry["params"], entry["extra_info"]
-        key = (f"`{params['operation']}`", params["format"], _model(params["size"], info))
-        rows.setdefault(key, {})[params["way"]] = info
-    rows = dict(sorted(rows.items(), key=lambda item: item[0][:2]))
+
+    def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
+        return f"`{params['operation']}`", params["format"], _model(params["size"], info)
+
     title = "**The parts of a compressed average** of 8 processes."
-    return _section(title, found, ("operation", "format", "elements"), rows, ours="hdet-cuda")
+    return _section(title, found, ("operation", "format", "elements"), key, sort=2)
 
 
 def _on_the_cpu(entries: list[Entry]) -> str:
@@ -296,12 +287,17 @@ def _scheduler(entries: list[Entry]) -> str:
     )
 
 
-def _section(
-    title: str, found: list[Entry], names: tuple[str, ...], rows: dict[tuple[str, ...], dict[str, Any]], ours: str
-) -> str:
-    """A row for each key: time and share of every way, and the ratio of ours to each of torch's."""
+def _section(title: str, found: list[Entry], names: tuple[str, ...], key: Key, sort: int = 0) -> str:
+    """A row for each ``key`` (of parameters, results and name of an entry), sorted by the first ``sort`` of its parts:
+    time and share of every way, and the ratio of ours to each of torch's."""
     if not found:
         return ""
+    rows: dict[tuple[str, ...], dict[str, Entry]] = {}
+    for entry in found:
+        params, info = entry["params"], entry["extra_info"]
+        rows.setdefault(key(params, info, entry["name"]), {})[params["way"]] = info
+    rows = dict(sorted(rows.items(), key=lambda item: item[0][:sort]))
+    ours = "hdet-cuda"
     used = [way for way in WAYS if any(way in cells for cells in rows.values())]
     theirs = [way for way in used if way.startswith("torch") and ours in used]
     header = [*names, *(WAYS[way] for way in used), *(f"{WAYS[ours]} / {WAYS[way]}" for way in theirs)]

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import Buckets, replicas_of
+from .buckets import Buckets, replicas_of, share_gradients
 from .compress import Format
 from .controller import Controller, RegressionController, Run, SoftmaxController
 from .converge import AverageState, Converger
@@ -20,7 +20,6 @@ from .explore import Explore, Group, Hyperparameter, expand, forget_per_replica,
 from .optimizer_state import StepCounts, averaged_state, why_not_averaged
 from .spread import Spread
 from .stack import StackEnsemble
-from .stacked import StackedParameter
 
 log = logging.getLogger("hdet_kernels")
 
@@ -186,8 +185,7 @@ def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: Gradients
             f"{type(optimizer).__name__} has one learning rate for all replicas of a stack: use an optimizer of "
             "hdet_kernels, such as FusedAdamW(stack.parameters())"
         )
-    shared = all(isinstance(param, StackedParameter) and param.shares_gradient for param in params)
-    found: Gradients = "shared" if shared else "local"
+    found: Gradients = "shared" if share_gradients(params) else "local"
     if gradients not in ("auto", found):
         raise ValueError(
             f"gradients={gradients!r}, but the stack has {found} ones: leave gradients= out, or build "

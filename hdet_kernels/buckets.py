@@ -68,7 +68,7 @@ class Buckets:
             _check_can_be_homed(index, param)
         #: How many replicas the parameters are stacks of; None for plain parameters.
         self.replicas = _common_replicas(self.params)
-        one = [_one_of(param) for param in self.params]
+        one = [one_replica(param) for param in self.params]
         owner = _tied_to(one)
 
         keys: list[tuple[torch.device, torch.dtype]] = []
@@ -337,7 +337,7 @@ def _check_can_be_homed(index: int, param: Tensor) -> None:
         )
     if param.is_meta:
         raise ValueError(f"parameter {index} is on the meta device and has no values yet: materialise the model first")
-    if not is_dense(_one_of(param)):
+    if not is_dense(one_replica(param)):
         raise ValueError(
             f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}: gaps or overlaps in memory "
             "cannot be kept in a bucket; make it contiguous first (param.data = param.data.contiguous())"
@@ -349,9 +349,15 @@ def replicas_of(param: Tensor) -> int | None:
     return param.replicas if isinstance(param, StackedParameter) else None
 
 
-def _one_of(param: Tensor) -> Tensor:
-    """One replica of a stacked parameter; any other parameter as it is."""
-    return param if replicas_of(param) is None else param.detach()[0]
+def one_replica(param: Tensor, value: Tensor | None = None) -> Tensor:
+    """A parameter, or ``value`` of its shape, as one replica has it: of a stack the first row, else as it is."""
+    tensor = param if value is None else value
+    return tensor if replicas_of(param) is None else tensor.detach()[0]
+
+
+def share_gradients(params: Iterable[Tensor]) -> bool:
+    """Whether all are stacks whose replicas have one gradient."""
+    return all(isinstance(param, StackedParameter) and param.shares_gradient for param in params)
 
 
 def _common_replicas(params: Sequence[Tensor]) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import local, replicas_of, wide_dtype
+from .buckets import local, one_replica, wide_dtype
 
 
 def weakly(call: Callable[[], None]) -> Callable[..., None]:
@@ -60,7 +60,8 @@ class Displacement:
         self.measured: Tensor | None = None
 
     def _parameters(self) -> list[list[Tensor]]:
-        return [[_of_one(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        # All replicas of a stack have the same when they are asked for.
+        return [[local(one_replica(p)) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _copy(self) -> list[list[Tensor]]:
         return [[p.clone() for p in group] for group in self._parameters()]
@@ -86,7 +87,9 @@ class Displacement:
         slopes = []
         for group, moved in zip(self.optimizer.param_groups, self.moved, strict=True):
             pairs = zip(group["params"], moved, strict=True)
-            dots = [(_of_one(p, p.grad) * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None]
+            dots = [
+                (local(one_replica(p, p.grad)) * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None
+            ]
             slopes.append(torch.stack(dots).sum() if dots else torch.zeros((), dtype=wide, device=device))
         self.measured = torch.stack(slopes)
         if (scale := getattr(self.optimizer, "grad_scale", None)) is not None:
@@ -105,12 +108,6 @@ class Displacement:
         self.moved = moved and [_placed(saved, here) for saved, here in zip(moved, self.last, strict=True)]
         measured = state["measured"]
         self.measured = None if measured is None else torch.tensor(measured, dtype=wide_dtype(device), device=device)
-
-
-def _of_one(param: Tensor, value: Tensor | None = None) -> Tensor:
-    """A parameter, or its gradient, as one replica has it: all of a stack have the same when it is asked for."""
-    own = local(param if value is None else value)
-    return own if replicas_of(param) is None else own[0]
 
 
 def _placed(saved: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -127,6 +127,8 @@ class Case:
     grads: list[Tensor | None]
     gap: Tensor
     master: Tensor | None = None
+    #: With more than one, parameters and master are [rows, n].
+    rows: int = 1
 
     def flats(self) -> list[Tensor]:
         return [flat for flat in (self.param, *self.states, self.master) if flat is not None]
@@ -152,6 +154,7 @@ class Case:
             self.chunks,
             master=self.master,
             stochastic_rounding=stochastic_rounding,
+            rows=self.rows,
             backend=backend,
         )
 

@@ -32,7 +32,6 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Slot
 from hdet_kernels.ops import Scalars
 from hdet_kernels.ops.chunks import CHUNK, ChunkTable
-from hdet_kernels.ops.table import HyperTable
 
 #: A whole chunk and odd ones, one at an address that allows no vectors, an empty slot and a single element.
 SIZES = (CHUNK + 1, CHUNK + 9, 0, 1)
@@ -57,34 +56,10 @@ class Stack:
     """A :class:`Case` whose parameters and masters are [rows, n]."""
 
     case: Case
-    rows: int
 
     def replica(self, row: int) -> Case:
         master = None if self.case.master is None else self.case.master[row]
-        return replace(self.case, param=self.case.param[row], master=master)
-
-    def step(
-        self,
-        table: HyperTable,
-        backend: str,
-        scalars: Scalars = NO_SCALARS,
-        *,
-        stochastic_rounding: bool = False,
-    ) -> None:
-        case = self.case
-        step = ops.Step(
-            case.rule,
-            case.param,
-            case.states,
-            case.steps,
-            table.tensor,
-            case.chunks,
-            master=case.master,
-            stochastic_rounding=stochastic_rounding,
-            rows=self.rows,
-            backend=backend,
-        )
-        step(case.chunks.match(case.grads), scalars)
+        return replace(self.case, param=self.case.param[row], master=master, rows=1)
 
 
 def lengthened(flat: Tensor | None, extra: int, value: float) -> Tensor | None:
@@ -109,8 +84,8 @@ def stacked(replicas: list[Case]) -> Stack:
     states = [None if state is None else state.clone() for state in first.states]
     param = torch.stack([case.param for case in replicas])
     master = torch.stack(masters) if masters else None
-    case = replace(first, param=param, master=master, states=states, steps=first.steps.clone())
-    return Stack(case, len(replicas))
+    steps, rows = first.steps.clone(), len(replicas)
+    return Stack(replace(first, param=param, master=master, states=states, steps=steps, rows=rows))
 
 
 def replicas_of(
@@ -177,7 +152,7 @@ def test_every_replica_steps_as_it_would_alone(
     got = stacked(replicas_of(name, precision, device, rows, extra, sizes))
     table = make_table(device, *hyper)
     for _ in range(2):
-        got.step(table, where)
+        got.case.step(table, where)
     for row, plain in enumerate(replicas_of(name, precision, "cpu", rows, extra, sizes)):
         truth = plain.in_float64()
         for case in (plain, truth):
@@ -195,7 +170,7 @@ def test_stochastic_rounding_is_that_of_the_replica_alone(backend: tuple[str, st
     replicas = replicas_of("adamw", PRECISIONS[label], device, 3, extra=1, sizes=sizes)
     got = stacked(replicas)
     # One step: by the next, states that are rounded by another seed would differ.
-    got.step(make_table(device, *hyper), where, stochastic_rounding=True)
+    got.case.step(make_table(device, *hyper), where, stochastic_rounding=True)
     for row, case in enumerate(replicas):
         case.step(make_table(device, hyper[row]), where, stochastic_rounding=True)
         assert_same([got.case.param[row]], [case.param])
@@ -207,7 +182,7 @@ def test_equal_seeds_give_equal_replicas_equal_bits(backend: tuple[str, str]) ->
     where, device = backend
     case = make_case("sgd", (1030, 33), BF16, device, optional=False)
     got = stacked([alone(case, 0) for _ in range(3)])
-    got.step(make_table(device, *[{"lr": 0.01, "seed": 9}] * 3), where, stochastic_rounding=True)
+    got.case.step(make_table(device, *[{"lr": 0.01, "seed": 9}] * 3), where, stochastic_rounding=True)
     assert_same([got.case.param[0]] * 2, list(got.case.param[1:]))
 
 
@@ -218,7 +193,7 @@ def test_each_replica_steps_each_group_with_its_own_row(backend: tuple[str, str]
     got = stacked([alone(case, 0) for _ in range(3)])
     before = got.case.param.clone()
     rates = [0.5, 0.25, 1.0, 2.0, 4.0, 8.0]  # replica by replica, two groups each
-    got.step(make_table(device, *({"lr": rate} for rate in rates)), where)
+    got.case.step(make_table(device, *({"lr": rate} for rate in rates)), where)
     for row in range(3):
         for slot, group in enumerate(case.chunks.rows):
             span, grad = case.span(slot), case.grads[slot]
@@ -251,7 +226,7 @@ def test_what_acts_on_gradient_and_states_is_replica_0s(backend: tuple[str, str]
     for second in (row, row | {"maximize": 0, "max_grad_norm": 0.0, **others}):
         got = stacked([alone(make_case(rule, (100, 7), FP64, device, optional=True), r) for r in range(2)])
         scalars = Scalars(norm=torch.tensor(9.0, dtype=FP64, device=device))
-        got.step(make_table(device, row, second), where, scalars)
+        got.case.step(make_table(device, row, second), where, scalars)
         results.append(got.case.flats())
     assert_same(*results)
 
@@ -262,7 +237,7 @@ def test_each_replica_corrects_the_bias_of_its_own_betas(backend: tuple[str, str
     case = make_case("adam", (33,), FP64, device, optional=False)
     got, before = stacked([alone(case, 0) for _ in range(2)]), case.param
     row = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3}
-    got.step(make_table(device, row, row | {"beta1": 0.5, "beta2": 0.75}), where)
+    got.case.step(make_table(device, row, row | {"beta1": 0.5, "beta2": 0.75}), where)
     m, v = got.case.states[:2]
     assert m is not None
     assert v is not None
@@ -279,7 +254,7 @@ def test_a_penalty_goes_into_the_states_as_replica_0_has_it(backend: tuple[str, 
     row = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "momentum": 0.9, "weight_decay": 0.5}
     replicas = [alone(make_case(rule, (100, 7), FP32, device, optional=True), r) for r in range(2)]
     got = stacked(replicas)
-    got.step(make_table(device, row, row | {"weight_decay": 0.0}), where)
+    got.case.step(make_table(device, row, row | {"weight_decay": 0.0}), where)
     replicas[0].step(make_table(device, row), where)
     assert_same(got.replica(0).flats(), replicas[0].flats())
 
@@ -292,10 +267,10 @@ def test_a_skipped_step_and_a_slot_without_gradient_change_nothing(backend: tupl
     case.grads[1] = None
     got = stacked([alone(case, r) for r in range(3)])
     table, before = make_table(device, row, row, row), [flat.clone() for flat in got.case.flats()]
-    got.step(table, where, Scalars(found_inf=torch.ones((), device=device)))
+    got.case.step(table, where, Scalars(found_inf=torch.ones((), device=device)))
     assert_same(got.case.flats(), before)
     assert got.case.steps.tolist() == [0, 0, 0]
-    got.step(table, where, Scalars(found_inf=torch.zeros((), device=device)))
+    got.case.step(table, where, Scalars(found_inf=torch.zeros((), device=device)))
     assert got.case.steps.abs().tolist() == [1, 0, 1], "one step, however many replicas"
     for flat, old in zip(got.case.flats(), before, strict=True):
         assert torch.equal(flat[..., case.span(1)], old[..., case.span(1)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from training import loss_of
 
 import hdet_kernels as hk
 from hdet_kernels.stack.graph import MOST_GRAPHS
@@ -26,10 +27,6 @@ def network(dropout: float = 0.0) -> nn.Module:
 def batch(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(size, 6, generator=generator).cuda(), torch.randn(size, 2, generator=generator).cuda()
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(model(x), y)
 
 
 class Training:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, network
+from training import batch, loss_of, network
 
 import hdet_kernels as hk
 
@@ -34,10 +33,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, An
     "adagrad": (torch.optim.Adagrad, hk.FusedAdagrad, {}, None),
     "lion": (hk.FusedLion, hk.FusedLion, {}, None),
 }
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(model(x), y)
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:

@@ -13,16 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
-from training import batch, network, same
+from training import batch, loss_of, network, same
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 
 REPLICAS = 4
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(model(x), y)
 
 
 def data(step: int, replicas: int = REPLICAS) -> tuple[Tensor, Tensor]:

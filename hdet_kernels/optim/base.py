@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from hdet_kernels import ops
-from hdet_kernels.buckets import Buckets
+from hdet_kernels.buckets import Buckets, share_gradients
 from hdet_kernels.explore import PER_REPLICA
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import Gradients
@@ -269,7 +269,7 @@ class FusedOptimizer(Optimizer):
         self.buckets = Buckets(param for group in self.param_groups for param in group["params"])
         self.buckets.keep_masters(self.options.has_master)
         groups = [group_of[id(param)] for param in self.buckets.params]
-        shares_state = all(isinstance(p, StackedParameter) and p.shares_gradient for p in self.buckets.params)
+        shares_state = share_gradients(self.buckets.params)
         self._homes = homes_of(
             self.rule, self.buckets, groups, len(self.param_groups), self.options, shares_state=shares_state
         )

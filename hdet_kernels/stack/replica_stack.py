@@ -24,7 +24,7 @@ from .gradients import Collector, LocalGradients, SharedGradients, empty_rows
 from .graph import Graphs
 from .hyper import StackHyper
 from .losses import Losses, LossFunction
-from .template import Member, members, trained_members
+from .template import Member, members, named_tensors, trained_members
 
 
 class ReplicaStack:
@@ -229,8 +229,7 @@ class ReplicaStack:
     def _state(self) -> dict[str, tuple[Any, bool]]:
         """What the state_dict has, and whether it has rows."""
         state = self._template.state_dict(keep_vars=True)
-        own: dict[str, Tensor] = dict(self._template.named_parameters(remove_duplicate=False))
-        own.update(self._template.named_buffers(remove_duplicate=False))
+        own = named_tensors(self._template)
         # By the tensors themselves: hooks of the module may have given them other names.
         rows = {id(own[name]): stacked.detach() for names, stacked in self._stacked() for name in names}
         return {
@@ -278,8 +277,7 @@ class ReplicaStack:
         attributes = (value for part in self._template.modules() for value in vars(part).values())
         computed = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
         made = copy.deepcopy(self._template, {id(value): value.detach().clone() for value in computed})
-        tensors: dict[str, Tensor] = dict(made.named_parameters(remove_duplicate=False))
-        tensors.update(made.named_buffers(remove_duplicate=False))
+        tensors = named_tensors(made)
         for names, value in values.items():
             for name in names:
                 tensors[name].copy_(value)

@@ -40,6 +40,14 @@ def members(named: Iterable[tuple[str, Tensor]]) -> list[Member]:
     return [Member(tuple(names[key]), tensors[key]) for key in names]
 
 
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
 def trained_members(module: nn.Module) -> list[Member]:
     """The parameters of ``module`` that get rows: those that require a gradient. Raises if they cannot."""
     if not isinstance(module, nn.Module):
@@ -53,7 +61,7 @@ def trained_members(module: nn.Module) -> list[Member]:
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(f"{name or 'the module'} is a ScriptModule, whose parameters cannot be swapped for rows")
     named = list(module.named_parameters(remove_duplicate=False))
-    for name, tensor in [*named, *module.named_buffers(remove_duplicate=False)]:
+    for name, tensor in named_tensors(module).items():
         if is_lazy(tensor):
             raise ValueError(f"{name} is not initialised yet: run a forward pass of the module first")
         if tensor.is_meta:
