@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -209,3 +210,26 @@ def test_gradients_that_are_accumulated_can_be_averaged_once() -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     for a, b in zip(results[0][1], results[1][1], strict=True):
         assert torch.equal(a, b)
+
+
+def _survivor(rank: int) -> tuple[str, bool]:
+    """What the last rank sees when the other dies before a gradient is averaged, and whether it still has its own."""
+    stack = hk.ReplicaStack(network().double(), replicas=2)
+    parts = [torch.cat([part, part]).double() for part in batch(rank, 0)]
+    with stack.no_sync():
+        stack.backward(loss_of, *parts)
+    before = [(param.detach().clone(), param.grad[0].clone()) for param in stack.parameters()]
+    if rank == 0:
+        os._exit(0)
+    try:
+        stack.backward(loss_of, *parts)
+    except RuntimeError as error:
+        kept = zip(stack.parameters(), before, strict=True)
+        return str(error), all(torch.equal(p, own) and torch.equal(p.grad[0], grad) for p, (own, grad) in kept)
+    return "nothing", False
+
+
+def test_a_process_that_dies_leaves_parameters_and_gradients_of_the_others() -> None:
+    message, kept = run_ranks(2, _survivor, expect_dead=1)[1]
+    assert message != "nothing"
+    assert kept

@@ -115,9 +115,12 @@ class SharedGradients:
         ]
         self.collected = []
         if self._courier is not None and self.syncs:
-            if self._owes:
-                means = [self._with_owed(param, mean) for param, mean in zip(self._params, means, strict=True)]
+            owed = [param.grad[0] if self._owes and param.grad is not None else None for param in self._params]
+            means = [_sum(mean, more) for mean, more in zip(means, owed, strict=True)]
             means = self._over_processes(self._courier, means)
+            for param, more in zip(self._params, owed, strict=True):
+                if more is not None:  # not before all have arrived: it is part of their mean now
+                    param.grad = None
         self._owes = not self.syncs
         for param, mean in zip(self._params, means, strict=True):
             if mean is None:
@@ -128,13 +131,6 @@ class SharedGradients:
                 param.grad[0].add_(mean)
             else:  # someone gave the rows gradients of their own
                 param.grad.add_(mean)
-
-    def _with_owed(self, param: Tensor, mean: Tensor | None) -> Tensor | None:
-        """``mean``, and what is in ``grad``, which it takes away. What was averaged before stays what it is."""
-        if param.grad is None:
-            return mean
-        owed, param.grad = param.grad[0], None
-        return owed if mean is None else mean.add_(owed)
 
     def let_go(self, collected: Sequence[Tensor | None]) -> None:
         for param, kept in zip(self._params, collected, strict=True):
@@ -160,6 +156,13 @@ class SharedGradients:
         if all(present):
             return list(whole)
         return [mean if flag > 0 else None for mean, flag in zip(whole, flags.tolist(), strict=True)]
+
+
+def _sum(mean: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """In the memory of ``mean``, or in new one."""
+    if mean is None:
+        return None if more is None else more.clone()
+    return mean if more is None else mean.add_(more)
 
 
 def _mean(gradient: Tensor, dtype: torch.dtype) -> Tensor:
