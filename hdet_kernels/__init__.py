@@ -16,6 +16,7 @@ from .history import SyncRecord
 from .initialise import warm_noisy_init_
 from .ops.backends import backends, use_backend
 from .optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
+from .outer import Outer
 from .schedule import HDETOneCycleLR, HDETScheduler
 from .stack import ReplicaStack
 from .stacked import StackedParameter
@@ -34,6 +35,7 @@ __all__ = [
     "HDETOneCycleLR",
     "HDETScheduler",
     "HypergradientController",
+    "Outer",
     "ProcessEnsemble",
     "RegressionController",
     "ReplicaStack",

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from .buckets import Buckets, replicas_of, share_gradients
 from .compress import Format
 from .controller import Controller, RegressionController, Run, SoftmaxController
-from .converge import AverageState, Converger
+from .converge import AverageState, Converger, Merge
 from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from .explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
 from .optimizer_state import StepCounts, averaged_state, why_not_averaged
+from .outer import Outer
 from .spread import Spread
 from .stack import StackEnsemble
 
@@ -55,6 +56,8 @@ def build_cycle(
     compress: Format | None,
     overlap_steps: int,
     backup: bool,
+    outer: Outer | None,
+    merge: Merge,
     seed: int,
     schedule: str,
 ) -> Cycle:
@@ -128,7 +131,11 @@ def build_cycle(
         bucket_bytes=bucket_bytes,
         compress=compress,
         backup=backup,
+        outer=outer,
+        merge=merge,
     )
+    if overlap_steps:
+        converger.check_overlap()
     remember_bases(hyperparameters, groups)
     forget_per_replica(groups)
     return Cycle(

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from .buckets import Bucket
 from .ops.wire import FORMATS, Wire
-from .travel import Cost, Courier, Journey, Staging, travel
+from .travel import Cost, Courier, Journey, Regions, Staging, travel
 
 Format = Literal["bf16", "int8"]
-Regions = Sequence[Sequence[Tensor]]
 
 
 def check_format(compress: str | None) -> None:
@@ -49,7 +48,7 @@ class Compression:
         """Whether there is a consensus of these tensors to send differences to."""
         if self._memory is None:
             return False
-        sizes = [bucket.numel for _, bucket in _cut(courier, regions)]
+        sizes = [bucket.numel for _, bucket in courier.places(regions)]
         return sizes == [known.consensus.numel() for known in self._memory]
 
     def consensus(self, courier: Courier, regions: Regions) -> list[Tensor] | None:
@@ -61,10 +60,8 @@ class Compression:
         unless this replica was not sound."""
         owed = self._memory if sound and self.fits(courier, regions) else None
         memory = []
-        for number, (region, bucket) in enumerate(_cut(courier, regions)):
-            consensus = torch.empty(bucket.numel, dtype=torch.float32, device=bucket.device)
-            pack, tensors = courier.pack_of(region, bucket)
-            pack.pack(tensors, consensus, [True] + [False] * (courier.ensemble.rows - 1))
+        for number, (region, bucket) in enumerate(courier.places(regions)):
+            consensus = courier.first(region, bucket)
             fresh = self._fresh(courier, consensus)
             memory.append(fresh if owed is None else replace(owed[number], consensus=consensus))
         self._memory = memory
@@ -77,7 +74,7 @@ class Compression:
         # From here on the errors change: should this fail, the next average has to travel in full.
         self._memory = None
         arrived: list[Tensor] = []
-        places, staging = list(_cut(courier, regions)), Staging()
+        places, staging = list(courier.places(regions)), Staging()
 
         def journeys() -> Iterator[tuple[Journey, int]]:
             for (region, bucket), known in zip(places, memory, strict=True):
@@ -133,7 +130,7 @@ class Compression:
         """``own``: whether this very process saved it. What others owe is theirs, and what is owed in other shards or
         bits cannot be taken over."""
         self._memory = None
-        devices = [bucket.device for _, bucket in _cut(courier, regions)]
+        devices = [bucket.device for _, bucket in courier.places(regions)]
         if state is None or len(devices) != len(state["consensus"]):
             return
         same = own and (state["format"], state["processes"]) == (self.format, courier.ensemble.processes)
@@ -158,9 +155,3 @@ class Compression:
         if key not in self._wires:
             self._wires[key] = Wire(self.format, numel, courier.ensemble.processes, device, backend=courier.backend)
         return self._wires[key]
-
-
-def _cut(courier: Courier, regions: Regions) -> Iterator[tuple[Sequence[Tensor], Bucket]]:
-    for region in regions:
-        for bucket in courier.cut(region):
-            yield region, bucket

@@ -28,7 +28,7 @@ Flags = NDArray[np.bool_]
 #: A row, in fp64; hashes have 48 bits, which survive that.
 COLUMNS = (
     *("rank", "settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
-    *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "consensus"),
+    *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "consensus", "outer"),
 )
 
 
@@ -59,7 +59,8 @@ class Numbers:
 
     layout, state: hashes of what parameters and buffers are, and of what the optimizer state is (0: there is none).
     counts, integers: hashes of the values of step counts and of integer buffers. checksum, rest: [rows] checksums of
-    the parameters, and of buffers and state; consensus: that of the last one, if it is remembered.
+    the parameters, and of buffers and state; consensus: that of the last one, if it is remembered; outer: of what the
+    outer step starts from.
     describe: says what ``"layout"`` and ``"state"`` are, by name.
     """
 
@@ -70,6 +71,7 @@ class Numbers:
     checksum: Tensor
     rest: Tensor
     consensus: Tensor | float
+    outer: Tensor | float
     describe: Callable[[str], Mapping[str, Any]]
 
 
@@ -79,7 +81,8 @@ class Verdict:
 
     shared: whether their gradients are the same (None: not shown). equal: whether their parameters are.
     has_state: whether one of them has optimizer state; same_state, same_counts, same_integers: whether the layout of
-    that state, the step counts, the integer buffers and the last consensus agree.
+    that state, the step counts, the integer buffers and the last consensus agree; same_outer: whether they know one
+    place that the outer step starts from.
     """
 
     losses: Floats
@@ -93,6 +96,7 @@ class Verdict:
     same_counts: bool
     same_integers: bool
     same_consensus: bool
+    same_outer: bool
 
 
 def meet(ensemble: Ensemble, report: Report, numbers: Numbers, *, needs_loss: bool) -> Verdict:
@@ -177,6 +181,7 @@ def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
         "checksum": numbers.checksum,
         "rest": numbers.rest,
         "consensus": numbers.consensus,
+        "outer": numbers.outer,
         "integers": numbers.integers,
     }
     tensors = [v if isinstance(v, Tensor) else torch.tensor(v, device=device) for v in measured.values()]
@@ -233,6 +238,7 @@ def _conclude(rows: Mapping[str, Floats], step: int) -> Verdict:
         same_counts=_same(rows["counts"]),
         same_integers=_same(rows["integers"]),
         same_consensus=_same(rows["consensus"]),
+        same_outer=bool(np.isfinite(rows["outer"]).all()) and _same(rows["outer"]),
     )
 
 

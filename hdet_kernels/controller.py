@@ -99,15 +99,15 @@ class _SlopeController:
     limit: float = 4.0
 
     def __post_init__(self) -> None:
-        _check_share("beta", self.beta, below_one=True)
-        _check_share("start_at", self.start_at)
+        check_share("beta", self.beta, below_one=True)
+        check_share("start_at", self.start_at)
         if self.stop_at is not None:
-            _check_share("stop_at", self.stop_at)
+            check_share("stop_at", self.stop_at)
             if self.stop_at <= self.start_at:
                 raise ValueError(f"stop_at={self.stop_at} must be greater than start_at={self.start_at}")
         if self.rate is not None:
-            _check_positive("rate", self.rate)
-        _check_positive("limit", self.limit)
+            check_positive("rate", self.rate)
+        check_positive("limit", self.limit)
 
     def check(self, run: Run) -> None:
         if run.total_steps is None:
@@ -152,7 +152,7 @@ class RegressionController(_SlopeController):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive("ridge", self.ridge)
+        check_positive("ridge", self.ridge)
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         return self._moved(run, state, regress(seen.losses, np.log(seen.multipliers), self.ridge))
@@ -203,8 +203,8 @@ class SoftmaxController:
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
         for name in ("scale", "rate", "div_factor", "final_div_factor"):
-            _check_positive(name, getattr(self, name))
-        _check_share("beta", self.beta, below_one=True)
+            check_positive(name, getattr(self, name))
+        check_share("beta", self.beta, below_one=True)
         number = isinstance(self.decay, float | int) and -math.inf < self.decay < 1
         if not number and self.decay not in ("floor", "published"):
             raise ValueError(f"decay must be 'floor', 'published' or a number below 1, got {self.decay!r}")
@@ -309,11 +309,11 @@ def paper_settings(total_steps: int) -> dict[str, Any]:
     }
 
 
-def _check_share(name: str, value: float, *, below_one: bool = False) -> None:
+def check_share(name: str, value: float, *, below_one: bool = False) -> None:
     if not (0 <= value < 1 or (value == 1 and not below_one)):
         raise ValueError(f"{name} must lie between 0 and 1{' (excluded)' if below_one else ''}, got {value}")
 
 
-def _check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be a positive number, got {value}")

@@ -27,11 +27,12 @@ from .content import Content, check_shards, check_tensor, described, flattener, 
 from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
 from .ensemble import Ensemble, held
 from .ops.pack import MOST_ROWS
+from .outer import Outer, OuterStep, check_outer
 from .overlap import Correction, Flight
-from .plan import Asked, AverageState, Plan, decide
+from .plan import Asked, AverageState, Merge, Plan, check_merge, decide
 from .travel import Cost, Courier, take_first, take_largest, travel
 
-__all__ = ["Asked", "AverageState", "Converger", "Outcome", "Report"]
+__all__ = ["Asked", "AverageState", "Converger", "Merge", "Outcome", "Report"]
 
 
 class Counts(Protocol):
@@ -49,6 +50,7 @@ class Outcome:
     shared: whether all replicas have the same gradients (None: not known).
     bytes: payload of the collectives as this process handed it to them, control row included. The two collectives of a
         compressed bucket count as the AllReduce that they stand for.
+    taken: the replica that all became a copy of, with ``merge="best"``.
     """
 
     losses: NDArray[np.float64]
@@ -58,10 +60,15 @@ class Outcome:
     bytes: int
     collectives: int
     seconds: float
+    taken: int | None = None
 
 
 class Converger:
     """Averages parameters over an ensemble, and optimizer state and buffers where asked.
+
+    With ``outer=`` an average of the parameters, but not that of :meth:`consensus`, ends with a step of the outer
+    optimizer. Its first one starts from where the parameters are when the Converger is built, or at the last call of
+    :meth:`begin`; where replicas begin apart, their first mean is a plain one, and the outer optimizer starts there.
 
     Args:
         params: a :class:`Buckets` (averaged in place, in the parameters' own memory) or loose parameters (packed into
@@ -80,6 +87,9 @@ class Converger:
         error_feedback: what the rounding took is sent the next time.
         backup: keep a copy of what is averaged until all of it has arrived, so that a peer that dies in the middle
             leaves everything as it was. Without it, what fails in the middle leaves a mixture.
+        outer: an :class:`hdet_kernels.Outer`. Costs two copies of the parameters of one replica (one without momentum).
+        merge: ``"mean"``, or ``"best"``: instead of the mean all take what the one sound replica has whose loss is
+            lowest, on the probe where there is one; the first of several. Where no loss is known, the mean.
         backend: of the kernels; see :func:`hdet_kernels.use_backend`.
     """
 
@@ -95,6 +105,8 @@ class Converger:
         compress: Format | None = None,
         error_feedback: bool = True,
         backup: bool = True,
+        outer: Outer | None = None,
+        merge: Merge = "mean",
         backend: str | None = None,
     ) -> None:
         if ensemble.rows > MOST_ROWS:
@@ -116,16 +128,27 @@ class Converger:
             bucket_bytes = self.buckets.bucket_bytes if self.buckets else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
         check_format(compress)
+        check_outer(outer)
+        check_merge(merge, outer=outer, compress=compress)
         self.state, self.counts, self.buffers = state, counts, buffers
         #: Buffers that are infinite in places from the start, by number: masks, which are constants and no damage.
         self._masks = [number for number, buffer in enumerate(buffers()) if _is_mask(buffer)]
-        self.ensemble, self.backup, self.compress = ensemble, backup, compress
+        self.ensemble, self.backup, self.compress, self.merge = ensemble, backup, compress, merge
         self._content(include_state=False)  # refuses what cannot be flattened, now and not after the first T steps
         self._courier = Courier(ensemble, self.bucket_bytes, backend)
         #: For what runs beside the training: connections of its own, and on a GPU a stream.
         self._behind: Courier | None = None
         self._stream: torch.cuda.Stream | None = None
         self._compression = Compression(compress, error_feedback=error_feedback) if compress else None
+        self._outer = OuterStep(outer, self._courier) if outer else None
+        self.begin()
+
+    def begin(self) -> None:
+        """The parameters are now where the outer optimizer starts from."""
+        if self._outer is None or (self.params[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return  # a captured copy would be made again with every replay
+        content = self._content(include_state=False)
+        self._outer.begin(content.params, content.device)
 
     def converge(self, report: Report, asked: Asked = Asked()) -> Outcome:  # noqa: B008 (frozen)
         """Show the control rows, check them, then average. Collective: every process must call it.
@@ -137,12 +160,18 @@ class Converger:
         verdict, plan = self._agree(self._courier, report, content, asked)
         with self._unharmed(content, plan):
             cost = self._average(self._courier, content, plan)
+        if self._outer is not None:
+            self._outer.step(content.params, known=verdict.same_outer, moves=asked.outer)
+            if self._compression is not None and (plan.compressed or plan.remembered):
+                # The next differences are small against where the replicas go on from, not against the mean.
+                self._compression.remember(self._courier, self._compressible(content), sound=True)
         self._settle(content)
         return self._outcome(verdict, plan, cost, time.perf_counter() - start)
 
     @contextlib.contextmanager
     def consensus(self, report: Report) -> Iterator[None]:
-        """The averaged parameters and buffers inside the block, this replica's own again after it."""
+        """The averaged parameters and buffers (with ``merge="best"`` those of the best replica) inside the block, this
+        replica's own again after it."""
         own = [tensor.clone() for tensor in self._covered()]
         try:
             content = self._content(include_state=False)
@@ -157,6 +186,7 @@ class Converger:
 
     def start(self, report: Report, asked: Asked = Asked()) -> Flight[Outcome]:  # noqa: B008 (frozen)
         """Begin :meth:`converge` on a copy of what there is now, and return at once. :meth:`land` ends it."""
+        self.check_overlap()
         start = time.perf_counter()
         # Not the state, as long as gradients are shared: should a replica turn out bad, the state is healed on landing.
         with_state = asked.include_state and (
@@ -200,9 +230,24 @@ class Converger:
             collectives=outcome.collectives + cost.collectives,
         )
 
+    def check_overlap(self) -> None:
+        """Raise if an average cannot run beside the training."""
+        if self._outer is not None or self.merge == "best":
+            given = f"outer={self._outer.outer}" if self._outer is not None else "merge='best'"
+            raise ValueError(
+                f"{given} needs all replicas at one place when the next cycle starts, and an average that lands later "
+                "leaves them apart: pass overlap_steps=0"
+            )
+
     def settings(self) -> dict[str, Any]:
         """What must be equal on all replicas."""
-        return {"bucket_bytes": self.bucket_bytes, "compress": self.compress, "masks": self._masks}
+        return {
+            "bucket_bytes": self.bucket_bytes,
+            "compress": self.compress,
+            "masks": self._masks,
+            "outer": self._outer.outer.constants() if self._outer else None,
+            "merge": self.merge,
+        }
 
     def state_dict(self) -> dict[str, Any] | None:
         """The memory of the compression, if there is any."""
@@ -213,6 +258,19 @@ class Converger:
         if self._compression is not None:
             regions = self._compressible(self._content(include_state=False))
             self._compression.load_state_dict(state, self._courier, regions, own=own)
+
+    def outer_state_dict(self) -> dict[str, Any] | None:
+        """The memory of the outer optimizer, if there is one."""
+        return self._outer.state_dict() if self._outer else None
+
+    def check_outer_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Raise unless :meth:`load_outer_state_dict` can take ``state``."""
+        if self._outer is not None and state is not None:
+            self._outer.check_state_dict(state)
+
+    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
+        if self._outer is not None and state is not None:
+            self._outer.load_state_dict(state)
 
     def _covered(self) -> list[Tensor]:
         """The parameters (and their masters) and buffers that are averaged."""
@@ -260,7 +318,8 @@ class Converger:
                 "the hypergradient controller needs gradients that are averaged over the replicas at every step, but "
                 "they differ: wrap the model in DistributedDataParallel, or use the regression controller"
             )
-        plan = decide(verdict, asked, compresses=self._compression is not None and ensemble.talks)
+        compresses = self._compression is not None and ensemble.talks
+        plan = decide(verdict, asked, merge=self.merge, compresses=compresses)
         if plan.uneven_state:
             layout = described(content.state.values(), content.state)
             raise disagreement(ensemble, layout, "the optimizer state that there is", _UNEVEN_STATE, verdict.ranks)
@@ -278,6 +337,7 @@ class Converger:
             checksum=checksum(content.all_params, device),
             rest=checksum([*content.buffers, *content.state.values()], device),
             consensus=self._consensus(courier, content),
+            outer=math.nan if self._outer is None else self._outer.checksum(content.params, device),
             describe=lambda name: described(*layouts[name]),
         )
 
@@ -307,11 +367,11 @@ class Converger:
     def _average(self, courier: Courier, content: Content, plan: Plan) -> Cost:
         ensemble = courier.ensemble
         cost = Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
-        cost += courier.average(self._regions(content, plan), plan.healthy)
+        cost += courier.average(self._regions(content, plan), plan.included)
         if plan.integers and content.integers:
-            cost += travel([take_first(ensemble, content.integers, plan.healthy)])
+            cost += travel([take_first(ensemble, content.integers, plan.included)])
         if plan.counts and content.counts is not None:
-            cost += travel([take_largest(ensemble, content.counts, plan.healthy, content.device)])
+            cost += travel([take_largest(ensemble, content.counts, plan.included, content.device)])
             if courier is self._courier and self.counts is not None:  # what flies is a copy
                 self.counts.write(content.counts)
         take: Callable[[], None] | None = None
@@ -337,7 +397,7 @@ class Converger:
         asked = Asked("heal", average_state=False, in_full=True, heals=True)
         verdict, plan = self._agree(self._courier, Report(step=0), state_alone, asked)
         both = verdict.healthy & healthy_then if len(healthy_then) == len(verdict.healthy) else verdict.healthy
-        plan = replace(plan, healthy=both if both.any() else verdict.healthy, params=False)
+        plan = replace(plan, included=both if both.any() else verdict.healthy, params=False)
         with self._unharmed(state_alone, plan):
             return self._average(self._courier, state_alone, plan)
 
@@ -361,7 +421,16 @@ class Converger:
             raise
 
     def _outcome(self, verdict: Verdict, plan: Plan, cost: Cost, seconds: float) -> Outcome:
-        return Outcome(verdict.losses, verdict.probes, plan.healthy, plan.shared, cost.bytes, cost.collectives, seconds)
+        return Outcome(
+            verdict.losses,
+            verdict.probes,
+            plan.healthy,
+            plan.shared,
+            cost.bytes,
+            cost.collectives,
+            seconds,
+            taken=plan.taken,
+        )
 
 
 def _is_mask(buffer: Tensor) -> bool:

@@ -81,6 +81,7 @@ class Cycle:
         self._shared: bool | None = None
         self._write_hyperparameters: Callable[[], None] | None = getattr(optimizer, "write_hyperparameters", None)
         self._pending: _Pending | None = None
+        self._begun = False  # a step was made, from where the outer optimizer starts
         self._away = False  # inside consensus(): the parameters are not this replica's
         takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
         self._displacement = Displacement(optimizer, apart=ensemble.size > 1) if takes_slopes else None
@@ -137,6 +138,12 @@ class Cycle:
                 "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass "
                 "auto_lr=False (fan-out and averaging only)"
             )
+        if self._takes_best and self.probe is None and not self.window.ever:
+            raise RuntimeError(
+                "merge='best' copies the replica whose loss is lowest, but none was recorded: call "
+                "scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step() where a framework calls "
+                "it bare; or pass probe="
+            )
         if mark is not None:
             try:
                 self._land(step)
@@ -157,12 +164,19 @@ class Cycle:
         return step % self.run.sync_every == 0 or step == self.run.total_steps
 
     def _before_optimizer_step(self) -> None:
+        if not self._begun:  # only now: weights are loaded, and noise is added, after a scheduler was built too
+            self._begun = True
+            self.converger.begin()
         if self._displacement is not None:
             self._displacement.measure()
         if self.gradients == "auto" and self.ensemble.size > 1 and self._sync_due(self.step + 1):
             self._fingerprint = fingerprint(self.optimizer.param_groups)
 
     # A sync
+
+    @property
+    def _takes_best(self) -> bool:
+        return self.converger.merge == "best"
 
     def _acting(self, step: int) -> bool:
         return self.spread.controller is not None and self.spread.controller.active(self.run, step)
@@ -171,23 +185,20 @@ class Cycle:
         """Meet the other replicas at the end of ``step`` and average, or start to."""
         acting, placed = self._acting(step), self.spread.placement()
         reads_losses = acting and self.spread.reads_losses
-        probe, failure = self._run_probe() if reads_losses else (None, None)
-        report = dataclasses.replace(self._report(step), probe=probe, failed=failure is not None)
+        report, failure = self._report(step, compares=reads_losses or self._takes_best)
         asked = Asked(
             average_state=self._average_state(),
             known_shared=self._known_shared(),
             needs_shared=self._displacement is not None,
-            needs_loss=reads_losses and self.probe is None,
+            needs_loss=(reads_losses or self._takes_best) and self.probe is None,
             skip_if_equal=not self.spread.diverges,
         )
-        try:
+        with _caused_by(failure):
             if self.overlap_steps and step != self.run.total_steps:
                 flight = self.converger.start(report, asked)
                 self._pending = _Pending(step, step + self.overlap_steps, placed, acting, flight)
             else:
                 self._turn(step, step, placed, acting, self.converger.converge(report, asked))
-        except RuntimeError as error:
-            raise error from failure
 
     def _land(self, step: int) -> None:
         """Apply the average that is on its way, if there is one, at the end of ``step``."""
@@ -209,15 +220,19 @@ class Cycle:
             self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes)
 
     def converge(self) -> None:
-        """Average all replicas now, wherever in the cycle; the cycle goes on."""
+        """Average all replicas now, wherever in the cycle; the cycle goes on. As at a sync, but that there is no outer
+        step where no step was made since the last average, and that without any loss the best is the mean."""
         if self._away:
             raise RuntimeError("cannot average inside scheduler.consensus(): the parameters are averaged already")
         if self._pending is not None:
             self._land(self.step)
             self.write()
             self.publish()
-        asked = Asked("converge", average_state=self._average_state(), known_shared=self._known_shared())
-        outcome = self.converger.converge(self._report(self.step), asked)
+        moved = self._begun and not (self.history and self.history[-1].step == self.step)
+        asked = Asked("converge", average_state=self._average_state(), known_shared=self._known_shared(), outer=moved)
+        report, failure = self._report(self.step, compares=self._takes_best)
+        with _caused_by(failure):
+            outcome = self.converger.converge(report, asked)
         self._note(self.step, self.step, "manual", self.spread.placement(), outcome)
 
     @contextlib.contextmanager
@@ -228,26 +243,33 @@ class Cycle:
             raise RuntimeError(
                 "scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already"
             )
-        with self.converger.consensus(self._report(self.step)):
+        report, failure = self._report(self.step, compares=self._takes_best)
+        with _caused_by(failure), self.converger.consensus(report):
             self._away = True
             try:
                 yield
             finally:
                 self._away = False
 
-    def _report(self, step: int) -> Report:
+    def _report(self, step: int, *, compares: bool) -> tuple[Report, Exception | None]:
+        """What this process says of its replicas, and what the probe raised, if it did: the others wait, and must hear
+        of it. ``compares``: losses are looked at, and the probe runs."""
+        probe, failure = self._run_probe() if compares else (None, None)
         hyperparameters, base = self.spread.hyperparameters, self.spread.placement().base
         settings = {"gradients": self.gradients, "average_state": self.average_state}
-        return Report(
+        report = Report(
             step,
             # A copy: the window goes on while an average is on its way.
             self.window.sum.clone() if isinstance(self.window.sum, Tensor) else self.window.sum,
             self.window.count,
+            probe=probe,
+            failed=failure is not None,
             gradients=self._fingerprint,
             settings={**self.config, **settings, "overlap_steps": self.overlap_steps},
             # Six digits: the last ones may differ between machines of different kinds.
             bases={hyper.name: f"{value:.6e}" for hyper, value in zip(hyperparameters, base, strict=True)},
         )
+        return report, failure
 
     def _average_state(self) -> AverageState:
         if self.average_state != "auto":
@@ -258,7 +280,7 @@ class Cycle:
         return self._shared if self.gradients == "auto" else self.gradients == "shared"
 
     def _run_probe(self) -> tuple[float | Tensor | None, Exception | None]:
-        """The probe's loss, or what it raised: the other replicas wait, and must hear of it."""
+        """The probe's loss, or what it raised."""
         if self.probe is None:
             return None, None
         try:
@@ -291,6 +313,7 @@ class Cycle:
             collectives=outcome.collectives,
             seconds=outcome.seconds,
             landed=landed,
+            taken=outcome.taken,
         )
         self.history.append(record)
 
@@ -312,6 +335,7 @@ class Cycle:
             "controller": type(controller).__name__ if controller else None,
             "controller_constants": constants,
             "probe": self.probe is not None,
+            "outer": self.converger.settings()["outer"],
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -328,6 +352,8 @@ class Cycle:
             "displacement": self._displacement.state_dict() if self._displacement else None,
             "pending": self._pending_state(),
             "compression": self.converger.state_dict(),
+            "outer": self.converger.outer_state_dict(),
+            "begun": self._begun,
             "history": [record.to_dict() for record in self.history],
         }
 
@@ -366,6 +392,7 @@ class Cycle:
                     f"the checkpoint was made with {key}={state['config'].get(key)!r}, this scheduler has {here!r}: "
                     "build it with the arguments of the saved run"
                 )
+        self.converger.check_outer_state_dict(state.get("outer"))
         into_cycle = state["step"] % self.run.sync_every
         saved, here = (state["size"], state.get("rows", 1)), (self.ensemble.size, self.ensemble.rows)
         if saved != here and into_cycle and state["step"] != self.run.total_steps:
@@ -399,7 +426,20 @@ class Cycle:
         self._load_pending(state.get("pending"))
         own = (state["replica"], state["size"]) == (self.ensemble.replica, self.ensemble.size)
         self.converger.load_state_dict(state.get("compression"), own=own)
+        self.converger.load_outer_state_dict(state.get("outer"))
+        self._begun = state.get("begun", True)
         self.history[:] = [SyncRecord(**record) for record in state["history"]]
         self.spread.fan_out(self.number)
         self._fingerprint = None
         self.write()
+
+
+@contextlib.contextmanager
+def _caused_by(failure: Exception | None) -> Iterator[None]:
+    """A RuntimeError of the block has ``failure`` as its cause, if there was one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if failure is None:
+            raise
+        raise error from failure

@@ -28,9 +28,9 @@ class Work(Protocol):
 
 
 class Ensemble(Protocol):
-    """N = ``size`` replicas. This process holds ``rows`` of them from number ``replica`` on, and one of the ``parts``
-    of each. ``processes`` hold the same part; this one is number ``process`` of them. ``talks``: whether they are
-    connected at all; ``rank``: by what number users know this one.
+    """N = ``size`` replicas. This process holds ``rows`` of them from number ``replica`` on, and of each of them number
+    ``part`` of ``parts``. ``processes`` hold the same part; this one is number ``process`` of them. ``talks``: whether
+    they are connected at all; ``rank``: by what number users know this one.
 
     All methods but :meth:`serves` and :meth:`averages` are collective: every process that holds the same part must
     call them in the same order.
@@ -39,6 +39,7 @@ class Ensemble(Protocol):
     size: int
     replica: int
     rows: int
+    part: int
     parts: int
     processes: int
     process: int
@@ -78,7 +79,7 @@ class SingleReplica:
     """One process, one replica: nothing to gather, nothing to average."""
 
     size = rows = parts = processes = 1
-    replica = process = rank = 0
+    replica = part = process = rank = 0
     talks = False
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -150,6 +151,7 @@ class ProcessEnsemble:
         self.replica = self.process = dist.get_rank(process_group)
         if self.replica < 0:
             raise ValueError("this process is not a member of the given process group")
+        self.part = 0 if shard_group is None else dist.get_rank(shard_group)
         self.parts = 1 if shard_group is None else dist.get_world_size(shard_group)
         self.rank = dist.get_rank()
         # "gloo" serves every device, "nccl" CUDA alone, and a default group on a GPU machine may have one for each.
@@ -245,6 +247,7 @@ class ProcessEnsemble:
 class RowEnsemble:
     """``rows`` replicas in this process, as the rows of its tensors, and as many in each process of ``among``."""
 
+    part = 0
     parts = 1
 
     def __init__(self, rows: int, among: Ensemble | None = None) -> None:

@@ -21,6 +21,7 @@ class SyncRecord:
     bytes, collectives, seconds: what this sync cost this process; the seconds are those that training stood still,
         waiting for slower replicas included, and not the probe.
     landed: the step after which the average was applied: ``step``, or up to ``overlap_steps`` later.
+    taken: the replica that all others became a copy of (``merge="best"``); None for a mean.
     """
 
     step: int
@@ -36,6 +37,7 @@ class SyncRecord:
     collectives: int
     seconds: float
     landed: int | None = None
+    taken: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,16 @@ from numpy.typing import NDArray
 from .control import Verdict
 
 AverageState = Literal["auto"] | bool
+Merge = Literal["mean", "best"]
+
+
+def check_merge(merge: object, *, outer: object, compress: object) -> None:
+    if merge not in get_args(Merge):
+        raise ValueError(f"merge must be one of {', '.join(map(repr, get_args(Merge)))}, got {merge!r}")
+    others = {name: value for name, value in (("outer", outer), ("compress", compress)) if value is not None}
+    if merge == "best" and others:
+        given = ", ".join(f"{name}={value!r}" for name, value in others.items())
+        raise ValueError(f"merge='best' copies one replica as it is, got {given} with it: leave one of the two out")
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class Asked:
         stays bit for bit).
     in_full: do not compress.
     heals: state is averaged for the sake of a replica that was left out.
+    outer: take the outer step, where there is one.
     """
 
     call: str = "sync"
@@ -39,6 +50,7 @@ class Asked:
     skip_if_equal: bool = False
     in_full: bool = False
     heals: bool = False
+    outer: bool = True
 
     def shared(self, verdict: Verdict) -> bool | None:
         return self.known_shared if verdict.shared is None else verdict.shared
@@ -48,10 +60,13 @@ class Asked:
 class Plan:
     """What all replicas have decided to average.
 
+    healthy: which of them are sound. included: whose mean all receive; taken: the one, if it is copied for its loss.
     remembered: as what the next differences refer to. uneven_state: state is to be averaged that not all have.
     """
 
     healthy: NDArray[np.bool_]
+    included: NDArray[np.bool_]
+    taken: int | None
     shared: bool | None
     params: bool
     compressed: bool
@@ -62,8 +77,9 @@ class Plan:
     uneven_state: bool
 
 
-def decide(verdict: Verdict, asked: Asked, *, compresses: bool) -> Plan:
+def decide(verdict: Verdict, asked: Asked, *, merge: Merge, compresses: bool) -> Plan:
     """``compresses``: whether parameters travel as differences where they can."""
+    taken = best(verdict) if merge == "best" else None
     shared = asked.shared(verdict)
     excluded = not verdict.healthy.all()
     wanted = bool(not shared if asked.average_state == "auto" else asked.average_state)
@@ -74,6 +90,8 @@ def decide(verdict: Verdict, asked: Asked, *, compresses: bool) -> Plan:
     compressed = compresses and verdict.same_consensus and not excluded
     return Plan(
         verdict.healthy,
+        verdict.healthy if taken is None else np.arange(len(verdict.healthy)) == taken,
+        taken,
         shared,
         params=params,
         compressed=compressed,
@@ -83,3 +101,11 @@ def decide(verdict: Verdict, asked: Asked, *, compresses: bool) -> Plan:
         integers=not verdict.same_integers,
         uneven_state=wanted and verdict.has_state and not verdict.same_state,
     )
+
+
+def best(verdict: Verdict) -> int | None:
+    """The sound replica whose loss is lowest, on the probe where there is one; the first of several. None where no loss
+    is known."""
+    losses = verdict.losses if np.isnan(verdict.probes).all() else verdict.probes
+    candidates = np.where(verdict.healthy & np.isfinite(losses), losses, np.inf)
+    return int(np.argmin(candidates)) if np.isfinite(candidates).any() else None

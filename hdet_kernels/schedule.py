@@ -13,11 +13,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 from .assemble import Buffered, build_cycle, learning_rates, untouched_on_error
 from .compress import Format
 from .controller import Controller
-from .converge import AverageState
+from .converge import AverageState, Merge
 from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble
 from .explore import Explore, write_entry
 from .history import SyncRecord
+from .outer import Outer
 from .window import Loss
 
 
@@ -59,13 +60,19 @@ class _WithCycle:
         )
 
     def converge(self) -> None:
-        """Average the replicas now, wherever in the cycle. Collective: every replica must call it."""
+        """Average the replicas now, wherever in the cycle. Collective: every replica must call it.
+
+        ``outer=`` takes a step here too, unless no step was made since the last average. With ``merge="best"`` the
+        probe or the losses since the last sync decide; where there are none, it is the mean."""
         self.cycle.converge()
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
         """``with scheduler.consensus():`` evaluate or save the averaged model; this replica's own parameters come back
         afterwards. Collective: every replica must enter it. ``state_dict()`` refers to live tensors: save it, or
-        clone it, inside the block."""
+        clone it, inside the block.
+
+        It is the plain mean with ``outer=`` too; with ``merge="best"`` the best replica as of now, or the mean where no
+        loss is known."""
         return self.cycle.consensus()
 
 
@@ -98,6 +105,13 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
             for it, over connections of its own. Costs three copies of what is averaged while it is on its way.
         backup: keep a copy of what is averaged until all of it has arrived, so that everything is as it was when a
             peer dies in the middle. False saves that memory.
+        outer: :class:`hdet_kernels.Outer` (lr, momentum, nesterov): at every sync the replicas do not go on from their
+            mean, but from where a step of SGD leads that takes the way from the last sync to the mean for its
+            gradient. On local gradients that is DiLoCo. Costs two copies of the parameters of one replica. Where
+            replicas begin apart, the first average is a plain mean.
+        merge: ``"mean"``, or ``"best"``: at every sync all replicas take parameters, buffers, state and step counts of
+            the sound one whose loss is lowest (on the probe, which then runs at every sync, or the mean training loss
+            since the last one; the first of several): the exploit step of population-based training.
         seed: of the permutations.
     """
 
@@ -132,6 +146,8 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         compress: Format | None = None,
         overlap_steps: int = 0,
         backup: bool = True,
+        outer: Outer | None = None,
+        merge: Merge = "mean",
         seed: int = 0,
     ) -> None:
         with untouched_on_error(optimizer):
@@ -172,6 +188,8 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
                 compress=compress,
                 overlap_steps=overlap_steps,
                 backup=backup,
+                outer=outer,
+                merge=merge,
                 seed=seed,
                 schedule="OneCycleLR",
             )
@@ -234,6 +252,8 @@ class HDETScheduler(_WithCycle, LRScheduler):
         compress: Format | None = None,
         overlap_steps: int = 0,
         backup: bool = True,
+        outer: Outer | None = None,
+        merge: Merge = "mean",
         seed: int = 0,
     ) -> None:
         if isinstance(base_scheduler, ReduceLROnPlateau):
@@ -270,6 +290,8 @@ class HDETScheduler(_WithCycle, LRScheduler):
                 compress=compress,
                 overlap_steps=overlap_steps,
                 backup=backup,
+                outer=outer,
+                merge=merge,
                 seed=seed,
                 schedule=f"HDETScheduler around {type(base_scheduler).__name__}",
             )

@@ -23,6 +23,9 @@ IN_FLIGHT = 2
 #: Layouts whose tables are kept: those of one sync, unless a model is cut into very many buckets.
 MOST_PACKS = 256
 
+#: Tensors of one region may share a bucket.
+Regions = Sequence[Sequence[Tensor]]
+
 #: The steps of one bucket: it starts a collective, yields it, and goes on when that has arrived.
 Journey = Generator[Work, None, None]
 
@@ -40,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Mean:
-    """How the mean over the healthy replicas is made of a local sum, a collective and a division.
+    """How the mean over some replicas is made of a local sum, a collective and a division.
 
     included: which of the rows held here take part. before, after: what is divided by before and after the collective.
     """
@@ -51,11 +54,11 @@ class Mean:
     after: float
 
     @staticmethod
-    def over(healthy: NDArray[np.bool_], ensemble: Ensemble, device: torch.device) -> Mean:
-        own = tuple(healthy[held(ensemble)].tolist())
-        if healthy.all() and ensemble.averages(device):
+    def over(included: NDArray[np.bool_], ensemble: Ensemble, device: torch.device) -> Mean:
+        own = tuple(included[held(ensemble)].tolist())
+        if included.all() and ensemble.averages(device):
             return Mean(own, "mean", ensemble.rows, 1)
-        return Mean(own, "sum", 1, int(healthy.sum()))
+        return Mean(own, "sum", 1, int(included.sum()))
 
 
 class Staging:
@@ -89,29 +92,37 @@ class Courier:
         """The checksum of what there is once, however many replicas this process holds."""
         return self._checksum_of_one(tensors, device)[0]
 
-    def average(self, regions: Sequence[Sequence[Tensor]], healthy: NDArray[np.bool_]) -> Cost:
-        """Replace every tensor by its mean over the healthy replicas. Tensors of one region may share a bucket."""
+    def average(self, regions: Regions, included: NDArray[np.bool_]) -> Cost:
+        """Replace every tensor by its mean over the included replicas."""
         if self.ensemble.size == 1 and not self.ensemble.talks:
             return Cost()
-        cost = travel(self._journeys(regions, healthy))
+        cost = travel(self._journeys(regions, included))
         return cost if self.ensemble.talks else Cost()
 
-    def _journeys(
-        self, regions: Sequence[Sequence[Tensor]], healthy: NDArray[np.bool_]
-    ) -> Iterable[tuple[Journey, int]]:
+    def _journeys(self, regions: Regions, included: NDArray[np.bool_]) -> Iterable[tuple[Journey, int]]:
         """The journey of every bucket, and its bytes."""
         staging = Staging()
-        for region in regions:
-            for bucket in self.cut(region):
-                mean = Mean.over(healthy, self.ensemble, bucket.device)
-                whole = self.in_place(region, bucket)
-                if whole is None:
-                    yield self._staged(region, bucket, mean, staging), bucket.nbytes
-                else:
-                    yield self._in_place(whole, mean), bucket.nbytes
+        for region, bucket in self.places(regions):
+            mean = Mean.over(included, self.ensemble, bucket.device)
+            whole = self.in_place(region, bucket)
+            if whole is None:
+                yield self._staged(region, bucket, mean, staging), bucket.nbytes
+            else:
+                yield self._in_place(whole, mean), bucket.nbytes
 
-    def cut(self, region: Sequence[Tensor]) -> list[Bucket]:
-        return cut(region if self.ensemble.rows == 1 else [tensor[0] for tensor in region], self.bucket_bytes)
+    def places(self, regions: Regions, bucket_bytes: int | None = None) -> Iterator[tuple[Sequence[Tensor], Bucket]]:
+        """Every bucket, with the region that it is cut from."""
+        for region in regions:
+            one = region if self.ensemble.rows == 1 else [tensor[0] for tensor in region]
+            for bucket in cut(one, self.bucket_bytes if bucket_bytes is None else bucket_bytes):
+                yield region, bucket
+
+    def first(self, region: Sequence[Tensor], bucket: Bucket, flat: Tensor | None = None) -> Tensor:
+        """A copy of the bucket, in ``flat`` if given, as the first replica here has it."""
+        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) if flat is None else flat
+        pack, tensors = self.pack_of(region, bucket)
+        pack.pack(tensors, flat, [True] + [False] * (self.ensemble.rows - 1))
+        return flat
 
     def in_place(self, region: Sequence[Tensor], bucket: Bucket) -> Tensor | None:
         """The bucket as it lies in memory, where it is one piece of what can travel as it is."""
@@ -182,9 +193,9 @@ def travel(journeys: Iterable[tuple[Journey, int]]) -> Cost:
     return Cost(size, collectives)
 
 
-def take_first(ensemble: Ensemble, integers: Sequence[Tensor], healthy: NDArray[np.bool_]) -> tuple[Journey, int]:
-    """Integer tensors, which have no mean, become those of the first healthy replica."""
-    first = int(np.flatnonzero(healthy)[0])
+def take_first(ensemble: Ensemble, integers: Sequence[Tensor], included: NDArray[np.bool_]) -> tuple[Journey, int]:
+    """Integer tensors, which have no mean, become those of the first included replica."""
+    first = int(np.flatnonzero(included)[0])
     rows, row = ensemble.rows, max(first - ensemble.replica, 0) % ensemble.rows
     # As bytes: there are many kinds of integers, and no collective knows all of them.
     own = [tensor.reshape(rows, -1)[row] if rows > 1 else tensor.reshape(-1) for tensor in integers]
@@ -202,11 +213,11 @@ def take_first(ensemble: Ensemble, integers: Sequence[Tensor], healthy: NDArray[
 
 
 def take_largest(
-    ensemble: Ensemble, counts: Tensor, healthy: NDArray[np.bool_], device: torch.device
+    ensemble: Ensemble, counts: Tensor, included: NDArray[np.bool_], device: torch.device
 ) -> tuple[Journey, int]:
-    """Step counts become the largest of any healthy replica; they travel on ``device``."""
-    sound = bool(healthy[held(ensemble)].any())
-    travelling = (counts if sound else torch.full_like(counts, -torch.inf)).to(device)
+    """Step counts become the largest of any included replica; they travel on ``device``."""
+    here = bool(included[held(ensemble)].any())
+    travelling = (counts if here else torch.full_like(counts, -torch.inf)).to(device)
 
     def journey() -> Journey:
         yield ensemble.all_reduce(travelling, "max")
