@@ -184,8 +184,9 @@ def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
         "outer": numbers.outer,
         "integers": numbers.integers,
     }
-    tensors = [v if isinstance(v, Tensor) else torch.tensor(v, device=device) for v in measured.values()]
-    on_device = torch.stack([v.detach().to(device, wide_dtype(device)).expand(count) for v in tensors])
+    wide = wide_dtype(device)  # of floats too: losses that are close are compared
+    tensors = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=wide, device=device) for v in measured.values()]
+    on_device = torch.stack([v.detach().to(device, wide).expand(count) for v in tensors])
     known = {
         "settings": short_hash(report.settings),
         "step": report.step,

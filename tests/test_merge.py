@@ -63,6 +63,7 @@ def _best(rank: int, kind: str, losses: tuple[float, ...], sick: int | None) -> 
     replica = Local(rank, kind)
 
     def spoil(trainer: Trainer) -> None:
+        trainer.module.norm.num_batches_tracked += rank  # an integer, which has no mean
         if rank == 2:  # a count of its own
             counts = trainer.scheduler.cycle.converger.counts
             counts.write(counts.read() + 3)
@@ -291,6 +292,15 @@ def _differently(rank: int) -> None:
 
 def test_replicas_that_merge_differently_are_told() -> None:
     run_ranks(2, _differently)
+
+
+def _close(rank: int) -> int | None:
+    converger = Converger([torch.full((3,), float(rank))], hk.ProcessEnsemble(), merge="best")
+    return converger.converge(Report(step=1, loss_sum=1.0 - 1e-12 * rank, loss_count=1)).taken
+
+
+def test_losses_are_compared_with_all_their_digits() -> None:
+    assert run_ranks(2, _close) == [1, 1]
 
 
 def test_of_a_process_and_its_rows_the_probe_is_what_counts() -> None:

@@ -242,6 +242,20 @@ def test_it_starts_from_the_parameters_before_the_first_step(kind: str) -> None:
     torch.testing.assert_close(replicas.numbers()[0], expected, rtol=0, atol=1e-12)
 
 
+def test_a_converger_begins_anew_where_it_is_told_to() -> None:
+    params = torch.zeros(2, 3, dtype=torch.float64)
+    converger = Converger([params], RowEnsemble(2), outer=hk.Outer())
+    for start in (0.0, 5.0):
+        params.fill_(start)
+        converger.begin()
+        sgd, consensus = make_sgd(hk.Outer()), params[0].clone()
+        for step in range(2):
+            params += torch.tensor([[1.0], [2.0]], dtype=torch.float64)
+            consensus = sgd_step(sgd, consensus, params.mean(dim=0))
+            converger.converge(Report(step=step))
+            torch.testing.assert_close(params, consensus.expand(2, 3), rtol=0, atol=1e-12)
+
+
 def _apart(rank: int, kind: str) -> list[tuple[Tensor, Tensor]]:
     replicas = Replicas(rank, kind, outer=hk.Outer())
     hk.warm_noisy_init_(replicas.model.parameters(), nu=0.1, ensemble=replicas.scheduler.cycle.ensemble)
