@@ -101,7 +101,7 @@ def build_cycle(
             ", ".join(in_the_loss),
         )
     floors = tuple(_floor(h, groups) for h in hyperparameters)
-    run = Run(total_steps, sync_every, peak, floors)
+    run = Run(total_steps, sync_every, peak, floors, tuple(_highest(h, groups) for h in hyperparameters))
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
     if controller is not None and controller.reads == "slopes" and gradients == "local":
         raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
@@ -140,7 +140,7 @@ def build_cycle(
     forget_per_replica(groups)
     return Cycle(
         optimizer,
-        Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=learning_rates(optimizer)),
+        Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=learning_rates(optimizer), run=run),
         run,
         ensemble,
         converger,
@@ -235,6 +235,15 @@ def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
     if hyper.key != "lr" or hyper.group is None or "min_lr" not in groups[hyper.group]:
         return None
     return float(groups[hyper.group]["min_lr"])
+
+
+def _highest(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
+    """The highest value of the schedule: OneCycleLR's peak, or where other schedules begin or warm up to."""
+    if hyper.base is not None or hyper.group is None:
+        return None
+    group = groups[hyper.group]
+    key = next(key for key in ("max_lr", "initial_lr", "lr") if key in group)
+    return float(group[key])
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -8,11 +8,13 @@ the scheduler keeps and saves. At every sync in its active window ``update`` ret
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .search import Search, Sync, applied, begin, searched
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -24,12 +26,14 @@ EDGE = 1e-6
 @dataclass(frozen=True)
 class Run:
     """What a controller knows of the run: its length and sync interval in steps, the share of it at which the schedule
-    peaks, and the value that the schedule ends at for each hyperparameter (None where it has none)."""
+    peaks, and for each hyperparameter the value that the schedule ends at (None where that is not known) and the
+    highest that it has (None where none is scheduled: weight decay, dropout, …)."""
 
     total_steps: int | None
     sync_every: int
     peak: float
     floors: tuple[float | None, ...]
+    peaks: tuple[float | None, ...] = ()
 
     def syncs(self, first: float, last: float) -> int:
         """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
@@ -45,12 +49,14 @@ class Observation:
     multipliers: [J, N], value over base of each replica in the cycle that ends here.
     base: [J], the base values η_j at this step.
     slopes: [J], ⟨gradient, last cycle's displacement⟩, for the hypergradient controller alone.
+    step: the step that the sync follows.
     """
 
     losses: Array
     multipliers: Array
     base: Array
     slopes: Array | None = None
+    step: int = 0
 
 
 @runtime_checkable
@@ -65,7 +71,7 @@ class Controller(Protocol):
     def active(self, run: Run, step: int) -> bool:
         """Whether the sync at ``step`` updates the state."""
 
-    def start(self, count: int) -> State:
+    def start(self, count: int, run: Run | None = None) -> State:
         """The state before the first update, for ``count`` hyperparameters."""
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
@@ -77,19 +83,25 @@ class Controller(Protocol):
 
 @dataclass(frozen=True)
 class _SlopeController:
-    """Moves μ_j against the slope of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
+    """Moves the base values against the slopes b_j of the loss in their logarithms.
+
+    A learning rate that has a schedule is searched for (:mod:`hdet_kernels.search`): η_j(t) = schedule_j(t)·exp(μ_j)
+    from then on. Any other scalar is value_j = start_j·exp(μ_j) with
 
     m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b², both bias-corrected;
     μ ← clip(μ − λ·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
 
     Args:
-        beta: β, the momentum of the slope.
-        rate: λ, the most that one sync moves μ. Default: 3 over the number of active syncs, so that the controller
-            can travel a factor of e³ ≈ 20 in all.
+        beta: β, the momentum of the slope of a scalar without schedule.
+        rate: λ, the most that one sync moves μ of a scalar without schedule. Default: 3 over the number of active
+            syncs, so that the controller can travel a factor of e³ ≈ 20 in all.
         start_at: share of the run at which it becomes active.
-        stop_at: share of the run after which μ is frozen. Default: the peak of the schedule. Near the end of a run a
-            smaller step always looks better at once (short-horizon bias).
+        stop_at: share of the run after which μ is frozen. Default: the peak of the schedule, or 30 % if that is
+            later. Near the end of a run a smaller step always looks better at once (short-horizon bias).
         limit: bound of |μ|.
+        horizon: h of the search, for cycles of 2.5 % of the run: the learning rate whose greedy optimum is at this
+            share of the run is the best for the whole of it.
+        enough: the sum of weights at which a search ends; a reading at the greedy optimum has weight 1.
     """
 
     beta: float = 0.9
@@ -97,6 +109,8 @@ class _SlopeController:
     start_at: float = 0.05
     stop_at: float | None = None
     limit: float = 4.0
+    horizon: float = 0.012
+    enough: float = 2.0
 
     def __post_init__(self) -> None:
         check_share("beta", self.beta, below_one=True)
@@ -107,7 +121,8 @@ class _SlopeController:
                 raise ValueError(f"stop_at={self.stop_at} must be greater than start_at={self.start_at}")
         if self.rate is not None:
             check_positive("rate", self.rate)
-        check_positive("limit", self.limit)
+        for name in ("limit", "horizon", "enough"):
+            check_positive(name, getattr(self, name))
 
     def check(self, run: Run) -> None:
         if run.total_steps is None:
@@ -119,27 +134,56 @@ class _SlopeController:
     def window(self, run: Run) -> tuple[float, float]:
         """First and last step at which it may act."""
         total = run.total_steps or 0
-        return self.start_at * total, (run.peak if self.stop_at is None else self.stop_at) * total
+        return self.start_at * total, (max(run.peak, 0.3) if self.stop_at is None else self.stop_at) * total
 
     def active(self, run: Run, step: int) -> bool:
         first, last = self.window(run)
         return first - EDGE <= step <= last + EDGE
 
-    def start(self, count: int) -> State:
-        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "updates": 0}
+    def start(self, count: int, run: Run | None = None) -> State:
+        acts = run is not None and run.total_steps is not None and run.syncs(*self.window(run)) > 0
+        peaks = run.peaks if run is not None and acts else ()
+        searches = [asdict(begin(peak)) if peak is not None else None for peak in peaks]
+        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "updates": 0, "searches": searches}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
+        searches = state["searches"]
+        if index < len(searches) and searches[index] is not None:
+            return applied(Search(**searches[index]), scheduled)
         return scheduled * math.exp(state["mu"][index])
 
-    def _moved(self, run: Run, state: State, slopes: Array) -> State:
-        slopes = np.where(np.isfinite(slopes), slopes, 0.0)  # an overflowed gradient says nothing
+    def _moved(self, run: Run, state: State, seen: Observation, slopes: Array, errors: Array) -> State:
+        told = np.isfinite(slopes)  # an overflowed gradient says nothing
+        slopes = np.where(told, slopes, 0.0)
         updates = state["updates"] + 1
         m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
         q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
         direction = m / (1 - self.beta**updates) / (np.sqrt(q / (1 - 0.9**updates)) + 1e-12)
         rate = 3 / max(run.syncs(*self.window(run)), 1) if self.rate is None else self.rate
-        mu = np.clip(np.asarray(state["mu"]) - rate * np.clip(direction, -1, 1), -self.limit, self.limit)
-        return {"mu": mu.tolist(), "m": m.tolist(), "q": q.tolist(), "updates": updates}
+        mu = np.clip(np.asarray(state["mu"]) - rate * np.clip(direction, -1, 1), -self.limit, self.limit).tolist()
+        searches = list(state["searches"])
+        for index, search in enumerate(searches):
+            if search is not None and told[index]:
+                searches[index] = asdict(self._searched(run, Search(**search), seen, index, slopes, errors))
+                mu[index] = searches[index]["mu"]
+        return {"mu": mu, "m": m.tolist(), "q": q.tolist(), "updates": updates, "searches": searches}
+
+    def _searched(
+        self, run: Run, search: Search, seen: Observation, index: int, slopes: Array, errors: Array
+    ) -> Search:
+        peak, total = run.peaks[index], run.total_steps
+        if peak is None or total is None:
+            return search
+        sync = Sync(
+            slope=float(slopes[index]),
+            error=float(errors[index]),
+            rate=float(seen.base[index]),
+            step=seen.step,
+            total_steps=total,
+            sync_every=run.sync_every,
+            last=not self.active(run, seen.step + run.sync_every),
+        )
+        return searched(search, sync, peak=peak, horizon=self.horizon, enough=self.enough, limit=self.limit)
 
 
 @dataclass(frozen=True)
@@ -155,21 +199,23 @@ class RegressionController(_SlopeController):
         check_positive("ridge", self.ridge)
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
-        return self._moved(run, state, regress(seen.losses, np.log(seen.multipliers), self.ridge))
+        logs = np.log(seen.multipliers)
+        slopes = regress(seen.losses, logs, self.ridge)
+        return self._moved(run, state, seen, slopes, slope_errors(seen.losses, logs, slopes))
 
 
 @dataclass(frozen=True)
 class HypergradientController(_SlopeController):
-    """The same μ update from b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩ over the parameters of group j: the next gradient times the
-    last cycle's displacement. Needs no spread and works with a single replica; it moves learning rates only, and
-    with several replicas it needs shared gradients. It keeps up to two copies of the parameters."""
+    """The same from b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩ over the parameters of group j: the next gradient times the last
+    cycle's displacement. Needs no spread and works with a single replica; it moves learning rates only, and with
+    several replicas it needs shared gradients. It keeps up to two copies of the parameters."""
 
     reads: ClassVar[Literal["slopes"]] = "slopes"
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         if seen.slopes is None:
             return state
-        return self._moved(run, state, seen.slopes)
+        return self._moved(run, state, seen, seen.slopes, np.zeros(len(seen.slopes)))
 
 
 @dataclass(frozen=True)
@@ -219,7 +265,7 @@ class SoftmaxController:
     def active(self, run: Run, step: int) -> bool:
         return step >= self.warmup_steps
 
-    def start(self, count: int) -> State:
+    def start(self, count: int, run: Run | None = None) -> State:
         return {"eta": [], "velocity": [0.0] * count, "gamma": []}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
@@ -292,6 +338,19 @@ def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array
     gram = x.T @ x
     penalty = ridge * np.trace(gram) / count
     return np.linalg.solve(gram + penalty * np.eye(count), x.T @ y) if penalty > 0 else np.zeros(count)
+
+
+def slope_errors(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
+    """The standard errors [J] of :func:`regress`'s slopes, from what they leave unexplained; 0 where there are too few
+    replicas to tell."""
+    finite = np.isfinite(losses)
+    x = log_multipliers.T - log_multipliers.mean(axis=1)
+    spare = int(finite.sum()) - 1 - x.shape[1]
+    if spare < 1:
+        return np.zeros(x.shape[1])
+    y, x = losses[finite] - losses[finite].mean(), x[finite] - x[finite].mean(axis=0)
+    left = y - x @ slopes
+    return np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) * (left @ left) / spare)
 
 
 def paper_settings(total_steps: int) -> dict[str, Any]:

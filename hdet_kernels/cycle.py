@@ -217,7 +217,7 @@ class Cycle:
         slopes = self._displacement.turn() if self._displacement else None
         if acting:
             losses = outcome.losses if np.isnan(outcome.probes).all() else outcome.probes
-            self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes)
+            self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes, step)
 
     def converge(self) -> None:
         """Average all replicas now, wherever in the cycle; the cycle goes on. As at a sync, but that there is no outer

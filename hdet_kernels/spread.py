@@ -53,10 +53,11 @@ class Spread:
         *,
         seed: int,
         scheduled: Sequence[float | Tensor],
+        run: Run | None = None,
     ) -> None:
         self.hyperparameters = tuple(hyperparameters)
         self.controller = controller
-        self.control: State = controller.start(len(self.hyperparameters)) if controller else {}
+        self.control: State = controller.start(len(self.hyperparameters), run) if controller else {}
         self.seed = seed
         self.scheduled = list(scheduled)
         self._size, self._held = ensemble.size, held(ensemble)
@@ -120,13 +121,13 @@ class Spread:
         applied = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
         return Placement(base, values, applied)
 
-    def move(self, run: Run, placed: Placement, losses: Array, slopes: Sequence[float] | None) -> None:
-        """Let the controller move the base values. ``losses`` [N], of replicas ``placed`` so, are NaN where one is
-        bad; ``slopes`` are those of the learning rates, other hyperparameters have none."""
+    def move(self, run: Run, placed: Placement, losses: Array, slopes: Sequence[float] | None, step: int) -> None:
+        """Let the controller move the base values after ``step``. ``losses`` [N], of replicas ``placed`` so, are NaN
+        where one is bad; ``slopes`` are those of the learning rates, other hyperparameters have none."""
         if self.controller is None:
             return
         padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(placed.base) - len(slopes))])
-        observed = Observation(losses, placed.applied, placed.base, padded)
+        observed = Observation(losses, placed.applied, placed.base, padded, step)
         self.control = self.controller.update(run, self.control, observed)
 
     def config(self) -> list[dict[str, Any]]:

@@ -1,0 +1,250 @@
+"""The tasks: data, model, loss and length of a run.
+
+A task knows nothing of how it is trained. Batches are drawn for all replicas at once, from one generator, so that a
+stack, processes and a plain run of the same seed see the same examples.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Generator, Tensor, nn
+
+from .data import FOLDER, load, missing
+from .models import ByteModel, DigitsModel, ImageModel, RatingsModel
+
+Batch = tuple[Tensor, ...]
+
+
+class Task(Protocol):
+    """``steps`` optimizer steps on ``batch`` examples for each replica; ``grid`` are powers of two times ``lr``, the
+    learning rates among which the best plain one lies."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    steps: ClassVar[int]
+    batch: ClassVar[int]
+    lr: ClassVar[float]
+
+    def model(self) -> nn.Module: ...
+
+    def draw(self, count: int, generator: Generator) -> Batch:
+        """``count`` training examples."""
+
+    def probe(self) -> Batch:
+        """Held-out examples for the controller, none of which is among those of :meth:`validation`."""
+
+    def validation(self) -> Batch: ...
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor: ...
+
+    @staticmethod
+    def group(name: str) -> str:
+        """The parameter group of a parameter: embedding, no-decay, transformer or dense."""
+
+
+class _Arrays:
+    """Examples that lie on the device as tensors with one row each."""
+
+    train: Batch
+    unseen: Batch
+
+    def draw(self, count: int, generator: Generator) -> Batch:
+        rows = torch.randint(len(self.train[0]), (count,), generator=generator, device=self.train[0].device)
+        return tuple(part[rows] for part in self.train)
+
+    def probe(self) -> Batch:
+        return tuple(part[0::2][: self.probes] for part in self.unseen)
+
+    def validation(self) -> Batch:
+        return tuple(part[1::2] for part in self.unseen)
+
+    probes = 2048
+
+
+class Ratings(_Arrays):
+    """MovieLens-1M in one pass: every rating is seen once; one in ten is held out, half of those for the probe."""
+
+    name: ClassVar[str] = "ratings"
+    title: ClassVar[str] = "MovieLens-1M, DLRM with three heads"
+    steps: ClassVar[int] = 1600
+    batch: ClassVar[int] = 64
+    lr: ClassVar[float] = 4e-3
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        found = load("ratings", folder)
+        order = np.random.default_rng(0).permutation(len(found["user"]))
+        user, film = found["user"][order].astype(np.int64), found["film"][order].astype(np.int64)
+        categories = np.stack([user, film, *(found[key][user] for key in ("gender", "age", "occupation", "region"))], 1)
+        self.sizes = [len(found["age"]), len(found["year"]), 2, 7, 21, 100]
+        unseen = np.arange(len(user)) % 10 == 0
+        dense = _dense_features(found, user, film, found["time"][order], ~unseen)
+        self.dense = dense.shape[1]
+        tensors = [
+            torch.tensor(categories.astype(np.int64)),
+            torch.tensor(dense),
+            torch.tensor(found["stars"][order]).long(),
+        ]
+        self.train = tuple(tensor[torch.tensor(~unseen)].to(device) for tensor in tensors)
+        self.unseen = tuple(tensor[torch.tensor(unseen)].to(device) for tensor in tensors)
+        self._orders: dict[int, Tensor] = {}
+
+    def model(self) -> nn.Module:
+        return RatingsModel(self.sizes, self.dense)
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        """The mean of the three heads' cross-entropies: 4 stars or more, 5 stars, which of the five."""
+        categories, dense, stars = batch
+        logits = model(categories, dense)
+        liked = F.binary_cross_entropy_with_logits(logits[:, 0], (stars >= 4).float())
+        loved = F.binary_cross_entropy_with_logits(logits[:, 1], (stars == 5).float())
+        return (liked + loved + F.cross_entropy(logits[:, 2:], stars - 1)) / 3
+
+    @staticmethod
+    def group(name: str) -> str:
+        if name.startswith("tables"):
+            return "embedding"
+        return _no_decay(name) or ("transformer" if name.startswith("block") else "dense")
+
+
+class Language:
+    """The next byte of English documentation; whole files are held out."""
+
+    name: ClassVar[str] = "language"
+    title: ClassVar[str] = "documentation of Linux 6.1, byte-level transformer"
+    steps: ClassVar[int] = 1600
+    batch: ClassVar[int] = 8
+    lr: ClassVar[float] = 4e-3
+    source: ClassVar[str] = "language"
+    context, width, layers = 64, 128, 3
+    probes, validations = 64, 512
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        found = load(self.source, folder)
+        self.train = torch.tensor(found["train"], device=device)
+        self.unseen = torch.tensor(found["held_out"], device=device)
+
+    def model(self) -> nn.Module:
+        return ByteModel(width=self.width, heads=4, layers=self.layers, context=self.context)
+
+    def draw(self, count: int, generator: Generator) -> Batch:
+        last = len(self.train) - self.context
+        return self._cut(self.train, torch.randint(last, (count,), generator=generator, device=self.train.device))
+
+    def probe(self) -> Batch:
+        half = len(self.unseen) // 2
+        return self._spread(self.unseen[:half], self.probes)
+
+    def validation(self) -> Batch:
+        half = len(self.unseen) // 2
+        return self._spread(self.unseen[half:], self.validations)
+
+    def _spread(self, text: Tensor, count: int) -> Batch:
+        return self._cut(text, torch.linspace(0, len(text) - self.context - 1, count, device=text.device).long())
+
+    def _cut(self, text: Tensor, starts: Tensor) -> Batch:
+        windows = text[starts[:, None] + torch.arange(self.context + 1, device=text.device)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        text, following = batch
+        return F.cross_entropy(model(text).flatten(0, -2), following.flatten())
+
+    @staticmethod
+    def group(name: str) -> str:
+        if name.startswith(("bytes", "positions")):
+            return "embedding"
+        return _no_decay(name) or ("transformer" if name.startswith("blocks") else "dense")
+
+
+class Images(_Arrays):
+    """Fashion-MNIST, five passes; the test images are held out."""
+
+    name: ClassVar[str] = "images"
+    title: ClassVar[str] = "Fashion-MNIST, convolutional network"
+    steps: ClassVar[int] = 1200
+    batch: ClassVar[int] = 32
+    lr: ClassVar[float] = 4e-3
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        found = load("images", folder)
+        self.train = _images(found["train_images"], found["train_classes"], device)
+        self.unseen = _images(found["held_out_images"], found["held_out_classes"], device)
+
+    def model(self) -> nn.Module:
+        return ImageModel()
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        images, classes = batch
+        return F.cross_entropy(model(images), classes)
+
+    @staticmethod
+    def group(name: str) -> str:
+        return _no_decay(name) or "dense"
+
+
+class Digits(_Arrays):
+    """scikit-learn's 1797 digits of 8×8 pixels; two in five are held out, half of those for the probe."""
+
+    name: ClassVar[str] = "digits"
+    title: ClassVar[str] = "scikit-learn's digits, MLP"
+    steps: ClassVar[int] = 300
+    batch: ClassVar[int] = 16
+    lr: ClassVar[float] = 4e-3
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        found = load("digits", folder)
+        pixels, classes = torch.tensor(found["pixels"] / 16), torch.tensor(found["classes"])
+        unseen = torch.arange(len(classes)) % 5 < 2
+        self.train = (pixels[~unseen].to(device), classes[~unseen].to(device))
+        self.unseen = (pixels[unseen].to(device), classes[unseen].to(device))
+
+    def model(self) -> nn.Module:
+        return DigitsModel()
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        pixels, classes = batch
+        return F.cross_entropy(model(pixels), classes)
+
+    @staticmethod
+    def group(name: str) -> str:
+        return _no_decay(name) or "dense"
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Ratings, Language, Images, Digits)}
+
+
+def why_missing(name: str, folder: Path = FOLDER) -> str | None:
+    """How to get the data of a task, or None if it is here."""
+    return missing(name, folder)
+
+
+def _no_decay(name: str) -> str | None:
+    return "no-decay" if name.endswith("bias") or "norm" in name else None
+
+
+def _images(pixels: NDArray[Any], classes: NDArray[Any], device: torch.device) -> Batch:
+    images = (torch.tensor(pixels, device=device).float() / 255 - 0.286) / 0.353
+    return images[:, None], torch.tensor(classes, device=device).long()
+
+
+def _dense_features(
+    found: dict[str, NDArray[Any]], user: NDArray[Any], film: NDArray[Any], time: NDArray[Any], seen: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """How often the user and the film were rated (in the training ratings), the film's year and genres, the moment."""
+    often = [np.log1p(np.bincount(who[seen], minlength=who.max() + 1))[who] for who in (user, film)]
+    day = time / 86400
+    columns = [*often, found["year"][film] / 10, day / 100, np.sin(2 * np.pi * day), np.cos(2 * np.pi * day)]
+    numbers = np.stack(columns, 1)
+    numbers = (numbers - numbers.mean(0)) / numbers.std(0)
+    return np.concatenate([numbers, found["genres"][film]], 1).astype(np.float32)
