@@ -109,8 +109,8 @@ class _SlopeController:
     start_at: float = 0.05
     stop_at: float | None = None
     limit: float = 4.0
-    horizon: float = 0.012
-    enough: float = 2.0
+    horizon: float = 0.011
+    enough: float = 1.0
 
     def __post_init__(self) -> None:
         check_share("beta", self.beta, below_one=True)

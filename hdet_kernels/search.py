@@ -6,7 +6,7 @@ with: noise that the end of the schedule takes away costs at once, and progress 
 Noise costs in proportion to η, and what T steps gain falls as 1/t, so that η_c(t) = A/t; and A tells the peak that is
 best for the whole run:
 
-    η* = A / (h·S),   h = 0.012·√(40·T/S),   S the length of the run in steps.
+    η* = A / (h·S),   h = 0.011·√(40·T/S),   S the length of the run in steps.
 
 So the search drives η to where the slope vanishes, notes log(η·t) there, and goes on with schedule·η*/peak. It does
 not depend on the shape of the schedule. ``docs/controller.md`` shows the measurements behind the law.
@@ -24,9 +24,6 @@ USUAL_INTERVAL = 0.025
 #: Before the first sync that counts, η is at most this share of the peak, as in the first steps of OneCycleLR.
 CEILING = 1 / 20
 
-#: |u| from which a slope says clearly on which side of η_c it was seen.
-SIDE = 0.15
-
 #: The share of the run at which a search ends at the latest.
 UNTIL = 0.2
 
@@ -34,7 +31,7 @@ UNTIL = 0.2
 DEAD = 0.5
 
 #: The most by which log η rises at a sync when the search is over: networks that are hurried break.
-RISE = 0.5
+RISE = 0.6
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class Search:
 
     rate: η while searching; afterwards the ceiling under which the schedule comes back; None: the schedule rules.
     mu: log(η*/peak) as far as known. found: whether it is settled.
-    below, above: whether slopes have said clearly that η is below η_c, and above.
     m, q, updates: momentum of the slopes in units of √q, a decaying maximum of their squares, how many there were.
     seen_at: η at the last of them.
     weight, total: decaying sums of the weights and of the weighted readings of log(η·t/S).
@@ -53,8 +49,6 @@ class Search:
     rate: float | None = None
     mu: float = 0.0
     found: bool = False
-    below: bool = False
-    above: bool = False
     m: float = 0.0
     q: float = 0.0
     seen_at: float = 0.0
@@ -85,11 +79,11 @@ def begin(peak: float) -> Search:
 def searched(state: Search, sync: Sync, *, peak: float, horizon: float, enough: float, limit: float) -> Search:
     """The search after one more sync.
 
-    q ← max(0.7·q, b²), and less where η fell;  u ← 0.3·u − 0.7·b/√q, bias-corrected: 1 far below η_c, 0 there, −1 above.
-    Each sync is a reading o = log(η·t/S) + u of weight 1.05 − |u|; earlier ones count 0.75 of the next. Until the
-    weights add up to ``enough`` and η was on both sides of η_c, or until 20 % of the run: η ← η·exp(1.5·u)·t/(t+T).
-    Then μ = mean(o) − log h − log peak; 0 if that is small, or if the slopes are no larger than their errors. From
-    there η rises to schedule·e^μ by at most e^0.5 at a sync.
+    q ← max(0.7·q, b²), and less where η fell;  u ← 0.3·u − 0.7·b/√q, bias-corrected: 1 far below η_c, 0 there, −1
+    above. Each sync is a reading o = log(η·t/S) + 1.5·u of weight 1.05 − |u|; earlier ones count 0.75 of the next.
+    Until the weights add up to ``enough``, or until 20 % of the run: η ← η·exp(2·u)·t/(t+T). Then μ = mean(o) − log h
+    − log peak; 0 if that is small, or if the slopes are no larger than their errors. From there η rises to
+    schedule·e^μ by at most e^0.6 at a sync.
     """
     # Shorter cycles show less and are more: each counts less.
     share = sync.sync_every / sync.total_steps / USUAL_INTERVAL
@@ -104,20 +98,19 @@ def searched(state: Search, sync: Sync, *, peak: float, horizon: float, enough: 
     beta = 0.3**part
     m = beta * state.m - (1 - beta) * sync.slope / math.sqrt(q)
     u = m / (1 - beta**updates)
-    below, above = state.below or u > SIDE, state.above or u < -SIDE
     own = part * (1.05 - abs(u))
-    reading = math.log(sync.rate * sync.step / sync.total_steps) + u
+    reading = math.log(sync.rate * sync.step / sync.total_steps) + 1.5 * u
     weight = 0.75**part * state.weight + own
     total = 0.75**part * state.total + own * reading
     signal = state.signal + ((sync.slope / sync.error) ** 2 if sync.error > 0 else math.inf)
     best = total / weight - math.log(horizon) - 0.5 * math.log(share) - math.log(peak)
     mu = min(max(best, -limit), limit) * min(max(signal / updates - 1, 0.0), 1.0)
-    found = sync.last or sync.step >= UNTIL * sync.total_steps or (weight >= enough and below and above)
-    rate: float | None = sync.rate * math.exp(1.5 * part * u) * sync.step / (sync.step + sync.sync_every)
+    found = sync.last or sync.step >= UNTIL * sync.total_steps or weight >= enough
+    rate: float | None = sync.rate * math.exp(2 * part * u) * sync.step / (sync.step + sync.sync_every)
     if found:
         mu = mu if abs(mu) > DEAD else 0.0
         rate = None if sync.last else sync.rate * math.exp(RISE * part)
-    return Search(rate, mu, found, below, above, m, q, sync.rate, updates, weight, total, signal)
+    return Search(rate, mu, found, m, q, sync.rate, updates, weight, total, signal)
 
 
 def applied(state: Search, scheduled: Any) -> Any:
