@@ -197,7 +197,7 @@ class Digits(_Arrays):
 
     name: ClassVar[str] = "digits"
     title: ClassVar[str] = "scikit-learn's digits, MLP"
-    steps: ClassVar[int] = 300
+    steps: ClassVar[int] = 400
     batch: ClassVar[int] = 16
     lr: ClassVar[float] = 4e-3
 

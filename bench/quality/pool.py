@@ -1,0 +1,84 @@
+"""Many runs, several at a time: a small GPU run leaves most of the GPU idle, and a laptop has more than one core."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from .scalars import train_scalar
+from .sweep import train_sweep
+from .tasks import TASKS, Task
+from .train import Record, Spec, train
+
+Job = dict[str, Any]
+
+
+def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float = float("inf")) -> list[Record]:
+    """The records of the jobs, in no particular order; a job that raised has an ``error``. What has not come back after
+    ``seconds`` is left out, and said."""
+    context = mp.get_context("spawn")
+    waiting, done = context.Queue(), context.Queue()
+    for job in jobs:
+        waiting.put(job)
+    processes = [
+        context.Process(target=_work, args=(waiting, done, device), daemon=True) for _ in range(min(workers, len(jobs)))
+    ]
+    for process in processes:
+        process.start()
+    start, records = time.monotonic(), list[Record]()
+    while len(records) < len(jobs):
+        try:
+            records.append(done.get(timeout=max(min(start + seconds - time.monotonic(), 5.0), 0.01)))
+        except queue.Empty:
+            if time.monotonic() > start + seconds:
+                print(f"{len(jobs) - len(records)} of {len(jobs)} runs had no time left", file=sys.stderr)
+                break
+            if not any(process.is_alive() for process in processes):
+                raise RuntimeError(f"all workers died, {len(jobs) - len(records)} runs are missing") from None
+            continue
+        if "error" in records[-1]:
+            print(records[-1]["error"], file=sys.stderr)
+        _show(len(records), len(jobs), time.monotonic() - start)
+    for process in processes:
+        process.terminate()
+        process.join()
+    return records
+
+
+def run_job(job: Job, task: Task, device: torch.device) -> Record:
+    kind = job["kind"]
+    if kind == "scalar":
+        explored = {key: job[key] for key in ("name", "value", "seed", "explores")}
+        return {**job, **train_scalar(task, **explored, device=device, steps=job.get("steps"))}
+    spec = Spec(**job["spec"])
+    return {**job, **(train_sweep if kind == "sweep" else train)(task, spec, device)}
+
+
+def _work(waiting: Any, done: Any, device: str) -> None:
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    where, tasks = torch.device(device), dict[str, Task]()
+    while True:
+        try:
+            job = waiting.get(timeout=3)
+        except queue.Empty:
+            return
+        name = job["task"]
+        try:
+            if name not in tasks:
+                tasks[name] = TASKS[name](where)
+            done.put(run_job(job, tasks[name], where))
+        except Exception:
+            done.put({**job, "error": f"{job} failed:\n{traceback.format_exc()}"})
+
+
+def _show(count: int, total: int, seconds: float) -> None:
+    end = "\n" if count == total else ""
+    print(f"\r{count:4d} of {total} runs, {seconds:.0f} s", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""REPORT.md and its plots, from results files."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .results import Report
+from .suite import PAPER, select
+from .tables import PAPER_TASKS, all_tables, decay_order
+
+__all__ = ["Report", "write_report"]
+
+INTRODUCTION = """# Does it find the learning rate?
+
+Written by `python -m bench.quality report`; nothing below is typed by hand. What was run, and how to read it, says
+[README.md](README.md).
+"""
+
+
+def write_report(reports: Sequence[Report], folder: Path) -> None:
+    """Write REPORT.md and plots into ``folder``: the largest runs first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = [INTRODUCTION]
+    for report in sorted(reports, key=lambda report: report.size, reverse=True):
+        failed = sum("error" in record for record in report.records)
+        text.append(
+            f"# {report.size}\n\n`{report.command}`, {report.date}, {report.machine}: {len(report.records)} runs in "
+            f"{report.seconds:.0f} s{f', {failed} of them failed' if failed else ''}."
+        )
+        text.append(all_tables(report))
+        text += [f"![{caption}]({name})" for name, caption in _plots(report, folder)]
+        orders = [order for task in PAPER_TASKS if (order := decay_order(report, task))]
+        if orders:
+            text.append("Learning rates of the groups three quarters through full HDET, lowest first:\n")
+            text.append("\n".join(f"- {order}" for order in orders))
+    (folder / "REPORT.md").write_text("\n\n".join(text).rstrip() + "\n")
+
+
+def _plots(report: Report, folder: Path) -> list[tuple[str, str]]:
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    importlib.import_module("matplotlib").use("Agg")
+    made = [(f"starts_{report.size}.png", "Validation loss against the learning rate that a run was started with")]
+    _plot_starts(pyplot, report, folder / made[0][0])
+    if select(report.records, kind="paper"):
+        made.append((f"curves_{report.size}.png", "Training losses of the paper's configurations"))
+        _plot_curves(pyplot, report, folder / made[-1][0])
+        made.append((f"rates_{report.size}.png", "Learning rates of every group and replica over time"))
+        _plot_rates(pyplot, report, folder / made[-1][0])
+    return made
+
+
+def _plot_starts(pyplot: Any, report: Report, path: Path) -> None:
+    figure, axes = pyplot.subplots(1, len(report.best), figsize=(4.2 * len(report.best), 3.4), squeeze=False)
+    for axis, (task, best) in zip(axes[0], report.best.items(), strict=True):
+        plain = _by(report, "lr", kind="grid", task=task)
+        axis.plot(list(plain), list(plain.values()), color="0.6", marker=".", label="plain")
+        for probe, color, label in ((True, "C0", "HDET, probe"), (False, "C1", "HDET, training loss")):
+            found = _by(report, "lr", kind="start", task=task, method="hdet", probe=probe)
+            axis.plot(list(found), list(found.values()), color=color, marker="o", label=label)
+        low = min(plain.values())
+        axis.set(xscale="log", title=task, xlabel="learning rate at the start", ylim=(low * 0.98, low * 1.35))
+        axis.axvline(best, color="0.8", linewidth=1)
+    axes[0][0].set_ylabel("validation loss")
+    axes[0][0].legend(frameon=False)
+    _save(figure, path)
+
+
+def _plot_curves(pyplot: Any, report: Report, path: Path) -> None:
+    figure, axes = pyplot.subplots(1, len(PAPER_TASKS), figsize=(5 * len(PAPER_TASKS), 3.6), squeeze=False)
+    for axis, task in zip(axes[0], PAPER_TASKS, strict=True):
+        lowest = []
+        for name, _, _ in PAPER:
+            runs = select(report.records, kind="paper", task=task, configuration=name)
+            if runs:
+                curve = np.mean([run["curve"] for run in runs], axis=0)
+                axis.plot(np.arange(1, len(curve) + 1) * runs[0]["every"], curve, linewidth=1, label=name)
+                lowest.append(float(np.min(curve)))
+        if lowest:
+            axis.set(title=task, xlabel="step", ylim=(min(lowest) * 0.98, min(lowest) * 1.4))
+    axes[0][0].set_ylabel("training loss")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    _save(figure, path)
+
+
+def _plot_rates(pyplot: Any, report: Report, path: Path) -> None:
+    shown = ("full HDET", "ours")
+    figure, axes = pyplot.subplots(
+        len(shown), len(PAPER_TASKS), figsize=(5 * len(PAPER_TASKS), 3.2 * len(shown)), squeeze=False
+    )
+    for row, name in zip(axes, shown, strict=True):
+        for axis, task in zip(row, PAPER_TASKS, strict=True):
+            runs = select(report.records, kind="paper", task=task, configuration=name, seed=0)
+            for index, group in enumerate(runs[0]["groups"] if runs else ()):
+                values = np.array([sync[index] for sync in runs[0]["values"]])
+                steps = np.arange(1, len(values) + 1) * runs[0]["every"]
+                axis.plot(steps, values, color=f"C{index}", linewidth=0.4, alpha=0.6)
+                axis.plot(steps, values.mean(axis=1), color=f"C{index}", linewidth=1.4, label=group)
+            axis.set(yscale="log", title=f"{name}, {task}", xlabel="step")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    axes[0][0].set_ylabel("learning rate")
+    _save(figure, path)
+
+
+def _by(report: Report, key: str, **wanted: object) -> dict[float, float]:
+    """Mean validation loss by ``key``, in its order."""
+    values: dict[float, list[float]] = {}
+    for record in select(report.records, **wanted):
+        values.setdefault(record[key], []).append(record["val"])
+    return {value: float(np.mean(values[value])) for value in sorted(values)}
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

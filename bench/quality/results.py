@@ -1,0 +1,41 @@
+"""A results file: what was run, where and when, and the records of all runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .suite import select
+from .train import Record
+
+Summary = tuple[float, float, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    command: str
+    machine: str
+    date: str
+    seconds: float
+    size: str
+    best: dict[str, float]
+    records: list[Record]
+
+    def plain(self) -> dict[str, Any]:
+        """As it is written: five digits, and what each replica trained with only where it is drawn."""
+        records = [
+            {key: value for key, value in record.items() if key not in ("spec", "values") or record["kind"] == "paper"}
+            for record in self.records
+        ]
+        return {**asdict(self), "records": _rounded(records)}
+
+    def losses(self, **wanted: object) -> list[float]:
+        return [record["val"] for record in select(self.records, **wanted)]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return [_rounded(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,109 @@
+"""Scalars other than the learning rate: which way does the controller move them, and which way is right?
+
+Dropout, label smoothing and attention's temperature act in the loss: replicas need local gradients, and the probe has
+none of them. Weight decay acts in the optimizer's step. What is right is known from a grid of fixed values.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+import hdet_kernels as hk
+
+from .tasks import Task
+from .train import REPLICAS, Record, validation_loss
+
+#: The loss of a batch where the scalar has this value.
+ScalarLoss = Callable[[Any, Tensor, tuple[Tensor, ...]], Tensor]
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """``task``: where it is explored, with learning rate ``lr``; ``starts``: a value below and one above the best of
+    ``grid``. ``loss`` is None for an entry of the optimizer's groups."""
+
+    task: str
+    lr: float
+    grid: tuple[float, ...]
+    starts: tuple[float, float]
+    bounds: tuple[float, float]
+    loss: ScalarLoss | None
+
+
+def _dropout(model: Any, rate: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+    pixels, classes = batch
+    return F.cross_entropy(model(pixels, dropout=rate), classes)
+
+
+def _smoothed(model: Any, smoothing: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+    pixels, classes = batch
+    logits = model(pixels).log_softmax(-1)
+    chosen = F.nll_loss(logits, classes)
+    return (1 - smoothing) * chosen - smoothing * logits.mean()
+
+
+def _temperature(model: Any, temperature: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+    text, following = batch
+    return F.cross_entropy(model(text, temperature).flatten(0, -2), following.flatten())
+
+
+SCALARS: dict[str, Scalar] = {
+    "dropout": Scalar("digits", 1.6e-2, (0.02, 0.1, 0.3, 0.5, 0.7, 0.85), (0.03, 0.85), (0.001, 0.95), _dropout),
+    "label smoothing": Scalar("digits", 1.6e-2, (0.001, 0.01, 0.05, 0.2, 0.5), (0.001, 0.5), (1e-4, 0.9), _smoothed),
+    "weight_decay": Scalar("digits", 1.6e-2, (0.01, 0.1, 0.5, 2.0, 8.0, 30.0), (0.01, 30.0), (1e-4, 60.0), None),
+    "temperature": Scalar("language", 8e-3, (0.1, 0.3, 1.0, 3.0, 10.0), (0.1, 10.0), (0.01, 100.0), _temperature),
+}
+
+
+def train_scalar(
+    task: Task, name: str, value: float, seed: int, device: torch.device, *, explores: bool, steps: int | None = None
+) -> Record:
+    """One run with the scalar fixed at ``value``, or explored from there: the validation loss without the scalar, and
+    where its base went."""
+    start = time.perf_counter()
+    scalar, steps = SCALARS[name], steps or task.steps
+    torch.manual_seed(seed)
+    gradients: Literal["shared", "local"] = "shared" if scalar.loss is None else "local"
+    stack = hk.ReplicaStack(task.model().to(device), REPLICAS, gradients=gradients, cuda_graphs=device.type == "cuda")
+    options = {name: value} if scalar.loss is None else {}
+    optimizer = hk.FusedAdamW(stack.parameters(), lr=scalar.lr, **options)  # type: ignore[arg-type]
+    stack.hyper[name] = value
+    batch_of_probe = task.probe()
+
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        return task.loss(model, *batch) if scalar.loss is None else scalar.loss(model, stack.hyper[name], batch)
+
+    def probe() -> Tensor:
+        return stack.losses(task.loss, *batch_of_probe, same_batch=True)
+
+    explore = hk.Explore(name, spread=0.5, base=value, bounds=scalar.bounds)
+    scheduler = hk.HDETOneCycleLR(
+        optimizer,
+        scalar.lr,
+        steps,
+        cycle_momentum=False,
+        spread=0.0,
+        explore=[explore] if explores else [],
+        auto_lr=hk.RegressionController(stop_at=0.6) if explores else False,
+        probe=probe if explores else None,
+        ensemble=stack.ensemble,
+        seed=seed,
+    )
+    generator = Generator(device).manual_seed(1000 + seed)
+    for _ in range(steps):
+        losses = stack.backward(loss, *task.draw(REPLICAS * task.batch, generator))
+        optimizer.step()
+        stack.zero_grad()
+        scheduler.step(losses)
+    found = {"val": validation_loss(task, stack.module()), "seconds": time.perf_counter() - start}
+    if explores:
+        found["end"] = value * math.exp(scheduler.cycle.spread.control["mu"][-1])
+    return {"task": scalar.task, "scalar": name, "value": value, "seed": seed, "explores": explores, **found}

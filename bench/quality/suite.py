@@ -1,0 +1,189 @@
+"""Which runs answer which question. A part of the suite is a list of jobs; parts after the grid need its best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .methods import PEERS
+from .pool import Job
+from .scalars import SCALARS
+from .tasks import TASKS
+from .train import Record, Spec
+
+#: Where runs start, as factors of the best plain learning rate.
+STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)
+
+#: The learning rates of the grid, as powers of two times the task's own.
+POWERS = range(-5, 5)
+
+#: Groups that start wrong, by task; the others start at the best value.
+MIXED = {
+    "ratings": {"embedding": 0.1, "transformer": 10.0, "dense": 1.0, "no-decay": 1.0},
+    "language": {"embedding": 0.1, "transformer": 10.0, "dense": 1.0, "no-decay": 1.0},
+}
+
+#: The paper's configurations, in its order, and ours.
+PAPER = (
+    ("Baseline-Low", "plain", 8 / 9),
+    ("Baseline-High", "plain", 10 / 9),
+    ("Warm-Init", "warm init", 1.0),
+    ("HDET without auto-LR", "paper, no auto-LR", 1.0),
+    ("HDET without warm init", "paper, no warm init", 1.0),
+    ("full HDET", "paper", 1.0),
+    ("ours", "hdet, warm init", 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of the suite: tasks, seeds, and which parts."""
+
+    tasks: tuple[str, ...]
+    seeds: int
+    parts: tuple[str, ...]
+    scalars: tuple[str, ...]
+
+
+SIZES = {
+    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay")),
+    "full": Size(
+        ("ratings", "language", "images"),
+        5,
+        ("starts", "paper", "mixed", "peers", "schedules", "scalars"),
+        ("temperature",),
+    ),
+}
+
+
+def grid_jobs(size: Size) -> list[Job]:
+    """Plain runs at every learning rate of the grid; three seeds suffice to find the best."""
+    return [
+        _job("grid", Spec(task, "plain", TASKS[task].lr * 2.0**power, seed))
+        for seed in range(min(size.seeds, 3))
+        for power in POWERS
+        for task in size.tasks
+    ]
+
+
+def best_rates(records: Iterable[Record]) -> dict[str, float]:
+    """The learning rate of the grid with the lowest mean validation loss, by task."""
+    values: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        if record["kind"] == "grid" and "val" in record:
+            values.setdefault(record["task"], {}).setdefault(record["lr"], []).append(record["val"])
+    return {task: min(found, key=lambda lr: float(np.mean(found[lr]))) for task, found in values.items()}
+
+
+def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
+    """All other jobs, the most wanted first."""
+    parts: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
+        "starts": _starts,
+        "paper": _paper,
+        "mixed": _mixed,
+        "peers": _peers,
+        "schedules": _schedules,
+        "scalars": _scalars,
+    }
+    return [job for part in size.parts for job in parts[part](size, best)]
+
+
+def _starts(size: Size, best: dict[str, float]) -> list[Job]:
+    jobs = []
+    for seed in range(size.seeds):
+        for factor in STARTS:
+            for task in size.tasks:
+                lr = best[task] * factor
+                jobs.append(_job("start", Spec(task, "hdet", lr, seed), factor=factor))
+                if seed < 3 or factor == 1.0:
+                    jobs.append(_job("start", Spec(task, "plain", lr, seed), factor=factor))
+                if seed < 3:
+                    jobs.append(_job("start", Spec(task, "hdet", lr, seed, probe=False), factor=factor))
+    return jobs
+
+
+def _paper(size: Size, best: dict[str, float]) -> list[Job]:
+    return [
+        _job("paper", Spec(task, method, best[task] * factor, seed, factors=_groups(task)), configuration=name)
+        for seed in range(size.seeds)
+        for name, method, factor in PAPER
+        for task in ("ratings", "language")
+    ]
+
+
+def _mixed(size: Size, best: dict[str, float]) -> list[Job]:
+    return [
+        _job("mixed", Spec(task, method, best[task], seed, factors=factors))
+        for seed in range(size.seeds)
+        for task, factors in MIXED.items()
+        for method in ("hdet", "plain")
+    ]
+
+
+def _peers(size: Size, best: dict[str, float]) -> list[Job]:
+    seeds = range(min(size.seeds, 3))
+    here = [name for name, peer in PEERS.items() if peer.missing() is None]
+    free = [name for name in here if PEERS[name].schedule == "cosine"]  # their result does not depend on the start
+    fixed = ["local SGD", "DiLoCo"]
+    moving = ["PBT", "hypergradient", "fan-out", *(name for name in here if name not in free)]
+    jobs = [
+        _job("peer", Spec(task, method, best[task], seed), factor=1.0)
+        for seed in seeds
+        for method in (*free, *fixed)
+        for task in size.tasks
+    ]
+    for factor in (1.0, 0.1, 10.0):
+        for seed in seeds:
+            for task in size.tasks:
+                lr = best[task] * factor
+                jobs += [_job("peer", Spec(task, method, lr, seed), factor=factor) for method in moving]
+                jobs.append({**_job("peer", Spec(task, "sweep", lr, seed), factor=factor), "kind": "sweep"})
+    return jobs
+
+
+def _schedules(size: Size, best: dict[str, float]) -> list[Job]:
+    """Cosine and constant: a plain grid of one seed for the yardstick, and HDET from wrong and right starts."""
+    jobs = []
+    for schedule in ("cosine", "constant"):
+        for task in size.tasks:
+            for power in POWERS:
+                spec = Spec(task, "plain", TASKS[task].lr * 2.0**power, 0, schedule=schedule)
+                jobs.append(_job("schedule", spec))
+            for factor in (0.1, 1.0, 10.0):
+                spec = Spec(task, "hdet", best[task] * factor, 0, schedule=schedule)
+                jobs.append(_job("schedule", spec, factor=factor))
+    return jobs
+
+
+def _scalars(size: Size, best: dict[str, float]) -> list[Job]:
+    jobs: list[Job] = []
+    for name in size.scalars:
+        scalar = SCALARS[name]
+        common = {"kind": "scalar", "task": scalar.task, "name": name}
+        jobs += [{**common, "value": v, "seed": 0, "explores": False} for v in scalar.grid]
+        jobs += [
+            {**common, "value": v, "seed": seed, "explores": True} for seed in range(size.seeds) for v in scalar.starts
+        ]
+    return jobs
+
+
+def _groups(task: str) -> dict[str, float]:
+    return dict.fromkeys(MIXED[task], 1.0)
+
+
+def _job(kind: str, spec: Spec, **more: object) -> Job:
+    return {"kind": kind, "task": spec.task, "spec": spec.record(), **more}
+
+
+def select(records: Sequence[Record], **wanted: object) -> list[Record]:
+    """Records whose entries are these, without those that failed."""
+    return [r for r in records if "val" in r and all(_same(r.get(key), value) for key, value in wanted.items())]
+
+
+def _same(found: object, wanted: object) -> bool:
+    if isinstance(found, float) and isinstance(wanted, float):
+        return math.isclose(found, wanted, rel_tol=1e-9)
+    return found == wanted

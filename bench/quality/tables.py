@@ -1,0 +1,248 @@
+"""From records to Markdown tables. Every number is computed here, none is typed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .results import Report
+from .scalars import SCALARS
+from .suite import MIXED, PAPER, STARTS, select
+from .tasks import TASKS
+from .train import Record
+
+#: The least share of the gap that is to be recovered from each start.
+BARS = {1 / 30: 0.7, 1 / 10: 0.9, 1 / 3: 0.9, 3.0: 0.7, 10.0: 0.9, 30.0: 0.7}
+
+PAPER_TASKS = ("ratings", "language")
+
+
+def all_tables(report: Report) -> str:
+    """The tables of all parts that were run, each under its title."""
+    best = report.best
+    parts: list[tuple[str, str, Callable[[], str]]] = [
+        ("start", "From wrong starts", lambda: starts_table(report, best)),
+        ("peer", "Beside other methods", lambda: peers_table(report, best)),
+        ("mixed", "Groups with different wrong starts", lambda: mixed_table(report)),
+        ("scalar", "Other scalars", lambda: scalars_table(report)),
+        ("paper", "The paper's configurations", lambda: paper_table(report)),
+        ("schedule", "Other schedules", lambda: schedules_table(report)),
+    ]
+    kinds = {record["kind"] for record in report.records if "val" in record}
+    written = [f"## {title}\n\n{table()}" for kind, title, table in parts if kind in kinds]
+    return "\n\n".join([f"## The yardstick: a grid\n\n{grid_table(report)}", *written])
+
+
+def grid_table(report: Report) -> str:
+    rows = []
+    for task, best in report.best.items():
+        runs = select(report.records, kind="grid", task=task)
+        found = report.losses(kind="grid", task=task, lr=best)
+        rates = sorted({run["lr"] for run in runs})
+        rows.append(
+            [task, TASKS[task].title, f"{best:.1e}", _mean(found), f"{len(rates)} rates × {_most_seeds(runs)} seeds"]
+        )
+    return _table(["task", "data, model", "best learning rate", "validation loss", "cost in runs"], rows)
+
+
+def starts_table(report: Report, best: dict[str, float]) -> str:
+    """Share of the gap to the grid's best that is recovered, from each start; with a probe, and from training losses
+    alone; and where the learning rate ended, as a factor of the best one (median)."""
+    rows = []
+    for task in best:
+        goal = best_losses(report, task)
+        for start in STARTS:
+            plain = report.losses(kind="start", task=task, method="plain", factor=start)
+            if not plain:
+                continue
+            cells = [task, _times(start), _mean(plain)]
+            for probe in (True, False):
+                runs = select(report.records, kind="start", task=task, method="hdet", factor=start, probe=probe)
+                if not runs:
+                    cells += ["–", "–", "–"]
+                    continue
+                losses = [run["val"] for run in runs]
+                ends = [start * math.exp(run["mu"][0]) for run in runs]
+                cells += [_mean(losses), _share(plain, losses, goal, start), f"{float(np.median(ends)):.2g}"]
+            cells.append(verdict(report, task, start))
+            rows.append(cells)
+    head = ["task", "start", "plain", "HDET, probe", "recovered", "ends at", "HDET, training loss", "recovered"]
+    return _table([*head, "ends at", "bar (probe)"], rows)
+
+
+def verdict(report: Report, task: str, start: float) -> str:
+    """The bar for a start, and whether the runs with a probe met it."""
+    goal = best_losses(report, task)
+    plain = report.losses(kind="start", task=task, method="plain", factor=start)
+    found = report.losses(kind="start", task=task, method="hdet", factor=start, probe=True)
+    spread = float(np.std(goal, ddof=1)) if len(goal) > 1 else 0.0
+    if start == 1.0:
+        worse = float(np.mean(found) - np.mean(goal))
+        return f"within one σ ({spread:.4f}): {'met' if worse <= spread else f'missed by {worse - spread:.4f}'}"
+    gap = float(np.mean(plain) - np.mean(goal))
+    if start == 3.0 and gap <= 2 * spread:
+        worse = float(np.mean(found) - np.mean(plain))
+        return f"gap below 2 σ; not worse than plain by σ: {'met' if worse <= spread else 'missed'}"
+    share = (float(np.mean(plain)) - float(np.mean(found))) / gap if gap > 0 else math.nan
+    return f"{BARS[start]:.0%}: {'met' if share >= BARS[start] else 'missed'}"
+
+
+def best_losses(report: Report, task: str) -> list[float]:
+    """Validation losses of plain runs at the best learning rate, of all seeds."""
+    found = {
+        run["seed"]: run["val"]
+        for run in select(report.records, task=task, method="plain", lr=report.best[task])
+        if run["kind"] in ("grid", "start")
+    }
+    return list(found.values())
+
+
+def peers_table(report: Report, best: dict[str, float]) -> str:
+    """Validation losses; in brackets the share of the gap to the grid's best, for starts 10× off."""
+    methods = sorted({run["method"] for run in report.records if run["kind"] in ("peer", "sweep") and "val" in run})
+    rows = []
+    for task in best:
+        goal = best_losses(report, task)
+        for method in ("plain", "hdet", *methods):
+            cells = [task, "equal-compute sweep" if method == "sweep" else method]
+            for start in (0.1, 1.0, 10.0):
+                plain = report.losses(kind="start", task=task, method="plain", factor=start)
+                wanted: dict[str, Any] = {"task": task, "method": method, "factor": start}
+                if method == "hdet":
+                    wanted["probe"] = True
+                losses = report.losses(**wanted)
+                share = f" ({_share(plain, losses, goal, start)})" if losses and plain and start != 1.0 else ""
+                cells.append(f"{_mean(losses)}{share}" if losses else "same" if start != 1.0 else "–")
+            rows.append(cells)
+    return _table(["task", "method", "from best/10", "at the best", "from best×10"], rows)
+
+
+def mixed_table(report: Report) -> str:
+    rows = []
+    for task, factors in MIXED.items():
+        runs = select(report.records, kind="mixed", task=task, method="hdet")
+        plain = report.losses(kind="mixed", task=task, method="plain")
+        if not runs or not plain:
+            continue
+        sides = []
+        for name, factor in factors.items():
+            if factor == 1.0:
+                continue
+            moved = [run["mu"][run["groups"].index(name)] for run in runs]
+            right = sum((mu > 0) == (factor < 1) and mu != 0 for mu in moved)
+            sides.append(f"{name} {_times(factor)}: {right} of {len(runs)}, by {_factor(moved)}")
+        stay = [name for name, factor in factors.items() if factor == 1.0]
+        ends = [f"{name} by {_factor([run['mu'][run['groups'].index(name)] for run in runs])}" for name in stay]
+        losses = [run["val"] for run in runs]
+        share = _share(plain, losses, best_losses(report, task), 0.1)
+        rows.append([task, "; ".join(sides), "; ".join(ends), _mean(plain), _mean(losses), share])
+    head = ["task", "moved to the right side", "started right, moved", "plain", "HDET", "recovered"]
+    return _table(head, rows)
+
+
+def scalars_table(report: Report) -> str:
+    rows = []
+    for name, scalar in SCALARS.items():
+        fixed = {run["value"]: run["val"] for run in select(report.records, kind="scalar", name=name, explores=False)}
+        if not fixed:
+            continue
+        best = min(fixed, key=lambda value: fixed[value])
+        for start in scalar.starts:
+            runs = select(report.records, kind="scalar", name=name, explores=True, value=start)
+            if not runs:
+                continue
+            ends = [run["end"] for run in runs]
+            right = sum((end > start) == (best > start) and end != start for end in ends)
+            said = f"{right} of {len(ends)}" if best != start else "the start is the best of the grid"
+            losses = [run["val"] for run in runs]
+            rows.append(
+                [name, scalar.task, f"{best:g}", f"{start:g}", f"{float(np.median(ends)):.3g}", said,
+                 f"{fixed.get(start, math.nan):.4f}", _mean(losses), f"{fixed[best]:.4f}"]
+            )  # fmt: skip
+    head = ["scalar", "task", "best of the grid", "start", "ends at (median)", "right side", "loss at the start"]
+    return _table([*head, "loss, explored", "loss at the best"], rows)
+
+
+def paper_table(report: Report) -> str:
+    rows = []
+    for name, _, _ in PAPER:
+        cells = [name]
+        for task in PAPER_TASKS:
+            losses = report.losses(kind="paper", task=task, configuration=name)
+            cells.append(_mean(losses) if losses else "–")
+        rows.append(cells)
+    return _table(["configuration", *PAPER_TASKS], rows)
+
+
+def decay_order(report: Report, task: str) -> str:
+    """The groups of full HDET by what the controller left of their learning rate in the middle of its reign."""
+    runs = select(report.records, kind="paper", task=task, configuration="full HDET")
+    if not runs:
+        return ""
+    names = runs[0]["groups"]
+    middle = len(runs[0]["rates"]) * 3 // 4
+    left = {name: np.mean([run["rates"][middle][i] for run in runs]) for i, name in enumerate(names)}
+    order = sorted(left, key=lambda name: float(left[name]))
+    return f"{task}: " + " < ".join(f"{name} ({left[name]:.2e})" for name in order)
+
+
+def schedules_table(report: Report) -> str:
+    rows = []
+    for schedule in ("cosine", "constant"):
+        for task in report.best:
+            grid = {
+                run["lr"]: run["val"]
+                for run in select(report.records, kind="schedule", task=task, schedule=schedule, method="plain")
+            }
+            if not grid:
+                continue
+            best = min(grid, key=lambda lr: grid[lr])
+            cells = [schedule, task, f"{best:.1e}: {grid[best]:.4f}"]
+            logs = np.log(sorted(grid))
+            for start in (0.1, 1.0, 10.0):
+                runs = select(
+                    report.records, kind="schedule", task=task, schedule=schedule, method="hdet", factor=start
+                )
+                if not runs:
+                    cells.append("–")
+                    continue
+                lr, found = runs[0]["lr"], runs[0]["val"]
+                plain = float(np.interp(math.log(lr), logs, [grid[rate] for rate in sorted(grid)]))
+                gap = plain - grid[best]
+                share = f"{(plain - found) / gap:.0%}" if gap > 0.002 * grid[best] else "no gap"
+                cells.append(f"{lr:.1e}: {plain:.4f} → {found:.4f} ({share})")
+            rows.append(cells)
+    head = ["schedule", "task", "best of the grid", "from OneCycle's best/10", "at OneCycle's best", "from best×10"]
+    return _table(head, rows)
+
+
+def _share(plain: Sequence[float], found: Sequence[float], goal: Sequence[float], start: float) -> str:
+    if start == 1.0:
+        return "–"
+    gap = float(np.mean(plain) - np.mean(goal))
+    return f"{(float(np.mean(plain)) - float(np.mean(found))) / gap:.0%}" if gap > 0 else "no gap"
+
+
+def _mean(values: Sequence[float]) -> str:
+    spread = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.4f}{spread}"
+
+
+def _factor(mus: Sequence[float]) -> str:
+    return f"×{math.exp(float(np.median(mus))):.2g}"
+
+
+def _times(start: float) -> str:
+    return "best" if start == 1.0 else f"{1 / start:.0f}× too low" if start < 1 else f"{start:.0f}× too high"
+
+
+def _most_seeds(runs: Sequence[Record]) -> int:
+    return len({run["seed"] for run in runs})
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,217 @@
+"""One run of a task by one method: what is trained, with what, and how it ended.
+
+HDET's replicas are the rows of a stack, or gloo processes under DDP, with the same data and the same scheduler; plain
+methods train one model on the batches of all replicas together. Every method sees the same number of examples.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+import hdet_kernels as hk
+
+from .methods import PEERS, Method, hdet_method
+from .tasks import Batch, Task
+
+REPLICAS = 8
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A run. ``factors`` multiplies the learning rates of parameter groups; without it there is one group."""
+
+    task: str
+    method: str
+    lr: float
+    seed: int
+    schedule: str = "onecycle"
+    probe: bool = True
+    steps: int | None = None
+    factors: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def record(self) -> Record:
+        return asdict(self)
+
+
+def train(task: Task, spec: Spec, device: torch.device) -> Record:
+    """Train, and say how: the validation loss, the curve of training losses, learning rates over time."""
+    start = time.perf_counter()
+    torch.manual_seed(spec.seed)
+    steps = spec.steps or task.steps
+    model = task.model().to(device)
+    batches = _batches(task, steps, spec.seed, device)
+    if spec.method in PEERS or spec.method == "plain":
+        found = _train_plain(task, spec, model, batches, steps)
+    else:
+        found = _train_replicas(task, spec, model, batches, steps)
+    return {**spec.record(), **found, "seconds": time.perf_counter() - start}
+
+
+def validation_loss(task: Task, model: nn.Module, rows: int = 8192) -> float:
+    """The mean loss over all validation examples; infinite where it is not a number."""
+    batch = task.validation()
+    count, total = len(batch[0]), 0.0
+    model.eval()
+    with torch.no_grad():
+        for first in range(0, count, rows):
+            part = tuple(tensor[first : first + rows] for tensor in batch)
+            total += float(task.loss(model, *part)) * len(part[0])
+    return total / count if math.isfinite(total) else math.inf
+
+
+def param_groups(task: Task, named: Iterator[tuple[str, Tensor]], spec: Spec) -> list[dict[str, Any]]:
+    """One group, or those of the task with their own learning rates, in the order of their names."""
+    if not spec.factors:
+        return [{"params": [param for _, param in named], "lr": spec.lr, "name": "all"}]
+    groups: dict[str, list[Tensor]] = {}
+    for name, param in named:
+        groups.setdefault(task.group(name), []).append(param)
+    return [
+        {"params": groups[name], "lr": spec.lr * spec.factors.get(name, 1.0), "name": name} for name in sorted(groups)
+    ]
+
+
+def schedule_of(kind: str, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
+    """A torch scheduler whose peaks are the groups' learning rates; None where the optimizer needs none."""
+    if kind == "onecycle":
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        return OneCycleLR(optimizer, peaks, steps, cycle_momentum=False)
+    if kind == "cosine":
+        warm = max(round(0.05 * steps), 1)
+
+        def share(step: int) -> float:
+            if step < warm:
+                return (step + 1) / warm
+            return 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm + 1)))
+
+        return LambdaLR(optimizer, share)
+    if kind == "constant":
+        return LambdaLR(optimizer, lambda step: 1.0)
+    return None
+
+
+def _batches(task: Task, steps: int, seed: int, device: torch.device) -> Iterator[Batch]:
+    generator = Generator(device).manual_seed(1000 + seed)
+    for _ in range(steps):
+        yield task.draw(REPLICAS * task.batch, generator)
+
+
+def _train_plain(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Batch], steps: int) -> Record:
+    groups = param_groups(task, model.named_parameters(), spec)
+    peer = PEERS.get(spec.method)
+    optimizer = torch.optim.AdamW(groups, lr=spec.lr) if peer is None else peer.build(groups, spec.lr, steps)
+    schedule = schedule_of(spec.schedule if peer is None else peer.schedule, optimizer, steps)
+    losses: list[Tensor] = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = task.loss(model, *batch)
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.detach())
+    if peer is not None:
+        peer.finish(optimizer)
+    every = max(round(0.025 * steps), 1)
+    curve = torch.stack(losses)[: steps // every * every].view(-1, every).mean(1).tolist()
+    return {"val": validation_loss(task, model), "curve": curve, "every": every}
+
+
+def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Batch], steps: int) -> Record:
+    method = hdet_method(spec, steps)
+    replicas: _Stack | _Rank = _Rank(task, model, method) if dist.is_initialized() else _Stack(task, model, method)
+    optimizer = hk.FusedAdamW(param_groups(task, replicas.named_parameters(), spec), lr=spec.lr)
+    if method.noise:
+        hk.warm_noisy_init_(replicas.parameters(), nu=method.noise, seed=spec.seed, ensemble=replicas.ensemble)
+    keywords: dict[str, Any] = {
+        "ensemble": replicas.ensemble,
+        "seed": spec.seed,
+        "probe": replicas.probe if spec.probe and method.keywords.get("auto_lr", True) is not False else None,
+        **method.keywords,
+    }
+    scheduler: hk.HDETOneCycleLR | hk.HDETScheduler
+    if spec.schedule == "onecycle":
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        scheduler = hk.HDETOneCycleLR(optimizer, peaks, steps, cycle_momentum=False, **keywords)
+    else:
+        base = schedule_of(spec.schedule, optimizer, steps)
+        if base is None:
+            raise ValueError(f"schedule={spec.schedule!r} is not one of onecycle, cosine, constant")
+        scheduler = hk.HDETScheduler(base, total_steps=steps, **keywords)
+    rates: list[list[float]] = []
+    for batch in batches:
+        losses = replicas.backward(*batch)
+        optimizer.step()
+        replicas.zero_grad()
+        before = len(scheduler.history)
+        scheduler.step(losses)
+        if len(scheduler.history) > before:
+            rates.append([float(rate) for rate in scheduler.get_base_lr()])
+    history = scheduler.history
+    control = scheduler.cycle.spread.control
+    names = [group["name"] for group in optimizer.param_groups]
+    return {
+        "val": validation_loss(task, replicas.mean()),
+        "curve": [sum(record.losses) / len(record.losses) for record in history],
+        "every": scheduler.sync_every,
+        "groups": names,
+        "rates": rates,
+        "values": [[record.values[f"lr/{i}"] for i in range(len(names))] for record in history],
+        "mu": control.get("mu"),
+    }
+
+
+class _Stack:
+    """The replicas as rows on one device."""
+
+    def __init__(self, task: Task, model: nn.Module, method: Method) -> None:
+        self.task = task
+        device = next(model.parameters()).device
+        self.stack = hk.ReplicaStack(model, REPLICAS, gradients=method.gradients, cuda_graphs=device.type == "cuda")
+        self.ensemble = self.stack.ensemble
+        self.parameters, self.named_parameters = self.stack.parameters, self.stack.named_parameters
+        self.zero_grad, self.mean = self.stack.zero_grad, self.stack.module
+        self._probe = task.probe()
+
+    def backward(self, *batch: Tensor) -> Tensor:
+        return self.stack.backward(self.task.loss, *batch)
+
+    def probe(self) -> Tensor:
+        return self.stack.losses(self.task.loss, *self._probe, same_batch=True)
+
+
+class _Rank:
+    """One of the replicas, in a process of its own."""
+
+    def __init__(self, task: Task, model: nn.Module, method: Method) -> None:
+        self.task, self.ensemble = task, None
+        self.model = model
+        self.wrapped = DistributedDataParallel(model) if method.gradients == "shared" else model
+        self.parameters, self.named_parameters = model.parameters, model.named_parameters
+        self.zero_grad: Callable[[], None] = model.zero_grad
+        self._probe = task.probe()
+
+    def backward(self, *batch: Tensor) -> Tensor:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        loss = self.task.loss(self.wrapped, *(tensor.chunk(size)[rank] for tensor in batch))
+        loss.backward()
+        return loss.detach()
+
+    def probe(self) -> Tensor:
+        return self.task.loss(self.model, *self._probe)
+
+    def mean(self) -> nn.Module:
+        return self.model  # the last step ended in a sync
