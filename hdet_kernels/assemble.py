@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -101,8 +102,13 @@ def build_cycle(
             ", ".join(in_the_loss),
         )
     floors = tuple(_floor(h, groups) for h in hyperparameters)
-    run = Run(total_steps, sync_every, peak, floors, tuple(_highest(h, groups) for h in hyperparameters))
+    run = Run(total_steps, sync_every, peak, floors)
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
+    if controller is not None:
+        # Without replicas to compare there is nothing to search by, and the schedule must stay the plain one.
+        blind = controller.reads == "losses" and ensemble.size == 1
+        peaks = tuple(None if blind else _peak(h, groups, controller) for h in hyperparameters)
+        run = replace(run, peaks=peaks)
     if controller is not None and controller.reads == "slopes" and gradients == "local":
         raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
     if controller is not None and controller.reads == "slopes" and overlap_steps:
@@ -237,13 +243,14 @@ def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
     return float(groups[hyper.group]["min_lr"])
 
 
-def _highest(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
-    """The highest value of the schedule: OneCycleLR's peak, or where other schedules begin or warm up to."""
-    if hyper.base is not None or hyper.group is None:
+def _peak(hyper: Hyperparameter, groups: Sequence[Group], controller: Controller) -> float | None:
+    """The highest value of the schedule of a learning rate that can be searched for: OneCycleLR's peak, or where other
+    schedules begin or warm up to."""
+    if hyper.base is not None or hyper.group is None or (controller.reads == "losses" and not hyper.spread):
         return None
     group = groups[hyper.group]
-    key = next(key for key in ("max_lr", "initial_lr", "lr") if key in group)
-    return float(group[key])
+    highest = float(group[next(key for key in ("max_lr", "initial_lr", "lr") if key in group)])
+    return highest if highest > 0 else None  # a frozen group stays frozen
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
