@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .regression import regress, slope_errors
-from .search import Search, Sync, applied, begin, ended, searched
+from .search import STAYING, Search, Sync, applied, begin, ended, searched
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -30,14 +30,16 @@ HUGE = 1e150
 @dataclass(frozen=True)
 class Run:
     """What a controller knows of the run: its length and sync interval in steps, the share of it at which the schedule
-    peaks, and for each hyperparameter the value that the schedule ends at (None where that is not known) and the
-    highest that it has (None where it is not searched for: weight decay, dropout, …)."""
+    peaks, for each hyperparameter the value that the schedule ends at (None where that is not known) and the highest
+    that it has (None where it is not searched for: weight decay, dropout, …), and the share of its peak at which the
+    schedule ends: 0 where it anneals, 1 where it is constant."""
 
     total_steps: int | None
     sync_every: int
     peak: float
     floors: tuple[float | None, ...]
     peaks: tuple[float | None, ...] = ()
+    end: float = 0.0
 
     def syncs(self, first: float, last: float) -> int:
         """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
@@ -187,7 +189,8 @@ class _SlopeController:
         if peak is None or total is None or slope is None or rate <= 0:
             return ended(search) if last else search
         sync = Sync(slope, error, rate, seen.step, total, run.sync_every, last)
-        return searched(search, sync, peak=peak, horizon=self.horizon, enough=self.enough, limit=self.limit)
+        horizon = self.horizon * (1 + STAYING * run.end)
+        return searched(search, sync, peak=peak, horizon=horizon, enough=self.enough, limit=self.limit)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ with: noise that the end of the schedule takes away costs at once, and progress 
 Noise costs in proportion to η, and what T steps gain falls as 1/t, so that η_c(t) = A/t; and A tells the peak that is
 best for the whole run:
 
-    η* = A / (h·S),   h = 0.011·√(40·T/S),   S the length of the run in steps.
+    η* = A / (h·S),   h = 0.011·√(40·T/S),   S the length of the run in steps,
 
-So the search drives η to where the slope vanishes, notes log(η·t) there, and goes on with schedule·η*/peak. It does
-not depend on the shape of the schedule. ``docs/controller.md`` shows the measurements behind the law.
+for a schedule that anneals; where its end is a share e of its peak, h is larger by 1 + 3·e.
+
+So the search drives η to where the slope vanishes, notes log(η·t) there, and goes on with schedule·η*/peak.
+``docs/controller.md`` shows the measurements behind the law.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ UNTIL = 0.2
 
 #: A start that is off by less than this (in log η) stays: it is within what the search can tell.
 DEAD = 0.5
+
+#: h is larger by 1 + this times the share of its peak at which a schedule ends: the best constant learning rate was a
+#: quarter of the best peak of a schedule that anneals.
+STAYING = 3.0
 
 #: The most by which log η rises at a sync when the search is over: networks that are hurried break.
 RISE = 0.6
