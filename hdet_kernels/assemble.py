@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -12,13 +13,14 @@ from torch.optim import Optimizer
 
 from .buckets import Buckets, replicas_of, share_gradients
 from .compress import Format
-from .controller import Controller, RegressionController, Run, SoftmaxController
+from .controller import Controller, HypergradientController, RegressionController, Run, SoftmaxController
 from .converge import AverageState, Converger, Merge
 from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from .explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
 from .optimizer_state import StepCounts, averaged_state, why_not_averaged
 from .outer import Outer
+from .rehearsal import Rehearsal
 from .spread import Spread
 from .stack import StackEnsemble
 
@@ -60,8 +62,11 @@ def build_cycle(
     merge: Merge,
     seed: int,
     schedule: str,
+    rehearse: Callable[[int], Rehearsal | None] | None = None,
 ) -> Cycle:
-    """Check the arguments and put the parts together. Writes base values to the optimizer's groups, nothing else."""
+    """Check the arguments and put the parts together. Writes base values to the optimizer's groups, nothing else.
+
+    ``rehearse`` plays the schedule for that many steps, where there is one that does not say what it will do."""
     groups = optimizer.param_groups
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
@@ -101,8 +106,10 @@ def build_cycle(
             ", ".join(in_the_loss),
         )
     floors = tuple(_floor(h, groups) for h in hyperparameters)
-    run = Run(total_steps, sync_every, peak, floors, tuple(_highest(h, groups) for h in hyperparameters))
+    run = Run(total_steps, sync_every, peak, floors)
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
+    if isinstance(controller, RegressionController | HypergradientController):
+        run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, rehearse)
     if controller is not None and controller.reads == "slopes" and gradients == "local":
         raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
     if controller is not None and controller.reads == "slopes" and overlap_steps:
@@ -237,13 +244,34 @@ def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
     return float(groups[hyper.group]["min_lr"])
 
 
-def _highest(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
-    """The highest value of the schedule: OneCycleLR's peak, or where other schedules begin or warm up to."""
-    if hyper.base is not None or hyper.group is None:
-        return None
-    group = groups[hyper.group]
-    key = next(key for key in ("max_lr", "initial_lr", "lr") if key in group)
-    return float(group[key])
+def _with_peaks(
+    run: Run,
+    controller: Controller,
+    hyperparameters: Sequence[Hyperparameter],
+    groups: Sequence[Group],
+    replicas: int,
+    rehearse: Callable[[int], Rehearsal | None] | None,
+) -> Run:
+    """``run`` with the highest learning rates of the schedule, for those that can be searched for, and its end."""
+    compares = controller.reads == "losses"
+    found = [
+        h.base is None and h.group is not None and not (compares and (replicas == 1 or not h.spread))
+        for h in hyperparameters
+    ]
+    if not any(found):
+        return run
+    played = None if rehearse is None or run.total_steps is None else rehearse(run.total_steps)
+    peaks: list[float | None] = [None] * len(hyperparameters)
+    for index, hyper in enumerate(hyperparameters):
+        if found[index] and hyper.group is not None:
+            highest = _highest(groups[hyper.group]) if played is None else played.highest[hyper.group]
+            peaks[index] = highest if highest > 0 else None  # a frozen group stays frozen
+    return replace(run, peaks=tuple(peaks), end=0.0 if played is None else played.end)
+
+
+def _highest(group: Group) -> float:
+    """The highest value of a schedule that was not played: OneCycleLR's peak, or where others begin or warm up to."""
+    return float(group[next(key for key in ("max_lr", "initial_lr", "lr") if key in group)])
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

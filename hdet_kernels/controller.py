@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from .search import Search, Sync, applied, begin, searched
+from .regression import regress, slope_errors
+from .search import STAYING, Search, Sync, applied, begin, ended, searched
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -22,18 +23,23 @@ State = dict[str, Any]
 #: Shares of a run become steps by a product that may be off by a rounding: 0.29·100 is a little less than 29.
 EDGE = 1e-6
 
+#: Slopes count up to here: their squares must not overflow.
+HUGE = 1e150
+
 
 @dataclass(frozen=True)
 class Run:
     """What a controller knows of the run: its length and sync interval in steps, the share of it at which the schedule
-    peaks, and for each hyperparameter the value that the schedule ends at (None where that is not known) and the
-    highest that it has (None where none is scheduled: weight decay, dropout, …)."""
+    peaks, for each hyperparameter the value that the schedule ends at (None where that is not known) and the highest
+    that it has (None where it is not searched for: weight decay, dropout, …), and the share of its peak at which the
+    schedule ends: 0 where it anneals, 1 where it is constant."""
 
     total_steps: int | None
     sync_every: int
     peak: float
     floors: tuple[float | None, ...]
     peaks: tuple[float | None, ...] = ()
+    end: float = 0.0
 
     def syncs(self, first: float, last: float) -> int:
         """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
@@ -154,7 +160,7 @@ class _SlopeController:
 
     def _moved(self, run: Run, state: State, seen: Observation, slopes: Array, errors: Array) -> State:
         told = np.isfinite(slopes)  # an overflowed gradient says nothing
-        slopes = np.where(told, slopes, 0.0)
+        slopes = np.clip(np.where(told, slopes, 0.0), -HUGE, HUGE)
         updates = state["updates"] + 1
         m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
         q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
@@ -163,27 +169,28 @@ class _SlopeController:
         mu = np.clip(np.asarray(state["mu"]) - rate * np.clip(direction, -1, 1), -self.limit, self.limit).tolist()
         searches = list(state["searches"])
         for index, search in enumerate(searches):
-            if search is not None and told[index]:
-                searches[index] = asdict(self._searched(run, Search(**search), seen, index, slopes, errors))
-                mu[index] = searches[index]["mu"]
+            if search is not None:
+                slope = float(slopes[index]) if told[index] else None
+                found = self._searched(run, Search(**search), seen, index, slope, float(errors[index]))
+                searches[index], mu[index] = asdict(found), found.mu
         return {"mu": mu, "m": m.tolist(), "q": q.tolist(), "updates": updates, "searches": searches}
 
+    def _ended(self, state: State) -> State:
+        """The state where no sync follows that could tell more."""
+        searches = [None if search is None else asdict(ended(Search(**search))) for search in state["searches"]]
+        return state | {"searches": searches}
+
     def _searched(
-        self, run: Run, search: Search, seen: Observation, index: int, slopes: Array, errors: Array
+        self, run: Run, search: Search, seen: Observation, index: int, slope: float | None, error: float
     ) -> Search:
-        peak, total = run.peaks[index], run.total_steps
-        if peak is None or total is None:
-            return search
-        sync = Sync(
-            slope=float(slopes[index]),
-            error=float(errors[index]),
-            rate=float(seen.base[index]),
-            step=seen.step,
-            total_steps=total,
-            sync_every=run.sync_every,
-            last=not self.active(run, seen.step + run.sync_every),
-        )
-        return searched(search, sync, peak=peak, horizon=self.horizon, enough=self.enough, limit=self.limit)
+        """The search for hyperparameter ``index`` after a sync; ``slope`` is None where the sync does not tell it."""
+        peak, total, rate = run.peaks[index], run.total_steps, float(seen.base[index])
+        last = not self.active(run, seen.step + run.sync_every)
+        if peak is None or total is None or slope is None or rate <= 0:
+            return ended(search) if last else search
+        sync = Sync(slope, error, rate, seen.step, total, run.sync_every, last)
+        horizon = self.horizon * (1 + STAYING * run.end)
+        return searched(search, sync, peak=peak, horizon=horizon, enough=self.enough, limit=self.limit)
 
 
 @dataclass(frozen=True)
@@ -201,6 +208,8 @@ class RegressionController(_SlopeController):
     def update(self, run: Run, state: State, seen: Observation) -> State:
         logs = np.log(seen.multipliers)
         slopes = regress(seen.losses, logs, self.ridge)
+        if not np.isfinite(seen.losses).any():
+            slopes = np.full(len(slopes), np.nan)
         return self._moved(run, state, seen, slopes, slope_errors(seen.losses, logs, slopes))
 
 
@@ -214,7 +223,7 @@ class HypergradientController(_SlopeController):
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         if seen.slopes is None:
-            return state
+            return self._ended(state) if not self.active(run, seen.step + run.sync_every) else state
         return self._moved(run, state, seen, seen.slopes, np.zeros(len(seen.slopes)))
 
 
@@ -317,40 +326,6 @@ def softmax_weights(losses: Array, scale: float) -> Array:
     score = np.where(finite, (losses[finite].mean() - losses) / scale, -np.inf)
     weights = np.exp(score - score.max())
     return weights / weights.sum()
-
-
-def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array:
-    """The slopes b (shape [J]) of centred losses on centred log multipliers ([J, N]), all hyperparameters jointly.
-
-    With J ≥ N − 1 the system has no unique solution: then ``ridge``, relative to the mean square of a column, is added.
-    A loss that is not finite counts as worse than the worst finite one, by the range of the finite ones.
-    """
-    finite = np.isfinite(losses)
-    if not finite.any():
-        return np.zeros(len(log_multipliers))
-    best, worst = losses[finite].min(), losses[finite].max()
-    y = np.where(finite, losses, worst + max(worst - best, abs(worst) * 1e-3, 1e-12))
-    y = y - y.mean()
-    x = log_multipliers.T - log_multipliers.mean(axis=1)
-    replicas, count = x.shape
-    if count < replicas - 1:
-        return np.linalg.lstsq(x, y, rcond=None)[0]
-    gram = x.T @ x
-    penalty = ridge * np.trace(gram) / count
-    return np.linalg.solve(gram + penalty * np.eye(count), x.T @ y) if penalty > 0 else np.zeros(count)
-
-
-def slope_errors(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
-    """The standard errors [J] of :func:`regress`'s slopes, from what they leave unexplained; 0 where there are too few
-    replicas to tell."""
-    finite = np.isfinite(losses)
-    x = log_multipliers.T - log_multipliers.mean(axis=1)
-    spare = int(finite.sum()) - 1 - x.shape[1]
-    if spare < 1:
-        return np.zeros(x.shape[1])
-    y, x = losses[finite] - losses[finite].mean(), x[finite] - x[finite].mean(axis=0)
-    left = y - x @ slopes
-    return np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) * (left @ left) / spare)
 
 
 def paper_settings(total_steps: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from .ensemble import Ensemble
 from .explore import Explore, write_entry
 from .history import SyncRecord
 from .outer import Outer
+from .rehearsal import rehearse
 from .window import Loss
 
 
@@ -231,6 +233,9 @@ class HDETScheduler(_WithCycle, LRScheduler):
     Step this scheduler instead of the wrapped one. ``total_steps`` is the length of the run; schedulers that know it
     (OneCycleLR, CosineAnnealingLR) need not be told. Without it pass ``sync_every`` and ``auto_lr=False``, and call
     ``converge()`` after the last step. The other arguments are those of :class:`HDETOneCycleLR`.
+
+    ``auto_lr`` needs the schedule's peak and whether it anneals, and first plays a copy of it to its end. One that
+    cannot be copied, or is longer than 100 000 steps, is taken to anneal from the learning rate that it began with.
     """
 
     def __init__(
@@ -294,6 +299,8 @@ class HDETScheduler(_WithCycle, LRScheduler):
                 merge=merge,
                 seed=seed,
                 schedule=f"HDETScheduler around {type(base_scheduler).__name__}",
+                # OneCycleLR says what its peak is, and it anneals.
+                rehearse=None if isinstance(base_scheduler, OneCycleLR) else partial(rehearse, base_scheduler),
             )
             self._cycle.write()
         self._last_lr = learning_rates(self.optimizer)

@@ -6,10 +6,12 @@ with: noise that the end of the schedule takes away costs at once, and progress 
 Noise costs in proportion to η, and what T steps gain falls as 1/t, so that η_c(t) = A/t; and A tells the peak that is
 best for the whole run:
 
-    η* = A / (h·S),   h = 0.011·√(40·T/S),   S the length of the run in steps.
+    η* = A / (h·S),   h = 0.011·√(40·T/S),   S the length of the run in steps,
 
-So the search drives η to where the slope vanishes, notes log(η·t) there, and goes on with schedule·η*/peak. It does
-not depend on the shape of the schedule. ``docs/controller.md`` shows the measurements behind the law.
+for a schedule that anneals; where its end is a share e of its peak, h is larger by 1 + 3·e.
+
+So the search drives η to where the slope vanishes, notes log(η·t) there, and goes on with schedule·η*/peak.
+``docs/controller.md`` shows the measurements behind the law.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ UNTIL = 0.2
 #: A start that is off by less than this (in log η) stays: it is within what the search can tell.
 DEAD = 0.5
 
+#: h is larger by 1 + this times the share of its peak at which a schedule ends: the best constant learning rate was a
+#: quarter of the best peak of a schedule that anneals.
+STAYING = 3.0
+
 #: The most by which log η rises at a sync when the search is over: networks that are hurried break.
 RISE = 0.6
 
@@ -40,7 +46,7 @@ class Search:
 
     rate: η while searching; afterwards the ceiling under which the schedule comes back; None: the schedule rules.
     mu: log(η*/peak) as far as known. found: whether it is settled.
-    m, q, updates: momentum of the slopes in units of √q, a decaying maximum of their squares, how many there were.
+    m, size, updates: momentum of the slopes in units of ``size``, a decaying maximum of |b|, and how many there were.
     seen_at: η at the last of them.
     weight, total: decaying sums of the weights and of the weighted readings of log(η·t/S).
     signal: sum of the squared slopes over their squared errors.
@@ -50,7 +56,7 @@ class Search:
     mu: float = 0.0
     found: bool = False
     m: float = 0.0
-    q: float = 0.0
+    size: float = 0.0
     seen_at: float = 0.0
     updates: int = 0
     weight: float = 0.0
@@ -79,7 +85,7 @@ def begin(peak: float) -> Search:
 def searched(state: Search, sync: Sync, *, peak: float, horizon: float, enough: float, limit: float) -> Search:
     """The search after one more sync.
 
-    q ← max(0.7·q, b²), and less where η fell;  u ← 0.3·u − 0.7·b/√q, bias-corrected: 1 far below η_c, 0 there, −1
+    q ← max(√0.7·q, |b|), and less where η fell;  u ← 0.3·u − 0.7·b/q, bias-corrected: 1 far below η_c, 0 there, −1
     above. Each sync is a reading o = log(η·t/S) + 1.5·u of weight 1.05 − |u|; earlier ones count 0.75 of the next.
     Until the weights add up to ``enough``, or until 20 % of the run: η ← η·exp(2·u)·t/(t+T). Then μ = mean(o) − log h
     − log peak; 0 if that is small, or if the slopes are no larger than their errors. From there η rises to
@@ -92,17 +98,18 @@ def searched(state: Search, sync: Sync, *, peak: float, horizon: float, enough: 
         return replace(state, rate=None if sync.last else sync.rate * math.exp(RISE * part))
     updates = state.updates + 1
     fallen = min(sync.rate / state.seen_at, 1.0) if state.seen_at else 1.0  # slopes fall with η
-    q = max(0.7**part * fallen**2 * state.q, sync.slope**2)
-    if q == 0.0:  # equal losses say nothing, and the schedule rules
+    size = max(0.7 ** (part / 2) * fallen * state.size, abs(sync.slope))
+    if size == 0.0:  # equal losses say nothing, and the schedule rules
         return replace(state, rate=None)
     beta = 0.3**part
-    m = beta * state.m - (1 - beta) * sync.slope / math.sqrt(q)
+    m = beta * state.m - (1 - beta) * sync.slope / size
     u = m / (1 - beta**updates)
     own = part * (1.05 - abs(u))
     reading = math.log(sync.rate * sync.step / sync.total_steps) + 1.5 * u
     weight = 0.75**part * state.weight + own
     total = 0.75**part * state.total + own * reading
-    signal = state.signal + ((sync.slope / sync.error) ** 2 if sync.error > 0 else math.inf)
+    clear = sync.slope / sync.error if sync.error > 0 else math.inf
+    signal = state.signal + clear * clear  # a power would raise where this overflows
     best = total / weight - math.log(horizon) - 0.5 * math.log(share) - math.log(peak)
     mu = min(max(best, -limit), limit) * min(max(signal / updates - 1, 0.0), 1.0)
     found = sync.last or sync.step >= UNTIL * sync.total_steps or weight >= enough
@@ -110,7 +117,12 @@ def searched(state: Search, sync: Sync, *, peak: float, horizon: float, enough: 
     if found:
         mu = mu if abs(mu) > DEAD else 0.0
         rate = None if sync.last else sync.rate * math.exp(RISE * part)
-    return Search(rate, mu, found, m, q, sync.rate, updates, weight, total, signal)
+    return Search(rate, mu, found, m, size, sync.rate, updates, weight, total, signal)
+
+
+def ended(state: Search) -> Search:
+    """The search where its last sync told nothing: what is known must do."""
+    return replace(state, rate=None, mu=state.mu if abs(state.mu) > DEAD else 0.0, found=True)
 
 
 def applied(state: Search, scheduled: Any) -> Any:

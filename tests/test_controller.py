@@ -31,9 +31,9 @@ from hdet_kernels.controller import (
     Run,
     decay_to_floor,
     published_decay,
-    regress,
     softmax_weights,
 )
+from hdet_kernels.regression import regress
 
 PROPERTY = settings(deadline=None, max_examples=80)
 NAN, INF = math.nan, math.inf
@@ -632,7 +632,7 @@ class TestEveryController:
     def test_starts_at_rest(self, kind: Any) -> None:
         at_rest = {"eta": [], "velocity": [0.0] * 3, "gamma": []}
         if kind is not SoftmaxController:
-            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "updates": 0}
+            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "updates": 0, "searches": []}
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:

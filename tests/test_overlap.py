@@ -628,35 +628,38 @@ def _controlled(rank: int, overlap_steps: int) -> dict[str, Any]:
         rank, ddp=False, groups=True, total_steps=20, sync_every=5, spread=0.5, overlap_steps=overlap_steps,
         auto_lr=hk.RegressionController(start_at=0.0, stop_at=1.0), explore=[hk.Explore("weight_decay", spread=0.5)],
     )  # fmt: skip
-    mus = []
+    controls, scheduled = [], []
     for step in range(20):
         trainer.rates.append([float(group["lr"]) for group in trainer.optimizer.param_groups])
         trainer.optimizer.zero_grad()
         trainer.loss().backward()
         trainer.optimizer.step()
         trainer.scheduler.step(1.0 + math.sin(7.0 * step + 3.0 * rank))
-        mus.append(list(trainer.scheduler.cycle.spread.control["mu"]))
-    return {"rates": trainer.rates, "mus": mus, "history": [record.to_dict() for record in trainer.scheduler.history]}
+        controls.append(trainer.scheduler.cycle.spread.state_dict()["controller"])
+        scheduled.append([float(rate) for rate in trainer.scheduler.cycle.spread.scheduled])
+    history = [record.to_dict() for record in trainer.scheduler.history]
+    return {"rates": trainer.rates, "controls": controls, "scheduled": scheduled, "history": history}
 
 
 def test_the_controller_moves_at_the_landing_as_it_would_have_at_the_sync() -> None:
-    k = 2
+    k, controller = 2, hk.RegressionController()
     for plain, overlapped in zip(run_ranks(3, _controlled, 0), run_ranks(3, _controlled, k), strict=True):
         for before, after in zip(plain["history"], overlapped["history"], strict=True):
             for name in ("step", "cycle", "kind", "losses", "base", "values", "excluded", "gradients"):
                 assert before[name] == after[name], name
         assert [h["landed"] for h in overlapped["history"]] == [7, 12, 17, 20]
-        mus, moved = np.array(overlapped["mus"]), np.array(plain["mus"])  # [step, hyperparameter]
-        assert (np.abs(np.diff(moved, axis=0)).sum(axis=1)[[4 - 1, 9 - 1, 14 - 1]] > 0).all(), "it moves at every sync"
+        late, moved = overlapped["controls"], plain["controls"]
+        assert all(moved[step - 1] != moved[step] for step in (4, 9, 14)), "it moves at every sync"
         on_its_way = [step for start in (5, 10, 15) for step in range(start, start + k)]  # steps that are finished
         for step in range(1, 20):
             last = step - step % 5 - 1 if step in on_its_way else step
-            assert mus[step - 1].tolist() == moved[last - 1].tolist(), step
+            assert late[step - 1] == moved[last - 1], step
         # The rate of a step is the one that was written at the end of the step before.
         ratio = np.array(overlapped["rates"]) / np.array(plain["rates"])  # [step, group]
         for step in range(1, 20):
-            expected = np.exp(mus[step - 1] - moved[step - 1])[:2]
-            np.testing.assert_allclose(ratio[step], expected, rtol=1e-12)
+            for group, scheduled in enumerate(plain["scheduled"][step - 1]):
+                here, there = (controller.base(control[step - 1], group, scheduled) for control in (late, moved))
+                np.testing.assert_allclose(ratio[step, group], here / there, rtol=1e-12)
 
 
 # Together with compression

@@ -39,8 +39,9 @@ def test_the_controller_sees_what_was_applied_not_what_bounds_cut_off() -> None:
     controller = Listening()
     object.__setattr__(controller, "seen", [])
     values = spread(controller, bounds=(0.08, 0.11))
-    values.move(RUN, values.placement(), np.array([1.0, 2.0, 3.0, 4.0]), None)
+    values.move(RUN, values.placement(), np.array([1.0, 2.0, 3.0, 4.0]), None, 70)
     (seen,) = controller.seen
+    assert seen.step == 70
     assert seen.base.tolist() == [0.1, 2.0]
     assert sorted(seen.multipliers[0]) == pytest.approx([0.8, 0.9, 1.1, 1.1])
     assert sorted(seen.multipliers[1]) == pytest.approx([0.5, 1 - 0.5 / 3, 1 + 0.5 / 3, 1.5])
@@ -50,7 +51,7 @@ def test_slopes_are_those_of_the_learning_rates_and_zero_for_the_others() -> Non
     controller = Listening()
     object.__setattr__(controller, "seen", [])
     values = spread(controller)
-    values.move(RUN, values.placement(), np.ones(4), [0.7])
+    values.move(RUN, values.placement(), np.ones(4), [0.7], 70)
     slopes = controller.seen[0].slopes
     assert slopes is not None
     assert slopes.tolist() == [0.7, 0.0]
@@ -62,7 +63,7 @@ def test_softmax_goes_on_from_the_bounded_base() -> None:
     rho = values.placement().values[0]
     losses = -rho  # higher is better: the base wants to rise without end
     for _ in range(30):
-        values.move(RUN, values.placement(), losses * 100, None)
+        values.move(RUN, values.placement(), losses * 100, None, 70)
     assert values.base(0) == 0.101
     assert values.control["eta"][0] < 0.101 * 1.2, "no winding up beyond the bound"
 
@@ -73,5 +74,5 @@ def test_softmax_never_turns_the_sign() -> None:
     values = Spread([rate], controller, Place(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
     for cycle in range(20):
         values.fan_out(cycle)
-        values.move(RUN, values.placement(), values.placement().values[0] * 1e3, None)
+        values.move(RUN, values.placement(), values.placement().values[0] * 1e3, None, 70)
         assert values.base(0) > 0

@@ -1,0 +1,58 @@
+"""The slopes of the replicas' losses in the logarithms of their hyperparameters, and how sure they are."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def comparable(losses: Array) -> Array:
+    """The losses [N] as they are compared: how bad a bad one is says nothing, and must not drown what the others say.
+
+    From four finite ones on, the highest quarter of them counts as at most twice as far above the next lower one as
+    that is above the best. One that is not finite counts as worse than the worst finite one, by the range of those.
+    All equal to 0 if none is finite.
+    """
+    finite = np.isfinite(losses)
+    if not finite.any():
+        return np.zeros(len(losses))
+    found = losses[finite]
+    if len(found) > 3:
+        ranked = np.sort(found)
+        best, usual = ranked[0], ranked[-1 - max(len(found) // 4, 1)]
+        found = np.minimum(found, usual + 2 * (usual - best))
+    worst = found.max()
+    y = np.full(len(losses), worst + max(worst - found.min(), abs(worst) * 1e-3, 1e-12))
+    y[finite] = found
+    return y
+
+
+def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array:
+    """The slopes b (shape [J]) of centred losses on centred log multipliers ([J, N]), all hyperparameters jointly.
+
+    With J ≥ N − 1 the system has no unique solution: then ``ridge``, relative to the mean square of a column, is added.
+    Losses count as :func:`comparable` says.
+    """
+    y = comparable(losses)
+    y = y - y.mean()
+    x = log_multipliers.T - log_multipliers.mean(axis=1)
+    replicas, count = x.shape
+    if count < replicas - 1:
+        return np.linalg.lstsq(x, y, rcond=None)[0]
+    gram = x.T @ x
+    penalty = ridge * np.trace(gram) / count
+    return np.linalg.solve(gram + penalty * np.eye(count), x.T @ y) if penalty > 0 else np.zeros(count)
+
+
+def slope_errors(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
+    """The standard errors [J] of :func:`regress`'s slopes, from what they leave unexplained; 0 where there are too few
+    replicas to tell."""
+    x = log_multipliers.T - log_multipliers.mean(axis=1)
+    spare = len(x) - 1 - x.shape[1]
+    if spare < 1:
+        return np.zeros(x.shape[1])
+    y = comparable(losses)
+    left = y - y.mean() - x @ slopes
+    return np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) / spare) * np.linalg.norm(left)

@@ -1,0 +1,85 @@
+"""What a schedule will do, found by playing a copy of it: its highest learning rates, and where it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+log = logging.getLogger("hdet_kernels")
+
+#: Longer runs are not played: a step takes about 10 µs.
+LONGEST = 100_000
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """highest: the highest learning rate of every parameter group. end: the share of it at the last step of the run,
+    the mean over the groups."""
+
+    highest: tuple[float, ...]
+    end: float
+
+
+def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
+    """Play a copy of ``scheduler`` from where it is to the last of ``total_steps`` steps, on a stand-in for its
+    optimizer. Optimizer, scheduler and generators stay as they are.
+
+    None where that cannot be known: the run has over 100 000 steps, or the schedule cannot be copied or played."""
+    if total_steps > LONGEST:
+        return None
+    try:
+        with warnings.catch_warnings(), _same_generators():
+            warnings.simplefilter("ignore")  # that the stand-in takes no steps
+            stand_in = _stand_in(scheduler.optimizer)
+            played = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
+            rates, step = [_rates(stand_in)], getattr(scheduler, "last_epoch", 0)
+            if step > 0:  # its first part is over: that began here
+                rates.insert(0, [float(group.get("initial_lr", 0.0)) for group in stand_in.param_groups])
+            for _ in range(step, total_steps - 1):
+                played.step()
+                rates.append(_rates(stand_in))
+    except Exception as error:  # a user's schedule may raise anything
+        log.info("%s cannot be played ahead (%s): taken as one that anneals", type(scheduler).__name__, error)
+        return None
+    values = np.array(rates)  # [steps, groups]
+    if not np.isfinite(values).all():
+        log.info("%s has learning rates that are not finite: taken as one that anneals", type(scheduler).__name__)
+        return None
+    highest = values.max(axis=0)
+    shares = (values[-1] / np.where(highest > 0, highest, 1.0)).clip(0.0, 1.0)[highest > 0]
+    return Rehearsal(tuple(highest.tolist()), float(shares.mean()) if len(shares) else 0.0)
+
+
+def _stand_in(optimizer: Optimizer) -> SGD:
+    """An optimizer with the same groups but for their parameters."""
+    entries = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    stand_in = SGD([{"params": [torch.zeros(1, device="cpu")]} for _ in entries], lr=0.0)
+    for group, own in zip(stand_in.param_groups, copy.deepcopy(entries), strict=True):
+        group.update(own)
+    return stand_in
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def _same_generators() -> Iterator[None]:
+    """Put the global generators back: a schedule may draw from them."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
