@@ -186,7 +186,9 @@ class _SlopeController:
         """The search for hyperparameter ``index`` after a sync; ``slope`` is None where the sync does not tell it."""
         peak, total, rate = run.peaks[index], run.total_steps, float(seen.base[index])
         last = not self.active(run, seen.step + run.sync_every)
-        if peak is None or total is None or slope is None or rate <= 0:
+        if peak is None or total is None:  # begun by more replicas than there are now
+            return ended(search)
+        if slope is None or rate <= 0:
             return ended(search) if last else search
         sync = Sync(slope, error, rate, seen.step, total, run.sync_every, last)
         horizon = self.horizon * (1 + STAYING * run.end)
