@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 import hdet_kernels as hk
 from hdet_kernels.controller import Observation, Run
 
-REPLICAS, TOTAL, SYNC, SPREAD = 4, 320, 16, 0.3
-#: The peak learning rate at which the scripted loss of this figure is lowest, and the one that the run starts with.
-BEST, START = 8.0, 1.0
+REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
+#: The best peak learning rate of this figure's scripted run, and the one that it starts with.
+BEST, START = 6.0, 1.0
 
 
 def schedule() -> list[float]:
@@ -31,9 +31,10 @@ def schedule() -> list[float]:
 
 
 def replica_rates() -> tuple[np.ndarray, np.ndarray]:
-    """[TOTAL] base and [TOTAL, N] replicas: losses fall toward the best rate, and the controller follows them."""
-    controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,))
-    state = controller.start(1)
+    """[TOTAL] base and [TOTAL, N] replicas: losses are lowest at η_c = A/t, and the controller finds A."""
+    controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,), (START,))
+    reach = BEST * controller.horizon * TOTAL  # A
+    state = controller.start(1, run)
     plain = schedule()
     base, rates = np.empty(TOTAL), np.empty((TOTAL, REPLICAS))
     rho = hk.multipliers(REPLICAS, SPREAD)
@@ -43,8 +44,8 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
         base[step] = controller.base(state, 0, plain[step])
         rates[step] = base[step] * own
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
-            losses = (np.log(own) + state["mu"][0] - np.log(BEST / START)) ** 2
-            state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1]))
+            losses = 0.5 * rates[step] ** 2 * (step + 1) / reach - rates[step]
+            state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], None, step + 1))
     return base, rates
 
 
@@ -60,11 +61,11 @@ def draw(path: Path) -> None:
         axes.axvline(sync, color="0.85", lw=0.8, zorder=0)
     axes.axvspan(0.05 * TOTAL, 0.3 * TOTAL, color="tab:green", alpha=0.08, lw=0)
     axes.text(0.175 * TOTAL, base.max() * 1.33, "controller acts", ha="center", va="top", color="tab:green", fontsize=9)
-    at = 13 * SYNC
+    at = 15 * SYNC
     axes.annotate(
         "every T steps: average the parameters, change places",
         (at, rates[at - 1].max()),
-        (at - 20, base.max() * 1.15),
+        (at - 5, base.max() * 1.3),
         fontsize=9,
         arrowprops={"arrowstyle": "->", "color": "0.4"},
     )

@@ -258,9 +258,7 @@ def _with_peaks(
         h.base is None and h.group is not None and not (compares and (replicas == 1 or not h.spread))
         for h in hyperparameters
     ]
-    if not any(found):
-        return run
-    played = None if rehearse is None or run.total_steps is None else rehearse(run.total_steps)
+    played = rehearse(run.total_steps) if rehearse is not None and run.total_steps is not None and any(found) else None
     peaks: list[float | None] = [None] * len(hyperparameters)
     for index, hyper in enumerate(hyperparameters):
         if found[index] and hyper.group is not None:

@@ -102,11 +102,11 @@ class _SlopeController:
         rate: λ, the most that one sync moves μ of a scalar without schedule. Default: 3 over the number of active
             syncs, so that the controller can travel a factor of e³ ≈ 20 in all.
         start_at: share of the run at which it becomes active.
-        stop_at: share of the run after which μ is frozen. Default: the peak of the schedule, or 30 % if that is
-            later. Near the end of a run a smaller step always looks better at once (short-horizon bias).
+        stop_at: share of the run after which μ is frozen; a search ends at 20 % in any case. Default: the peak of the
+            schedule, or 30 % if that is later. A smaller step nearly always looks better at once (short-horizon bias).
         limit: bound of |μ|.
-        horizon: h of the search, for cycles of 2.5 % of the run: the learning rate whose greedy optimum is at this
-            share of the run is the best for the whole of it.
+        horizon: h of the search, for cycles of 2.5 % of the run and schedules that anneal: the learning rate that is
+            the greedy optimum at this share of the run is the best for the whole of it. Larger asks for lower ones.
         enough: the sum of weights at which a search ends; a reading at the greedy optimum has weight 1.
     """
 
@@ -186,7 +186,9 @@ class _SlopeController:
         """The search for hyperparameter ``index`` after a sync; ``slope`` is None where the sync does not tell it."""
         peak, total, rate = run.peaks[index], run.total_steps, float(seen.base[index])
         last = not self.active(run, seen.step + run.sync_every)
-        if peak is None or total is None or slope is None or rate <= 0:
+        if peak is None or total is None:  # begun by more replicas than there are now
+            return ended(search)
+        if slope is None or rate <= 0:
             return ended(search) if last else search
         sync = Sync(slope, error, rate, seen.step, total, run.sync_every, last)
         horizon = self.horizon * (1 + STAYING * run.end)

@@ -86,8 +86,10 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.
         sync_every: T, the steps between two averages. Default: 2.5 % of the run, at most 1000.
-        auto_lr: True for the regression controller, False, or a controller. It needs losses: ``step(loss)`` or
-            ``record_loss(loss)``. Without any spread there is nothing to learn from, and it is off.
+        auto_lr: True for the regression controller, False, or a controller. It searches for the learning rate from 5 %
+            of the run to at most 20 %, and goes on with the schedule at the peak that it found: ``docs/controller.md``.
+            It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread there is nothing to learn from,
+            and it is off.
         probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
             is the same for all replicas; it runs without gradients at every sync at which the controller acts, and
             replaces the training loss there.

@@ -33,7 +33,7 @@ from hdet_kernels.controller import (
     published_decay,
     softmax_weights,
 )
-from hdet_kernels.regression import regress
+from hdet_kernels.regression import comparable, regress, slope_errors
 
 PROPERTY = settings(deadline=None, max_examples=80)
 NAN, INF = math.nan, math.inf
@@ -361,6 +361,39 @@ class TestRegress:
         x = np.log(fan(8, 2))
         found = regress(scale * np.array(losses) + shift, x)
         np.testing.assert_allclose(found, scale * regress(np.array(losses), x), rtol=1e-8, atol=1e-9 * scale + 1e-9)
+
+
+class TestComparable:
+    @pytest.mark.parametrize(
+        ("losses", "expected"),
+        [
+            ([1.0, 2.0], [1.0, 2.0]),
+            ([1.0, 2.0, 1e30], [1.0, 2.0, 1e30]),
+            ([1.0, 2.0, 3.0, 1e30], [1.0, 2.0, 3.0, 7.0]),
+            ([1.0, 2.0, 3.0, 6.5], [1.0, 2.0, 3.0, 6.5]),
+            ([0, 1, 2, 3, 4, 5, 1e30, 1e9], [0, 1, 2, 3, 4, 5, 15, 15]),
+            ([-1e30, 0.0, 0.0, 0.0], [-1e30, 0.0, 0.0, 0.0]),
+            ([1.0, 2.0, 3.0, 1e30, NAN], [1.0, 2.0, 3.0, 7.0, 13.0]),
+            ([NAN, INF], [0.0, 0.0]),
+        ],
+        ids=["two", "three", "four", "not far", "a quarter", "a good one", "beside NaN", "none finite"],
+    )
+    def test_table(self, losses: list[float], expected: list[float]) -> None:
+        assert comparable(np.array(losses)).tolist() == expected
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_errors_are_those_of_least_squares(self, count: int) -> None:
+        """Over many draws, slopes scatter around the true ones by their errors."""
+        random, x = np.random.default_rng(0), np.log(fan(8, count))
+        draws = [random.normal(0, 0.1, 8) + np.array(TRUE_SLOPES[:count]) @ x for _ in range(2000)]
+        slopes = np.array([regress(losses, x) for losses in draws])
+        errors = np.array([slope_errors(losses, x, slope) for losses, slope in zip(draws, slopes, strict=True)])
+        np.testing.assert_allclose(np.sqrt((errors**2).mean(axis=0)), slopes.std(axis=0), rtol=0.06)
+
+    @pytest.mark.parametrize(("n", "count"), [(2, 1), (3, 2), (4, 3)], ids=lambda v: str(v))
+    def test_errors_are_not_known_with_too_few_replicas(self, n: int, count: int) -> None:
+        x = np.log(fan(n, count))
+        assert slope_errors(np.arange(n) * 1.0, x, np.ones(count)).tolist() == [0.0] * count
 
 
 class MuByHand:

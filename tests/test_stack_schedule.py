@@ -499,3 +499,52 @@ def test_a_scalar_that_the_loss_reads_is_not(caplog: pytest.LogCaptureFixture) -
 def test_a_scalar_of_the_loss_needs_local_gradients(caplog: pytest.LogCaptureFixture) -> None:
     StackTrainer(explore=[hk.Explore("shift", base=0.5)])
     assert "shift cannot be explored with shared gradients" in caplog.messages[0]
+
+
+# The search for a learning rate
+
+SEARCHED: dict[str, Any] = {"total_steps": 80, "sync_every": 2, "max_lr": 1e-4}
+
+
+@pytest.mark.parametrize("at", [3, 7, 8, 11, 18], ids=lambda at: f"step {at}")
+def test_a_run_resumed_in_its_search_is_the_straight_one(at: int) -> None:
+    """Under the ceiling, within the search, at its syncs, and on the way back to the schedule."""
+    straight = StackTrainer(**SEARCHED).train(80)
+    (search,) = straight.scheduler.cycle.spread.control["searches"]
+    assert search["found"]
+    assert search["mu"] != 0
+    resumed = StackTrainer(**SEARCHED).load(StackTrainer(**SEARCHED).train(at).save()).train(80 - at)
+    assert torch.equal(resumed.parameters(), straight.parameters())
+    assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control
+    bases = [[record.base for record in trainer.scheduler.history] for trainer in (resumed, straight)]
+    assert bases[0] == bases[1]
+
+
+def test_a_checkpoint_from_before_the_search_is_refused() -> None:
+    state = StackTrainer().train(6).scheduler.state_dict()
+    old = copy.deepcopy(state)
+    for name in ("horizon", "enough"):
+        del old["hdet"]["config"]["controller_constants"][name]
+    del old["hdet"]["spread"]["controller"]["searches"]
+    trainer = StackTrainer()
+    with pytest.raises(ValueError, match=r"made with controller_constants=.*this scheduler has .*'horizon'"):
+        trainer.scheduler.load_state_dict(old)
+    assert trainer.scheduler.last_epoch == 0
+
+
+def test_a_frozen_group_stays_frozen_while_others_are_searched() -> None:
+    def frozen(optimizer: Any, **options: Any) -> hk.HDETOneCycleLR:
+        return hk.HDETOneCycleLR(optimizer, [0.0, 1e-4], 80, sync_every=2, **options)
+
+    def two_groups(params: Any, lr: float) -> hk.FusedAdamW:
+        first, *others = params
+        return hk.FusedAdamW([{"params": [first]}, {"params": others}], lr=lr)
+
+    trainer = StackTrainer(make_optimizer=two_groups, make_scheduler=frozen)
+    before = trainer.parameters().clone()
+    count = next(iter(trainer.stack.parameters()))[0].numel()
+    trainer.train(40)
+    assert trainer.scheduler.cycle.run.peaks == (None, 1e-4)
+    assert all(record.base["lr/0"] == 0 for record in trainer.scheduler.history)
+    assert torch.equal(trainer.parameters()[:, :count], before[:, :count])
+    assert not torch.equal(trainer.parameters()[:, count:], before[:, count:])
