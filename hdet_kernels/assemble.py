@@ -252,7 +252,7 @@ def _with_peaks(
     replicas: int,
     rehearse: Callable[[int], Rehearsal | None] | None,
 ) -> Run:
-    """``run`` with the highest learning rates of the schedule, for those that can be searched for, and its end."""
+    """``run`` with the highest learning rates of the schedule, for those that can be moved, and its end."""
     compares = controller.reads == "losses"
     found = [
         h.base is None and h.group is not None and not (compares and (replicas == 1 or not h.spread))
@@ -264,7 +264,9 @@ def _with_peaks(
         if found[index] and hyper.group is not None:
             highest = _highest(groups[hyper.group]) if played is None else played.highest[hyper.group]
             peaks[index] = highest if highest > 0 else None  # a frozen group stays frozen
-    return replace(run, peaks=tuple(peaks), end=0.0 if played is None else played.end)
+    if played is None:
+        return replace(run, peaks=tuple(peaks))
+    return replace(run, peaks=tuple(peaks), end=played.end, peak=played.peak)
 
 
 def _highest(group: Group) -> float:

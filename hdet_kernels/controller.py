@@ -8,20 +8,28 @@ the scheduler keeps and saves. At every sync in its active window ``update`` ret
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .regression import regress, slope_errors
-from .search import STAYING, Search, Sync, applied, begin, ended, searched
+from .regression import regress
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
 
 #: Shares of a run become steps by a product that may be off by a rounding: 0.29·100 is a little less than 29.
 EDGE = 1e-6
+
+#: Learning rates are moved until this share of the run, and by at most this at a sync: see ``docs/controller.md``.
+SETTLED, LARGEST_MOVE = 0.125, 0.75
+
+#: How OneCycleLR climbs: from this share of its peak to all of it, in this share of the run.
+CLIMBS_FROM, CLIMBS_FOR = 1 / 25, 0.3
+
+#: The best constant learning rate was a quarter of the best peak of a schedule that anneals: 1 + this.
+STAYING = 3.0
 
 #: Slopes count up to here: their squares must not overflow.
 HUGE = 1e150
@@ -31,7 +39,7 @@ HUGE = 1e150
 class Run:
     """What a controller knows of the run: its length and sync interval in steps, the share of it at which the schedule
     peaks, for each hyperparameter the value that the schedule ends at (None where that is not known) and the highest
-    that it has (None where it is not searched for: weight decay, dropout, …), and the share of its peak at which the
+    that it has (None where there is none to move: weight decay, dropout, …), and the share of its peak at which the
     schedule ends: 0 where it anneals, 1 where it is constant."""
 
     total_steps: int | None
@@ -89,25 +97,24 @@ class Controller(Protocol):
 
 @dataclass(frozen=True)
 class _SlopeController:
-    """Moves the base values against the slopes b_j of the loss in their logarithms.
-
-    A learning rate that has a schedule is searched for (:mod:`hdet_kernels.search`): η_j(t) = schedule_j(t)·exp(μ_j)
-    from then on. Any other scalar is value_j = start_j·exp(μ_j) with
+    """Moves μ_j against the slope b_j of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
 
     m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b², both bias-corrected;
     μ ← clip(μ − λ·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
 
+    Learning rates are moved while they climb, until the moment at which one that is right has passed the greedy optimum
+    for as long as it was below (12.5 % of the run); what does not climb by itself is made to, under a ceiling:
+    ``docs/controller.md`` says why. Other scalars are moved until the peak of the schedule.
+
     Args:
-        beta: β, the momentum of the slope of a scalar without schedule.
-        rate: λ, the most that one sync moves μ of a scalar without schedule. Default: 3 over the number of active
-            syncs, so that the controller can travel a factor of e³ ≈ 20 in all.
+        beta: β, the momentum of the slope.
+        rate: λ, the most that one sync moves μ. Default: 3 over the number of active syncs, so that the controller
+            can travel a factor of e³ ≈ 20 in all; at most 0.75.
         start_at: share of the run at which it becomes active.
-        stop_at: share of the run after which μ is frozen; a search ends at 20 % in any case. Default: the peak of the
-            schedule, or 30 % if that is later. A smaller step nearly always looks better at once (short-horizon bias).
+        stop_at: share of the run after which μ is frozen. Default: for learning rates 12.5 %, or four syncs if that
+            is later; for other scalars the peak of the schedule, or 30 %. Near the end of a run a smaller step always
+            looks better at once (short-horizon bias).
         limit: bound of |μ|.
-        horizon: h of the search, for cycles of 2.5 % of the run and schedules that anneal: the learning rate that is
-            the greedy optimum at this share of the run is the best for the whole of it. Larger asks for lower ones.
-        enough: the sum of weights at which a search ends; a reading at the greedy optimum has weight 1.
     """
 
     beta: float = 0.9
@@ -115,8 +122,6 @@ class _SlopeController:
     start_at: float = 0.05
     stop_at: float | None = None
     limit: float = 4.0
-    horizon: float = 0.011
-    enough: float = 1.0
 
     def __post_init__(self) -> None:
         check_share("beta", self.beta, below_one=True)
@@ -127,8 +132,7 @@ class _SlopeController:
                 raise ValueError(f"stop_at={self.stop_at} must be greater than start_at={self.start_at}")
         if self.rate is not None:
             check_positive("rate", self.rate)
-        for name in ("limit", "horizon", "enough"):
-            check_positive(name, getattr(self, name))
+        check_positive("limit", self.limit)
 
     def check(self, run: Run) -> None:
         if run.total_steps is None:
@@ -140,59 +144,60 @@ class _SlopeController:
     def window(self, run: Run) -> tuple[float, float]:
         """First and last step at which it may act."""
         total = run.total_steps or 0
-        return self.start_at * total, (max(run.peak, 0.3) if self.stop_at is None else self.stop_at) * total
+        return self.start_at * total, (max(run.peak, CLIMBS_FOR) if self.stop_at is None else self.stop_at) * total
+
+    def rates_window(self, run: Run) -> tuple[float, float]:
+        """The same for learning rates."""
+        first, last = self.window(run)
+        if self.stop_at is not None:
+            return first, last
+        four_syncs = (math.ceil((first - EDGE) / run.sync_every) + 3) * run.sync_every
+        return first, min(max(SETTLED * (run.total_steps or 0), four_syncs), last)
 
     def active(self, run: Run, step: int) -> bool:
         first, last = self.window(run)
         return first - EDGE <= step <= last + EDGE
 
     def start(self, count: int, run: Run | None = None) -> State:
-        acts = run is not None and run.total_steps is not None and run.syncs(*self.window(run)) > 0
-        peaks = run.peaks if run is not None and acts else ()
-        searches = [asdict(begin(peak)) if peak is not None else None for peak in peaks]
-        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "updates": 0, "searches": searches}
+        ceilings: list[float | None] = []
+        if run is not None and run.total_steps is not None and run.syncs(*self.window(run)) > 0:
+            ceilings = _ceilings(run, 0.5 * self.start_at)
+        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "updates": 0, "ceilings": ceilings}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
-        searches = state["searches"]
-        if index < len(searches) and searches[index] is not None:
-            return applied(Search(**searches[index]), scheduled)
+        ceiling = state["ceilings"][index] if index < len(state["ceilings"]) else None
+        if ceiling is not None:
+            scheduled = min(scheduled, ceiling) if isinstance(scheduled, float) else scheduled.clamp(max=ceiling)
         return scheduled * math.exp(state["mu"][index])
 
-    def _moved(self, run: Run, state: State, seen: Observation, slopes: Array, errors: Array) -> State:
-        told = np.isfinite(slopes)  # an overflowed gradient says nothing
-        slopes = np.clip(np.where(told, slopes, 0.0), -HUGE, HUGE)
+    def _moved(self, run: Run, state: State, slopes: Array, step: int) -> State:
+        slopes = np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -HUGE, HUGE)  # an overflowed gradient says nothing
         updates = state["updates"] + 1
         m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
         q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
         direction = m / (1 - self.beta**updates) / (np.sqrt(q / (1 - 0.9**updates)) + 1e-12)
-        rate = 3 / max(run.syncs(*self.window(run)), 1) if self.rate is None else self.rate
-        mu = np.clip(np.asarray(state["mu"]) - rate * np.clip(direction, -1, 1), -self.limit, self.limit).tolist()
-        searches = list(state["searches"])
-        for index, search in enumerate(searches):
-            if search is not None:
-                slope = float(slopes[index]) if told[index] else None
-                found = self._searched(run, Search(**search), seen, index, slope, float(errors[index]))
-                searches[index], mu[index] = asdict(found), found.mu
-        return {"mu": mu, "m": m.tolist(), "q": q.tolist(), "updates": updates, "searches": searches}
+        moves = self._rate(run, self.window(run)) * np.clip(direction, -1, 1)
+        first, last = self.rates_window(run)
+        for index, peak in enumerate(run.peaks):
+            if peak is not None:
+                within = first - EDGE <= step <= last + EDGE
+                moves[index] = self._rate(run, (first, last)) * np.clip(direction[index], -1, 1) if within else 0.0
+        mu = np.clip(np.asarray(state["mu"]) - moves, -self.limit, self.limit)
+        then = step + run.sync_every
+        ceilings = _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
+        return {"mu": mu.tolist(), "m": m.tolist(), "q": q.tolist(), "updates": updates, "ceilings": ceilings}
 
-    def _ended(self, state: State) -> State:
-        """The state where no sync follows that could tell more."""
-        searches = [None if search is None else asdict(ended(Search(**search))) for search in state["searches"]]
-        return state | {"searches": searches}
+    def _rate(self, run: Run, window: tuple[float, float]) -> float:
+        return min(3 / max(run.syncs(*window), 1), LARGEST_MOVE) if self.rate is None else self.rate
 
-    def _searched(
-        self, run: Run, search: Search, seen: Observation, index: int, slope: float | None, error: float
-    ) -> Search:
-        """The search for hyperparameter ``index`` after a sync; ``slope`` is None where the sync does not tell it."""
-        peak, total, rate = run.peaks[index], run.total_steps, float(seen.base[index])
-        last = not self.active(run, seen.step + run.sync_every)
-        if peak is None or total is None:  # begun by more replicas than there are now
-            return ended(search)
-        if slope is None or rate <= 0:
-            return ended(search) if last else search
-        sync = Sync(slope, error, rate, seen.step, total, run.sync_every, last)
-        horizon = self.horizon * (1 + STAYING * run.end)
-        return searched(search, sync, peak=peak, horizon=horizon, enough=self.enough, limit=self.limit)
+
+def _ceilings(run: Run, share: float) -> list[float | None]:
+    """What the learning rates may be at this share of the run where the schedule does not climb itself."""
+    if run.peak >= 0.5 * CLIMBS_FOR:
+        return []
+    climbed = 0.5 - 0.5 * math.cos(math.pi * min(share / CLIMBS_FOR, 1.0))
+    part = (CLIMBS_FROM + (1 - CLIMBS_FROM) * climbed) * (1 + STAYING * run.end)
+    return [None if peak is None else peak * part for peak in run.peaks]
 
 
 @dataclass(frozen=True)
@@ -208,11 +213,7 @@ class RegressionController(_SlopeController):
         check_positive("ridge", self.ridge)
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
-        logs = np.log(seen.multipliers)
-        slopes = regress(seen.losses, logs, self.ridge)
-        if not np.isfinite(seen.losses).any():
-            slopes = np.full(len(slopes), np.nan)
-        return self._moved(run, state, seen, slopes, slope_errors(seen.losses, logs, slopes))
+        return self._moved(run, state, regress(seen.losses, np.log(seen.multipliers), self.ridge), seen.step)
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,8 @@ class HypergradientController(_SlopeController):
     reads: ClassVar[Literal["slopes"]] = "slopes"
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
-        if seen.slopes is None:
-            return self._ended(state) if not self.active(run, seen.step + run.sync_every) else state
-        return self._moved(run, state, seen, seen.slopes, np.zeros(len(seen.slopes)))
+        slopes = np.zeros(len(seen.base)) if seen.slopes is None else seen.slopes
+        return self._moved(run, state, slopes, seen.step)
 
 
 @dataclass(frozen=True)

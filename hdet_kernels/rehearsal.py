@@ -24,10 +24,11 @@ LONGEST = 100_000
 @dataclass(frozen=True)
 class Rehearsal:
     """highest: the highest learning rate of every parameter group. end: the share of it at the last step of the run,
-    the mean over the groups."""
+    the mean over the groups. peak: the share of the run after which the first of them is almost reached."""
 
     highest: tuple[float, ...]
     end: float
+    peak: float
 
 
 def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
@@ -57,7 +58,8 @@ def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
         return None
     highest = values.max(axis=0)
     shares = (values[-1] / np.where(highest > 0, highest, 1.0)).clip(0.0, 1.0)[highest > 0]
-    return Rehearsal(tuple(highest.tolist()), float(shares.mean()) if len(shares) else 0.0)
+    reached = (values >= 0.99 * highest).any(axis=1).argmax() / total_steps
+    return Rehearsal(tuple(highest.tolist()), float(shares.mean()) if len(shares) else 0.0, float(reached))
 
 
 def _stand_in(optimizer: Optimizer) -> SGD:
