@@ -1,14 +1,16 @@
 # make demo: set-up, then replicas train a small language model; ends in a table and plots (in demo-out/).
 # make test: set-up, then the linters and the whole test suite.
-# Both build .venv once; a second run installs nothing. PYTHON chooses the interpreter (3.11 or newer).
+# make quality: set-up, then the small part of the quality suite; prints its tables (bench/quality/README.md).
+# All build .venv once; a second run installs nothing. PYTHON chooses the interpreter (3.11 or newer).
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DEMO_ARGS ?=
+QUALITY_ARGS ?=
 
-.PHONY: demo test lint bench setup clean
+.PHONY: demo test lint bench quality setup clean
 
 demo: $(READY)
 	$(BIN)/python -m hdet_kernels demo $(DEMO_ARGS)
@@ -24,6 +26,10 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench-out.json
 
+quality: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation '.[quality]'
+	$(BIN)/python -m bench.quality run $(QUALITY_ARGS)
+
 setup: $(READY)
 
 # torch first and by its pin: the package is then built against it, without an environment of its own.
@@ -36,4 +42,4 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) build *.egg-info hdet_kernels/*.so demo-out bench-out.json
+	rm -rf $(VENV) build *.egg-info hdet_kernels/*.so demo-out bench-out.json quality-out.json

@@ -15,13 +15,12 @@ import torch
 
 import hdet_kernels as hk
 
-from .data import FOLDER, fetch
+from .data import FOLDER, fetch, missing
 from .methods import PEERS
 from .pool import run_jobs
 from .report import Report, write_report
 from .suite import SIZES, best_rates, grid_jobs, jobs_after
-from .tables import all_tables, starts_table
-from .tasks import why_missing
+from .tables import all_tables
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -51,7 +50,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     size = SIZES[arguments.size]
-    absent = {task: why for task in size.tasks if (why := why_missing(task)) is not None}
+    absent = {task: why for task in size.tasks if (why := missing(task)) is not None and task != "language"}
     if absent:
         sys.exit(
             f"data is missing in {FOLDER}: "
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     left = arguments.seconds - (time.monotonic() - start)
     records = grid + run_jobs(jobs_after(size, best), arguments.device, workers, seconds=left)
     report = Report(
-        command=shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]]),
+        command=_command(sys.argv[1:]),
         machine=_machine(arguments.device),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         seconds=round(time.monotonic() - start, 1),
@@ -77,8 +76,16 @@ def run(arguments: argparse.Namespace) -> None:
         records=records,
     )
     arguments.out.write_text(json.dumps(report.plain()))
-    print(all_tables(report) if arguments.size == "ci" else starts_table(report, best))
+    print(all_tables(report))
     print(f"\nall records: {arguments.out}; with plots: python -m bench.quality report {arguments.out} --out DIR")
+
+
+def _command(arguments: list[str]) -> str:
+    """What was asked for, without where it was written to."""
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return shlex.join(["python", "-m", "bench.quality", *arguments])
 
 
 def _machine(device: str) -> str:

@@ -26,7 +26,7 @@ def write_report(reports: Sequence[Report], folder: Path) -> None:
     """Write REPORT.md and plots into ``folder``: the largest runs first."""
     folder.mkdir(parents=True, exist_ok=True)
     text = [INTRODUCTION]
-    for report in sorted(reports, key=lambda report: report.size, reverse=True):
+    for report in sorted(reports, key=lambda report: report.seconds, reverse=True):
         failed = sum("error" in record for record in report.records)
         text.append(
             f"# {report.size}\n\n`{report.command}`, {report.date}, {report.machine}: {len(report.records)} runs in "
@@ -44,8 +44,10 @@ def write_report(reports: Sequence[Report], folder: Path) -> None:
 def _plots(report: Report, folder: Path) -> list[tuple[str, str]]:
     pyplot = importlib.import_module("matplotlib.pyplot")
     importlib.import_module("matplotlib").use("Agg")
-    made = [(f"starts_{report.size}.png", "Validation loss against the learning rate that a run was started with")]
-    _plot_starts(pyplot, report, folder / made[0][0])
+    made = []
+    if select(report.records, kind="start", method="hdet"):
+        made.append((f"starts_{report.size}.png", "Validation loss against the learning rate at the start of a run"))
+        _plot_starts(pyplot, report, folder / made[0][0])
     if select(report.records, kind="paper"):
         made.append((f"curves_{report.size}.png", "Training losses of the paper's configurations"))
         _plot_curves(pyplot, report, folder / made[-1][0])
@@ -88,7 +90,7 @@ def _plot_curves(pyplot: Any, report: Report, path: Path) -> None:
 
 
 def _plot_rates(pyplot: Any, report: Report, path: Path) -> None:
-    shown = ("full HDET", "ours")
+    shown = [name for name in ("full HDET", "ours") if select(report.records, kind="paper", configuration=name)]
     figure, axes = pyplot.subplots(
         len(shown), len(PAPER_TASKS), figsize=(5 * len(PAPER_TASKS), 3.2 * len(shown)), squeeze=False
     )

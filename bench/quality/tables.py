@@ -32,7 +32,8 @@ def all_tables(report: Report) -> str:
         ("schedule", "Other schedules", lambda: schedules_table(report)),
     ]
     kinds = {record["kind"] for record in report.records if "val" in record}
-    written = [f"## {title}\n\n{table()}" for kind, title, table in parts if kind in kinds]
+    made = [(title, table()) for kind, title, table in parts if kind in kinds]
+    written = [f"## {title}\n\n{table}" for title, table in made if table.count("\n") > 1]
     return "\n\n".join([f"## The yardstick: a grid\n\n{grid_table(report)}", *written])
 
 
@@ -56,7 +57,7 @@ def starts_table(report: Report, best: dict[str, float]) -> str:
         goal = best_losses(report, task)
         for start in STARTS:
             plain = report.losses(kind="start", task=task, method="plain", factor=start)
-            if not plain:
+            if not plain or not select(report.records, kind="start", task=task, method="hdet", factor=start):
                 continue
             cells = [task, _times(start), _mean(plain)]
             for probe in (True, False):
@@ -78,6 +79,8 @@ def verdict(report: Report, task: str, start: float) -> str:
     goal = best_losses(report, task)
     plain = report.losses(kind="start", task=task, method="plain", factor=start)
     found = report.losses(kind="start", task=task, method="hdet", factor=start, probe=True)
+    if not found:
+        return "–"
     spread = float(np.std(goal, ddof=1)) if len(goal) > 1 else 0.0
     if start == 1.0:
         worse = float(np.mean(found) - np.mean(goal))
@@ -107,12 +110,14 @@ def peers_table(report: Report, best: dict[str, float]) -> str:
     for task in best:
         goal = best_losses(report, task)
         for method in ("plain", "hdet", *methods):
+            if not select(report.records, task=task, method=method, factor=1.0):
+                continue
             cells = [task, "equal-compute sweep" if method == "sweep" else method]
             for start in (0.1, 1.0, 10.0):
                 plain = report.losses(kind="start", task=task, method="plain", factor=start)
                 wanted: dict[str, Any] = {"task": task, "method": method, "factor": start}
-                if method == "hdet":
-                    wanted["probe"] = True
+                if method in ("plain", "hdet"):
+                    wanted |= {"kind": "start", "probe": True}
                 losses = report.losses(**wanted)
                 share = f" ({_share(plain, losses, goal, start)})" if losses and plain and start != 1.0 else ""
                 cells.append(f"{_mean(losses)}{share}" if losses else "same" if start != 1.0 else "–")

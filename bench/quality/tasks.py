@@ -69,7 +69,7 @@ class _Arrays:
 
 
 class Ratings(_Arrays):
-    """MovieLens-1M in one pass: every rating is seen once; one in ten is held out, half of those for the probe."""
+    """MovieLens-1M, about one pass; one rating in ten is held out, half of those for the probe and half to validate."""
 
     name: ClassVar[str] = "ratings"
     title: ClassVar[str] = "MovieLens-1M, DLRM with three heads"
@@ -93,7 +93,6 @@ class Ratings(_Arrays):
         ]
         self.train = tuple(tensor[torch.tensor(~unseen)].to(device) for tensor in tensors)
         self.unseen = tuple(tensor[torch.tensor(unseen)].to(device) for tensor in tensors)
-        self._orders: dict[int, Tensor] = {}
 
     def model(self) -> nn.Module:
         return RatingsModel(self.sizes, self.dense)
@@ -115,19 +114,19 @@ class Ratings(_Arrays):
 
 
 class Language:
-    """The next byte of English documentation; whole files are held out."""
+    """The next byte of English documentation or, without it, of the standard library's source; whole files are held
+    out."""
 
     name: ClassVar[str] = "language"
     title: ClassVar[str] = "documentation of Linux 6.1, byte-level transformer"
     steps: ClassVar[int] = 1600
     batch: ClassVar[int] = 8
     lr: ClassVar[float] = 4e-3
-    source: ClassVar[str] = "language"
     context, width, layers = 64, 128, 3
     probes, validations = 64, 512
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
-        found = load(self.source, folder)
+        found = load("language" if missing("language", folder) is None else "source", folder)
         self.train = torch.tensor(found["train"], device=device)
         self.unseen = torch.tensor(found["held_out"], device=device)
 
@@ -197,7 +196,7 @@ class Digits(_Arrays):
 
     name: ClassVar[str] = "digits"
     title: ClassVar[str] = "scikit-learn's digits, MLP"
-    steps: ClassVar[int] = 400
+    steps: ClassVar[int] = 300
     batch: ClassVar[int] = 16
     lr: ClassVar[float] = 4e-3
 
@@ -222,11 +221,6 @@ class Digits(_Arrays):
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Ratings, Language, Images, Digits)}
-
-
-def why_missing(name: str, folder: Path = FOLDER) -> str | None:
-    """How to get the data of a task, or None if it is here."""
-    return missing(name, folder)
 
 
 def _no_decay(name: str) -> str | None:

@@ -1,0 +1,195 @@
+"""The quality suite: its data, its methods and its tables, on runs of a few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("sklearn", reason="the suite's smallest task needs scikit-learn: pip install scikit-learn")
+
+from ranks import run_ranks
+
+from bench.quality import data, suite, tables
+from bench.quality.methods import PEERS
+from bench.quality.report import Report, write_report
+from bench.quality.scalars import SCALARS, train_scalar
+from bench.quality.tasks import TASKS
+from bench.quality.train import Spec, train, validation_loss
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return TASKS["digits"](CPU, tmp_path_factory.mktemp("data"))
+
+
+class TestData:
+    @pytest.mark.parametrize("name", ["ratings", "language", "images"])
+    def test_missing_data_says_what_to_install(self, name: str, tmp_path: Path, monkeypatch: Any) -> None:
+        source = data.SOURCES[name]._replace(installed=lambda: None)
+        monkeypatch.setitem(data.SOURCES, name, source)
+        with pytest.raises(FileNotFoundError, match=r"install.*; or `python -m bench.quality fetch`"):
+            data.load(name, tmp_path)
+        assert data.missing(name, tmp_path) == source.install
+
+    def test_ratings_are_parsed(self) -> None:
+        files = {
+            "ml-1m.user": "u\ta\tg\to\tz\n1m_1\t1\tF\t10\t48067\n1m_2\t56\tM\t16\tX0072\n",
+            "ml-1m.item": "i\tt\ty\tg\nToy Story\tToy Story\t1995\tAnimation Comedy\nHeat\tHeat\t\tCrime\n",
+            "ml-1m.inter": "u\ti\tr\tt\n1m_1\tHeat\t5\t978300760\n1m_2\tToy Story\t3\t978302109\n1m_3\tHeat\t1\t1\n",
+        }
+        found = data._ratings((name, text.encode()) for name, text in files.items())
+        assert found["user"].tolist() == [0, 1]
+        assert found["film"].tolist() == [1, 0]
+        assert found["stars"].tolist() == [5, 3]
+        assert found["region"].tolist() == [48, 0]
+        assert found["genres"].tolist() == [[1, 1, 0], [0, 0, 1]] or found["genres"].sum(1).tolist() == [2, 1]
+
+    def test_whole_files_of_text_are_held_out(self) -> None:
+        files = [(f"{number:02d}.rst", bytes([number]) * 3) for number in range(20)]
+        found = data._text(iter([*files, ("translations/xx.rst", b"no"), ("figure.svg", b"no")]))
+        assert set(found["held_out"].tolist()) - {10} == {0} or set(found["held_out"].tolist()) == {0, 10}
+        assert not set(found["train"].tolist()) & {0}
+        assert b"no" not in found["train"].tobytes()
+
+    def test_is_prepared_once(self, tmp_path: Path) -> None:
+        first = data.load("digits", tmp_path)
+        assert (tmp_path / "digits.npz").exists()
+        again = data.load("digits", tmp_path)
+        assert all(np.array_equal(first[key], again[key]) for key in first)
+
+
+class TestTrain:
+    def test_probe_and_validation_share_no_example(self, digits: Any) -> None:
+        probe = {tuple(row) for row in digits.probe()[0].tolist()}
+        assert not probe & {tuple(row) for row in digits.validation()[0].tolist()}
+
+    @pytest.mark.parametrize(
+        "method",
+        ["plain", "hdet", "hypergradient", "fan-out", "local SGD", "DiLoCo", "PBT", "warm init", "paper", *PEERS],
+    )
+    def test_every_method_learns(self, digits: Any, method: str) -> None:
+        if method in PEERS and (why := PEERS[method].missing()) is not None:
+            pytest.skip(why)
+        untrained = validation_loss(digits, digits.model())
+        lr = 4e-4 if method == "DiLoCo" else 4e-3  # its outer momentum multiplies steps by seven
+        found = train(digits, Spec("digits", method, lr, 0, steps=STEPS), CPU)
+        assert found["val"] < (1.0 if method in PEERS else 0.9) * untrained
+        assert len(found["curve"]) >= STEPS // found["every"] - 1
+
+    def test_an_unknown_method_is_named(self, digits: Any) -> None:
+        with pytest.raises(ValueError, match=r"method='hdt' is not one of plain, hdet"):
+            train(digits, Spec("digits", "hdt", 1e-3, 0, steps=STEPS), CPU)
+
+    def test_groups_have_their_own_learning_rates(self, digits: Any) -> None:
+        spec = Spec("digits", "hdet", 4e-3, 0, steps=STEPS, factors={"dense": 0.1, "no-decay": 1.0})
+        found = train(digits, spec, CPU)
+        assert found["groups"] == ["dense", "no-decay"]
+        assert len(found["mu"]) == 2
+
+    @pytest.mark.parametrize("schedule", ["cosine", "constant"])
+    def test_other_schedules(self, digits: Any, schedule: str) -> None:
+        assert train(digits, Spec("digits", "hdet", 4e-3, 0, steps=STEPS, schedule=schedule), CPU)["val"] < 2
+
+    def test_processes_do_what_a_stack_does(self, digits: Any, tmp_path: Path) -> None:
+        """Eight gloo processes under DDP and eight rows: the same losses, up to the order of fp32 sums."""
+        spec = Spec("digits", "hdet", 4e-3, 0, steps=STEPS)
+        stack = train(digits, spec, CPU)
+        ranks = run_ranks(8, _train_rank, spec.record(), str(tmp_path))
+        assert ranks[0]["curve"] == pytest.approx(stack["curve"], rel=1e-3)
+        assert ranks[0]["mu"] == pytest.approx(stack["mu"], rel=1e-2, abs=1e-2)
+        assert ranks[0]["val"] == pytest.approx(stack["val"], rel=1e-2)
+
+    @pytest.mark.parametrize("name", ["dropout", "label smoothing", "weight_decay"])
+    def test_scalars_are_explored(self, digits: Any, name: str) -> None:
+        high = SCALARS[name].starts[1]
+        found = train_scalar(digits, name, high, 0, CPU, explores=True, steps=120)
+        assert found["end"] < high
+
+
+def _train_rank(rank: int, spec: dict[str, Any], folder: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return train(TASKS["digits"](CPU, Path(folder)), Spec(**spec), CPU)
+
+
+def scripted(starts: dict[float, tuple[float, float]], best: float = 1.0) -> Report:
+    """Records of a task whose plain and HDET losses from each start are given; at the best start both are 1 ± 0.1."""
+    records: list[dict[str, Any]] = []
+    for seed, noise in ((0, -0.1), (1, 0.1)):
+        records.append(_record("grid", "plain", 1.0, seed, best + noise))
+        for factor, (plain, found) in {1.0: (best, best), **starts}.items():
+            records.append(_record("start", "plain", factor, seed, plain + noise, factor=factor))
+            records.append(_record("start", "hdet", factor, seed, found + noise, factor=factor, mu=[-math.log(factor)]))
+    return Report("command", "machine", "date", 1.0, "ci", {"digits": 1.0}, records)
+
+
+def _record(kind: str, method: str, lr: float, seed: int, val: float, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "task": "digits", "method": method, "lr": lr, "seed": seed, "probe": True, "val": val, **more}
+
+
+class TestTables:
+    def test_share_of_the_gap(self) -> None:
+        table = tables.starts_table(scripted({0.1: (2.0, 1.25)}), {"digits": 1.0})
+        (row,) = [line for line in table.splitlines() if "10× too low" in line]
+        assert "75%" in row
+        assert "90%: missed" in row
+        assert "| 1 |" in row, "the learning rate ended at the best"
+
+    @pytest.mark.parametrize(
+        ("start", "plain", "found", "said"),
+        [
+            (0.1, 2.0, 1.05, "90%: met"),
+            (3.0, 2.0, 1.5, "70%: missed"),
+            (3.0, 1.2, 1.25, "not worse than plain by σ: met"),
+            (3.0, 1.2, 1.5, "not worse than plain by σ: missed"),
+            (30.0, 3.0, 1.5, "70%: met"),
+        ],
+    )
+    def test_bars(self, start: float, plain: float, found: float, said: str) -> None:
+        assert said in tables.verdict(scripted({start: (plain, found)}), "digits", start)
+
+    def test_report_from_a_file(self, tmp_path: Path) -> None:
+        report = scripted({0.1: (2.0, 1.25), 10.0: (3.0, 1.1)})
+        again = Report(**json.loads(json.dumps(report.plain())))
+        write_report([again], tmp_path)
+        text = (tmp_path / "REPORT.md").read_text()
+        assert "command" in text
+        assert "machine" in text
+        assert (tmp_path / "starts_ci.png").stat().st_size > 1000
+
+    def test_the_report_in_the_repository_is_that_of_its_results(self, tmp_path: Path) -> None:
+        folder = ROOT / "bench" / "quality"
+        reports = [Report(**json.loads(path.read_text())) for path in sorted((folder / "results").glob("*.json"))]
+        write_report(reports, tmp_path)
+        assert (tmp_path / "REPORT.md").read_text() == (folder / "REPORT.md").read_text()
+
+
+class TestSuite:
+    def test_jobs_have_what_is_needed_to_run_them(self) -> None:
+        for size in suite.SIZES.values():
+            jobs = suite.grid_jobs(size) + suite.jobs_after(size, dict.fromkeys(size.tasks, 1e-2))
+            assert {job["task"] for job in jobs} <= set(TASKS)
+            assert all("spec" in job or job["kind"] == "scalar" for job in jobs)
+            json.dumps(jobs)
+
+    def test_the_best_of_a_grid(self) -> None:
+        records = [_record("grid", "plain", lr, seed, lr + 0.01 * seed) for lr in (3.0, 1.0, 2.0) for seed in (0, 1)]
+        assert suite.best_rates(records) == {"digits": 1.0}
+
+    def test_command_line(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.quality", "run", "--help"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0
+        assert "--size" in done.stdout
