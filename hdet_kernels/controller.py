@@ -151,7 +151,7 @@ class _SlopeController:
         first, last = self.window(run)
         if self.stop_at is not None:
             return first, last
-        four_syncs = (math.ceil((first - EDGE) / run.sync_every) + 3) * run.sync_every
+        four_syncs = (max(math.ceil((first - EDGE) / run.sync_every), 1) + 3) * run.sync_every
         return first, min(max(SETTLED * (run.total_steps or 0), four_syncs), last)
 
     def active(self, run: Run, step: int) -> bool:
