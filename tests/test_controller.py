@@ -483,7 +483,7 @@ class TestMu:
         ],
         ids=["default", "from the start", "later peak", "stop_at", "odd interval", "no sync in the window"],
     )
-    def test_default_rate_is_three_over_the_active_syncs(
+    def test_default_rate_is_three_over_the_active_syncs_and_not_more_than_three_quarters(
         self, kind: Any, run: Run, options: dict[str, float], syncs: int
     ) -> None:
         controller = kind(**options)
@@ -492,7 +492,7 @@ class TestMu:
         )
         assert max(active, 1) == syncs
         state = controller.update(run, controller.start(1), OBSERVERS[kind]([1.0], 0))
-        assert state["mu"] == pytest.approx([-3 / syncs], rel=1e-9)
+        assert state["mu"] == pytest.approx([-min(3 / syncs, 0.75)], rel=1e-9)
 
     @pytest.mark.parametrize(
         ("step", "expected"),
