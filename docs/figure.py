@@ -12,11 +12,13 @@ import torch
 from matplotlib.figure import Figure
 
 import hdet_kernels as hk
-from hdet_kernels.controller import Observation, Run
+from hdet_kernels.controller import SETTLED, Observation, Run
 
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
 #: The best peak learning rate of this figure's scripted run, and the one that it starts with.
 BEST, START = 6.0, 1.0
+#: η_c·t/S over the best peak: docs/controller.md.
+GREEDY = 0.011
 
 
 def schedule() -> list[float]:
@@ -31,9 +33,9 @@ def schedule() -> list[float]:
 
 
 def replica_rates() -> tuple[np.ndarray, np.ndarray]:
-    """[TOTAL] base and [TOTAL, N] replicas: losses are lowest at η_c = A/t, and the controller finds A."""
+    """[TOTAL] base and [TOTAL, N] replicas: losses are lowest at η_c = A/t."""
     controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,), (START,))
-    reach = BEST * controller.horizon * TOTAL  # A
+    reach = BEST * GREEDY * TOTAL  # A
     state = controller.start(1, run)
     plain = schedule()
     base, rates = np.empty(TOTAL), np.empty((TOTAL, REPLICAS))
@@ -44,7 +46,8 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
         base[step] = controller.base(state, 0, plain[step])
         rates[step] = base[step] * own
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
-            losses = 0.5 * rates[step] ** 2 * (step + 1) / reach - rates[step]
+            trained = base[step - SYNC // 2] * own  # about the mean of the cycle
+            losses = np.log(np.cosh(np.log(trained * (step + 1) / reach)))
             state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], None, step + 1))
     return base, rates
 
@@ -59,8 +62,9 @@ def draw(path: Path) -> None:
     axes.plot(schedule(), color="black", lw=1.0, ls=":", label="OneCycleLR as given")
     for sync in range(SYNC, TOTAL + 1, SYNC):
         axes.axvline(sync, color="0.85", lw=0.8, zorder=0)
-    axes.axvspan(0.05 * TOTAL, 0.3 * TOTAL, color="tab:green", alpha=0.08, lw=0)
-    axes.text(0.175 * TOTAL, base.max() * 1.33, "controller acts", ha="center", va="top", color="tab:green", fontsize=9)
+    axes.axvspan(0.05 * TOTAL, SETTLED * TOTAL, color="tab:green", alpha=0.08, lw=0)
+    middle = 0.5 * (0.05 + SETTLED) * TOTAL
+    axes.text(middle, base.max() * 1.33, "$\\mu$ moves", ha="center", va="top", color="tab:green", fontsize=9)
     at = 15 * SYNC
     axes.annotate(
         "every T steps: average the parameters, change places",

@@ -151,7 +151,7 @@ class _SlopeController:
         first, last = self.window(run)
         if self.stop_at is not None:
             return first, last
-        four_syncs = (math.ceil((first - EDGE) / run.sync_every) + 3) * run.sync_every
+        four_syncs = (max(math.ceil((first - EDGE) / run.sync_every), 1) + 3) * run.sync_every
         return first, min(max(SETTLED * (run.total_steps or 0), four_syncs), last)
 
     def active(self, run: Run, step: int) -> bool:
@@ -183,9 +183,13 @@ class _SlopeController:
                 within = first - EDGE <= step <= last + EDGE
                 moves[index] = self._rate(run, (first, last)) * np.clip(direction[index], -1, 1) if within else 0.0
         mu = np.clip(np.asarray(state["mu"]) - moves, -self.limit, self.limit)
+        moved = {"mu": mu.tolist(), "m": m.tolist(), "q": q.tolist(), "updates": updates}
+        return {**moved, "ceilings": self._next_ceilings(run, step)}
+
+    def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
+        """Those of the cycle after ``step``; none after the last sync at which it acts."""
         then = step + run.sync_every
-        ceilings = _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
-        return {"mu": mu.tolist(), "m": m.tolist(), "q": q.tolist(), "updates": updates, "ceilings": ceilings}
+        return _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
 
     def _rate(self, run: Run, window: tuple[float, float]) -> float:
         return min(3 / max(run.syncs(*window), 1), LARGEST_MOVE) if self.rate is None else self.rate
@@ -225,8 +229,9 @@ class HypergradientController(_SlopeController):
     reads: ClassVar[Literal["slopes"]] = "slopes"
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
-        slopes = np.zeros(len(seen.base)) if seen.slopes is None else seen.slopes
-        return self._moved(run, state, slopes, seen.step)
+        if seen.slopes is None:  # the first cycle has none before it
+            return {**state, "ceilings": self._next_ceilings(run, seen.step)}
+        return self._moved(run, state, seen.slopes, seen.step)
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,12 @@ from hdet_kernels.optim import FusedAdamW
 TOTAL, SYNC = 16, 4
 #: Rank 1 dies here, in the first attempt, before the step is made.
 DEATH = 11
-#: The controller acts at every sync; the spread is wide, so that a wrong place in it shows, and the horizon far from
-#: the usual one, so that what the controller found does.
+#: The controller acts at every sync; the spread is wide, so that a wrong place in it shows.
 SETTINGS: dict[str, Any] = {
     "total_steps": TOTAL,
     "sync_every": SYNC,
     "spread": 0.5,
-    "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0, horizon=1.0),
+    "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0),
 }
 #: Every rank saves its own file within a cycle; or rank 0 saves for all where all are equal.
 VARIANTS: dict[str, dict[str, Any]] = {

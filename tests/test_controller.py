@@ -33,7 +33,7 @@ from hdet_kernels.controller import (
     published_decay,
     softmax_weights,
 )
-from hdet_kernels.regression import comparable, regress, slope_errors
+from hdet_kernels.regression import comparable, regress
 
 PROPERTY = settings(deadline=None, max_examples=80)
 NAN, INF = math.nan, math.inf
@@ -381,20 +381,6 @@ class TestComparable:
     def test_table(self, losses: list[float], expected: list[float]) -> None:
         assert comparable(np.array(losses)).tolist() == expected
 
-    @pytest.mark.parametrize("count", [1, 2])
-    def test_errors_are_those_of_least_squares(self, count: int) -> None:
-        """Over many draws, slopes scatter around the true ones by their errors."""
-        random, x = np.random.default_rng(0), np.log(fan(8, count))
-        draws = [random.normal(0, 0.1, 8) + np.array(TRUE_SLOPES[:count]) @ x for _ in range(2000)]
-        slopes = np.array([regress(losses, x) for losses in draws])
-        errors = np.array([slope_errors(losses, x, slope) for losses, slope in zip(draws, slopes, strict=True)])
-        np.testing.assert_allclose(np.sqrt((errors**2).mean(axis=0)), slopes.std(axis=0), rtol=0.06)
-
-    @pytest.mark.parametrize(("n", "count"), [(2, 1), (3, 2), (4, 3)], ids=lambda v: str(v))
-    def test_errors_are_not_known_with_too_few_replicas(self, n: int, count: int) -> None:
-        x = np.log(fan(n, count))
-        assert slope_errors(np.arange(n) * 1.0, x, np.ones(count)).tolist() == [0.0] * count
-
 
 class MuByHand:
     """The μ update, one hyperparameter at a time."""
@@ -497,7 +483,7 @@ class TestMu:
         ],
         ids=["default", "from the start", "later peak", "stop_at", "odd interval", "no sync in the window"],
     )
-    def test_default_rate_is_three_over_the_active_syncs(
+    def test_default_rate_is_three_over_the_active_syncs_and_not_more_than_three_quarters(
         self, kind: Any, run: Run, options: dict[str, float], syncs: int
     ) -> None:
         controller = kind(**options)
@@ -506,7 +492,7 @@ class TestMu:
         )
         assert max(active, 1) == syncs
         state = controller.update(run, controller.start(1), OBSERVERS[kind]([1.0], 0))
-        assert state["mu"] == pytest.approx([-3 / syncs], rel=1e-9)
+        assert state["mu"] == pytest.approx([-min(3 / syncs, 0.75)], rel=1e-9)
 
     @pytest.mark.parametrize(
         ("step", "expected"),
@@ -665,7 +651,7 @@ class TestEveryController:
     def test_starts_at_rest(self, kind: Any) -> None:
         at_rest = {"eta": [], "velocity": [0.0] * 3, "gamma": []}
         if kind is not SoftmaxController:
-            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "updates": 0, "searches": []}
+            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "updates": 0, "ceilings": []}
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:

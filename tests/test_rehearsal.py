@@ -120,6 +120,35 @@ def test_the_generators_are_as_before() -> None:
     assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
 
 
+@pytest.mark.parametrize(
+    ("make", "peak"),
+    [
+        (lambda o: schedules.LambdaLR(o, lambda t: min(t / 10, 1.0)), 10 / TOTAL),
+        (lambda o: schedules.LambdaLR(o, lambda t: min((t + 1) / 1000, 1.0)), 39 / TOTAL),
+        (lambda o: schedules.ConstantLR(o, 1.0, 0), 0.0),
+        (lambda o: schedules.CosineAnnealingLR(o, TOTAL), 0.0),
+        (sequential, 4 / TOTAL),
+        (lambda o: schedules.OneCycleLR(o, 0.3, TOTAL), 11 / TOTAL),
+    ],
+    ids=["warm-up", "all warm-up", "constant", "cosine", "warm-up and cosine", "onecycle"],
+)
+def test_finds_when_the_peak_is_reached(make: Any, peak: float) -> None:
+    """The first step at which one group has 99 % of it."""
+    _, scheduler = built(make)
+    found = rehearse(scheduler, TOTAL)
+    assert found is not None
+    assert found.peak == peak
+    if not isinstance(scheduler, schedules.OneCycleLR):
+        assert hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two()).cycle.run.peak == peak
+
+
+def test_the_first_group_to_peak_counts() -> None:
+    optimizer = SGD([{"params": [p], "lr": lr} for p, lr in zip(weights(), (0.1, 0.3), strict=True)])
+    found = rehearse(schedules.LambdaLR(optimizer, [lambda t: min(t / 8, 1.0), lambda t: t / TOTAL]), TOTAL)
+    assert found is not None
+    assert found.peak == 8 / TOTAL
+
+
 def test_groups_with_different_ends_count_alike() -> None:
     optimizer = SGD([{"params": [p], "lr": lr} for p, lr in zip(weights(), (0.1, 0.3), strict=True)])
     scheduler = schedules.LambdaLR(optimizer, [lambda t: 1.0, lambda t: 1 - t / TOTAL])
@@ -194,7 +223,7 @@ def test_a_long_run_is_not_played() -> None:
     ],
     ids=["default", "slopes", "slopes, one", "off", "no spread", "lr without spread", "one replica", "softmax"],
 )
-def test_is_played_only_for_a_search(options: dict[str, Any], plays: bool) -> None:
+def test_is_played_only_where_a_learning_rate_is_moved(options: dict[str, Any], plays: bool) -> None:
     calls: list[int] = []
     _, scheduler = built(counting(calls))
     calls.clear()
@@ -222,7 +251,7 @@ def test_onecyclelr_anneals_to_nothing() -> None:
 
 @pytest.mark.parametrize("auto_lr", [True, False], ids=["auto", "plain"])
 def test_one_replica_has_the_plain_schedule(auto_lr: bool) -> None:
-    """Nothing can be compared, and no ceiling waits for a search."""
+    """Nothing can be compared, and no ceiling is put on it."""
     optimizer, scheduler = built(lambda o: schedules.CosineAnnealingLR(o, TOTAL))
     plain, reference = built(lambda o: schedules.CosineAnnealingLR(o, TOTAL))
     ours = hk.HDETScheduler(scheduler, auto_lr=auto_lr)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, OneCycleLR
 from training import batch, loss_of, network, same
 
 import hdet_kernels as hk
@@ -501,38 +501,29 @@ def test_a_scalar_of_the_loss_needs_local_gradients(caplog: pytest.LogCaptureFix
     assert "shift cannot be explored with shared gradients" in caplog.messages[0]
 
 
-# The search for a learning rate
+# Learning rates that are moved
 
-SEARCHED: dict[str, Any] = {"total_steps": 80, "sync_every": 2, "max_lr": 1e-4}
+MOVED: dict[str, Any] = {"total_steps": 80, "sync_every": 2, "max_lr": 1e-4}
 
 
-@pytest.mark.parametrize("at", [3, 7, 8, 11, 18], ids=lambda at: f"step {at}")
-def test_a_run_resumed_in_its_search_is_the_straight_one(at: int) -> None:
-    """Under the ceiling, within the search, at its syncs, and on the way back to the schedule."""
-    straight = StackTrainer(**SEARCHED).train(80)
-    (search,) = straight.scheduler.cycle.spread.control["searches"]
-    assert search["found"]
-    assert search["mu"] != 0
-    resumed = StackTrainer(**SEARCHED).load(StackTrainer(**SEARCHED).train(at).save()).train(80 - at)
+def constant(optimizer: Any, **options: Any) -> hk.HDETScheduler:
+    return hk.HDETScheduler(ConstantLR(optimizer, 1.0, 0), total_steps=80, sync_every=2, **options)
+
+
+@pytest.mark.parametrize("at", [3, 4, 7, 8, 11, 18], ids=lambda at: f"step {at}")
+@pytest.mark.parametrize("options", [MOVED, {"make_scheduler": constant}], ids=["onecycle", "constant"])
+def test_a_run_resumed_while_it_is_moved_is_the_straight_one(options: dict[str, Any], at: int) -> None:
+    """Before the window, within it, at its syncs, and after it."""
+    straight = StackTrainer(**options).train(80)
+    assert straight.scheduler.cycle.spread.control["mu"] != [0.0]
+    resumed = StackTrainer(**options).load(StackTrainer(**options).train(at).save()).train(80 - at)
     assert torch.equal(resumed.parameters(), straight.parameters())
     assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control
     bases = [[record.base for record in trainer.scheduler.history] for trainer in (resumed, straight)]
     assert bases[0] == bases[1]
 
 
-def test_a_checkpoint_from_before_the_search_is_refused() -> None:
-    state = StackTrainer().train(6).scheduler.state_dict()
-    old = copy.deepcopy(state)
-    for name in ("horizon", "enough"):
-        del old["hdet"]["config"]["controller_constants"][name]
-    del old["hdet"]["spread"]["controller"]["searches"]
-    trainer = StackTrainer()
-    with pytest.raises(ValueError, match=r"made with controller_constants=.*this scheduler has .*'horizon'"):
-        trainer.scheduler.load_state_dict(old)
-    assert trainer.scheduler.last_epoch == 0
-
-
-def test_a_frozen_group_stays_frozen_while_others_are_searched() -> None:
+def test_a_frozen_group_stays_frozen_while_others_are_moved() -> None:
     def frozen(optimizer: Any, **options: Any) -> hk.HDETOneCycleLR:
         return hk.HDETOneCycleLR(optimizer, [0.0, 1e-4], 80, sync_every=2, **options)
 
