@@ -63,14 +63,14 @@ class Observation:
     multipliers: [J, N], value over base of each replica in the cycle that ends here.
     base: [J], the base values η_j at this step.
     slopes: [J], ⟨gradient, last cycle's displacement⟩, for the hypergradient controller alone.
-    step: the step that the sync follows.
+    step: the step that the sync follows; None: one at which the controller acts.
     """
 
     losses: Array
     multipliers: Array
     base: Array
     slopes: Array | None = None
-    step: int = 0
+    step: int | None = None
 
 
 @runtime_checkable
@@ -101,6 +101,8 @@ class _SlopeController:
 
     m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b², both bias-corrected;
     μ ← clip(μ − λ·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
+
+    The sync before the first one at which it acts shows how large slopes are: it counts for q alone.
 
     Learning rates are moved while they climb, until the moment at which one that is right has passed the greedy optimum
     for as long as it was below (12.5 % of the run); what does not climb by itself is made to, under a ceiling:
@@ -156,13 +158,15 @@ class _SlopeController:
 
     def active(self, run: Run, step: int) -> bool:
         first, last = self.window(run)
-        return first - EDGE <= step <= last + EDGE
+        return first - run.sync_every - EDGE <= step <= last + EDGE
 
     def start(self, count: int, run: Run | None = None) -> State:
         ceilings: list[float | None] = []
         if run is not None and run.total_steps is not None and run.syncs(*self.window(run)) > 0:
             ceilings = _ceilings(run, 0.5 * self.start_at)
-        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "updates": 0, "ceilings": ceilings}
+        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "looks": 0, "updates": 0} | {
+            "ceilings": ceilings
+        }
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
         ceiling = state["ceilings"][index] if index < len(state["ceilings"]) else None
@@ -170,29 +174,35 @@ class _SlopeController:
             scheduled = min(scheduled, ceiling) if isinstance(scheduled, float) else scheduled.clamp(max=ceiling)
         return scheduled * math.exp(state["mu"][index])
 
-    def _moved(self, run: Run, state: State, slopes: Array, step: int) -> State:
+    def _moved(self, run: Run, state: State, slopes: Array, step: int | None) -> State:
         slopes = np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -HUGE, HUGE)  # an overflowed gradient says nothing
+        looks = state["looks"] + 1
+        q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
+        seen = {**state, "q": q.tolist(), "looks": looks, "ceilings": self._next_ceilings(run, step)}
+        if not _within(step, (self.window(run)[0], math.inf)):
+            return seen
         updates = state["updates"] + 1
         m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
-        q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
-        direction = m / (1 - self.beta**updates) / (np.sqrt(q / (1 - 0.9**updates)) + 1e-12)
-        moves = self._rate(run, self.window(run)) * np.clip(direction, -1, 1)
-        first, last = self.rates_window(run)
+        direction = np.clip(m / (1 - self.beta**updates) / (np.sqrt(q / (1 - 0.9**looks)) + 1e-12), -1, 1)
+        moves = self._rate(run, self.window(run)) * direction
+        rates = self.rates_window(run)
         for index, peak in enumerate(run.peaks):
             if peak is not None:
-                within = first - EDGE <= step <= last + EDGE
-                moves[index] = self._rate(run, (first, last)) * np.clip(direction[index], -1, 1) if within else 0.0
+                moves[index] = self._rate(run, rates) * direction[index] if _within(step, rates) else 0.0
         mu = np.clip(np.asarray(state["mu"]) - moves, -self.limit, self.limit)
-        moved = {"mu": mu.tolist(), "m": m.tolist(), "q": q.tolist(), "updates": updates}
-        return {**moved, "ceilings": self._next_ceilings(run, step)}
+        return {**seen, "mu": mu.tolist(), "m": m.tolist(), "updates": updates}
 
-    def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
+    def _next_ceilings(self, run: Run, step: int | None) -> list[float | None]:
         """Those of the cycle after ``step``; none after the last sync at which it acts."""
-        then = step + run.sync_every
-        return _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
+        then = None if step is None else step + run.sync_every
+        return _ceilings(run, then / (run.total_steps or 1)) if then is not None and self.active(run, then) else []
 
     def _rate(self, run: Run, window: tuple[float, float]) -> float:
         return min(3 / max(run.syncs(*window), 1), LARGEST_MOVE) if self.rate is None else self.rate
+
+
+def _within(step: int | None, window: tuple[float, float]) -> bool:
+    return step is None or window[0] - EDGE <= step <= window[1] + EDGE
 
 
 def _ceilings(run: Run, share: float) -> list[float | None]:

@@ -487,23 +487,33 @@ class TestMu:
         self, kind: Any, run: Run, options: dict[str, float], syncs: int
     ) -> None:
         controller = kind(**options)
-        active = sum(
-            controller.active(run, step) for step in range(run.sync_every, run.total_steps + 1, run.sync_every)
-        )
-        assert max(active, 1) == syncs
+        assert max(run.syncs(*controller.window(run)), 1) == syncs
         state = controller.update(run, controller.start(1), OBSERVERS[kind]([1.0], 0))
         assert state["mu"] == pytest.approx([-min(3 / syncs, 0.75)], rel=1e-9)
 
     @pytest.mark.parametrize(
         ("step", "expected"),
-        [(0, False), (49, False), (50, True), (51, True), (299, True), (300, True), (301, False), (1000, False)],
+        [(0, False), (24, False), (25, True), (50, True), (299, True), (300, True), (301, False), (1000, False)],
     )
-    def test_active_from_a_twentieth_of_the_run_to_the_peak(self, kind: Any, step: int, expected: bool) -> None:
+    def test_active_from_the_sync_before_a_twentieth_of_the_run_to_the_peak(
+        self, kind: Any, step: int, expected: bool
+    ) -> None:
         assert kind().active(RUN, step) is expected
 
-    @pytest.mark.parametrize(("step", "expected"), [(99, False), (100, True), (400, True), (401, False)])
+    @pytest.mark.parametrize(("step", "expected"), [(74, False), (75, True), (400, True), (401, False)])
     def test_active_window_can_be_set(self, kind: Any, step: int, expected: bool) -> None:
         assert kind(start_at=0.1, stop_at=0.4).active(RUN, step) is expected
+
+    def test_the_sync_before_the_first_counts_for_the_size_of_slopes_alone(self, kind: Any) -> None:
+        """A slope of 2 where they were 100 before is small; without those it would be as large as any."""
+        controller = kind()
+        early = dataclasses.replace(OBSERVERS[kind]([-100.0], 0), step=25)
+        late = dataclasses.replace(OBSERVERS[kind]([2.0], 1), step=50)
+        state = controller.update(RUN, controller.start(1), early)
+        assert (state["mu"], state["m"], state["updates"], state["looks"]) == ([0.0], [0.0], 0, 1)
+        moved = controller.update(RUN, state, late)["mu"][0]
+        size = math.sqrt((0.09 * 100**2 + 0.1 * 2**2) / (1 - 0.9**2))
+        assert moved == pytest.approx(-3 / 11 * 2 / size, rel=1e-6)
 
     def test_window_scales_with_the_run_and_its_peak(self, kind: Any) -> None:
         assert kind().window(Run(20_000, 500, 0.4, ())) == pytest.approx((1000, 8000))
@@ -651,7 +661,7 @@ class TestEveryController:
     def test_starts_at_rest(self, kind: Any) -> None:
         at_rest = {"eta": [], "velocity": [0.0] * 3, "gamma": []}
         if kind is not SoftmaxController:
-            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "updates": 0, "ceilings": []}
+            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "looks": 0, "updates": 0, "ceilings": []}
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:

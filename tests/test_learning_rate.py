@@ -129,12 +129,12 @@ def to_the_right_side(run: Scripted) -> bool:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: int) -> None:
-    """Over 20 seeds it ended at 0.50 to 1.49 of the best, and from the best at 1.04 to 1.19. From three times too high
-    under OneCycleLR the second sync is a coin toss, and it ended at 0.21 or 1.04."""
+    """Over 20 seeds it ended at 0.50 to 1.49 of the best, and from the best at 0.76 to 1.18; from three times too high,
+    under a ceiling, at 0.26 to 0.30: that climbs in steps, and the first of them is above η_c already."""
     run = Scripted([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
-    lowest = 0.15 if (start, shape) == (3.0, "onecycle") else 0.45
+    lowest = 0.2 if start == 3.0 and shape != "onecycle" else 0.45
     assert lowest < ended < (1.25 if start == 1 else 1.6)
 
 
@@ -142,12 +142,12 @@ def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: in
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_steep_slopes_end_lower(start: float, shape: str, seed: int) -> None:
-    """At 0.33 to 1.95 of the best over 20 seeds (0.19 from three times too high under OneCycleLR), and from the best
-    itself at 0.36 to 0.41: the later syncs outweigh the first."""
+    """At 0.27 to 1.55 of the best over 20 seeds (0.15 to 0.40 from three times too high), and from the best itself at
+    0.30 to 0.33: the later syncs outweigh the first."""
     run = Steep([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
-    assert (0.15 if start == 3 else 0.3) < ended < 2.1
+    assert (0.12 if start == 3 else 0.24) < ended < 1.7
 
 
 @pytest.mark.parametrize("sync_every", [25, 100], ids=["half the usual interval", "twice the usual interval"])
@@ -379,7 +379,7 @@ def test_what_does_not_climb_does_under_the_ceiling(start: float, shape: str) ->
         base = run.base(step)[0]
         assert base <= own
         held.append(base < own)
-        ends = 0.5 * 0.05 if step <= 100 else math.ceil(step / T) * T / TOTAL  # of the cycle, or of what came before
+        ends = 0.5 * 0.05 if step <= 50 else math.ceil(step / T) * T / TOTAL  # of the cycle, or of what came before
         if step <= 600:
             ceiling = start * one_cycle(min(ends, 0.3 - 1e-12)) * higher * math.exp(run.mu[0])
             assert base == pytest.approx(min(own, ceiling), rel=1e-9)
