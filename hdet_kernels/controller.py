@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from .regression import regress
+from .regression import regress, slope_errors
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -99,10 +99,11 @@ class Controller(Protocol):
 class _SlopeController:
     """Moves μ_j against the slope b_j of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
 
-    m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b², both bias-corrected;
-    μ ← clip(μ − λ·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
+    m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b², both bias-corrected;  e ← 0.9·e + 0.1·error(b)²;
+    μ ← clip(μ − λ·max(1 − e/q, 0)·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
 
-    The sync before the first one at which it acts shows how large slopes are: it counts for q alone.
+    The second factor is the noise gate: slopes that are no larger than their errors move nothing. The sync before the
+    first one at which it acts shows how large slopes are: it counts for q and e alone.
 
     Learning rates are moved while they climb, until the moment at which one that is right has passed the greedy optimum
     for as long as it was below (12.5 % of the run); what does not climb by itself is made to, under a ceiling:
@@ -164,8 +165,10 @@ class _SlopeController:
         ceilings: list[float | None] = []
         if run is not None and run.total_steps is not None and run.syncs(*self.window(run)) > 0:
             ceilings = _ceilings(run, 0.5 * self.start_at)
-        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "looks": 0, "updates": 0} | {
-            "ceilings": ceilings
+        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "e": [0.0] * count} | {
+            "looks": 0,
+            "updates": 0,
+            "ceilings": ceilings,
         }
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
@@ -174,16 +177,18 @@ class _SlopeController:
             scheduled = min(scheduled, ceiling) if isinstance(scheduled, float) else scheduled.clamp(max=ceiling)
         return scheduled * math.exp(state["mu"][index])
 
-    def _moved(self, run: Run, state: State, slopes: Array, step: int | None) -> State:
+    def _moved(self, run: Run, state: State, slopes: Array, errors: Array, step: int | None) -> State:
         slopes = np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -HUGE, HUGE)  # an overflowed gradient says nothing
         looks = state["looks"] + 1
         q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
-        seen = {**state, "q": q.tolist(), "looks": looks, "ceilings": self._next_ceilings(run, step)}
+        e = 0.9 * np.asarray(state["e"]) + 0.1 * np.minimum(errors, HUGE) ** 2
+        seen = {**state, "q": q.tolist(), "e": e.tolist(), "looks": looks, "ceilings": self._next_ceilings(run, step)}
         if not _within(step, (self.window(run)[0], math.inf)):
             return seen
         updates = state["updates"] + 1
         m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
         direction = np.clip(m / (1 - self.beta**updates) / (np.sqrt(q / (1 - 0.9**looks)) + 1e-12), -1, 1)
+        direction *= np.clip(1 - np.divide(e, q, out=np.zeros_like(q), where=q > 0), 0, 1)
         moves = self._rate(run, self.window(run)) * direction
         rates = self.rates_window(run)
         for index, peak in enumerate(run.peaks):
@@ -227,7 +232,9 @@ class RegressionController(_SlopeController):
         check_positive("ridge", self.ridge)
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
-        return self._moved(run, state, regress(seen.losses, np.log(seen.multipliers), self.ridge), seen.step)
+        logs = np.log(seen.multipliers)
+        slopes = regress(seen.losses, logs, self.ridge)
+        return self._moved(run, state, slopes, slope_errors(seen.losses, logs, slopes), seen.step)
 
 
 @dataclass(frozen=True)
@@ -241,7 +248,7 @@ class HypergradientController(_SlopeController):
     def update(self, run: Run, state: State, seen: Observation) -> State:
         if seen.slopes is None:  # the first cycle has none before it
             return {**state, "ceilings": self._next_ceilings(run, seen.step)}
-        return self._moved(run, state, seen.slopes, seen.step)
+        return self._moved(run, state, seen.slopes, np.zeros(len(seen.slopes)), seen.step)
 
 
 @dataclass(frozen=True)

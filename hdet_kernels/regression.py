@@ -1,4 +1,4 @@
-"""The slopes of the replicas' losses in the logarithms of their hyperparameters."""
+"""The slopes of the replicas' losses in the logarithms of their hyperparameters, and how sure they are."""
 
 from __future__ import annotations
 
@@ -44,3 +44,15 @@ def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array
     gram = x.T @ x
     penalty = ridge * np.trace(gram) / count
     return np.linalg.solve(gram + penalty * np.eye(count), x.T @ y) if penalty > 0 else np.zeros(count)
+
+
+def slope_errors(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
+    """The standard errors [J] of :func:`regress`'s slopes, from what they leave unexplained; 0 where there are too few
+    replicas to tell."""
+    x = log_multipliers.T - log_multipliers.mean(axis=1)
+    spare = len(x) - 1 - x.shape[1]
+    if spare < 1:
+        return np.zeros(x.shape[1])
+    y = comparable(losses)
+    left = y - y.mean() - x @ slopes
+    return np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) / spare) * np.linalg.norm(left)

@@ -552,9 +552,11 @@ class TestRegressionController:
         assert controller.update(RUN, controller.start(1), observe([loss], [[1.0]]))["mu"] == [0.0]
 
     def test_a_replica_that_blew_up_moves_away_from_its_value(self) -> None:
+        """Not by all of λ: what one of eight says is not sure."""
         controller = RegressionController(rate=0.5)
-        state = controller.update(RUN, controller.start(1), observe([1, 1.1, 1, NAN], [multipliers(4, 0.3)]))
-        assert state["mu"] == pytest.approx([-0.5], rel=1e-6)
+        losses = [1, 1.02, 1, 1.02, 1, 1.02, 1, NAN]
+        state = controller.update(RUN, controller.start(1), observe(losses, [multipliers(8, 0.3)]))
+        assert -0.5 < state["mu"][0] < -0.05
 
     def test_two_replicas_find_the_direction(self) -> None:
         controller = RegressionController(rate=0.5)
@@ -661,7 +663,8 @@ class TestEveryController:
     def test_starts_at_rest(self, kind: Any) -> None:
         at_rest = {"eta": [], "velocity": [0.0] * 3, "gamma": []}
         if kind is not SoftmaxController:
-            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "looks": 0, "updates": 0, "ceilings": []}
+            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "e": [0.0] * 3}
+            at_rest |= {"looks": 0, "updates": 0, "ceilings": []}
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:

@@ -227,13 +227,12 @@ def noise(total_steps: int, sync_every: int, peak: float | None, seed: int, *, n
     return state["mu"][0], highest
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_noise_moves_an_ordinary_run_either_way(n: int) -> None:
-    """The first of four syncs always moves μ by 0.75, and momentum keeps the direction: over 200 runs |μ| was 1.5 in
-    the mean, and 3 at most, for any number of replicas. Up as often as down: the mean of μ has a standard error of
-    0.12."""
+@pytest.mark.parametrize(("n", "mean"), [(2, 1.6), (4, 0.4), (8, 0.4), (16, 0.4)])
+def test_noise_moves_an_ordinary_run_little(n: int, mean: float) -> None:
+    """Over 200 runs |μ| was 0.30, 0.23 and 0.26 in the mean with 4, 8 and 16 replicas. Two have no errors to gate by:
+    1.4. Up as often as down, and never by more than 3."""
     found = [noise(TOTAL, T, 1.0, seed, n=n) for seed in range(200)]
-    assert 1.3 < np.mean([abs(mu) for mu, _ in found]) < 1.7
+    assert np.mean([abs(mu) for mu, _ in found]) < mean
     assert abs(np.mean([mu for mu, _ in found])) < 0.36
     assert max(highest for _, highest in found) <= 3.0
 
@@ -241,12 +240,11 @@ def test_noise_moves_an_ordinary_run_either_way(n: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("peak", [1.0, None], ids=["learning rate", "other scalar"])
 def test_a_thousand_syncs_of_noise(peak: float | None, seed: int) -> None:
-    """Steps of 3/1000 at most: independent ones would go 3/√1000 = 0.1. The highest |μ| on the way of 20 runs was 0.23
-    for a learning rate and 0.20 for another scalar."""
+    """The highest |μ| on the way of 20 runs was 0.04, for a learning rate and for another scalar."""
     total = 140_000 if peak else 40_000
     run = Run(total, 10, 0.3, (None,), (peak,))
     assert run.syncs(*(REGRESSION.rates_window(run) if peak else REGRESSION.window(run))) > 1000
-    assert noise(total, 10, peak, seed)[1] < 0.3
+    assert noise(total, 10, peak, seed)[1] < 0.1
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -294,9 +292,9 @@ def with_bad_losses(start: float, bad: float, at: Callable[[int], bool]) -> Scri
 @pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
 def test_a_replica_that_explodes_does_not_raise_it(start: float, at: int, bad: float) -> None:
     """And lowers it as a loss does that is merely bad: how bad says nothing. Where all syncs say down, one large slope
-    makes the others small beside it: μ then ended at −2.92 instead of −3."""
+    makes the others small beside it: μ then ended at −2.85 instead of −3."""
     exploded, ordinary = (with_bad_losses(start, value, lambda step: step == at) for value in (bad, 1e3))
-    assert exploded.mu[0] <= Scripted([start]).finish().mu[0] + (0.1 if start > 1 else 1e-9)
+    assert exploded.mu[0] <= Scripted([start]).finish().mu[0] + (0.2 if start > 1 else 1e-9)
     if math.isfinite(bad):
         assert exploded.state == ordinary.state
     else:
