@@ -51,7 +51,7 @@ def slope_errors(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
     replicas to tell."""
     x = log_multipliers.T - log_multipliers.mean(axis=1)
     spare = len(x) - 1 - x.shape[1]
-    if spare < 1:
+    if spare < 2:
         return np.zeros(x.shape[1])
     y = comparable(losses)
     left = y - y.mean() - x @ slopes

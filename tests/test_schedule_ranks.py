@@ -265,9 +265,10 @@ def _auto_lr(rank: int, probe: bool, explore: bool) -> dict[str, Any]:
 def test_auto_lr_raises_a_learning_rate_that_is_much_too_low(explore: bool) -> None:
     results = run_ranks(4, _auto_lr, True, explore)
     assert all(r["mu"] == results[0]["mu"] for r in results), "every rank computes the same base values"
-    assert all(mu > 1 for mu in results[0]["mu"][:2])
+    least = 0.3 if explore else 1.0  # four replicas do not tell four hyperparameters apart
+    assert all(mu > least for mu in results[0]["mu"][:2])
     assert all_equal([r["parameters"] for r in results])
-    assert [step + 1 for step in results[0]["calls"]] == list(range(10, 61, 5)), "the probe runs where it is read"
+    assert [step + 1 for step in results[0]["calls"]] == list(range(5, 61, 5)), "the probe runs where it is read"
     record = results[0]["history"][1]
     assert record.probes is not None
     assert set(record.values) == {"lr/0", "lr/1"} | ({"weight_decay/0", "weight_decay/1"} if explore else set())

@@ -42,22 +42,20 @@ def write_report(reports: Sequence[Report], folder: Path) -> None:
 
 
 def _plots(report: Report, folder: Path) -> list[tuple[str, str]]:
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    importlib.import_module("matplotlib").use("Agg")
     made = []
     if select(report.records, kind="start", method="hdet"):
         made.append((f"starts_{report.size}.png", "Validation loss against the learning rate at the start of a run"))
-        _plot_starts(pyplot, report, folder / made[0][0])
+        _plot_starts(report, folder / made[0][0])
     if select(report.records, kind="paper"):
         made.append((f"curves_{report.size}.png", "Training losses of the paper's configurations"))
-        _plot_curves(pyplot, report, folder / made[-1][0])
+        _plot_curves(report, folder / made[-1][0])
         made.append((f"rates_{report.size}.png", "Learning rates of every group and replica over time"))
-        _plot_rates(pyplot, report, folder / made[-1][0])
+        _plot_rates(report, folder / made[-1][0])
     return made
 
 
-def _plot_starts(pyplot: Any, report: Report, path: Path) -> None:
-    figure, axes = pyplot.subplots(1, len(report.best), figsize=(4.2 * len(report.best), 3.4), squeeze=False)
+def _plot_starts(report: Report, path: Path) -> None:
+    figure, axes = _figure(1, len(report.best), 4.2, 3.4)
     for axis, (task, best) in zip(axes[0], report.best.items(), strict=True):
         plain = _by(report, "lr", kind="grid", task=task)
         axis.plot(list(plain), list(plain.values()), color="0.6", marker=".", label="plain")
@@ -72,8 +70,8 @@ def _plot_starts(pyplot: Any, report: Report, path: Path) -> None:
     _save(figure, path)
 
 
-def _plot_curves(pyplot: Any, report: Report, path: Path) -> None:
-    figure, axes = pyplot.subplots(1, len(PAPER_TASKS), figsize=(5 * len(PAPER_TASKS), 3.6), squeeze=False)
+def _plot_curves(report: Report, path: Path) -> None:
+    figure, axes = _figure(1, len(PAPER_TASKS), 5, 3.6)
     for axis, task in zip(axes[0], PAPER_TASKS, strict=True):
         lowest = []
         for name, _, _ in PAPER:
@@ -89,11 +87,9 @@ def _plot_curves(pyplot: Any, report: Report, path: Path) -> None:
     _save(figure, path)
 
 
-def _plot_rates(pyplot: Any, report: Report, path: Path) -> None:
+def _plot_rates(report: Report, path: Path) -> None:
     shown = [name for name in ("full HDET", "ours") if select(report.records, kind="paper", configuration=name)]
-    figure, axes = pyplot.subplots(
-        len(shown), len(PAPER_TASKS), figsize=(5 * len(PAPER_TASKS), 3.2 * len(shown)), squeeze=False
-    )
+    figure, axes = _figure(len(shown), len(PAPER_TASKS), 5, 3.2)
     for row, name in zip(axes, shown, strict=True):
         for axis, task in zip(row, PAPER_TASKS, strict=True):
             runs = select(report.records, kind="paper", task=task, configuration=name, seed=0)
@@ -106,6 +102,12 @@ def _plot_rates(pyplot: Any, report: Report, path: Path) -> None:
     axes[0][0].legend(frameon=False, fontsize=7)
     axes[0][0].set_ylabel("learning rate")
     _save(figure, path)
+
+
+def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    """Not pyplot's, whose global state is the user's."""
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width * columns, height * rows))
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _by(report: Report, key: str, **wanted: object) -> dict[float, float]:
