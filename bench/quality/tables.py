@@ -165,7 +165,7 @@ def scalars_table(report: Report) -> str:
             losses = [run["val"] for run in runs]
             rows.append(
                 [name, scalar.task, f"{best:g}", f"{start:g}", f"{float(np.median(ends)):.3g}", said,
-                 f"{fixed.get(start, math.nan):.4f}", _mean(losses), f"{fixed[best]:.4f}"]
+                 f"{fixed[start]:.4f}" if start in fixed else "–", _mean(losses), f"{fixed[best]:.4f}"]
             )  # fmt: skip
     head = ["scalar", "task", "best of the grid", "start", "ends at (median)", "right side", "loss at the start"]
     return _table([*head, "loss, explored", "loss at the best"], rows)
