@@ -59,11 +59,13 @@ def _plot_starts(report: Report, path: Path) -> None:
     for axis, (task, best) in zip(axes[0], report.best.items(), strict=True):
         plain = _by(report, "lr", kind="grid", task=task)
         axis.plot(list(plain), list(plain.values()), color="0.6", marker=".", label="plain")
+        shown = [min(plain.values())]
         for probe, color, label in ((True, "C0", "HDET, probe"), (False, "C1", "HDET, training loss")):
             found = _by(report, "lr", kind="start", task=task, method="hdet", probe=probe)
             axis.plot(list(found), list(found.values()), color=color, marker="o", label=label)
-        low = min(plain.values())
-        axis.set(xscale="log", title=task, xlabel="learning rate at the start", ylim=(low * 0.98, low * 1.35))
+            shown += found.values() if probe else ()
+        top = min(max(shown) * 1.1, shown[0] * 3)
+        axis.set(xscale="log", title=task, xlabel="learning rate at the start", ylim=(min(shown) * 0.95, top))
         axis.axvline(best, color="0.8", linewidth=1)
     axes[0][0].set_ylabel("validation loss")
     axes[0][0].legend(frameon=False)
