@@ -26,9 +26,12 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench-out.json
 
-quality: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation '.[quality]'
+quality: $(VENV)/.quality
 	$(BIN)/python -m bench.quality run $(QUALITY_ARGS)
+
+$(VENV)/.quality: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[quality]'
+	@touch $@
 
 setup: $(READY)
 

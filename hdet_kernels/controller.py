@@ -165,11 +165,8 @@ class _SlopeController:
         ceilings: list[float | None] = []
         if run is not None and run.total_steps is not None and run.syncs(*self.window(run)) > 0:
             ceilings = _ceilings(run, 0.5 * self.start_at)
-        return {"mu": [0.0] * count, "m": [0.0] * count, "q": [0.0] * count, "e": [0.0] * count} | {
-            "looks": 0,
-            "updates": 0,
-            "ceilings": ceilings,
-        }
+        per_scalar = {name: [0.0] * count for name in ("mu", "m", "q", "e")}
+        return {**per_scalar, "looks": 0, "updates": 0, "ceilings": ceilings}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
         ceiling = state["ceilings"][index] if index < len(state["ceilings"]) else None

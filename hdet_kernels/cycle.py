@@ -24,6 +24,7 @@ from .ensemble import Ensemble, held
 from .gradients import Displacement, fingerprint, weakly
 from .history import Kind, SyncRecord
 from .overlap import Correction, Flight
+from .plan import compared
 from .spread import Placement, Spread
 from .window import Loss, LossWindow, checked_loss
 
@@ -216,7 +217,7 @@ class Cycle:
         self._note(step, landed, kind, placed, outcome)
         slopes = self._displacement.turn() if self._displacement else None
         if acting:
-            losses = outcome.losses if np.isnan(outcome.probes).all() else outcome.probes
+            losses = compared(outcome.losses, outcome.probes)
             self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes, step)
 
     def converge(self) -> None:

@@ -103,9 +103,14 @@ def decide(verdict: Verdict, asked: Asked, *, merge: Merge, compresses: bool) ->
     )
 
 
+def compared(losses: NDArray[np.float64], probes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """By which replicas are compared: their losses on the probe, or where there is none those of the window."""
+    return losses if np.isnan(probes).all() else probes
+
+
 def best(verdict: Verdict) -> int | None:
     """The sound replica whose loss is lowest, on the probe where there is one; the first of several. None where no loss
     is known."""
-    losses = verdict.losses if np.isnan(verdict.probes).all() else verdict.probes
+    losses = compared(verdict.losses, verdict.probes)
     candidates = np.where(verdict.healthy & np.isfinite(losses), losses, np.inf)
     return int(np.argmin(candidates)) if np.isfinite(candidates).any() else None

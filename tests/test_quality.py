@@ -142,7 +142,7 @@ def _record(kind: str, method: str, lr: float, seed: int, val: float, **more: An
 
 class TestTables:
     def test_share_of_the_gap(self) -> None:
-        table = tables.starts_table(scripted({0.1: (2.0, 1.25)}), {"digits": 1.0})
+        table = tables.starts_table(scripted({0.1: (2.0, 1.25)}))
         (row,) = [line for line in table.splitlines() if "10× too low" in line]
         assert "75%" in row
         assert "90%: missed" in row

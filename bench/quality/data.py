@@ -52,13 +52,13 @@ def load(name: str, folder: Path = FOLDER) -> Arrays:
         with np.load(prepared) as stored:
             return dict(stored)
     source = SOURCES[name]
-    files = _files(source, folder)
-    if files is None:
+    place = _place(source, folder)
+    if place is None:
         raise FileNotFoundError(
             f"the data of task {name!r} is not here: {source.install}; or `python -m bench.quality fetch`, which "
             f"downloads it to {folder} (HDET_QUALITY_DATA chooses another folder)"
         )
-    arrays = source.parse(files)
+    arrays = source.parse(_files(source, place))
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(prepared, **arrays)
     return arrays
@@ -66,7 +66,7 @@ def load(name: str, folder: Path = FOLDER) -> Arrays:
 
 def missing(name: str, folder: Path = FOLDER) -> str | None:
     """How to get the data of a task, or None if it is here."""
-    if (folder / f"{name}.npz").exists() or _files(SOURCES[name], folder) is not None:
+    if (folder / f"{name}.npz").exists() or _place(SOURCES[name], folder) is not None:
         return None
     return SOURCES[name].install
 
@@ -84,14 +84,16 @@ def fetch(names: Sequence[str], folder: Path = FOLDER) -> None:
         print(f"{name}: {sizes}")
 
 
-def _files(source: Source, folder: Path) -> Files | None:
-    installed = source.installed()
-    if installed is not None:
-        return ((str(file.relative_to(installed)), file.read_bytes()) for file in sorted(installed.rglob("*.*")))
+def _place(source: Source, folder: Path) -> Path | None:
+    """The folder where the data is installed, or the package file that has it."""
     packages = sorted(folder.glob(source.pattern)) if source.pattern else []
-    if not packages:
-        return None
-    return _unpacked(packages[-1], source.folder)
+    return source.installed() or (packages[-1] if packages else None)
+
+
+def _files(source: Source, place: Path) -> Files:
+    if place.is_dir():
+        return ((str(file.relative_to(place)), file.read_bytes()) for file in sorted(place.rglob("*.*")))
+    return _unpacked(place, source.folder)
 
 
 def _unpacked(package: Path, folder: str) -> Files:

@@ -8,8 +8,6 @@ from typing import Any
 from .suite import select
 from .train import Record
 
-Summary = tuple[float, float, int]
-
 
 @dataclass(frozen=True)
 class Report:
@@ -24,7 +22,11 @@ class Report:
     def plain(self) -> dict[str, Any]:
         """As it is written: five digits, and what each replica trained with only where it is drawn."""
         records = [
-            {key: value for key, value in record.items() if key not in ("spec", "values") or record["kind"] == "paper"}
+            {
+                key: value
+                for key, value in record.items()
+                if key != "spec" and (key != "values" or record["kind"] == "paper")
+            }
             for record in self.records
         ]
         return {**asdict(self), "records": _rounded(records)}

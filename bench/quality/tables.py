@@ -22,10 +22,9 @@ PAPER_TASKS = ("ratings", "language")
 
 def all_tables(report: Report) -> str:
     """The tables of all parts that were run, each under its title."""
-    best = report.best
     parts: list[tuple[str, str, Callable[[], str]]] = [
-        ("start", "From wrong starts", lambda: starts_table(report, best)),
-        ("peer", "Beside other methods", lambda: peers_table(report, best)),
+        ("start", "From wrong starts", lambda: starts_table(report)),
+        ("peer", "Beside other methods", lambda: peers_table(report)),
         ("mixed", "Groups with different wrong starts", lambda: mixed_table(report)),
         ("scalar", "Other scalars", lambda: scalars_table(report)),
         ("paper", "The paper's configurations", lambda: paper_table(report)),
@@ -49,11 +48,11 @@ def grid_table(report: Report) -> str:
     return _table(["task", "data, model", "best learning rate", "validation loss", "cost in runs"], rows)
 
 
-def starts_table(report: Report, best: dict[str, float]) -> str:
+def starts_table(report: Report) -> str:
     """Share of the gap to the grid's best that is recovered, from each start; with a probe, and from training losses
     alone; and where the learning rate ended, as a factor of the best one (median)."""
     rows = []
-    for task in best:
+    for task in report.best:
         goal = best_losses(report, task)
         for start in STARTS:
             plain = report.losses(kind="start", task=task, method="plain", factor=start)
@@ -103,11 +102,11 @@ def best_losses(report: Report, task: str) -> list[float]:
     return list(found.values())
 
 
-def peers_table(report: Report, best: dict[str, float]) -> str:
+def peers_table(report: Report) -> str:
     """Validation losses; in brackets the share of the gap to the grid's best, for starts 10× off."""
     methods = sorted({run["method"] for run in report.records if run["kind"] in ("peer", "sweep") and "val" in run})
     rows = []
-    for task in best:
+    for task in report.best:
         goal = best_losses(report, task)
         for method in ("plain", "hdet", *methods):
             if not select(report.records, task=task, method=method, factor=1.0):

@@ -22,8 +22,8 @@ Batch = tuple[Tensor, ...]
 
 
 class Task(Protocol):
-    """``steps`` optimizer steps on ``batch`` examples for each replica; ``grid`` are powers of two times ``lr``, the
-    learning rates among which the best plain one lies."""
+    """``steps`` optimizer steps on ``batch`` examples for each replica; the best plain learning rate is within a few
+    powers of two of ``lr``."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -66,6 +66,19 @@ class _Arrays:
         return tuple(part[1::2] for part in self.unseen)
 
     probes = 2048
+
+
+class _Classes(_Arrays):
+    """Inputs and the number of the class of each."""
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        inputs, classes = batch
+        return F.cross_entropy(model(inputs), classes)
+
+    @staticmethod
+    def group(name: str) -> str:
+        return _no_decay(name) or "dense"
 
 
 class Ratings(_Arrays):
@@ -164,7 +177,7 @@ class Language:
         return _no_decay(name) or ("transformer" if name.startswith("blocks") else "dense")
 
 
-class Images(_Arrays):
+class Images(_Classes):
     """Fashion-MNIST, five passes; the test images are held out."""
 
     name: ClassVar[str] = "images"
@@ -181,17 +194,8 @@ class Images(_Arrays):
     def model(self) -> nn.Module:
         return ImageModel()
 
-    @staticmethod
-    def loss(model: Any, *batch: Tensor) -> Tensor:
-        images, classes = batch
-        return F.cross_entropy(model(images), classes)
 
-    @staticmethod
-    def group(name: str) -> str:
-        return _no_decay(name) or "dense"
-
-
-class Digits(_Arrays):
+class Digits(_Classes):
     """scikit-learn's 1797 digits of 8×8 pixels; two in five are held out, half of those for the probe."""
 
     name: ClassVar[str] = "digits"
@@ -209,15 +213,6 @@ class Digits(_Arrays):
 
     def model(self) -> nn.Module:
         return DigitsModel()
-
-    @staticmethod
-    def loss(model: Any, *batch: Tensor) -> Tensor:
-        pixels, classes = batch
-        return F.cross_entropy(model(pixels), classes)
-
-    @staticmethod
-    def group(name: str) -> str:
-        return _no_decay(name) or "dense"
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Ratings, Language, Images, Digits)}
