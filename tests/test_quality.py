@@ -84,9 +84,10 @@ class TestTrain:
             pytest.skip(why)
         untrained = validation_loss(digits, digits.model())
         lr = 4e-4 if method == "DiLoCo" else 4e-3  # its outer momentum multiplies steps by seven
-        found = train(digits, Spec("digits", method, lr, 0, steps=STEPS), CPU)
-        assert found["val"] < (1.0 if method in PEERS else 0.9) * untrained
-        assert len(found["curve"]) >= STEPS // found["every"] - 1
+        steps = 5 * STEPS if method in PEERS else STEPS  # Prodigy begins at a millionth of a step and doubles
+        found = train(digits, Spec("digits", method, lr, 0, steps=steps), CPU)
+        assert found["val"] < 0.9 * untrained
+        assert len(found["curve"]) >= steps // found["every"] - 1
 
     def test_an_unknown_method_is_named(self, digits: Any) -> None:
         with pytest.raises(ValueError, match=r"method='hdt' is not one of plain, hdet"):
