@@ -48,7 +48,7 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
             trained = base[step - SYNC // 2] * own  # about the mean of the cycle
             losses = np.log(np.cosh(np.log(trained * (step + 1) / reach)))
-            state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], None, step + 1))
+            state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], step + 1))
     return base, rates
 
 

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from .regression import regress, slope_errors
+from . import belief
+from .regression import TRUSTED, regress, significances
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -22,8 +23,11 @@ State = dict[str, Any]
 #: Shares of a run become steps by a product that may be off by a rounding: 0.29·100 is a little less than 29.
 EDGE = 1e-6
 
-#: Learning rates are moved until this share of the run, and by at most this at a sync: see ``docs/controller.md``.
-SETTLED, LARGEST_MOVE = 0.125, 0.75
+#: A learning rate rises by at most a factor of e to this at a sync: a jump can break what it trains.
+LARGEST_RISE = 0.75
+
+#: Other scalars move by at most this.
+LARGEST_MOVE = 0.75
 
 #: How OneCycleLR climbs: from this share of its peak to all of it, in this share of the run.
 CLIMBS_FROM, CLIMBS_FOR = 1 / 25, 0.3
@@ -62,15 +66,15 @@ class Observation:
     losses: [N], the replicas' losses (on the probe, or the mean training loss of the window); not finite where bad.
     multipliers: [J, N], value over base of each replica in the cycle that ends here.
     base: [J], the base values η_j at this step.
+    step: the step that the sync follows.
     slopes: [J], ⟨gradient, last cycle's displacement⟩, for the hypergradient controller alone.
-    step: the step that the sync follows; None: one at which the controller acts.
     """
 
     losses: Array
     multipliers: Array
     base: Array
+    step: int
     slopes: Array | None = None
-    step: int | None = None
 
 
 @runtime_checkable
@@ -97,42 +101,45 @@ class Controller(Protocol):
 
 @dataclass(frozen=True)
 class _SlopeController:
-    """Moves μ_j against the slope b_j of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
+    """Moves μ_j by the slope b_j of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
 
-    m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b², both bias-corrected;  e ← 0.9·e + 0.1·error(b)²;
-    μ ← clip(μ − λ·max(1 − e/q, 0)·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
+    Of a learning rate it believes what the signs of the slopes say of its right peak (:mod:`.belief`), and μ goes to
+    the median of that. Other scalars move against the slope:
 
-    The second factor is the noise gate: slopes that are no larger than their errors move nothing. The sync before the
-    first one at which it acts shows how large slopes are: it counts for q and e alone.
+    m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b²;  s ← 0.9·s + 0.1·(b/error)², all bias-corrected;
+    μ ← clip(μ − λ·max(1 − 1/s, 0)·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
 
-    Learning rates are moved while they climb, until the moment at which one that is right has passed the greedy optimum
-    for as long as it was below (12.5 % of the run); what does not climb by itself is made to, under a ceiling:
-    ``docs/controller.md`` says why. Other scalars are moved until the peak of the schedule.
+    max(1 − 1/s, 0) is the noise gate, of both: slopes that are no larger than their errors move nothing. Syncs before
+    the first one at which it acts count for q and s alone.
+
+    A learning rate tells by where it turns from too low to too high, so it must climb: one that does not by itself is
+    made to, under a ceiling. ``docs/controller.md`` says why.
 
     Args:
-        beta: β, the momentum of the slope.
-        rate: λ, the most that one sync moves μ. Default: 3 over the number of active syncs, so that the controller
-            can travel a factor of e³ ≈ 20 in all; at most 0.75.
-        start_at: share of the run at which it becomes active.
-        stop_at: share of the run after which μ is frozen. Default: for learning rates 12.5 %, or four syncs if that
-            is later; for other scalars the peak of the schedule, or 30 %. Near the end of a run a smaller step always
-            looks better at once (short-horizon bias).
+        beta: β, the momentum of the slope of other scalars.
+        rate: the most that one sync moves μ. Default: learning rates rise by 0.75 and fall without a bound; other
+            scalars move by λ = 3 over the number of active syncs, at most 0.75.
+        start_at: share of the run at which it becomes active. Default: at the first sync for learning rates, at 5 % for
+            other scalars.
+        stop_at: share of the run after which μ is frozen. Default: the peak of the schedule, or 30 % if that is later.
+            Near the end of a run a smaller step always looks better at once (short-horizon bias).
         limit: bound of |μ|.
     """
 
     beta: float = 0.9
     rate: float | None = None
-    start_at: float = 0.05
+    start_at: float | None = None
     stop_at: float | None = None
     limit: float = 4.0
 
     def __post_init__(self) -> None:
         check_share("beta", self.beta, below_one=True)
-        check_share("start_at", self.start_at)
+        if self.start_at is not None:
+            check_share("start_at", self.start_at)
         if self.stop_at is not None:
             check_share("stop_at", self.stop_at)
-            if self.stop_at <= self.start_at:
-                raise ValueError(f"stop_at={self.stop_at} must be greater than start_at={self.start_at}")
+            if self.stop_at <= self._start_at:
+                raise ValueError(f"stop_at={self.stop_at} must be greater than start_at={self._start_at}")
         if self.rate is not None:
             check_positive("rate", self.rate)
         check_positive("limit", self.limit)
@@ -144,29 +151,31 @@ class _SlopeController:
                 "scheduler, or auto_lr=False"
             )
 
-    def window(self, run: Run) -> tuple[float, float]:
-        """First and last step at which it may act."""
-        total = run.total_steps or 0
-        return self.start_at * total, (max(run.peak, CLIMBS_FOR) if self.stop_at is None else self.stop_at) * total
+    @property
+    def _start_at(self) -> float:
+        """For other scalars than learning rates."""
+        return 0.05 if self.start_at is None else self.start_at
 
-    def rates_window(self, run: Run) -> tuple[float, float]:
+    def window(self, run: Run) -> tuple[float, float]:
+        """First and last step at which it may move other scalars than learning rates."""
+        return self._start_at * (run.total_steps or 0), self._rates_window(run)[1]
+
+    def _rates_window(self, run: Run) -> tuple[float, float]:
         """The same for learning rates."""
-        first, last = self.window(run)
-        if self.stop_at is not None:
-            return first, last
-        four_syncs = (max(math.ceil((first - EDGE) / run.sync_every), 1) + 3) * run.sync_every
-        return first, min(max(SETTLED * (run.total_steps or 0), four_syncs), last)
+        total = run.total_steps or 0
+        stop_at = max(run.peak, CLIMBS_FOR) if self.stop_at is None else self.stop_at
+        return (self.start_at or 0.0) * total, stop_at * total
 
     def active(self, run: Run, step: int) -> bool:
-        first, last = self.window(run)
+        first, last = self._rates_window(run)
         return first - run.sync_every - EDGE <= step <= last + EDGE
 
     def start(self, count: int, run: Run | None = None) -> State:
         ceilings: list[float | None] = []
-        if run is not None and run.total_steps is not None and run.syncs(*self.window(run)) > 0:
-            ceilings = _ceilings(run, 0.5 * self.start_at)
-        per_scalar = {name: [0.0] * count for name in ("mu", "m", "q", "e")}
-        return {**per_scalar, "looks": 0, "updates": 0, "ceilings": ceilings}
+        if run is not None and run.total_steps is not None and run.syncs(*self._rates_window(run)) > 0:
+            ceilings = _ceilings(run, run.sync_every / run.total_steps)
+        per_scalar = {name: [0.0] * count for name in ("mu", "m", "q", "s")}
+        return {**per_scalar, "evidence": [[] for _ in range(count)], "looks": 0, "updates": 0, "ceilings": ceilings}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
         ceiling = state["ceilings"][index] if index < len(state["ceilings"]) else None
@@ -174,37 +183,53 @@ class _SlopeController:
             scheduled = min(scheduled, ceiling) if isinstance(scheduled, float) else scheduled.clamp(max=ceiling)
         return scheduled * math.exp(state["mu"][index])
 
-    def _moved(self, run: Run, state: State, slopes: Array, errors: Array, step: int | None) -> State:
+    def _moved(self, run: Run, state: State, slopes: Array, sure: Array, seen: Observation) -> State:
+        """``sure``: how many errors each slope is from 0."""
         slopes = np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -HUGE, HUGE)  # an overflowed gradient says nothing
         looks = state["looks"] + 1
+        fresh = 1 - 0.9**looks
         q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
-        e = 0.9 * np.asarray(state["e"]) + 0.1 * np.minimum(errors, HUGE) ** 2
-        seen = {**state, "q": q.tolist(), "e": e.tolist(), "looks": looks, "ceilings": self._next_ceilings(run, step)}
-        if not _within(step, (self.window(run)[0], math.inf)):
-            return seen
-        updates = state["updates"] + 1
-        m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
-        direction = np.clip(m / (1 - self.beta**updates) / (np.sqrt(q / (1 - 0.9**looks)) + 1e-12), -1, 1)
-        direction *= np.clip(1 - np.divide(e, q, out=np.zeros_like(q), where=q > 0), 0, 1)
-        moves = self._rate(run, self.window(run)) * direction
-        rates = self.rates_window(run)
+        s = 0.9 * np.asarray(state["s"]) + 0.1 * np.where(slopes != 0, sure, 0.0) ** 2
+        known = {"q": q.tolist(), "s": s.tolist(), "looks": looks, "ceilings": self._next_ceilings(run, seen.step)}
+        gate = 1 - np.minimum(fresh / np.maximum(s, 1e-12), 1)
+        m, moves, updates = np.asarray(state["m"]), np.zeros(len(q)), state["updates"]
+        if seen.step >= self.window(run)[0] - EDGE:
+            updates += 1
+            m = self.beta * m + (1 - self.beta) * slopes
+            scale = np.sqrt(q / fresh) + 1e-12
+            moves = -self._rate(run) * gate * np.clip(m / (1 - self.beta**updates) / scale, -1, 1)
+        evidence = list(state["evidence"])
         for index, peak in enumerate(run.peaks):
             if peak is not None:
-                moves[index] = self._rate(run, rates) * direction[index] if _within(step, rates) else 0.0
-        mu = np.clip(np.asarray(state["mu"]) - moves, -self.limit, self.limit)
-        return {**seen, "mu": mu.tolist(), "m": m.tolist(), "updates": updates}
+                said = belief.heard(slopes[index], sure[index], gate[index])
+                evidence[index], moves[index] = self._learned(run, state, seen, index, _annealed(peak, run), said)
+        mu = np.clip(np.asarray(state["mu"]) + moves, -self.limit, self.limit)
+        return {**state, **known, "mu": mu.tolist(), "m": m.tolist(), "evidence": evidence, "updates": updates}
 
-    def _next_ceilings(self, run: Run, step: int | None) -> list[float | None]:
+    def _learned(
+        self, run: Run, state: State, seen: Observation, index: int, peak: float, said: float
+    ) -> tuple[list[list[float]], float]:
+        """All evidence on a learning rate, and by how much its μ moves."""
+        total, mu = run.total_steps or 1, state["mu"][index]
+        if said == 0 or seen.step < self._rates_window(run)[0] - EDGE:
+            return state["evidence"][index], 0.0
+        turn = belief.turning_point(float(seen.base[index]) / peak, seen.step, run.sync_every, total)
+        evidence, cycle = [*state["evidence"][index], [turn, said]], run.sync_every / total
+        fall, rise = (math.inf, LARGEST_RISE) if self.rate is None else (self.rate, self.rate)
+        return evidence, min(max(belief.median(evidence, cycle) - mu, -fall), rise)
+
+    def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
         """Those of the cycle after ``step``; none after the last sync at which it acts."""
-        then = None if step is None else step + run.sync_every
-        return _ceilings(run, then / (run.total_steps or 1)) if then is not None and self.active(run, then) else []
+        then = step + run.sync_every
+        return _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
 
-    def _rate(self, run: Run, window: tuple[float, float]) -> float:
-        return min(3 / max(run.syncs(*window), 1), LARGEST_MOVE) if self.rate is None else self.rate
+    def _rate(self, run: Run) -> float:
+        return min(3 / max(run.syncs(*self.window(run)), 1), LARGEST_MOVE) if self.rate is None else self.rate
 
 
-def _within(step: int | None, window: tuple[float, float]) -> bool:
-    return step is None or window[0] - EDGE <= step <= window[1] + EDGE
+def _annealed(peak: float, run: Run) -> float:
+    """The peak that a schedule which anneals would have in its place."""
+    return peak * (1 + STAYING * run.end)
 
 
 def _ceilings(run: Run, share: float) -> list[float | None]:
@@ -212,8 +237,8 @@ def _ceilings(run: Run, share: float) -> list[float | None]:
     if run.peak >= 0.5 * CLIMBS_FOR:
         return []
     climbed = 0.5 - 0.5 * math.cos(math.pi * min(share / CLIMBS_FOR, 1.0))
-    part = (CLIMBS_FROM + (1 - CLIMBS_FROM) * climbed) * (1 + STAYING * run.end)
-    return [None if peak is None else peak * part for peak in run.peaks]
+    part = CLIMBS_FROM + (1 - CLIMBS_FROM) * climbed
+    return [None if peak is None else _annealed(peak, run) * part for peak in run.peaks]
 
 
 @dataclass(frozen=True)
@@ -231,7 +256,7 @@ class RegressionController(_SlopeController):
     def update(self, run: Run, state: State, seen: Observation) -> State:
         logs = np.log(seen.multipliers)
         slopes = regress(seen.losses, logs, self.ridge)
-        return self._moved(run, state, slopes, slope_errors(seen.losses, logs, slopes), seen.step)
+        return self._moved(run, state, slopes, significances(seen.losses, logs, slopes), seen)
 
 
 @dataclass(frozen=True)
@@ -245,7 +270,7 @@ class HypergradientController(_SlopeController):
     def update(self, run: Run, state: State, seen: Observation) -> State:
         if seen.slopes is None:  # the first cycle has none before it
             return {**state, "ceilings": self._next_ceilings(run, seen.step)}
-        return self._moved(run, state, seen.slopes, np.zeros(len(seen.slopes)), seen.step)
+        return self._moved(run, state, seen.slopes, np.full(len(seen.slopes), TRUSTED), seen)
 
 
 @dataclass(frozen=True)

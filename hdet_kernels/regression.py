@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,13 +48,23 @@ def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array
     return np.linalg.solve(gram + penalty * np.eye(count), x.T @ y) if penalty > 0 else np.zeros(count)
 
 
-def slope_errors(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
-    """The standard errors [J] of :func:`regress`'s slopes, from what they leave unexplained; 0 where there are too few
-    replicas to tell."""
+#: Where there is nothing to tell how sure a slope is.
+TRUSTED = 4.0
+
+
+def significances(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
+    """How far each of :func:`regress`'s slopes [J] is from 0, in standard deviations of a normal distribution, by what
+    they leave unexplained: of few replicas that is known less surely. ``TRUSTED`` where there are too few to tell."""
     x = log_multipliers.T - log_multipliers.mean(axis=1)
     spare = len(x) - 1 - x.shape[1]
     if spare < 2:
-        return np.zeros(x.shape[1])
+        return np.where(slopes != 0, TRUSTED, 0.0)
     y = comparable(losses)
     left = y - y.mean() - x @ slopes
-    return np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) / spare) * np.linalg.norm(left)
+    errors = np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) / spare) * np.linalg.norm(left)
+    # Student's t of so many degrees of freedom as a normal variable, within 2 %.
+    most = math.sqrt(2 * spare)
+    t = np.divide(np.abs(slopes), errors, out=np.where(slopes != 0, np.inf, 0.0), where=errors > 0)
+    t = np.minimum(t, 1e9 * most)
+    normal: Array = t * (1 - 0.25 / spare) / np.sqrt(1 + (t / most) ** 2)
+    return normal

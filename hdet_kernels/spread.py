@@ -127,7 +127,7 @@ class Spread:
         if self.controller is None:
             return
         padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(placed.base) - len(slopes))])
-        observed = Observation(losses, placed.applied, placed.base, padded, step)
+        observed = Observation(losses, placed.applied, placed.base, step, padded)
         self.control = self.controller.update(run, self.control, observed)
 
     def config(self) -> list[dict[str, Any]]:

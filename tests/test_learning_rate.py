@@ -90,7 +90,7 @@ class Scripted:
         # A cycle trains with the mean of its learning rates.
         base, rho = self.base(step - self.sync_every / 2), fan(len(self.starts), step // self.sync_every, self.seed)
         losses = change(self.losses(base[:, None] * rho, step), rho)
-        self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, None, step))
+        self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))
 
     @property
     def syncs(self) -> list[int]:
@@ -179,7 +179,7 @@ def test_moves_within_its_window(peak: float | None) -> None:
     for step in range(T, TOTAL + 1, T):
         if REGRESSION.active(run, step):
             before, rho = state["mu"][0], fan(1, step // T)
-            state = REGRESSION.update(run, state, Observation(-np.log(rho[0]), rho, np.ones(1), None, step))
+            state = REGRESSION.update(run, state, Observation(-np.log(rho[0]), rho, np.ones(1), step))
             if state["mu"][0] != before:
                 moved.append((step, pytest.approx(state["mu"][0] - before, rel=1e-9)))
     steps, size = (range(100, 251, T), 0.75) if peak else (range(100, 601, T), 3 / 11)
@@ -206,7 +206,7 @@ def test_at_least_four_syncs_where_there_are_as_many(sync_every: int, start_at: 
     for step in range(sync_every, 1001, sync_every):
         if controller.active(run, step):
             rho, before = fan(1, step // sync_every), state["mu"]
-            state = controller.update(run, state, Observation(-np.log(rho[0]), rho, np.ones(1), None, step))
+            state = controller.update(run, state, Observation(-np.log(rho[0]), rho, np.ones(1), step))
             moves += state["mu"] != before
     assert moves == len(expected)
     assert state["mu"][0] == pytest.approx(min(3.0, 0.75 * moves), rel=1e-9)
@@ -222,7 +222,7 @@ def noise(total_steps: int, sync_every: int, peak: float | None, seed: int, *, n
     for step in range(sync_every, total_steps + 1, sync_every):
         if REGRESSION.active(run, step):
             rho = fan(1, step // sync_every, seed, n)
-            state = REGRESSION.update(run, state, Observation(random.normal(2, 1, n), rho, np.ones(1), None, step))
+            state = REGRESSION.update(run, state, Observation(random.normal(2, 1, n), rho, np.ones(1), step))
             highest = max(highest, abs(state["mu"][0]))
     return state["mu"][0], highest
 
@@ -266,7 +266,7 @@ def test_syncs_that_tell_nothing_still_release_the_ceiling(controller: Any, told
         rho, quiet = fan(1, step // T), step > 200
         losses = np.full(N, NAN) if quiet else -rho[0]
         slopes = None if quiet and told == "nothing" else np.array([NAN if quiet else -1.0])
-        state = controller.update(run, state, Observation(losses, rho, np.ones(1), slopes, step))
+        state = controller.update(run, state, Observation(losses, rho, np.ones(1), step, slopes))
     mu = state["mu"][0]
     assert 0 < mu <= 3
     assert [controller.base(state, 0, value) for value in (1.0, 0.5)] == [math.exp(mu), 0.5 * math.exp(mu)]
@@ -316,7 +316,7 @@ def test_takes_slopes_of_any_size(size: float, peak: float | None) -> None:
     controller, run = HypergradientController(), Run(TOTAL, T, 0.3, (None,), (peak,))
     state = controller.start(1, run)
     for step in range(2 * T, 601, T):
-        seen = Observation(np.ones(1), np.ones((1, 1)), np.ones(1), np.array([-size]), step)
+        seen = Observation(np.ones(1), np.ones((1, 1)), np.ones(1), step, np.array([-size]))
         state = controller.update(run, state, seen)
         assert all(math.isfinite(state[name][0]) for name in ("mu", "m", "q"))
     assert state["mu"][0] == pytest.approx(3.0 if size > 1 else 0.0, abs=1e-9)
@@ -354,7 +354,7 @@ def test_a_schedule_that_climbs_has_no_ceiling(peak: float) -> None:
     for step in range(2 * T, 301, T):
         assert state["ceilings"] == []
         rho = fan(1, step // T)
-        state = REGRESSION.update(run, state, Observation(np.ones(N), rho, np.ones(1), None, step))
+        state = REGRESSION.update(run, state, Observation(np.ones(N), rho, np.ones(1), step))
 
 
 def test_onecyclelr_is_as_given_until_the_first_move() -> None:

@@ -17,7 +17,7 @@ import hdet_kernels as hk
 
 from .data import FOLDER, fetch, missing
 from .methods import PEERS
-from .pool import run_jobs
+from .pool import Job, run_jobs
 from .report import Report, write_report
 from .suite import SIZES, best_rates, grid_jobs, jobs_after
 from .tables import all_tables
@@ -35,6 +35,7 @@ def main() -> None:
     running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     running.add_argument("--workers", type=int, default=None, help="runs at a time; default: 2, on a GPU 14")
     running.add_argument("--seconds", type=float, default=float("inf"), help="leave out what takes longer")
+    running.add_argument("--after", type=Path, help="a results file: what it has is not run again, and is kept")
     running.add_argument("--out", type=Path, default=Path("quality-out.json"))
     reporting = commands.add_parser("report", help="write REPORT.md and its plots from results files")
     reporting.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("*.json")))
@@ -45,7 +46,11 @@ def main() -> None:
     elif arguments.command == "run":
         run(arguments)
     else:
-        write_report([Report(**json.loads(path.read_text())) for path in arguments.results], arguments.out)
+        write_report([_read(path) for path in arguments.results], arguments.out)
+
+
+def _read(path: Path) -> Report:
+    return Report(**json.loads(path.read_text()))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -61,11 +66,17 @@ def run(arguments: argparse.Namespace) -> None:
         if (why := peer.missing()) is not None:
             print(f"without {name}: {why}", file=sys.stderr)
     workers = arguments.workers or (2 if arguments.device == "cpu" else 14)
+    before = _read(arguments.after) if arguments.after else Report("", "", "", 0.0, arguments.size, {}, [])
     start = time.monotonic()
-    grid = run_jobs(grid_jobs(size), arguments.device, workers, seconds=arguments.seconds)
-    best = best_rates(grid)
-    left = arguments.seconds - (time.monotonic() - start)
-    records = grid + run_jobs(jobs_after(size, best), arguments.device, workers, seconds=left)
+    records = list(before.records)
+
+    def run_missing(jobs: list[Job]) -> None:
+        left = arguments.seconds - (time.monotonic() - start)
+        records.extend(run_jobs([job for job in jobs if before.lacks(job)], arguments.device, workers, seconds=left))
+
+    run_missing(grid_jobs(size))
+    best = best_rates(records)
+    run_missing(jobs_after(size, best))
     report = Report(
         command=_command(sys.argv[1:]),
         machine=_machine(arguments.device),
@@ -74,6 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         size=arguments.size,
         best=best,
         records=records,
+        earlier=before.sources if arguments.after else [],
     )
     arguments.out.write_text(json.dumps(report.plain()))
     print(all_tables(report))
@@ -81,10 +93,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _command(arguments: list[str]) -> str:
-    """What was asked for, without where it was written to."""
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        arguments = arguments[:at] + arguments[at + 2 :]
+    """What was asked for, without where it was read from and written to."""
+    for option in ("--out", "--after"):
+        if option in arguments:
+            at = arguments.index(option)
+            arguments = arguments[:at] + arguments[at + 2 :]
     return shlex.join(["python", "-m", "bench.quality", *arguments])
 
 

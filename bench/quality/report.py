@@ -27,11 +27,7 @@ def write_report(reports: Sequence[Report], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = [INTRODUCTION]
     for report in sorted(reports, key=lambda report: report.seconds, reverse=True):
-        failed = sum("error" in record for record in report.records)
-        text.append(
-            f"# {report.size}\n\n`{report.command}`, {report.date}, {report.machine}: {len(report.records)} runs in "
-            f"{report.seconds:.0f} s{f', {failed} of them failed' if failed else ''}."
-        )
+        text.append("\n\n".join([f"# {report.size}", *report.sources]))
         text.append(all_tables(report))
         text += [f"![{caption}]({name})" for name, caption in _plots(report, folder)]
         orders = [order for task in PAPER_TASKS if (order := decay_order(report, task))]

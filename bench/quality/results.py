@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .pool import Job
 from .suite import select
 from .train import Record
 
 
 @dataclass(frozen=True)
 class Report:
+    """``earlier`` says where the records are from that this run found done."""
+
     command: str
     machine: str
     date: str
@@ -18,6 +21,20 @@ class Report:
     size: str
     best: dict[str, float]
     records: list[Record]
+    earlier: list[str] = field(default_factory=list)
+
+    @property
+    def sources(self) -> list[str]:
+        """Which runs the records are from: commands, dates, machines, and how many of how long."""
+        failed = sum("error" in record for record in self.records)
+        runs = f"{len(self.records)} runs{' in all' if self.earlier else ''}, {self.seconds:.0f} s"
+        own = f"`{self.command}`, {self.date}, {self.machine}: {runs}{f', {failed} of them failed' if failed else ''}."
+        return [*self.earlier, own]
+
+    def lacks(self, job: Job) -> bool:
+        """Whether no run of ``job`` is among the records."""
+        wanted = {key: value for key, value in job.items() if key != "spec"} | job.get("spec", {})
+        return not select(self.records, **wanted)
 
     def plain(self) -> dict[str, Any]:
         """As it is written: five digits, and what each replica trained with only where it is drawn."""

@@ -1,0 +1,58 @@
+"""What is believed of the right peak of a learning rate, from the signs of the slopes of the losses while it climbs.
+
+The learning rate that looks best over the next T steps falls with the steps t: in a run of S steps it was about
+0.15·S^(2/3)/(t + T) of the right peak (``docs/controller.md``). So an η for which a smaller one would have been better
+speaks for a right peak that is lower than that makes it, and otherwise for a higher one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+#: The greedy learning rate over the right peak, times t + T, over S^(2/3).
+GREEDY = 0.15
+
+#: How far off that may be, as a scale in log η: it differs from task to task.
+SLACK = 0.4
+
+#: How far off a start may be before anything was heard: the mean of |log θ|.
+AT_FIRST = 1.5
+
+#: Signs that are wrong however sure they look.
+WRONG = 0.05
+
+#: A sync counts in full if its cycle is at least this share of the run: many short ones tell no more than a few.
+WHOLE = 0.025
+
+#: log θ, the right peak over the one given.
+GRID: Array = np.linspace(-6.0, 6.0, 241)
+
+
+def turning_point(value: float, step: int, sync_every: int, total_steps: int) -> float:
+    """log θ for which ``value``, as a share of the peak of its schedule, is the greedy one after ``step`` steps."""
+    return math.log(max(value * (step + sync_every) / (GREEDY * total_steps ** (2 / 3)), 1e-300))
+
+
+def heard(slope: float, significance: float, gate: float) -> float:
+    """What a slope says, from −1 (a larger value would surely have been better) to 1 (a smaller one)."""
+    return math.copysign((1 - 2 * WRONG) * gate * math.erf(significance / math.sqrt(2)), slope)
+
+
+def median(evidence: Sequence[Sequence[float]], cycle: float) -> float:
+    """Of what is believed of log θ after ``evidence``: pairs of a turning point and what was :func:`heard`, from cycles
+    that last this share of the run. 0 without any."""
+    if not evidence:
+        return 0.0
+    logs = -np.abs(GRID) / AT_FIRST
+    for turn, said in evidence:
+        too_high = 1 / (1 + np.exp(np.clip((GRID - turn) / SLACK, -50, 50)))
+        logs += min(cycle / WHOLE, 1.0) * np.log(0.5 + said * (too_high - 0.5))
+    weights = np.exp(logs - logs.max())
+    below = np.cumsum(weights) - 0.5 * weights
+    return float(np.interp(0.5 * weights.sum(), below, GRID))
