@@ -77,7 +77,9 @@ def _stack_training(found: list[Entry]) -> str:
         "processes": "8 processes",
     }
     names = {way: name for way, name in names.items() if way in found[0]["extra_info"]["ways"]}
-    ours, called = ("hdet-stack-graphs", "stack with graphs") if "hdet-stack-graphs" in names else ("hdet-stack", "stack")
+    ours, called = (
+        ("hdet-stack-graphs", "stack with graphs") if "hdet-stack-graphs" in names else ("hdet-stack", "stack")
+    )
     body = []
     for entry in found:
         info = entry["extra_info"]

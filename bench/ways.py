@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hdet_kernels.ops.backends import backends
-from hdet_kernels.optim import FusedAdagrad, FusedAdamW, FusedLion, FusedSGD
+from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 
 #: Our backends by device. On a GPU the fallback is left out: it takes minutes for 10 000 tensors.
 BACKENDS = {"cuda": ("cuda", "triton"), "cpu": ("cpp", "torch")}
@@ -20,6 +20,9 @@ BACKENDS = {"cuda": ("cuda", "triton"), "cpu": ("cpp", "torch")}
 #: By rule: torch's class (``None``: it has none), ours, and the options of both.
 RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, FusedAdamW, {"lr": 1e-3}),
+    "adam": (torch.optim.Adam, FusedAdam, {"lr": 1e-3}),
+    "adam-amsgrad": (torch.optim.Adam, FusedAdam, {"lr": 1e-3, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, FusedSGD, {"lr": 1e-3}),
     "sgd-momentum": (torch.optim.SGD, FusedSGD, {"lr": 1e-3, "momentum": 0.9}),
     "adagrad": (torch.optim.Adagrad, FusedAdagrad, {"lr": 1e-3}),
     "lion": (None, FusedLion, {"lr": 1e-4}),
