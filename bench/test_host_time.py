@@ -5,8 +5,8 @@
 Single calls on an idle device, so that no full queue makes them wait. ``fixed`` is ``gradients="fixed"``; the others
 are the default: ``same``, with gradients where they were in the last step; ``swapped``, in one of two sets of tensors
 by turns; ``new``, where a backward pass has just put them, in tensors that have no Python object yet. torch's steps and
-those of the peers (``peers.py``) are measured after the same backward pass. ``addresses`` is the loop that any optimizer needs which looks where the
-gradients are.
+those of the peers (``peers.py``) are measured after the same backward pass. ``addresses`` is the loop that any
+optimizer needs which looks where the gradients are.
 """
 
 from __future__ import annotations

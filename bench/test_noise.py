@@ -2,8 +2,8 @@
 
     python -m pytest bench/test_noise.py --benchmark-only -k gpu
 
-Bytes are those of a read and a write of every element. Beside it the same in torch: for every tensor its noise, which is
-written and read again, and the sum.
+Bytes are those of a read and a write of every element. Beside it the same in torch: for every tensor its noise, which
+is written and read again, and the sum.
 """
 
 from __future__ import annotations
