@@ -65,8 +65,8 @@ def run(names: Sequence[str], out: Path, quick: bool) -> int:
         outcomes.append(one(name, device, out, quick))
         print(f"{name}: {outcomes[-1].line}, {outcomes[-1].seconds:.0f} s\n", flush=True)
     recorded = [path for name in selected if (path := out / f"{name}.json").exists()]
-    started = datetime.datetime.now().astimezone()
-    text = run_report.text(records.entries(recorded), outcomes, device, started, run_report.plots(recorded, out))
+    today = datetime.date.today()
+    text = run_report.text(records.entries(recorded), outcomes, device, today, run_report.plots(recorded, out))
     (out / "REPORT.md").write_text(text)
     print(f"{out / 'REPORT.md'} has the tables; {', '.join(path.name for path in recorded) or 'nothing was measured'}")
     return 1 if any(outcome.failed for outcome in outcomes) else 0

@@ -41,6 +41,7 @@ class Peer:
     works: tuple[str, ...] = ALL
     compiled: bool = False
     note: str = ""
+    get: str = ""
 
 
 #: Tensors of the largest model that is compiled: on the CPU 52 of them took 40 seconds.
@@ -114,16 +115,18 @@ def _flashoptim_8bit(params: list[nn.Parameter]) -> Any:
     return FlashAdamW(params, **ADAMW)
 
 
+WIDE = "moments of bf16 parameters in fp32"
 PEERS: dict[str, Peer] = {
     "torch-compiled": Peer("torch compiled", "torch", "torch", CompiledAdamW, ("cuda", "cpu"), compiled=True),
-    "apex": Peer("apex", "apex", "apex.optimizers", _apex, note="moments of bf16 parameters in fp32"),
+    "apex": Peer("apex", "apex", "apex.optimizers", _apex, note=WIDE, get="build it from github.com/NVIDIA/apex"),
     "deepspeed": Peer("DeepSpeed", "deepspeed", "deepspeed", _deepspeed),
     "transformer-engine": Peer(
         "Transformer Engine",
         "transformer_engine",
         "transformer_engine.pytorch",
         _transformer_engine,
-        note="moments of bf16 parameters in fp32",
+        get="pip install 'transformer_engine[pytorch]'",
+        note=WIDE,
     ),
     "torchao-8bit": Peer(
         "torchao 8-bit",
@@ -139,7 +142,7 @@ PEERS: dict[str, Peer] = {
         "bitsandbytes",
         "bitsandbytes.optim",
         _bitsandbytes,
-        note="moments of bf16 parameters in fp32",
+        note=WIDE,
     ),
     "bitsandbytes-8bit": Peer(
         "bitsandbytes 8-bit",
@@ -238,7 +241,9 @@ def _absent(peer: Peer) -> str | None:
         found = None
     except Exception as error:  # a parent that is there and cannot be imported
         return f"absent: import {peer.module} raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return None if found is not None else f"absent: there is no module {peer.module} here"
+    if found is not None:
+        return None
+    return f"absent: there is no module {peer.module}; {peer.get or f'pip install {peer.package}'}"
 
 
 def _version(package: str) -> str:

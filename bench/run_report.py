@@ -24,10 +24,10 @@ PLOTS = {
 
 
 def text(
-    entries: list[Entry], outcomes: Sequence[Outcome], device: str, when: datetime.datetime, drawn: str | list[str]
+    entries: list[Entry], outcomes: Sequence[Outcome], device: str, when: datetime.date, drawn: str | list[str]
 ) -> str:
     """``drawn``: the plots that were written, or why none were."""
-    parts = [f"# Benchmarks, {when:%Y-%m-%d}", _machine(entries, device), _peers(entries), _outcomes(outcomes)]
+    parts = [f"# Benchmarks, {when}", _machine(entries, device), _peers(entries), _outcomes(outcomes)]
     parts.append("## Plots")
     parts += [drawn] if isinstance(drawn, str) else [f"![{PLOTS[name]}]({name})" for name in drawn]
     parts += ["## Tables", sections.text(entries) or "Nothing was measured."]
