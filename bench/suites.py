@@ -1,4 +1,4 @@
-"""The suites: every ``bench/test_*.py`` by its name, and what it measures. The README's table is made of this one."""
+"""The suites: every ``bench/test_*.py`` by its name, and what it measures. ``bench/README.md`` has this table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,3 @@ def command(name: str, device: str) -> list[str]:
     if SUITES[name].by_device:
         arguments += ["-k", "gpu" if device == "cuda" else "cpu"]
     return arguments
-
-
-def table() -> list[tuple[str, str]]:
-    return [(f"`{path(name).name}`", suite.what) for name, suite in SUITES.items()]

@@ -60,3 +60,5 @@ def test_cpp_step(benchmark: Any, model: str) -> None:
     measure.take_turns(benchmark, calls, "cpu", turns=30, iterations=3)
     for way, found in benchmark.extra_info["ways"].items():
         found |= yardstick.share(moved[way], found["ms"] / 1e3, "cpu", held=0)
+        if abs(moved[way] / count / BYTES - 1) > 0.01:
+            found |= {"bytes a parameter": moved[way] / count, "work's bytes a parameter": BYTES}
