@@ -55,7 +55,7 @@ def roofline(entries: list[Entry], path: Path) -> bool:
                 color=colour if ours else report.MUTED,
                 markersize=7 if ours else 5,
                 alpha=0.9 if ours else 0.55,
-                label=WAYS[way].strip("`") if ours else None,
+                label=f"our {WAYS[way].strip('`')} backend" if ours else None,
                 zorder=3 if ours else 2,
             )
     if any(not way.startswith("hdet-") for _, way in points):
@@ -171,7 +171,7 @@ def _label(figure: Any, axes: Any, points: Sequence[Point], others: Sequence[tup
     taken.append((frame.x0, full - scale, frame.x1, full + scale))
     spots = axes.transData.transform([(x, y) for _, x, y in points])
     for (name, x, y), (px, py) in sorted(zip(points, spots, strict=True), key=lambda item: tuple(item[1])):
-        note = axes.annotate(name, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, color=report.INK)
+        note = axes.annotate(name, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, va="bottom")
         size = note.get_window_extent(renderer)
         width, height = size.width / scale, size.height / scale
         for dx, dy in _places(width, height):

@@ -89,7 +89,7 @@ def _stack_training(found: list[Entry]) -> str:
         body.append([f"{info['tokens']} tokens", *cells, *ratios])
     lines = [
         f"**A whole training step of {found[0]['extra_info']['replicas']} replicas** of a transformer of "
-        f"{found[0]['extra_info']['parameters'] / 1e6:.1f} M parameters under bf16 autocast, beside one plain model "
+        f"{_millions(found[0]['extra_info']['parameters'])} parameters under bf16 autocast, beside one plain model "
         "(torch's fused AdamW and OneCycleLR) on the same tokens, and 8 processes under DDP over gloo on the same "
         f"{'GPU' if records.device_of(found[0]) == 'cuda' else 'CPU'}; and the memory that torch took.",
         records.sources(found),
@@ -249,6 +249,10 @@ def _converge(found: list[Entry]) -> str:
     ]
     body = [[row, *(cells.get(column, NOTHING) for column in columns)] for row, cells in rows.items()]
     return "\n".join(lines + grid(["", *columns], body))
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 10**5 else f"{count / 1e3:.0f} k"
 
 
 def short_count(count: int) -> str:
