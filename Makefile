@@ -1,5 +1,6 @@
 # make demo: set-up, then replicas train a small language model; ends in a table and plots (in demo-out/).
 # make test: set-up, then the linters and the whole test suite.
+# make bench: set-up, then every benchmark on what is there; report and plots in bench-out/ (bench/README.md).
 # make quality: set-up, then the small part of the quality suite; prints its tables (bench/quality/README.md).
 # All build .venv once; a second run installs nothing. PYTHON chooses the interpreter (3.11 or newer).
 
@@ -8,6 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 QUALITY_ARGS ?=
 
 .PHONY: demo test lint bench quality setup clean
@@ -24,7 +26,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench-out.json
+	$(BIN)/python -m hdet_kernels bench $(BENCH_ARGS)
 
 quality: $(VENV)/.quality
 	$(BIN)/python -m bench.quality run $(QUALITY_ARGS)
@@ -45,4 +47,4 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) build *.egg-info hdet_kernels/*.so demo-out bench-out.json quality-out.json
+	rm -rf $(VENV) build *.egg-info hdet_kernels/*.so demo-out bench-out quality-out.json

@@ -1,4 +1,4 @@
-"""``python -m hdet_kernels info | demo``."""
+"""``python -m hdet_kernels info | demo | bench``."""
 
 from __future__ import annotations
 
@@ -70,6 +70,25 @@ def _parser() -> argparse.ArgumentParser:
         help="peak learning rate that both start from (default: a tenth of a good one)",
     )
     demo.set_defaults(run=_demo)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure on this machine, beside torch and whatever peers are installed",
+        description=(
+            "Run suites of benchmarks on the GPU if there is one, else on the CPU. Each leaves its results as JSON in "
+            "--out; at the end a report with tables, and plots (which need matplotlib), are written there. Needs the "
+            "source tree and hdet_kernels[test]. The exit code is 1 if a suite failed."
+        ),
+    )
+    bench.add_argument(
+        "--suite", nargs="+", action="extend", default=[], metavar="NAME", help="which ones (default: all)"
+    )
+    bench.add_argument(
+        "--out", type=Path, default=Path("bench-out"), metavar="DIR", help="folder for the results (default: bench-out)"
+    )
+    bench.add_argument("--list", action="store_true", help="name the suites and what they measure, and do nothing else")
+    bench.add_argument("--quick", action="store_true", help="few and short rounds: to see that everything runs")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -102,6 +121,39 @@ def _demo(arguments: argparse.Namespace) -> int:
         print("\nstopped; all replicas have ended", file=sys.stderr)
         return 130
     return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    folder = Path(__file__).parents[1] / "bench"
+    if not (folder / "command.py").exists():
+        return _bench_error(
+            f"the benchmarks are not a part of the installed package: there is no {folder}. They are in bench/ of the "
+            "source tree of hdet_kernels: get that, and call `make bench` in it"
+        )
+    missing = [name for name in ("pytest", "pytest_benchmark") if util.find_spec(name) is None]
+    if missing:
+        return _bench_error(f"{' and '.join(missing)} not installed: pip install 'hdet_kernels[test]'")
+    sys.path.insert(0, str(folder))
+    import command  # type: ignore[import-not-found]
+
+    if arguments.list:
+        print(command.listing())
+        return 0
+    try:
+        code: int = command.run(arguments.suite, arguments.out, arguments.quick)
+    except ValueError as error:
+        return _bench_error(str(error))
+    except OSError as error:
+        return _bench_error(f"cannot write to --out {arguments.out}: {error}")
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    return code
+
+
+def _bench_error(message: str) -> int:
+    print(f"python -m hdet_kernels bench: error: {message}", file=sys.stderr)
+    return 2
 
 
 def _info(_: argparse.Namespace) -> int:

@@ -1,0 +1,104 @@
+"""``python -m hdet_kernels bench``: runs suites, and writes what they measured, a report and plots into a folder.
+
+Each suite is a process of its own, so that one that fails or fills the memory leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+import records
+import run_report
+import torch
+from suites import HERE, SUITES, command
+
+
+@dataclass
+class Outcome:
+    """Of one suite: its cases by how they ended, and why those that were skipped or failed did."""
+
+    name: str
+    seconds: float = 0.0
+    passed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        if self.failed:
+            return f"{len(self.failed)} failed, {self.passed} measured"
+        if not self.passed:
+            return f"skipped: {'; '.join(self.skipped) or 'it has no case for this device'}"
+        return f"{self.passed} measured, {self.skipped.total()} skipped"
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    unknown = [name for name in names if name not in SUITES]
+    if unknown:
+        raise ValueError(f"there is no suite {', '.join(unknown)}; the suites are {', '.join(SUITES)}")
+    return [name for name in SUITES if name in names] if names else list(SUITES)
+
+
+def listing() -> str:
+    width = max(map(len, SUITES))
+    return "\n".join(f"{name:<{width}}  {suite.what}" for name, suite in SUITES.items())
+
+
+def run(names: Sequence[str], out: Path, quick: bool) -> int:
+    """Runs the suites, all by default, on the GPU if there is one, else on the CPU; 1 if one of them failed."""
+    selected = chosen(names)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for number, name in enumerate(selected, 1):
+        print(f"[{number}/{len(selected)}] {name}: {SUITES[name].what}", flush=True)
+        outcomes.append(one(name, device, out, quick))
+        print(f"{name}: {outcomes[-1].line}, {outcomes[-1].seconds:.0f} s\n", flush=True)
+    recorded = [path for name in selected if (path := out / f"{name}.json").exists()]
+    today = datetime.date.today()
+    text = run_report.text(records.entries(recorded), outcomes, device, today, run_report.plots(recorded, out))
+    (out / "REPORT.md").write_text(text)
+    print(f"{out / 'REPORT.md'} has the tables; {', '.join(path.name for path in recorded) or 'nothing was measured'}")
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+def one(name: str, device: str, out: Path, quick: bool) -> Outcome:
+    """Runs one suite in a process of its own; its record is written if any case was measured."""
+    record, ends = out / f"{name}.json", out / f".{name}.xml"
+    record.unlink(missing_ok=True)  # of an earlier run
+    arguments = [*command(name, device), f"--benchmark-json={record}"]
+    if quick:
+        arguments += ["--benchmark-max-time=0.05", "--benchmark-min-rounds=3"]
+    own = {"PYTEST_ADDOPTS": f"--junit-xml={ends} -p no:cacheprovider", "HDET_BENCH_QUICK": "1" if quick else "0"}
+    start = time.perf_counter()
+    code = subprocess.run([sys.executable, *arguments], cwd=HERE.parent, env=os.environ | own).returncode
+    outcome = Outcome(name, time.perf_counter() - start)
+    if ends.exists():
+        read_ends(ends, outcome)
+        ends.unlink()
+    if code not in (0, 5) and not outcome.failed:  # 5: nothing was collected
+        outcome.failed[name] = f"pytest ended with code {code}; what it printed stands above"
+    return outcome
+
+
+def read_ends(path: Path, outcome: Outcome) -> None:
+    """How every case ended, from pytest's JUnit file."""
+    for case in ElementTree.parse(path).iter("testcase"):
+        skipped = case.find("skipped")
+        wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
+        if wrong is not None:
+            outcome.failed[f"{case.get('name')}"] = " ".join(wrong.get("message", "").split())[:300]
+        elif skipped is not None:
+            outcome.skipped[skipped.get("message", "")] += 1
+        else:
+            outcome.passed += 1

@@ -1,0 +1,223 @@
+"""Did anything become slower? Two recorded runs beside each other; exit code 1 if something did.
+
+python bench/compare.py old.json new.json
+python bench/compare.py bench/results bench-out          # folders of records
+python bench/compare.py old.json new.json --least 0.02   # changes below 2 % do not count
+
+What is compared is not a time but a ratio within one run, so that clocks cancel: the time of ours over that of each
+peer of the same case, or over the time of a copy of the same bytes where a case has no peer (the inverse of the share
+of the copy bandwidth). The spread of a time is the distance of its quartiles over its median. That of a ratio is the
+same of the ratios of each turn where ours and torch's fused step took turns, else the root of the summed squares of
+both spreads.
+
+A ratio is worse if new/old − 1 is more than the root of the summed squares of its spreads in both runs, and more than
+``--least``; better if old/new − 1 is. Quartiles are of one run, and do not know how much one start differs from the
+next: with few rounds, or on a busy machine, take ``--least``. A case that has neither peer nor share (``test_overlap``)
+is not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import records
+from cost_model import grid
+from records import Entry
+
+#: What says who made a step; all else says which step.
+WHO = ("way", "kind", "method")
+#: What belongs to ours alone: the peers are measured once for all of its values.
+OURS_ALONE = ("addresses",)
+#: Ways that are no peers: a part of every step, measured for itself.
+PARTS = ("addresses",)
+#: Methods of ``test_converge.py`` that are the peers of all others.
+PLAIN = ("one AllReduce per tensor", "copy of the same bytes")
+COPY = "a copy of its bytes"
+
+
+@dataclass(frozen=True)
+class Time:
+    """Any unit; ``spread`` is relative, ``None`` where it is not known. ``share`` is that of the copy bandwidth."""
+
+    value: float
+    spread: float | None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    value: float
+    spread: float | None
+
+
+@dataclass(frozen=True)
+class Change:
+    case: str
+    old: Ratio
+    new: Ratio
+    least: float = 0.0
+
+    @property
+    def allowed(self) -> float | None:
+        if self.old.spread is None or self.new.spread is None:
+            return None
+        return max(math.hypot(self.old.spread, self.new.spread), self.least)
+
+    @property
+    def verdict(self) -> str:
+        if self.allowed is None:
+            return "not judged: no spread"
+        if self.new.value / self.old.value - 1 > self.allowed:
+            return "worse"
+        return "better" if self.old.value / self.new.value - 1 > self.allowed else "same"
+
+
+def ratios(entries: Iterable[Entry]) -> dict[str, Ratio]:
+    """By name of the case, with ours and the peer in it."""
+    found: dict[str, Ratio] = {}
+    groups: dict[str, dict[tuple[str, str], Time]] = {}
+    for entry in entries:
+        info, name = entry["extra_info"], _case(entry)
+        if "ways" in info:
+            found |= _in_turns(name, info)
+        else:
+            groups.setdefault(name, {})[_who(entry)] = _time(entry)
+    for name, times in groups.items():
+        found |= _one_by_one(name, times)
+    return found
+
+
+def compare(old: Mapping[str, Ratio], new: Mapping[str, Ratio], least: float = 0.0) -> list[Change]:
+    return [Change(case, ratio, new[case], least) for case, ratio in old.items() if case in new]
+
+
+def report(old: Mapping[str, Ratio], new: Mapping[str, Ratio], changes: Sequence[Change]) -> str:
+    lines = []
+    for verdict in ("worse", "better", "not judged: no spread"):
+        found = [change for change in changes if change.verdict == verdict]
+        if found:
+            lines += [f"{verdict}:", "", *_table(found), ""]
+    for name, own, other in (("old", old, new), ("new", new, old)):
+        alone = [case for case in own if case not in other]
+        lines += [f"only in the {name} run:", "", *(f"- {case}" for case in alone), ""] if alone else []
+    counts = ", ".join(
+        f"{sum(change.verdict == verdict for change in changes)} {verdict.split(':')[0]}"
+        for verdict in ("worse", "better", "same", "not judged: no spread")
+    )
+    return "\n".join([*lines, f"{len(changes)} ratios in both: {counts}."])
+
+
+def _table(changes: Sequence[Change]) -> list[str]:
+    worst = sorted(changes, key=lambda change: change.old.value / change.new.value)
+    body = [
+        [
+            change.case,
+            f"{change.old.value:.4g}",
+            f"{change.new.value:.4g}",
+            f"{change.new.value / change.old.value - 1:+.1%}",
+            "–" if change.allowed is None else f"{change.allowed:.1%}",
+        ]
+        for change in worst
+    ]
+    return grid(["case", "old", "new", "change", "spread"], body)
+
+
+def _case(entry: Entry) -> str:
+    """The test and its parameters, without who made the step."""
+    test = entry["fullname"].split("[")[0].split("/")[-1]
+    params = entry["params"] or {}
+    kept = [str(value) for key, value in params.items() if key not in (*WHO, *OURS_ALONE)]
+    return f"{test}[{'-'.join(kept)}]"
+
+
+def _who(entry: Entry) -> tuple[str, str]:
+    """Who made the step, and what of it belongs to ours alone."""
+    params = entry["params"] or {}
+    who = next((str(params[key]) for key in WHO if key in params), "")
+    return who, ", ".join(str(params[key]) for key in OURS_ALONE if key in params)
+
+
+def _is_ours(who: str, everyone: Iterable[str]) -> bool:
+    if set(PLAIN) & set(everyone):
+        return who not in PLAIN
+    return who.startswith("hdet")
+
+
+def _time(entry: Entry) -> Time:
+    info, stats = entry["extra_info"], entry["stats"]
+    for unit in ("ms", "us"):
+        if unit in info:
+            return Time(info[unit], info.get("spread"), info.get("share"))
+    return Time(stats["median"] * 1e3, stats["iqr"] / stats["median"])
+
+
+def _one_by_one(name: str, times: dict[tuple[str, str], Time]) -> dict[str, Ratio]:
+    everyone = [who for who, _ in times]
+    peers = {who: time for (who, _), time in times.items() if not _is_ours(who, everyone) and who not in PARTS}
+    found = {}
+    for (who, kind), time in times.items():
+        if who in PARTS or not _is_ours(who, everyone):
+            continue
+        own = f"{name} {who}{f' ({kind})' if kind else ''}"
+        for peer, theirs in peers.items():
+            found[f"{own} / {peer}"] = Ratio(time.value / theirs.value, _both(time.spread, theirs.spread))
+        if not peers and time.share is not None:
+            found[f"{own} / {COPY}"] = Ratio(1 / time.share, time.spread)
+    return found
+
+
+def _in_turns(name: str, info: dict[str, Any]) -> dict[str, Ratio]:
+    ways = {way: Time(found["ms"], found.get("spread")) for way, found in info["ways"].items()}
+    ours = [way for way in ways if _is_ours(way, ways)]
+    found = {}
+    for own in ours:
+        for peer, theirs in ways.items():
+            if peer in ours:
+                continue
+            spread = _both(ways[own].spread, theirs.spread)
+            if peer == "torch-fused" and len(ours) == 1 and "ratio" in info:
+                turns = info["ratio"]
+                spread = (turns["high"] - turns["low"]) / turns["ratio"]
+            found[f"{name} {own} / {peer}"] = Ratio(ways[own].value / theirs.value, spread)
+    return found
+
+
+def _both(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else math.hypot(a, b)
+
+
+def machines(entries: Iterable[Entry]) -> set[str]:
+    infos = [record["machine_info"] for record in records.records(entries)]
+    return {info.get("gpu") or info["cpu"].get("brand_raw") or info["machine"] for info in infos}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    summary, rest = (__doc__ or "").split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=Path, help="a record, or a folder of them")
+    parser.add_argument("new", type=Path, help="a record, or a folder of them")
+    parser.add_argument("--least", type=float, default=0.0, help="a change of no more than this share never counts")
+    arguments = parser.parse_args(argv)
+    try:
+        before, after = records.entries([arguments.old]), records.entries([arguments.new])
+    except FileNotFoundError as error:
+        print(f"bench/compare.py: error: {error}", file=sys.stderr)
+        return 2
+    if machines(before) != machines(after):
+        print(f"measured on {', '.join(sorted(machines(before)))} and on {', '.join(sorted(machines(after)))}\n")
+    old, new = ratios(before), ratios(after)
+    changes = compare(old, new, arguments.least)
+    print(report(old, new, changes))
+    return 1 if any(change.verdict == "worse" for change in changes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

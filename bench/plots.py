@@ -1,0 +1,202 @@
+"""Plots of recorded results, without pyplot (``hdet_kernels/report.py`` has the style)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import records
+from layout import WAYS, fastest
+from records import Entry
+
+from hdet_kernels import report
+
+Point = tuple[str, float, float]
+
+#: One colour and mark for each backend of ours; the others' are grey.
+MARKS = {
+    "hdet-cuda": ("#c8442d", "o"),
+    "hdet-triton": ("#4878d0", "s"),
+    "hdet-cpp": ("#c8442d", "o"),
+    "hdet-torch": ("#b59a3b", "v"),
+}
+PEERS = ("#8a8f99", "#5f6b7a", "#b7bcc6", "#4a5568", "#9aa7b8", "#6b7280")
+
+
+def roofline(entries: list[Entry], path: Path) -> bool:
+    """Every operation and backend a point: bytes a parameter (or element) against the share of the copy bandwidth.
+
+    Models and sizes of one operation are one point, their median; what stays in the cache is left out. False, and no
+    file, where there is nothing to draw.
+    """
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for entry in entries:
+        info, params = entry["extra_info"], entry["params"] or {}
+        if "share" in info and not info["cached"] and params.get("way") in WAYS:
+            found.setdefault((_operation(entry), params["way"]), []).append((_bytes_each(entry), info["share"]))
+    if not found:
+        return False
+    points = {key: tuple(map(statistics.median, zip(*values, strict=True))) for key, values in found.items()}
+    figure, axes = report.new_figure(
+        "Share of the copy bandwidth", "bytes moved for each parameter or element (logarithmic)", "share of a copy"
+    )
+    figure.set_size_inches(12, 7.5)
+    for way in WAYS:
+        own = [xy for (_, w), xy in points.items() if w == way]
+        if own:
+            colour, mark = MARKS.get(way, (report.MUTED, "x"))
+            ours = way.startswith("hdet-")
+            axes.plot(
+                *zip(*own, strict=True),
+                mark,
+                color=colour if ours else report.MUTED,
+                markersize=7 if ours else 5,
+                alpha=0.9 if ours else 0.55,
+                label=f"our {WAYS[way].strip('`')} backend" if ours else None,
+                zorder=3 if ours else 2,
+            )
+    if any(not way.startswith("hdet-") for _, way in points):
+        axes.plot([], [], "x", color=report.MUTED, markersize=5, label="torch and other peers")
+    axes.axhline(1.0, color=report.INK, linewidth=1.2, linestyle="--", zorder=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_ylim(0, 0.25 + max(1.0, *(y for _, y in points.values())))  # with room for names
+    main = fastest([way for _, way in points])
+    labelled = [(name, *xy) for (name, way), xy in points.items() if way == main]
+    axes.margins(x=0.22)
+    _label(figure, axes, labelled, list(points.values()))
+    axes.legend(frameon=False, loc="lower right")
+    report.save(figure, path)
+    return True
+
+
+def bars(entries: list[Entry], path: Path) -> bool:
+    """Time of every peer relative to our fastest backend in the same case, a group of bars for each case of
+    ``optim_step`` and of what took turns; a line at 1. False, and no file, where there is nothing to draw."""
+    cases: dict[str, dict[str, float]] = {}
+    for entry in entries:
+        info, params = entry["extra_info"], entry["params"] or {}
+        if records.suite(entry) == "optim_step" and "ms" in info:
+            cases.setdefault(f"{params['work']}\n{params['model']}", {})[params["way"]] = info["ms"]
+        elif "ways" in info and records.suite(entry) != "stack_training":
+            name = ", ".join(str(value) for key, value in params.items() if key != "device")
+            cases[f"{records.suite(entry)}\n{name}"] = {way: found["ms"] for way, found in info["ways"].items()}
+    ratios = {name: _relative(times) for name, times in cases.items()}
+    ratios = {name: found for name, found in ratios.items() if found}
+    if not ratios:
+        return False
+    used = [way for way in WAYS if any(way in found for found in ratios.values())]
+    figure, axes = report.new_figure("Time relative to ours: above 1 we are faster", "", "their time / ours")
+    figure.set_size_inches(max(9, 0.55 * len(ratios) + 0.14 * len(ratios) * len(used)), 5.5)
+    width = 0.8 / len(used)
+    for place, way in enumerate(used):
+        spots = [(group, found[way]) for group, found in enumerate(ratios.values()) if way in found]
+        at = [group + (place - (len(used) - 1) / 2) * width for group, _ in spots]
+        heights = [height for _, height in spots]
+        axes.bar(at, heights, width, label=WAYS[way], color=PEERS[place % len(PEERS)])
+        for x, height in zip(at, heights, strict=True):
+            axes.annotate(
+                f"{height:.3g}",
+                (x, height),
+                ha="center",
+                va="bottom",
+                fontsize=6,
+                rotation=90,
+                xytext=(0, 2),
+                textcoords="offset points",
+            )
+    axes.axhline(1.0, color="#c8442d", linewidth=1.5, label="ours")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(range(len(ratios)), list(ratios), rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
+    axes.margins(y=0.15)
+    axes.legend(frameon=False, ncols=3)
+    report.save(figure, path)
+    return True
+
+
+def _relative(times: dict[str, float]) -> dict[str, float]:
+    ours = fastest(list(times))
+    if ours is None:
+        return {}
+    return {way: time / times[ours] for way, time in times.items() if way in WAYS and not way.startswith("hdet-")}
+
+
+def _operation(entry: Entry) -> str:
+    """What is done, by name and dtype, whatever the model or size."""
+    params, suite = entry["params"], records.suite(entry)
+    if suite == "optim_step":
+        return str(params["work"])
+    if "mean_of_rows" in entry["name"]:
+        return f"mean of 8 rows, {params['dtype']}"
+    if "initial_noise" in entry["name"]:
+        return "warm_noisy_init_"
+    if suite == "stack_step":
+        dtype = "" if params.get("dtype", "fp32") == "fp32" else f", {params['dtype']}"
+        return f"stack of {params['replicas']}, {params['gradients']}{dtype}"
+    named = [params.get(key) for key in ("operation", "format", "dtype", "place")]
+    return ", ".join(str(part) for part in (named if named[0] else [suite, *named[1:]]) if part)
+
+
+def _bytes_each(entry: Entry) -> float:
+    """For each parameter or element that an operation works on."""
+    params, info, suite = entry["params"], entry["extra_info"], records.suite(entry)
+    if "bytes a parameter" in info:
+        return float(info["bytes a parameter"])
+    width = {"fp32": 4, "bf16": 2, "fp16": 2}.get(params.get("dtype"), 4)
+    if "mean_of_rows" in entry["name"]:
+        return 8 * width + 4
+    if suite == "wire":
+        one = {"bf16": 2.0, "int8": 1 + 4 / 256}[params["format"]]  # the wire; of a merge 8 shards make up the elements
+        return {"encode": 16 + one, "decode": 12 + one, "merge": one + 1 + one / 8}[params["operation"]]
+    return {"reduce": width, "pack": width + 4, "noise": 2 * width}.get(suite, 12)
+
+
+def _label(figure: Any, axes: Any, points: Sequence[Point], others: Sequence[tuple[float, float]]) -> None:
+    """A name for each point, in the nearest place where it covers no other name and none of the ``others``; with a line
+    to its point where that is not beside it. One that finds no place is left out: the tables have it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    scale = figure.dpi / 72
+    taken = [(x - 4 * scale, y - 4 * scale, x + 4 * scale, y + 4 * scale) for x, y in axes.transData.transform(others)]
+    frame = axes.get_window_extent(renderer)
+    full = axes.transData.transform((1, 1))[1]  # the line at 100 %
+    taken.append((frame.x0, full - scale, frame.x1, full + scale))
+    spots = axes.transData.transform([(x, y) for _, x, y in points])
+    for (name, x, y), (px, py) in sorted(zip(points, spots, strict=True), key=lambda item: tuple(item[1])):
+        note = axes.annotate(name, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, va="bottom")
+        size = note.get_window_extent(renderer)
+        width, height = size.width / scale, size.height / scale
+        for dx, dy in _places(width, height):
+            left, low = px + dx * scale, py + dy * scale
+            box = (left, low, left + size.width, low + size.height)
+            inside = frame.x0 <= box[0] and box[2] <= frame.x1 and frame.y0 <= box[1] and box[3] <= frame.y1
+            if inside and not any(_cover(box, other) for other in taken):
+                break
+        else:
+            note.remove()
+            continue
+        taken.append(box)
+        note.set_position((dx, dy))
+        nearest = (min(max(0, dx), dx + width), min(max(0, dy), dy + height))
+        if math.hypot(*nearest) > 9:
+            line = {"arrowstyle": "-", "color": report.MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+            axes.annotate("", (x, y), xytext=nearest, textcoords="offset points", arrowprops=line)
+
+
+def _places(width: float, height: float) -> list[tuple[float, float]]:
+    """Offsets of a label's lower left corner from its point, in points of type, the nearest first."""
+    rows = [(level + 0.5) * sign * (height + 1) - height / 2 for level in range(24) for sign in (1, -1)]
+    found = [(dx, dy) for dy in rows for dx in (6, -width - 6, -width / 2, 25, -width - 25, 50, -width - 50, 80)]
+    return sorted(found, key=lambda place: math.hypot(place[0] + width / 2, 1.5 * (place[1] + height / 2)))
+
+
+def _cover(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

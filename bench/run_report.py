@@ -1,0 +1,105 @@
+"""The report of a run: machine, yardsticks, peers, suites, the tables of ``sections.py``, and the plots."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import peers
+import records
+import sections
+from cost_model import grid
+from records import Entry
+from suites import SUITES
+
+if TYPE_CHECKING:
+    from command import Outcome
+
+PLOTS = {
+    "roofline.png": "Share of the copy bandwidth against the bytes that have to move for each parameter",
+    "peers.png": "Time of a step relative to ours",
+}
+
+
+def text(
+    entries: list[Entry], outcomes: Sequence[Outcome], device: str, when: datetime.date, drawn: str | list[str]
+) -> str:
+    """``drawn``: the plots that were written, or why none were."""
+    parts = [f"# Benchmarks, {when}", _machine(entries, device), _peers(entries), _outcomes(outcomes)]
+    parts.append("## Plots")
+    parts += [drawn] if isinstance(drawn, str) else [f"![{PLOTS[name]}]({name})" for name in drawn]
+    parts += ["## Tables", sections.text(entries) or "Nothing was measured."]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def plots(recorded: Sequence[Path], out: Path) -> str | list[str]:
+    """Draws what there is to draw, and says what was written or why nothing was."""
+    import plots
+
+    for name in PLOTS:
+        (out / name).unlink(missing_ok=True)  # of an earlier run
+    entries = records.entries(recorded)
+    try:
+        drawn = [plots.roofline(entries, out / "roofline.png"), plots.bars(entries, out / "peers.png")]
+    except ImportError as error:
+        return f"There are none: {error}."
+    written = [name for name, there in zip(PLOTS, drawn, strict=True) if there]
+    return written or "There are none: no suite that was run has shares or peers."
+
+
+def _machine(entries: list[Entry], device: str) -> str:
+    if not entries:
+        return ""
+    record = max(records.records(entries), key=lambda record: device in record.get("yardsticks", {}))
+    info, known = record["machine_info"], record.get("yardsticks", {}).get(device, {})
+    lines = [records.machine(record, device) + "."]
+    if info.get("quick"):
+        lines.append("**A quick run, to see that everything runs: its times are good for nothing else.**")
+    facts = {
+        "Python": info["python_version"],
+        "threads of the CPU": info["threads"],
+        **{f"backend `{name}`": state for name, state in info["backends"].items()},
+    }
+    if known:
+        copies = ", ".join(f"{size}: {rate / 1e9:.0f}" for size, rate in known["copies B/s"].items())
+        launch = known["launch us"]
+        facts["copy bandwidth in GB/s, bytes read and written"] = copies
+        facts["launch of a kernel in µs"] = f"{launch['in a row']:.2f} in a row, {launch['alone']:.2f} until it is done"
+    facts |= {f"GPU under load: {name}": value for name, value in (known.get("under load") or {}).items()}
+    return "\n".join([*lines, "", *grid(["", ""], [[name, str(value)] for name, value in facts.items()], left=2)])
+
+
+def _peers(entries: list[Entry]) -> str:
+    """As the suites that could measure them found them; a failure in one of them counts."""
+    found: dict[str, str] = {}
+    for record in records.records(entries):
+        for name, state in record["machine_info"].get("peers", {}).items():
+            if not found.get(name, "").startswith("failed"):
+                found[name] = state
+    if not found:
+        return ""
+    body = [[_title(name), state, _note(name)] for name, state in found.items()]
+    return "\n".join(["## Peers", "", *grid(["peer", "version, or why it is not there", "its work"], body, left=3)])
+
+
+def _title(name: str) -> str:
+    return peers.PEERS[name].title if name in peers.PEERS else name
+
+
+def _note(name: str) -> str:
+    return peers.PEERS[name].note if name in peers.PEERS else ""
+
+
+def _outcomes(outcomes: Sequence[Outcome]) -> str:
+    body = [[each.name, SUITES[each.name].what, each.line, f"{each.seconds:.0f} s"] for each in outcomes]
+    lines = ["## Suites", "", *grid(["suite", "what", "cases", "took"], body, left=3)]
+    failures = [f"- `{case}` of {each.name}: {why}" for each in outcomes for case, why in each.failed.items()]
+    lines += ["", "Failed:", "", *failures] if failures else []
+    reasons: dict[str, list[str]] = {}
+    for each in outcomes:
+        for why, count in each.skipped.items():
+            reasons.setdefault(why, []).append(f"{each.name} {count}")
+    skips = [f"- {why} ({', '.join(where)})" for why, where in reasons.items()]
+    return "\n".join([*lines, "", "Cases that were skipped:", "", *skips] if skips else lines)
