@@ -26,15 +26,17 @@ class Ledger:
         self.peaks: dict[str, int] = {}
         self.held: dict[str, int] = {}
         self._now = 0
-        gc.collect()
         self._before = torch.cuda.memory_allocated() if device == "cuda" else 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        gc.collect()
-        with self._on_the_gpu(name) if self.device == "cuda" else self._on_the_cpu(name):
-            yield
-            gc.collect()  # an optimizer that was replaced is a cycle of references
+        gc.freeze()  # what was garbage before is not to be freed within the phase, nor walked at its end
+        try:
+            with self._on_the_gpu(name) if self.device == "cuda" else self._on_the_cpu(name):
+                yield
+                gc.collect()  # optimizers refer to themselves in cycles
+        finally:
+            gc.unfreeze()
 
     @contextlib.contextmanager
     def _on_the_gpu(self, name: str) -> Iterator[None]:

@@ -116,8 +116,9 @@ def _table(axis: str, found: list[Entry]) -> list[str]:
 
 def _slopes(axis: str, series: list[Entry]) -> str:
     if axis == "parameters":
-        found = slope(axis, series)
-        return NOTHING if found is None else f"{found} ({found.points} sizes)"
+        found, busy = slope(axis, series), slope(axis, series, "device busy")
+        told = NOTHING if found is None else f"{found} ({found.points} sizes)"
+        return told if busy is None else f"{told}; device busy {busy}"
     return "; ".join(NOTHING if (found := slope(axis, series, clock)) is None else str(found) for clock in CLOCKS)
 
 
