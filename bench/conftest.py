@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import measure
+import peers
 import pytest
 import torch
 import yardstick
@@ -44,6 +46,8 @@ def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, An
         "threads": torch.get_num_threads(),
         "load before": LOAD,
         "backends": {name: state.replace(f"{ROOT}/", "") for name, state in hk.backends().items()},
+        "peers": peers.present(),
+        "quick": measure.QUICK,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 

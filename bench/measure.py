@@ -8,6 +8,7 @@ device waits within the row, so that this is the wall time.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 
 Call = Callable[[], object]
+
+#: To see that everything runs: few and short rows, times that are good for nothing else (``bench --quick``).
+QUICK = os.environ.get("HDET_BENCH_QUICK", "0") not in ("", "0")
 
 #: Seconds that a row of calls between two readings of the clock takes.
 ROW = {"cuda": 0.05, "cpu": 0.02}
@@ -43,6 +47,10 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def rounds(wanted: int) -> int:
+    return min(wanted, 3) if QUICK else wanted
+
+
 def row(call: Call, device: str, iterations: int) -> float:
     """Seconds that each of ``iterations`` calls in a row takes."""
     now = clock(device)
@@ -58,9 +66,8 @@ def plan(call: Call, device: str, seconds: float = 0.5) -> dict[str, int]:
         call()
     synchronize(device)
     once = min(row(call, device, 1) for _ in range(3))
-    iterations = min(max(math.ceil(ROW[device] / once), 1), 2000)
-    rounds = min(max(int(seconds / (once * iterations)), 5), 15)
-    return {"iterations": iterations, "rounds": rounds}
+    iterations = 1 if QUICK else min(max(math.ceil(ROW[device] / once), 1), 2000)
+    return {"iterations": iterations, "rounds": rounds(min(max(int(seconds / (once * iterations)), 5), 15))}
 
 
 def sample(call: Call, device: str, seconds: float) -> list[float]:
@@ -69,10 +76,10 @@ def sample(call: Call, device: str, seconds: float) -> list[float]:
     return [row(call, device, planned["iterations"]) for _ in range(planned["rounds"])]
 
 
-def host_times(call: Call, device: str, rounds: int = 20) -> list[float]:
-    """Until each call returns, on a device that has nothing else to do."""
+def host_times(call: Call, device: str, wanted: int = 20) -> list[float]:
+    """Until each of so many calls returns, on a device that has nothing else to do."""
     times = []
-    for _ in range(rounds):
+    for _ in range(rounds(wanted)):
         synchronize(device)
         start = time.perf_counter()
         call()
@@ -106,7 +113,7 @@ def take_turns(
             synchronize(device)
             times[name].append(row(calls[name], device, iterations))
 
-    benchmark.pedantic(turn, rounds=turns)
+    benchmark.pedantic(turn, rounds=rounds(turns))
     benchmark.extra_info["ways"] = {name: _summary(found) for name, found in times.items()}
     for name in calls:
         if name.startswith("hdet-"):

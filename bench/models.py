@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 Shapes = list[tuple[int, ...]]
 
+#: By the name that a case has for it.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 #: Gradients of about this size: neither zero nor so large that a long run of steps leaves the range of fp16 or bf16.
 GRADIENT = 1e-3
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import measure
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,4 +68,4 @@ def lead() -> Iterator[Callable[[int], None]]:
 def test_average(benchmark: BenchmarkFixture, lead: Callable[[int], None], model: str, method: str) -> None:
     index = list(MODELS).index(model) * len(METHODS) + METHODS.index(method)
     benchmark.group = f"average of two replicas, {model}"
-    benchmark.pedantic(lead, args=(index,), rounds=20, warmup_rounds=3)
+    benchmark.pedantic(lead, args=(index,), rounds=measure.rounds(20), warmup_rounds=3)

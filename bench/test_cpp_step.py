@@ -13,6 +13,7 @@ from typing import Any
 
 import measure
 import models
+import peers
 import pytest
 import torch
 import ways
@@ -22,7 +23,7 @@ MODELS: dict[str, models.Shapes] = {
     "10M-in-10": [(1000, 1000)] * 10,
     "2000-small": models.many_small(2000),
 }
-WAYS = ("torch-foreach", "torch-fused", "hdet-cpp")
+WAYS = ("torch-foreach", "torch-fused", *peers.PEERS, "hdet-cpp")
 BYTES = 28
 REASON = ways.why_not("hdet-cpp", "cpu")
 
@@ -40,12 +41,22 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("model", MODELS)
 def test_cpp_step(benchmark: Any, model: str) -> None:
     yardstick.yardstick("cpu")
-    calls = {}
+    calls, moved, count = {}, {}, sum(map(prod, MODELS[model]))
     for way in WAYS:
+        if ways.why_not(way, "cpu", tensors=len(MODELS[model])) is not None:
+            continue
         params = models.parameters(MODELS[model], "cpu")
         models.set_gradients(params)
-        calls[way] = ways.optimizer(way, "adamw", params).step
+        optimizer = ways.optimizer(way, "adamw", params)
+        try:
+            optimizer.step()
+        except Exception as error:
+            if way not in peers.PEERS:
+                raise
+            peers.fail(way, error)
+            continue
+        calls[way] = optimizer.step
+        moved[way] = peers.bytes_moved(params, optimizer, False) if way in peers.PEERS else BYTES * count
     measure.take_turns(benchmark, calls, "cpu", turns=30, iterations=3)
-    moved = BYTES * sum(map(prod, MODELS[model]))
-    for found in benchmark.extra_info["ways"].values():
-        found |= yardstick.share(moved, found["ms"] / 1e3, "cpu", held=0)
+    for way, found in benchmark.extra_info["ways"].items():
+        found |= yardstick.share(moved[way], found["ms"] / 1e3, "cpu", held=0)

@@ -4,8 +4,8 @@
 
 Single calls on an idle device, so that no full queue makes them wait. ``fixed`` is ``gradients="fixed"``; the others
 are the default: ``same``, with gradients where they were in the last step; ``swapped``, in one of two sets of tensors
-by turns; ``new``, where a backward pass has just put them, in tensors that have no Python object yet. torch's steps are
-measured after the same backward pass. ``addresses`` is the loop that any optimizer needs which looks where the
+by turns; ``new``, where a backward pass has just put them, in tensors that have no Python object yet. torch's steps and
+those of the peers (``peers.py``) are measured after the same backward pass. ``addresses`` is the loop that any optimizer needs which looks where the
 gradients are.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import measure
 import models
+import peers
 import pytest
 import ways
 import yardstick
@@ -38,11 +39,13 @@ def _cases(wall: bool) -> Iterator[Any]:
             if wall and not models.is_small(model):
                 continue  # that is the time of the device, in test_optim_step.py
             for way, addresses in _ways(device, wall):
-                yield ways.case(device, model, way, addresses, why_not=ways.why_not(way, device))
+                reason = ways.why_not(way, device, tensors=len(known[model]))
+                yield ways.case(device, model, way, addresses, why_not=reason)
 
 
 def _ways(device: str, wall: bool) -> Iterator[tuple[str, str]]:
     yield from (("torch-foreach", "new"), ("torch-fused", "new"))
+    yield from ((peer, "new") for peer, known in peers.PEERS.items() if "adamw-fp32" in known.works)
     for backend in ways.BACKENDS[device]:
         if backend != "torch":  # the fallback, which is for devices that have nothing else
             yield from ((f"hdet-{backend}", addresses) for addresses in ("fixed", "same", "swapped", "new"))
@@ -61,15 +64,16 @@ def _run(benchmark: Any, device: str, model: str, way: str, addresses: str, wall
     yardstick.yardstick(device)
     params = models.parameters(MODELS[device][model], device)
     models.set_gradients(params)
-    step = call_of(way, addresses, params)
-    call = measure.until_done(step, device) if wall else step
     prepare: Callable[[], None] = partial(measure.synchronize, device)
     rounds = 200 if device == "cuda" else 20
     if addresses in ("swapped", "new"):
         prepare = (models.Swap if addresses == "swapped" else models.Backward)(params, device)
         # Few for many tensors: their backward pass takes a tenth of a second.
         rounds = 12 if models.is_small(model) else rounds // 2
-    benchmark.pedantic(call, setup=prepare, rounds=rounds, warmup_rounds=3)
+    with peers.guarded(way):
+        step = call_of(way, addresses, params)
+        call = measure.until_done(step, device) if wall else step
+        benchmark.pedantic(call, setup=prepare, rounds=measure.rounds(rounds), warmup_rounds=3)
     benchmark.extra_info["tensors"] = len(params)
     if benchmark.stats is not None:  # None with --benchmark-disable
         stats = benchmark.stats.stats

@@ -4,7 +4,8 @@
     python -m pytest bench/test_optim_step.py --benchmark-only -k 'gpu and adamw-fp32 and not clip'
 
 Every step must read θ, g and the state and write θ and the state: 28 bytes a parameter for AdamW in fp32. Many small
-tensors are measured one step at a time, call to end of the work, with gradients at new addresses every step.
+tensors are measured one step at a time, call to end of the work, with gradients at new addresses every step. The share
+of a peer (``peers.py``) is of the bytes that it has to move with the state that it keeps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import measure
 import models
+import peers
 import pytest
 import torch
 import ways
@@ -25,7 +27,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Work:
-    """``read`` and ``written`` are bytes a parameter; ``options`` are our optimizer's; ``beside`` are torch's ways."""
+    """``read`` and ``written`` are bytes a parameter; ``options`` are our optimizer's; ``beside`` are torch's ways.
+    ``sizes``: only models of one size and another, where every model would say the same again."""
 
     rule: str
     read: int
@@ -35,20 +38,31 @@ class Work:
     options: dict[str, Any] = field(default_factory=dict)
     max_grad_norm: float | None = None
     small_too: bool = False
+    sizes: bool = False
 
 
-BF16 = torch.bfloat16
+#: By device: the models of works with ``sizes``.
+SIZES = {"cuda": ("gpt2-124M", "llama-1.2B"), "cpu": ("transformer-5M",)}
+BF16, FP16 = torch.bfloat16, torch.float16
+ALL_BF16 = {"state_dtype": BF16, "master_weights": False}
 WORKS = {
     "adamw-fp32": Work("adamw", 16, 12, ("torch-foreach", "torch-fused"), small_too=True),
     "adamw-fp32-clip": Work("adamw", 20, 12, ("torch-fused",), max_grad_norm=1.0, small_too=True),
     "adamw-fp32-bf16-state": Work("adamw", 12, 8, options={"state_dtype": BF16}),
-    "adamw-bf16": Work("adamw", 8, 6, ("torch-fused",), BF16, {"state_dtype": BF16, "master_weights": False}),
+    "adamw-bf16": Work("adamw", 8, 6, ("torch-fused",), BF16, ALL_BF16),
     "adamw-bf16-stochastic": Work("adamw", 8, 6, (), BF16, {"state_dtype": BF16, "stochastic_rounding": True}),
     # θ is read too: a parameter that is not the rounding of its master was written by someone else.
     "adamw-bf16-master": Work("adamw", 16, 14, (), BF16, {"master_weights": True}),
+    "adamw-fp16-master": Work("adamw", 16, 14, (), FP16, {"master_weights": True}, sizes=True),
+    "adam-fp32": Work("adam", 16, 12, ("torch-fused",), sizes=True),
+    "adam-amsgrad-fp32": Work("adam-amsgrad", 20, 16, ("torch-fused",), sizes=True),
     "sgd-momentum-fp32": Work("sgd-momentum", 12, 8, ("torch-fused",)),
+    "sgd-momentum-bf16": Work("sgd-momentum", 6, 4, ("torch-fused",), BF16, ALL_BF16, sizes=True),
+    "sgd-fp32": Work("sgd", 8, 4, ("torch-fused",), sizes=True),
     "adagrad-fp32": Work("adagrad", 12, 8, ("torch-foreach", "torch-fused")),
+    "adagrad-bf16": Work("adagrad", 6, 4, ("torch-foreach",), BF16, ALL_BF16, sizes=True),
     "lion-fp32": Work("lion", 12, 8),
+    "lion-bf16": Work("lion", 6, 4, (), BF16, ALL_BF16, sizes=True),
 }
 
 
@@ -56,27 +70,29 @@ def _cases() -> Iterator[Any]:
     for device, known in models.MODELS.items():
         for name, work in WORKS.items():
             for model in known:
-                if models.is_small(model) and not work.small_too:
+                if (models.is_small(model) and not work.small_too) or (work.sizes and model not in SIZES[device]):
                     continue
-                for way in (*work.beside, *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
-                    reason = ways.why_not(way, device, work.rule)
+                others = (peer for peer in peers.PEERS if name in peers.PEERS[peer].works)
+                for way in (*work.beside, *others, *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
+                    reason = ways.why_not(way, device, work.rule, known[model].tensors)
                     yield ways.case(device, model, name, way, why_not=reason, on_device=not models.is_small(model))
 
 
-def stepper(work: Work, way: str, params: list[nn.Parameter]) -> measure.Call:
-    """A step as the user calls it, clipping included."""
+def stepper(work: Work, way: str, params: list[nn.Parameter]) -> tuple[measure.Call, Any]:
+    """A step as the user calls it, clipping included; and the optimizer."""
     limit = work.max_grad_norm
     if way.startswith("hdet-"):
-        return ways.optimizer(way, work.rule, params, max_grad_norm=limit, **work.options).step
+        optimizer = ways.optimizer(way, work.rule, params, max_grad_norm=limit, **work.options)
+        return optimizer.step, optimizer
     optimizer = ways.optimizer(way, work.rule, params)
     if limit is None:
-        return optimizer.step
+        return optimizer.step, optimizer
 
     def clip_and_step() -> None:
         torch.nn.utils.clip_grad_norm_(params, limit)
         optimizer.step()
 
-    return clip_and_step
+    return clip_and_step, optimizer
 
 
 @pytest.mark.parametrize(("device", "model", "work", "way"), list(_cases()))
@@ -84,15 +100,22 @@ def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str
     yardstick.yardstick(device)
     known = WORKS[work]
     params = models.parameters(models.MODELS[device][model].shapes, device, known.dtype)
-    step = stepper(known, way, params)
-    if models.is_small(model):
-        alone, backward = measure.until_done(step, device), models.Backward(params, device)
-        benchmark.pedantic(alone, setup=backward, rounds=10, warmup_rounds=3)
-    else:
-        models.set_gradients(params)
-        benchmark.pedantic(step, warmup_rounds=1, **measure.plan(step, device))
-        benchmark.extra_info["host us"] = statistics.median(measure.host_times(step, device)) * 1e6
     count = sum(param.numel() for param in params)
-    moved = known.read + known.written
-    benchmark.extra_info |= {"parameters": count, "tensors": len(params), "bytes a parameter": moved}
-    yardstick.report(benchmark, device, moved=count * moved, held=count * known.read)
+    least = known.read + known.written
+    info = benchmark.extra_info
+    info |= {"parameters": count, "tensors": len(params), "bytes a parameter": least}
+    with peers.guarded(way):
+        step, optimizer = stepper(known, way, params)
+        if models.is_small(model):
+            alone, backward = measure.until_done(step, device), models.Backward(params, device)
+            benchmark.pedantic(alone, setup=backward, rounds=measure.rounds(10), warmup_rounds=3)
+        else:
+            models.set_gradients(params)
+            benchmark.pedantic(step, warmup_rounds=1, **measure.plan(step, device))
+            info["host us"] = statistics.median(measure.host_times(step, device)) * 1e6
+    if way in peers.PEERS:
+        own = peers.bytes_moved(params, optimizer, known.max_grad_norm is not None) / count
+        if abs(own / least - 1) > 0.01:
+            info |= {"bytes a parameter": own, "work's bytes a parameter": least}
+    moved = round(count * info["bytes a parameter"])
+    yardstick.report(benchmark, device, moved=moved, held=round(moved * known.read / least))

@@ -89,7 +89,7 @@ def take_turns(benchmark: Any, run: dict[str, Callable[[], dict[str, float]]]) -
         for kind, call in run.items():
             found[kind].append(call())
 
-    benchmark.pedantic(turn, rounds=TURNS)
+    benchmark.pedantic(turn, rounds=measure.rounds(TURNS))
     none = statistics.median(lap["lap"] for lap in found["without"])
     benchmark.extra_info["step ms"] = none / LAP * 1e3
     for kind in KINDS[1:]:

@@ -22,13 +22,12 @@ from hdet_kernels import Buckets, ops
 from hdet_kernels.ops.chunks import ChunkTable
 
 OPERATIONS = ("grad_norm", "all_finite")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _cases() -> Iterator[Any]:
     for device, known in models.MODELS.items():
         for model in known:
-            for dtype in DTYPES if not models.is_small(model) else ("fp32",):
+            for dtype in models.DTYPES if not models.is_small(model) else ("fp32",):
                 for way in ("torch", *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
                     yield ways.case(device, model, dtype, way, why_not=ways.why_not(way, device), on_device=True)
 
@@ -50,7 +49,7 @@ def call_of(operation: str, way: str, params: list[torch.nn.Parameter]) -> measu
 @pytest.mark.parametrize(("device", "model", "dtype", "way"), list(_cases()))
 def test_reduce(benchmark: Any, device: str, model: str, dtype: str, way: str, operation: str) -> None:
     yardstick.yardstick(device)
-    params = models.parameters(models.MODELS[device][model].shapes, device, DTYPES[dtype])
+    params = models.parameters(models.MODELS[device][model].shapes, device, models.DTYPES[dtype])
     call = call_of(operation, way, params)
     benchmark.pedantic(call, warmup_rounds=1, **measure.plan(call, device, seconds=0.25))
     moved = sum(param.nbytes for param in params)

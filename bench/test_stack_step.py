@@ -4,16 +4,18 @@
 
 With a shared gradient AdamW must read g, the moments and R parameter rows, and write the moments and the rows: 20 + 8R
 bytes a parameter. With local gradients every replica has all of its own: 28R. Beside it torch's fused AdamW on R
-separate parameters, which moves 28R too.
+separate parameters, which moves 28R too. In bf16, states too, it is half of all these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import measure
+import models
 import pytest
 import torch
 import ways
@@ -25,38 +27,46 @@ from hdet_kernels.ensemble import RowEnsemble
 from hdet_kernels.stacked import StackedParameter
 
 #: Parameters of each replica.
-ELEMENTS = {"cuda": 2**28, "cpu": 2**18}
+ELEMENTS = {"cuda": {"large": 2**28, "small": 2**24}, "cpu": {"large": 2**18, "small": 2**16}}
 ROWS = {"shared": (2, 4, 8, 16), "local": (2, 8)}
+#: Size and dtype; all numbers of replicas for the first, 8 for the others.
+KINDS = (("large", "fp32"), ("small", "fp32"), ("large", "bf16"))
 
 
 def _cases() -> Iterator[Any]:
     for device in ELEMENTS:
-        for gradients, counts in ROWS.items():
-            for replicas in counts:
+        for (size, dtype), (gradients, counts) in product(KINDS, ROWS.items()):
+            for replicas in counts if (size, dtype) == KINDS[0] else (8,):
                 beside = ("torch-fused",) if gradients == "shared" and replicas <= 8 else ()
                 for way in (*beside, *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
-                    yield ways.case(device, gradients, replicas, way, why_not=ways.why_not(way, device), on_device=True)
+                    values = (size, dtype, gradients, replicas, way)
+                    yield ways.case(device, *values, why_not=ways.why_not(way, device), on_device=True)
 
 
-@pytest.mark.parametrize(("device", "gradients", "replicas", "way"), list(_cases()))
-def test_stack_step(benchmark: Any, device: str, gradients: str, replicas: int, way: str) -> None:
+@pytest.mark.parametrize(("device", "size", "dtype", "gradients", "replicas", "way"), list(_cases()))
+def test_stack_step(
+    benchmark: Any, device: str, size: str, dtype: str, gradients: str, replicas: int, way: str
+) -> None:
     yardstick.yardstick(device)
-    count = ELEMENTS[device]
+    count = ELEMENTS[device][size]
     shared = gradients == "shared"
+    kind: dict[str, Any] = {"device": device, "dtype": models.DTYPES[dtype]}
     if way == "torch-fused":
-        separate = [nn.Parameter(torch.ones(count, device=device)) for _ in range(replicas)]
+        separate = [nn.Parameter(torch.ones(count, **kind)) for _ in range(replicas)]
         optimizer: Any = torch.optim.AdamW(separate, fused=True)
-        gradient = torch.ones(count, device=device)
+        gradient = torch.ones(count, **kind)
         for param in separate:
             param.grad = gradient
     else:
-        stacked = StackedParameter(torch.ones(replicas, count, device=device), shares_gradient=shared)
-        optimizer = hk.FusedAdamW([stacked], backend=way.removeprefix("hdet-"))
+        stacked = StackedParameter(torch.ones(replicas, count, **kind), shares_gradient=shared)
+        options = {} if dtype == "fp32" else {"state_dtype": kind["dtype"], "master_weights": False}
+        optimizer = hk.FusedAdamW([stacked], **options, backend=way.removeprefix("hdet-"))
         rates = tuple(1e-3 * (1 + row / replicas) for row in range(replicas))
         optimizer.param_groups[0]["per_replica"] = {"lr": rates}
-        stacked.grad = torch.ones(count if shared else (replicas, count), device=device).expand_as(stacked)
+        stacked.grad = torch.ones(count if shared else (replicas, count), **kind).expand_as(stacked)
     benchmark.pedantic(optimizer.step, warmup_rounds=1, **measure.plan(optimizer.step, device, seconds=0.25))
     bytes_each = 20 + 8 * replicas if shared and way != "torch-fused" else 28 * replicas
+    bytes_each = bytes_each * kind["dtype"].itemsize // 4
     benchmark.extra_info |= {"parameters": count, "bytes a parameter": bytes_each}
     yardstick.report(benchmark, device, moved=count * bytes_each, held=count * bytes_each)
 
@@ -71,7 +81,7 @@ def _noises() -> Iterator[Any]:
 def test_initial_noise(benchmark: Any, device: str, way: str) -> None:
     """``warm_noisy_init_`` of 8 replicas: a read of each for its norm, then a read and a write."""
     yardstick.yardstick(device)
-    replicas, count = 8, ELEMENTS[device] // 8
+    replicas, count = 8, ELEMENTS[device]["large"] // 8
     stacked = StackedParameter(torch.ones(replicas, count, device=device))
 
     def perturb() -> None:

@@ -22,8 +22,8 @@ from hdet_kernels.ops.wire import FORMATS, Wire
 
 OPERATIONS = ("encode", "merge", "decode")
 SHARDS = 8
-#: The parameters of GPT-2, and a bucket of 1 GiB. On the CPU a bucket that no cache holds.
-SIZES = {"cuda": {"124M": 124_439_808, "268M": 2**28}, "cpu": {"8M": 2**23}}
+#: The parameters of GPT-2, and a bucket of 1 GiB. On the CPU a bucket that no cache holds, and one that it may.
+SIZES = {"cuda": {"124M": 124_439_808, "268M": 2**28}, "cpu": {"1M": 2**20, "8M": 2**23}}
 
 
 def _cases() -> Iterator[Any]:

@@ -1,16 +1,18 @@
-"""The ways to make a step: torch's own and each backend of this package, and why one of them is not to be had here."""
+"""The ways to make a step: torch's own, each backend of this package and each of its peers, and why one of them is not
+to be had here."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import measure
+import peers
 import pytest
 import torch
 from torch import nn
 
 from hdet_kernels.ops.backends import backends
-from hdet_kernels.optim import FusedAdagrad, FusedAdamW, FusedLion, FusedSGD
+from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 
 #: Our backends by device. On a GPU the fallback is left out: it takes minutes for 10 000 tensors.
 BACKENDS = {"cuda": ("cuda", "triton"), "cpu": ("cpp", "torch")}
@@ -18,16 +20,22 @@ BACKENDS = {"cuda": ("cuda", "triton"), "cpu": ("cpp", "torch")}
 #: By rule: torch's class (``None``: it has none), ours, and the options of both.
 RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, FusedAdamW, {"lr": 1e-3}),
+    "adam": (torch.optim.Adam, FusedAdam, {"lr": 1e-3}),
+    "adam-amsgrad": (torch.optim.Adam, FusedAdam, {"lr": 1e-3, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, FusedSGD, {"lr": 1e-3}),
     "sgd-momentum": (torch.optim.SGD, FusedSGD, {"lr": 1e-3, "momentum": 0.9}),
     "adagrad": (torch.optim.Adagrad, FusedAdagrad, {"lr": 1e-3}),
     "lion": (None, FusedLion, {"lr": 1e-4}),
 }
 
 
-def why_not(way: str, device: str, rule: str = "adamw") -> str | None:
-    """Why ``way`` (``"hdet-"`` and a backend, or one of torch's) cannot be measured on ``device``, if so."""
+def why_not(way: str, device: str, rule: str = "adamw", tensors: int = 1) -> str | None:
+    """Why ``way`` (``"hdet-"`` and a backend, one of torch's, or a peer) cannot be measured on ``device`` with so many
+    ``tensors``, if so."""
     if device == "cuda" and not torch.cuda.is_available():
         return "torch finds no usable NVIDIA GPU"
+    if way in peers.PEERS:
+        return peers.why_not(way, device, tensors)
     if way.startswith("hdet-"):
         reason = backends()[way.removeprefix("hdet-")]
         return None if reason == "ok" else reason
@@ -42,9 +50,13 @@ def why_not(way: str, device: str, rule: str = "adamw") -> str | None:
     return None
 
 
-def optimizer(way: str, rule: str, params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    """``options`` are for our optimizers alone."""
+def optimizer(way: str, rule: str, params: list[nn.Parameter], **options: Any) -> Any:
+    """``options`` are for our optimizers alone. The peers know no rule but AdamW."""
     theirs, ours, common = RULES[rule]
+    if way in peers.PEERS:
+        if rule != "adamw":
+            raise ValueError(f"{way} is an AdamW, and was asked for {rule}")
+        return peers.PEERS[way].make(params)
     if way.startswith("hdet-"):
         return ours(params, **common, **options, backend=way.removeprefix("hdet-"))
     return theirs(params, **common, **{way.removeprefix("torch-"): True})

@@ -1,0 +1,73 @@
+"""Reading what was recorded: pytest-benchmark's JSON, with what ``conftest.py`` adds to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Entry = dict[str, Any]
+
+
+def files(places: Sequence[Path]) -> list[Path]:
+    """The files among ``places``, and the JSON files of the folders among them."""
+    found: list[Path] = []
+    for place in places:
+        if not place.exists():
+            raise FileNotFoundError(f"there is no record {place}: give a JSON file of a benchmark, or a folder of them")
+        found += sorted(place.glob("*.json")) if place.is_dir() else [place]
+    return found
+
+
+def entries(places: Sequence[Path]) -> list[Entry]:
+    """Every benchmark of the files and folders ``places``, with its ``record``: the file that it is from."""
+    found = []
+    for path in files(places):
+        record = json.loads(path.read_text())
+        found += [entry | {"record": record} for entry in record.get("benchmarks", ())]
+    return found
+
+
+def suite(entry: Entry) -> str:
+    """``optim_step`` of an entry of ``bench/test_optim_step.py``."""
+    return Path(entry["fullname"].split("::")[0]).stem.removeprefix("test_")
+
+
+def of(found: Iterable[Entry], name: str) -> list[Entry]:
+    return [entry for entry in found if suite(entry) == name]
+
+
+def device_of(entry: Entry) -> str:
+    """A benchmark that does not say is one of the host."""
+    return str((entry["params"] or {}).get("device", "cpu"))
+
+
+def records(found: Iterable[Entry]) -> list[dict[str, Any]]:
+    """The files that the entries are from, each once."""
+    return list({id(entry["record"]): entry["record"] for entry in found}.values())
+
+
+def sources(found: Sequence[Entry]) -> str:
+    """What the entries were measured on and by which command."""
+    return " ".join(source(record, device_of(found[0])) for record in records(found))
+
+
+def source(record: dict[str, Any], device: str) -> str:
+    return f"{machine(record, device)}. `{record['machine_info']['command']}`"
+
+
+def machine(record: dict[str, Any], device: str) -> str:
+    """The device, its driver and clock, torch, the day, and the bandwidth of a copy if it was measured."""
+    known, info = record.get("yardsticks", {}).get(device, {}), record["machine_info"]
+    if device == "cuda":
+        state = known.get("under load")
+        driver = f", driver {state['driver_version']}, {state['clocks.sm']} under load" if state else ""
+        what = info["gpu"] + driver
+    else:
+        what = info["cpu"].get("brand_raw") or info["machine"]
+        what += f", load {info['load before']:.1f} before the run"
+    what += f", torch {info['torch']}, {record['datetime'][:10]}"
+    if known:
+        what += f"; copy of {known['copied']}: {known['copy B/s'] / 1e9:.0f} GB/s"
+    return what
