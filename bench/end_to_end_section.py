@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import records
 from cost_model import grid
-from table import NOTHING, WAYS, _of, _short, _sources
-
-Entry = dict[str, Any]
+from layout import NOTHING, WAYS, short
+from records import Entry
 
 #: What ours costs beside torch's is at most this, or the claim fails.
 CLAIM = 1.0
@@ -19,15 +17,16 @@ def section(entries: list[Entry]) -> str:
 
 
 def _of_device(entries: list[Entry], device: str) -> str:
-    found = _of(entries, "end_to_end", device)
+    of_suite = [entry for entry in records.of(entries, "end_to_end") if records.device_of(entry) == device]
+    found = [entry for entry in of_suite if "amortised" in entry["extra_info"]]
     return f"{_whole(found)}\n\n{_parts(found)}" if found else ""
 
 
 def _whole(found: list[Entry]) -> str:
     every = list(found[0]["extra_info"]["amortised"])
     title = (
-        "**A whole training step** under bf16 autocast (forward, backward, clipping, step, scheduler, zero_grad): plain "
-        "torch (AdamW with `fused=True`, `OneCycleLR`, `clip_grad_norm_`) beside ours with HDET on (`FusedAdamW` that "
+        "**A whole training step** under bf16 autocast (forward, backward, clipping, step, scheduler, zero_grad): "
+        "plain torch (AdamW with `fused=True`, `OneCycleLR`, `clip_grad_norm_`) beside ours with HDET on (`FusedAdamW` that "
         "clips, `HDETOneCycleLR`), in turns; and the peak of the memory. A sync is what an average and the controller "
         "add to a step, over a process group of one rank: what the wires take with many is in the table of costs. "
         "Ratios are ours / torch, for a step between syncs and with its share of a sync every T; behind them the "
@@ -39,11 +38,11 @@ def _whole(found: list[Entry]) -> str:
     for entry in found:
         info, ours = entry["extra_info"], _ours(entry)
         ways, sync = info["ways"], info["sync"]
-        peaks = f"{_short(sync['ms'])} ms, {_mebibytes(ways[SYNCING]['peak MiB'])}"
+        peaks = f"{short(sync['ms'])} ms, {_mebibytes(ways[SYNCING]['peak MiB'])}"
         cells = [_way(ways["torch-fused"]), _way(ways[ours]), peaks, _ratio(info["ratio"])]
         cells += [_ratio(info["amortised"][t]) for t in every]
         body.append([_label(entry), *cells, f"{info['least ratio']:.3f}"])
-    return "\n".join([title, _sources(found), "", *grid(header, body)])
+    return "\n".join([title, records.sources(found), "", *grid(header, body)])
 
 
 def _verdict(found: list[Entry]) -> str:
@@ -75,7 +74,7 @@ def _parts(found: list[Entry]) -> str:
                 body.append([_label(entry), WAYS[way], parts, *[NOTHING] * len(names)])
                 continue
             cells = [_part(parts.get(name)) for name in names]
-            body.append([_label(entry), WAYS[way], *cells, _short(sum(part["device ms"] for part in parts.values()))])
+            body.append([_label(entry), WAYS[way], *cells, short(sum(part["device ms"] for part in parts.values()))])
     device = found[0]["params"]["device"]
     of_what = "that the device is busy" if device == "cuda" else "of each part"
     title = f"**Where the time goes**, in ms {of_what} (torch's profiler); ours clips within its optimizer's step."
@@ -99,7 +98,7 @@ def _label(entry: Entry) -> str:
 
 
 def _way(found: dict[str, float]) -> str:
-    return f"{_short(found['ms'])} ms, {_mebibytes(found['peak MiB'])}"
+    return f"{short(found['ms'])} ms, {_mebibytes(found['peak MiB'])}"
 
 
 def _mebibytes(value: float) -> str:

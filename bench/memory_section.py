@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import records
 from cost_model import grid
-from table import NOTHING, WAYS, _of, _sources
-
-Entry = dict[str, Any]
+from layout import NOTHING, WAYS
+from records import Entry
 
 #: The phases of a record, and what their columns are called.
 PHASES = {
@@ -24,7 +22,8 @@ def section(entries: list[Entry]) -> str:
 
 
 def _of_device(entries: list[Entry], device: str) -> str:
-    found = _of(entries, "memory", device)
+    of_suite = [entry for entry in records.of(entries, "memory") if records.device_of(entry) == device]
+    found = [entry for entry in of_suite if "held B a parameter" in entry["extra_info"]]
     if not found:
         return ""
     modes = list(dict.fromkeys(entry["params"]["mode"] for entry in found))
@@ -42,12 +41,12 @@ def _of_device(entries: list[Entry], device: str) -> str:
     title = (
         f"**Memory in bytes a parameter** of {millions:.1f} M: parameters, gradients, state and temporaries that "
         "torch's allocator has handed out, measured: what stays after a step, and the peaks. There are no gradients "
-        "yet while the optimizer is built and while a checkpoint is loaded"
+        "yet (but fixed ones) while the optimizer is built and while a checkpoint is loaded"
         + (", which counts too. " if device == "cpu" else " from the host's memory. ")
         + "The ratio is of our step's peak to the lower of torch's two."
     )
     header = ["work", "", "held", *PHASES.values(), "ours / torch"]
-    return "\n".join([title, _sources(found), "", *grid(header, body, left=2)])
+    return "\n".join([title, records.sources(found), "", *grid(header, body, left=2)])
 
 
 def _least(found: list[Entry]) -> dict[str, float]:

@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import records
 from cost_model import grid
-from table import NOTHING, WAYS, _of, _short, _sources
-
-Entry = dict[str, Any]
+from layout import NOTHING, WAYS, short
+from records import Entry
 
 #: Times the shortest time of a series: the floor is then at most a fifth of what is fitted.
 ABOVE = 5
@@ -68,7 +67,7 @@ def section(entries: list[Entry]) -> str:
 
 
 def _of_device(entries: list[Entry], device: str) -> str:
-    found = _of(entries, "scaling", device)
+    found = _measured(entries, device)
     if not found:
         return ""
     titles = {
@@ -89,8 +88,13 @@ def _of_device(entries: list[Entry], device: str) -> str:
         if of_axis:
             first = of_axis[0]["extra_info"]
             told = title.format(tensors=first["tensors"], parameters=_count(first["parameters"]))
-            parts.append("\n".join([told, _sources(of_axis), "", *_table(axis, of_axis)]))
+            parts.append("\n".join([told, records.sources(of_axis), "", *_table(axis, of_axis)]))
     return "\n\n".join(parts)
+
+
+def _measured(entries: list[Entry], device: str) -> list[Entry]:
+    of_suite = records.of(entries, "scaling")
+    return [entry for entry in of_suite if records.device_of(entry) == device and "ms" in entry["extra_info"]]
 
 
 def series_of(found: Iterable[Entry], axis: str) -> dict[str, list[Entry]]:
@@ -126,9 +130,9 @@ def _cell(axis: str, info: Entry | None) -> str:
     if info is None:
         return NOTHING
     if axis == "parameters":
-        return f"{_short(info['ms'])} ({info['share']:.1%}){' *' if info['cached'] else ''}".replace("*", "\\*")
+        return f"{short(info['ms'])} ({info['share']:.1%}){' *' if info['cached'] else ''}".replace("*", "\\*")
     times = (_time(info, clock) for clock in CLOCKS)
-    return "; ".join(NOTHING if time is None else _short(time) for time in times)
+    return "; ".join(NOTHING if time is None else short(time) for time in times)
 
 
 def _time(info: Entry, clock: str) -> float | None:
@@ -157,8 +161,8 @@ def plot(entries: list[Entry], path: str | Path, device: str | None = None) -> N
     from matplotlib.figure import Figure
 
     if device is None:
-        device = "cuda" if _of(entries, "scaling", "cuda") else "cpu"
-    found = _of(entries, "scaling", device)
+        device = "cuda" if _measured(entries, "cuda") else "cpu"
+    found = _measured(entries, device)
     if not found:
         raise ValueError(f"there is no record of bench/test_scaling.py on {device!r} to plot: run it first")
     bandwidth = found[0]["record"]["yardsticks"][device]["copy B/s"]

@@ -9,8 +9,9 @@ import measure
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-#: What the profiler does itself, beside what it measures.
-_OVERHEAD = ("Activity Buffer Request", "Command Buffer Full", "Lazy Function Loading", "Buffer Flush")
+#: What is on the device's timeline and no work: what the profiler does itself, and waits.
+_NO_WORK = ("Activity Buffer Request", "Command Buffer Full", "Lazy Function Loading", "Buffer Flush")
+_NO_WORK += ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
 
 
 def by_part(parts: Mapping[str, measure.Call], device: str, steps: int = 3) -> dict[str, dict[str, float]]:
@@ -55,5 +56,5 @@ def summed(events: Iterable[Any], parts: list[str], device: str, steps: int) -> 
 
 
 def _is_a_mark(event: Any, parts: list[str]) -> bool:
-    """Whether it is the shadow of a range on the device's timeline, and no work."""
-    return bool(getattr(event, "is_user_annotation", False)) or event.name in parts or event.name in _OVERHEAD
+    """Whether it is the shadow of a range on the device's timeline, or a wait."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.name in parts or event.name in _NO_WORK
