@@ -9,6 +9,7 @@ from records import Entry
 
 #: What ours costs beside torch's is at most this, or the claim fails.
 CLAIM = 1.0
+#: The way that syncs after every step.
 SYNCING = "a sync every step"
 
 
@@ -26,9 +27,10 @@ def _whole(found: list[Entry]) -> str:
     every = list(found[0]["extra_info"]["amortised"])
     title = (
         "**A whole training step** under bf16 autocast (forward, backward, clipping, step, scheduler, zero_grad): "
-        "plain torch (AdamW with `fused=True`, `OneCycleLR`, `clip_grad_norm_`) beside ours with HDET on (`FusedAdamW` that "
-        "clips, `HDETOneCycleLR`), in turns; and the peak of the memory. A sync is what an average and the controller "
-        "add to a step, over a process group of one rank: what the wires take with many is in the table of costs. "
+        "plain torch (AdamW with `fused=True`, `OneCycleLR`, `clip_grad_norm_`) beside ours with HDET on "
+        "(`FusedAdamW` that clips, `HDETOneCycleLR`), in turns; and the peak of the memory. A sync is what an average "
+        "and the controller add to a step, over a process group of one rank: what the wires take with many is in the "
+        "table of costs. "
         "Ratios are ours / torch, for a step between syncs and with its share of a sync every T; behind them the "
         f"quartiles of the turns. {_verdict(found)}"
     )

@@ -29,12 +29,12 @@ import pytest
 import timeline
 import ways
 import yardstick
+from end_to_end_section import SYNCING
 from trainings import OURS, TRAININGS, Steps, Training, one_rank
 
 CLIPPING = {"no-clipping": None, "clip-1.0": 1.0}
 #: The T of which the cost is told. The first is measured with: no sync may fall into the measured steps.
 SYNC_EVERY = (1000, 100)
-SYNCING = "a sync every step"
 
 
 def _cases() -> Iterator[Any]:
