@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 class Ledger:
     """Counts from what there is when it is made; what is allocated between two phases is not to be freed in one.
 
-    On a GPU by the allocator's own counters, which round every tensor up to 512 bytes. On a CPU by the allocations that
-    the profiler sees, to the byte. What does not come from torch's allocators is in neither.
+    On a GPU by the allocator's own counters (``max_memory_allocated``), which round every tensor up to 512 bytes, and to
+    its whole block where less than 1 MiB of that would be left. On a CPU by the allocations that the profiler sees, to
+    the byte. What does not come from torch's allocators is in neither.
     """
 
     def __init__(self, device: str) -> None:
@@ -66,7 +67,8 @@ def _allocations(profiled: Any) -> Iterator[tuple[int, int]]:
 
 
 def warm_up_libraries(device: str) -> None:
-    """The libraries of matrix products take a workspace for good when they are first used; it is nobody's."""
+    """The libraries of matrix products take a workspace for good when a thread first uses them, and the backward pass
+    has a thread of its own; it is nobody's."""
     for dtype in (torch.float32, torch.bfloat16):
-        matrix = torch.ones(64, 64, device=device, dtype=dtype)
-        torch.nn.functional.linear(matrix, matrix, matrix[0])
+        matrix = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+        torch.nn.functional.linear(matrix, matrix, matrix[0]).sum().backward()

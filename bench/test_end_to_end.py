@@ -39,9 +39,9 @@ SYNC_EVERY = (1000, 100)
 
 def _cases() -> Iterator[Any]:
     for device, known in TRAININGS.items():
-        for model in known:
+        for model, training in known.items():
             for clipping in CLIPPING if model.startswith("gpt2") else ("clip-1.0",):
-                yield ways.case(device, model, clipping, why_not=ways.why_not(OURS[device], device))
+                yield ways.case(device, model, clipping, why_not=training.why_not(device))
 
 
 def made(training: Training, device: str, clip: float | None) -> tuple[dict[str, Steps], dict[str, dict[str, float]]]:

@@ -99,7 +99,7 @@ def test_scaling(benchmark: Any, device: str, axis: str, count: int, way: str, a
     parameters, tensors = (count, TENSORS) if axis == "parameters" else (PARAMETERS[device], count)
     params = models.parameters(split(parameters, tensors), device)
     step = step_of(way, addresses, params)
-    benchmark.pedantic(step, **measure.plan(step, device, 0.25))
+    benchmark.pedantic(step, warmup_rounds=1, **measure.plan(step, device, 0.25))
     benchmark.extra_info |= {
         "parameters": parameters,
         "tensors": tensors,

@@ -24,12 +24,14 @@ import hdet_kernels as hk
 #: Of the schedules: so long that the T of a long run is the default.
 TOTAL_STEPS = 40_000
 PEAK = 1e-3
+OURS = {"cuda": "hdet-cuda", "cpu": "hdet-cpp"}
 
 
 @dataclass(frozen=True)
 class Training:
     """``build`` makes the model, whose forward takes a ``batch`` and returns the loss, both on the default device;
-    ``shapes`` are what its parameters must be; ``batch_is`` says how much a batch is. ``turns`` of ``steps`` each."""
+    ``shapes`` are what its parameters must be; ``batch_is`` says how much a batch is. ``turns`` of ``steps`` each.
+    ``gibibytes``: about what three of them take of a GPU, one of which is in its step."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, ...]]
@@ -37,46 +39,55 @@ class Training:
     batch_is: str
     turns: int
     steps: int
+    gibibytes: int = 0
+
+    def why_not(self, device: str) -> str | None:
+        """Why it cannot be measured on ``device``, if so."""
+        reason = ways.why_not(OURS[device], device)
+        if reason is not None or device != "cuda":
+            return reason
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        return None if free >= self.gibibytes else f"needs about {self.gibibytes} GiB, and {free:.0f} are free"
 
 
 def _tokens(vocabulary: int, batch: int, context: int) -> tuple[Tensor, ...]:
     return (torch.randint(vocabulary, (batch, context + 1)),)
 
 
-def _gpt2(size: tuple[int, int, int, int, int, int], batch: int, turns: int, steps: int) -> Training:
+def _gpt2(size: tuple[int, int, int, int, int, int], batch: int, **how: int) -> Training:
     """``size`` is layers, width, heads, hidden width, vocabulary and context."""
     layers, width, _, hidden, vocabulary, context = size
     shapes = models.transformer(layers, width, hidden, vocabulary, context)
     read = partial(_tokens, vocabulary, batch, context)
-    return Training(partial(GPT2, *size), read, shapes, f"{batch * context} tokens", turns, steps)
+    return Training(partial(GPT2, *size), read, shapes, f"{batch * context} tokens", **how)
 
 
-def _llama(size: tuple[int, int, int, int, int], batch: int, context: int, turns: int, steps: int) -> Training:
+def _llama(size: tuple[int, int, int, int, int], batch: int, context: int, **how: int) -> Training:
     """``size`` is layers, width, heads, hidden width and vocabulary."""
     layers, width, _, hidden, vocabulary = size
     shapes = models.gated_transformer(layers, width, hidden, vocabulary)
     read = partial(_tokens, vocabulary, batch, context)
-    return Training(partial(Llama, *size), read, shapes, f"{batch * context} tokens", turns, steps)
+    return Training(partial(Llama, *size), read, shapes, f"{batch * context} tokens", **how)
 
 
-def _recommender(shapes: models.Shapes, width: int, batch: int, turns: int, steps: int) -> Training:
+def _recommender(shapes: models.Shapes, width: int, batch: int, **how: int) -> Training:
     tables = [(shape[0], shape[1]) for shape in shapes if len(shape) == 2 and shape != (width, width)]
     layers = sum(shape == (width,) for shape in shapes)
     build, read = partial(Recommender, tables, layers, width), partial(clicks, tables, batch)
-    return Training(build, read, shapes, f"{batch} clicks", turns, steps)
+    return Training(build, read, shapes, f"{batch} clicks", **how)
 
 
-def _resnet(blocks: tuple[int, ...], width: int, batch: int, size: int, turns: int, steps: int) -> Training:
+def _resnet(blocks: tuple[int, ...], width: int, batch: int, size: int, **how: int) -> Training:
     build, read = partial(ResNet, blocks, width, 1000), partial(pictures, batch, size, 1000)
-    return Training(build, read, None, f"{batch} images of {size}²", turns, steps)
+    return Training(build, read, None, f"{batch} images of {size}²", **how)
 
 
 TRAININGS: dict[str, dict[str, Training]] = {
     "cuda": {
-        "gpt2-124M": _gpt2((12, 768, 12, 3072, 50304, 1024), batch=8, turns=16, steps=5),
-        "llama-1.2B": _llama((16, 2048, 32, 8192, 128256), batch=4, context=1024, turns=10, steps=2),
-        "recsys-mix": _recommender(models.tables(), width=512, batch=8192, turns=12, steps=5),
-        "resnet50": _resnet((3, 4, 6, 3), width=64, batch=128, size=224, turns=12, steps=4),
+        "gpt2-124M": _gpt2((12, 768, 12, 3072, 50304, 1024), batch=8, turns=16, steps=5, gibibytes=20),
+        "llama-1.2B": _llama((16, 2048, 32, 8192, 128256), batch=4, context=1024, turns=10, steps=2, gibibytes=100),
+        "recsys-mix": _recommender(models.tables(), width=512, batch=8192, turns=12, steps=5, gibibytes=30),
+        "resnet50": _resnet((3, 4, 6, 3), width=64, batch=128, size=224, turns=12, steps=4, gibibytes=20),
     },
     "cpu": {
         "gpt2-tiny": _gpt2((1, 32, 2, 64, 128, 16), batch=2, turns=4, steps=1),
@@ -85,7 +96,6 @@ TRAININGS: dict[str, dict[str, Training]] = {
         "resnet-tiny": _resnet((1, 1), width=8, batch=2, size=32, turns=4, steps=1),
     },
 }
-OURS = {"cuda": "hdet-cuda", "cpu": "hdet-cpp"}
 
 
 @contextlib.contextmanager
@@ -116,10 +126,6 @@ class Steps:
             self.model = training.build()
             self.batch = training.batch()
         self.params = list(self.model.parameters())
-        if training.shapes is not None:
-            found = sorted(tuple(param.shape) for param in self.params)
-            if found != sorted(training.shapes):
-                raise ValueError(f"{type(self.model).__name__} has other parameters than its shapes in bench/models.py")
         self.device = device
         ours = way.startswith("hdet-")
         self.clip = None if ours else clip  # ours clips within its step

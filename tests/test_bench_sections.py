@@ -1,4 +1,5 @@
-"""What the new benchmarks make of their records: fits, tables and plots of made-up ones, parts of made-up timelines."""
+"""What benchmarks of scaling, memory and whole training steps make of their records: fits, tables and plots of made-up
+ones, parts of made-up timelines; and what they measure memory with."""
 
 from __future__ import annotations
 
@@ -176,6 +177,18 @@ class TestEndToEnd:
         found = bench("test_end_to_end").amortised(times, "hdet-cuda", 100)
         assert found["ratio"] == pytest.approx((9.1 + 18.1) / 30)
         assert (found["low"], found["high"]) == pytest.approx((0.90625, 0.90875))  # 0.905 and 0.91 by turns
+
+
+class TestTrainings:
+    @pytest.mark.parametrize("device", ["cuda", "cpu"])
+    def test_the_models_have_the_parameters_that_they_say(self, bench: Any, device: str) -> None:
+        for name, training in bench("trainings").TRAININGS[device].items():
+            with torch.device("meta"):
+                params = list(training.build().parameters())
+            if training.shapes is not None:
+                assert sorted(tuple(p.shape) for p in params) == sorted(training.shapes), name
+            if name == "resnet50":  # as torchvision's
+                assert (sum(p.numel() for p in params), len(params)) == (25_557_032, 161)
 
 
 def happened(name: str, start: float, end: float, on: DeviceType, *, marks: bool = False) -> SimpleNamespace:
