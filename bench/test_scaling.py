@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, list[int]]] = {
 }
 #: Bytes a parameter: what a step must move, and what it works on.
 MOVED, HELD = 28, 16
-#: Gradients that are somewhere else, or where they were.
+#: The ways, and where their gradients are.
 WAYS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "parameters": {
         "cuda": [("torch-fused", "same"), ("hdet-cuda", "same"), ("hdet-triton", "same")],
