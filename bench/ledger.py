@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 class Ledger:
     """Counts from what there is when it is made; what is allocated between two phases is not to be freed in one.
 
-    On a GPU by the allocator's own counters (``max_memory_allocated``), which round every tensor up to 512 bytes, and to
-    its whole block where less than 1 MiB of that would be left. On a CPU by the allocations that the profiler sees, to
-    the byte. What does not come from torch's allocators is in neither.
+    On a GPU by the allocator's own counters (``max_memory_allocated``), which round every tensor up to 512 bytes, and
+    to its whole block where less than 1 MiB of that would be left. On a CPU by the allocations that the profiler sees,
+    to the byte. What does not come from torch's allocators is in neither.
     """
 
     def __init__(self, device: str) -> None:
