@@ -103,6 +103,7 @@ def test_scaling(benchmark: Any, device: str, axis: str, count: int, way: str, a
     benchmark.extra_info |= {
         "parameters": parameters,
         "tensors": tensors,
+        "bytes a parameter": MOVED,
         "host us": statistics.median(measure.host_times(step, device, 5)) * 1e6,
     }
     if device == "cuda":
