@@ -98,9 +98,11 @@ def until_done(call: Call, device: str) -> Call:
     return alone
 
 
-def take_turns(benchmark: Any, calls: Mapping[str, Call], device: str, *, turns: int, iterations: int) -> None:
+def take_turns(
+    benchmark: Any, calls: Mapping[str, Call], device: str, *, turns: int, iterations: int
+) -> dict[str, list[float]]:
     """Times ``calls`` in turns of ``iterations`` each, forwards and backwards, so that a drift of the clocks hits all
-    alike; records each one, and the ratio of ours to ``torch-fused``."""
+    alike; records each one, and the ratio of ours to ``torch-fused``. Returns the seconds of a call in every turn."""
     for call in calls.values():
         row(call, device, 3)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -115,9 +117,10 @@ def take_turns(benchmark: Any, calls: Mapping[str, Call], device: str, *, turns:
     benchmark.extra_info["ways"] = {name: _summary(found) for name, found in times.items()}
     for name in calls:
         if name.startswith("hdet-"):
-            benchmark.extra_info["ratio"] = found = _ratio(times[name], times["torch-fused"])
+            benchmark.extra_info["ratio"] = found = ratio(times[name], times["torch-fused"])
             spread = f"{found['low']:.4f} to {found['high']:.4f}"
             print(f"\n{benchmark.name}: {name} / torch-fused {found['ratio']:.4f} ({spread})")
+    return times
 
 
 def _summary(times: Sequence[float]) -> dict[str, float]:
@@ -126,7 +129,7 @@ def _summary(times: Sequence[float]) -> dict[str, float]:
     return {"ms": median * 1e3, "best ms": min(times) * 1e3, "spread": (high - low) / median}
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """The ratio of the medians, and the quartiles of the ratios of each turn."""
     low, high = _quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
     return {"ratio": statistics.median(ours) / statistics.median(theirs), "low": low, "high": high}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,11 +19,10 @@ from typing import Any
 import measure
 import pytest
 import torch
-import torch.distributed as dist
 import two_ranks
 import ways
-from test_training_step import TRAININGS, Steps
 from torch import Tensor, nn
+from trainings import TRAININGS, Steps, one_rank
 
 import hdet_kernels as hk
 from hdet_kernels.converge import Report
@@ -105,10 +103,8 @@ def take_turns(benchmark: Any, run: dict[str, Callable[[], dict[str, float]]]) -
 
 @pytest.fixture
 def nccl() -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    with one_rank("cuda"):
         yield
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("device", [ways.case("cuda", why_not=ways.why_not("hdet-cuda", "cuda"))])

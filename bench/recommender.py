@@ -1,0 +1,37 @@
+"""A recommender, for whole training steps: embedding tables and a deep stack of dense layers; its parameters are those
+of ``models.tables``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Recommender(nn.Module):
+    """``tables`` are rows and width of each; ``layers`` dense layers of ``width`` follow. Gradients are dense, as
+    ``torch.optim.AdamW`` needs them."""
+
+    def __init__(self, tables: Sequence[tuple[int, int]], layers: int, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, columns) for rows, columns in tables)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.width = width
+
+    def forward(self, features: Tensor, clicked: Tensor) -> Tensor:
+        """The mean logistic loss; ``features`` is [batch, tables], ``clicked`` [batch]."""
+        seen = torch.cat([table(column) for table, column in zip(self.tables, features.unbind(1), strict=True)], dim=1)
+        # Laid over each other in pieces of the layers' width: a layer that mixes them would be a parameter more.
+        padded = F.pad(seen, (0, -seen.shape[1] % self.width))
+        x = padded.unflatten(1, (-1, self.width)).sum(1) / self.width**0.5
+        for layer in self.layers:
+            x = x + F.relu(layer(x)) / len(self.layers)
+        return F.binary_cross_entropy_with_logits(x.float().mean(1), clicked)
+
+
+def clicks(tables: Sequence[tuple[int, int]], batch: int) -> tuple[Tensor, Tensor]:
+    """Made-up features and clicks."""
+    features = torch.stack([torch.randint(rows, (batch,)) for rows, _ in tables], dim=1)
+    return features, torch.randint(2, (batch,)).float()

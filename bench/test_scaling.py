@@ -1,0 +1,111 @@
+"""Time of an AdamW step in fp32 against the number of parameters, and against the number of tensors.
+
+    python -m pytest bench/test_scaling.py --benchmark-only -k gpu
+    python -m pytest bench/test_scaling.py --benchmark-only -k 'gpu and tensors'
+
+Parameters are counted up in a fixed number of tensors, tensors at a fixed number of parameters. ``ms`` is the time of a
+step in a row of them: the longer of what the device and the host take. ``device ms`` is how long a GPU is busy (by
+torch's profiler), ``host us`` until the call returns on an idle device. ``fixed`` is ``gradients="fixed"``, which
+looks at no gradient; with ``same`` gradients are where they were at the last step, and ours looks at each of them, as
+torch's does. The fits are in ``scaling_section.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import measure
+import models
+import pytest
+import timeline
+import torch
+import ways
+import yardstick
+from torch import nn
+
+#: Tensors that a number of parameters is split into, and parameters that a number of tensors has.
+TENSORS = 16
+PARAMETERS = {"cuda": 10**8, "cpu": 10**6}
+SIZES: dict[str, dict[str, list[int]]] = {
+    "parameters": {
+        # Two more between the decades, where the slope is fitted.
+        "cuda": [10**4, 10**5, 10**6, 10**7, 3 * 10**7, 10**8, 3 * 10**8, 10**9, 4 * 10**9],
+        "cpu": [10**4, 10**5, 10**6, 10**7],
+    },
+    "tensors": {"cuda": [10**n for n in range(6)], "cpu": [10**n for n in range(5)]},
+}
+#: Bytes a parameter: what a step must move, and what it works on.
+MOVED, HELD = 28, 16
+#: The ways, and where their gradients are.
+WAYS: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "parameters": {
+        "cuda": [("torch-fused", "same"), ("hdet-cuda", "same"), ("hdet-triton", "same")],
+        "cpu": [("torch-fused", "same"), ("hdet-cpp", "same")],
+    },
+    "tensors": {
+        "cuda": [("torch-fused", "same"), ("hdet-cuda", "fixed"), ("hdet-triton", "fixed"), ("hdet-cuda", "same")],
+        "cpu": [("torch-fused", "same"), ("hdet-cpp", "fixed"), ("hdet-cpp", "same")],
+    },
+}
+
+
+def split(parameters: int, tensors: int) -> models.Shapes:
+    """Vectors as equal as can be."""
+    least, more = divmod(parameters, tensors)
+    return [(least + 1,)] * more + [(least,)] * (tensors - more)
+
+
+def too_large(parameters: int, device: str) -> str | None:
+    """Why there is no room for so many, if so: a tenth more than what a step works on, for tables and temporaries."""
+    needed = int(1.1 * HELD * parameters)
+    if device == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed <= free:
+        return None
+    return f"{parameters:.0e} parameters need {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} are free"
+
+
+def _cases() -> Iterator[Any]:
+    for axis, sizes in SIZES.items():
+        for device, counts in sizes.items():
+            for count in counts[:3] if measure.QUICK else counts:
+                for way, addresses in WAYS[axis][device]:
+                    reason = ways.why_not(way, device)
+                    if reason is None and axis == "parameters":
+                        reason = too_large(count, device)
+                    yield ways.case(device, axis, count, way, addresses, why_not=reason, on_device=True)
+
+
+def step_of(way: str, addresses: str, params: list[nn.Parameter]) -> measure.Call:
+    """A step, with gradients in their places."""
+    if addresses == "same":
+        models.set_gradients(params)
+        return ways.optimizer(way, "adamw", params).step
+    optimizer = ways.optimizer(way, "adamw", params, gradients="fixed")
+    for param in params:
+        assert param.grad is not None
+        param.grad.fill_(models.GRADIENT)
+    return optimizer.step
+
+
+@pytest.mark.parametrize(("device", "axis", "count", "way", "addresses"), list(_cases()))
+def test_scaling(benchmark: Any, device: str, axis: str, count: int, way: str, addresses: str) -> None:
+    yardstick.yardstick(device)
+    parameters, tensors = (count, TENSORS) if axis == "parameters" else (PARAMETERS[device], count)
+    params = models.parameters(split(parameters, tensors), device)
+    step = step_of(way, addresses, params)
+    benchmark.pedantic(step, warmup_rounds=1, **measure.plan(step, device, 0.25))
+    benchmark.extra_info |= {
+        "parameters": parameters,
+        "tensors": tensors,
+        "bytes a parameter": MOVED,
+        "host us": statistics.median(measure.host_times(step, device, 5)) * 1e6,
+    }
+    if device == "cuda":
+        benchmark.extra_info["device ms"] = timeline.device_seconds(step, device) * 1e3
+    yardstick.report(benchmark, device, moved=MOVED * parameters, held=HELD * parameters)

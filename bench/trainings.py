@@ -1,0 +1,184 @@
+"""Whole training steps: the models and batches, and the step with each optimizer and scheduler, part by part."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import measure
+import models
+import torch
+import torch.distributed as dist
+import ways
+from gpt2 import GPT2
+from llama import Llama
+from recommender import Recommender, clicks
+from resnet import ResNet, pictures
+from torch import Tensor, nn
+
+import hdet_kernels as hk
+
+#: Of the schedules: so long that the T of a long run is the default.
+TOTAL_STEPS = 40_000
+PEAK = 1e-3
+OURS = {"cuda": "hdet-cuda", "cpu": "hdet-cpp"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """``build`` makes the model, whose forward takes a ``batch`` and returns the loss, both on the default device;
+    ``shapes`` are what its parameters must be; ``batch_is`` says how much a batch is. ``turns`` of ``steps`` each.
+    ``gibibytes``: about what three of them take of a GPU, one of which is in its step."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, ...]]
+    shapes: models.Shapes | None
+    batch_is: str
+    turns: int
+    steps: int
+    gibibytes: int = 0
+
+    def why_not(self, device: str) -> str | None:
+        """Why it cannot be measured on ``device``, if so."""
+        reason = ways.why_not(OURS[device], device)
+        if reason is not None or device != "cuda":
+            return reason
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        return None if free >= self.gibibytes else f"needs about {self.gibibytes} GiB, and {free:.0f} are free"
+
+
+def _tokens(vocabulary: int, batch: int, context: int) -> tuple[Tensor, ...]:
+    return (torch.randint(vocabulary, (batch, context + 1)),)
+
+
+def _gpt2(size: tuple[int, int, int, int, int, int], batch: int, **how: int) -> Training:
+    """``size`` is layers, width, heads, hidden width, vocabulary and context."""
+    layers, width, _, hidden, vocabulary, context = size
+    shapes = models.transformer(layers, width, hidden, vocabulary, context)
+    read = partial(_tokens, vocabulary, batch, context)
+    return Training(partial(GPT2, *size), read, shapes, f"{batch * context} tokens", **how)
+
+
+def _llama(size: tuple[int, int, int, int, int], batch: int, context: int, **how: int) -> Training:
+    """``size`` is layers, width, heads, hidden width and vocabulary."""
+    layers, width, _, hidden, vocabulary = size
+    shapes = models.gated_transformer(layers, width, hidden, vocabulary)
+    read = partial(_tokens, vocabulary, batch, context)
+    return Training(partial(Llama, *size), read, shapes, f"{batch * context} tokens", **how)
+
+
+def _recommender(shapes: models.Shapes, width: int, batch: int, **how: int) -> Training:
+    tables = [(shape[0], shape[1]) for shape in shapes if len(shape) == 2 and shape != (width, width)]
+    layers = sum(shape == (width,) for shape in shapes)
+    build, read = partial(Recommender, tables, layers, width), partial(clicks, tables, batch)
+    return Training(build, read, shapes, f"{batch} clicks", **how)
+
+
+def _resnet(blocks: tuple[int, ...], width: int, batch: int, size: int, **how: int) -> Training:
+    build, read = partial(ResNet, blocks, width, 1000), partial(pictures, batch, size, 1000)
+    return Training(build, read, None, f"{batch} images of {size}²", **how)
+
+
+TRAININGS: dict[str, dict[str, Training]] = {
+    "cuda": {
+        "gpt2-124M": _gpt2((12, 768, 12, 3072, 50304, 1024), batch=8, turns=16, steps=5, gibibytes=20),
+        "llama-1.2B": _llama((16, 2048, 32, 8192, 128256), batch=4, context=1024, turns=10, steps=2, gibibytes=100),
+        "recsys-mix": _recommender(models.tables(), width=512, batch=8192, turns=12, steps=5, gibibytes=30),
+        "resnet50": _resnet((3, 4, 6, 3), width=64, batch=128, size=224, turns=12, steps=4, gibibytes=20),
+    },
+    "cpu": {
+        "gpt2-tiny": _gpt2((1, 32, 2, 64, 128, 16), batch=2, turns=4, steps=1),
+        "llama-tiny": _llama((1, 32, 4, 64, 128), batch=2, context=16, turns=4, steps=1),
+        "recsys-tiny": _recommender([(500, 8), *[(100, 4)] * 4, *[(16, 16), (16,)] * 4], 16, 32, turns=4, steps=1),
+        "resnet-tiny": _resnet((1, 1), width=8, batch=2, size=32, turns=4, steps=1),
+    },
+}
+
+
+@contextlib.contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """A process group of this process alone: collectives are called, and nothing travels."""
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+class Steps:
+    """Training with one optimizer under bf16 autocast: the whole step, and its parts.
+
+    ``way`` names the optimizer as in ``ways.py``. The schedule is torch's OneCycleLR, or with ``sync_every`` that of
+    HDET with all of it on (fan-out, the default controller, averages every so many steps), over the default process
+    group. Its controller acts at every sync, also where it would have left the learning rates alone.
+    """
+
+    def __init__(
+        self, training: Training, device: str, way: str, clip: float | None, sync_every: int | None = None
+    ) -> None:
+        torch.manual_seed(0)  # the same model and batch for every optimizer
+        with torch.device(device):
+            self.model = training.build()
+            self.batch = training.batch()
+        self.params = list(self.model.parameters())
+        self.device = device
+        ours = way.startswith("hdet-")
+        self.clip = None if ours else clip  # ours clips within its step
+        self.optimizer = ways.optimizer(way, "adamw", self.params, **({"max_grad_norm": clip} if ours else {}))
+        self.hdet = None if sync_every is None else self._hdet(sync_every)
+        self.plain = None
+        if self.hdet is None:
+            self.plain = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, PEAK, TOTAL_STEPS)
+        self.loss: Tensor | None = None
+        self.parts: dict[str, measure.Call] = {"forward": self.forward, "backward": self._backward}
+        self.parts |= {} if self.clip is None else {"clip": self._clip}
+        self.parts |= {"optimizer": self.optimizer.step, "scheduler": self._schedule}
+        self.parts |= {"zero_grad": self.optimizer.zero_grad}
+
+    def _hdet(self, sync_every: int) -> hk.HDETOneCycleLR:
+        return hk.HDETOneCycleLR(
+            self.optimizer,
+            PEAK,
+            TOTAL_STEPS,
+            sync_every=sync_every,
+            auto_lr=hk.RegressionController(start_at=0.0, stop_at=1.0),
+            gradients="shared",  # as under DDP: moments stay where they are
+            ensemble=hk.ProcessEnsemble(),  # without it, one process would have nothing to average
+            model=self.model,
+        )
+
+    def forward(self) -> None:
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            self.loss = self.model(*self.batch)
+
+    def _backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+
+    def backward(self) -> None:
+        self.forward()
+        self._backward()
+
+    def _clip(self) -> None:
+        assert self.clip is not None
+        torch.nn.utils.clip_grad_norm_(self.params, self.clip)
+
+    def _schedule(self) -> None:
+        if self.hdet is not None:
+            self.hdet.step(self.loss)
+        elif self.plain is not None:
+            self.plain.step()
+
+    def update(self) -> None:
+        if self.clip is not None:
+            self._clip()
+        self.optimizer.step()
+
+    def whole(self) -> None:
+        for part in self.parts.values():
+            part()
