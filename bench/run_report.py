@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import peers
 import records
+import scaling_section
 import sections
 from cost_model import grid
 from records import Entry
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 PLOTS = {
     "roofline.png": "Share of the copy bandwidth against the bytes that have to move for each parameter",
     "peers.png": "Time of a step relative to ours",
+    "scaling.png": "Time of a step against parameters and against tensors",
 }
 
 
@@ -42,7 +44,11 @@ def plots(recorded: Sequence[Path], out: Path) -> str | list[str]:
         (out / name).unlink(missing_ok=True)  # of an earlier run
     entries = records.entries(recorded)
     try:
-        drawn = [plots.roofline(entries, out / "roofline.png"), plots.bars(entries, out / "peers.png")]
+        drawn = [
+            plots.roofline(entries, out / "roofline.png"),
+            plots.bars(entries, out / "peers.png"),
+            scaling_section.plot(entries, out / "scaling.png"),
+        ]
     except ImportError as error:
         return f"There are none: {error}."
     written = [name for name, there in zip(PLOTS, drawn, strict=True) if there]

@@ -155,16 +155,15 @@ def _count(value: int) -> str:
     return tens if value == 10**power else f"{value // 10**power}·{tens}"
 
 
-def plot(entries: list[Entry], path: str | Path, device: str | None = None) -> None:
+def plot(entries: list[Entry], path: str | Path) -> bool:
     """Time against parameters and against tensors, both logarithmic; of the GPU, if it was measured. A dashed line is
-    what the bytes take at the copy bandwidth."""
+    what the bytes take at the copy bandwidth. Whether there was anything to draw."""
     from matplotlib.figure import Figure
 
-    if device is None:
-        device = "cuda" if _measured(entries, "cuda") else "cpu"
+    device = "cuda" if _measured(entries, "cuda") else "cpu"
     found = _measured(entries, device)
     if not found:
-        raise ValueError(f"there is no record of bench/test_scaling.py on {device!r} to plot: run it first")
+        return False
     bandwidth = found[0]["record"]["yardsticks"][device]["copy B/s"]
     figure = Figure(figsize=(11, 4.6), dpi=130, layout="constrained", facecolor="white")
     panels = figure.subplots(1, 2, sharey=True)
@@ -182,3 +181,4 @@ def plot(entries: list[Entry], path: str | Path, device: str | None = None) -> N
         panel.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("ms, one AdamW step in fp32")
     figure.savefig(path)
+    return True

@@ -6,7 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import end_to_end_section
+import memory_section
 import records
+import scaling_section
 from cost_model import grid
 from layout import NOTHING, WAYS, model, section, short, turns
 from records import Entry
@@ -127,14 +130,6 @@ def _host_times(found: list[Entry]) -> str:
         ["", *columns], ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
     )
     return "\n".join(lines)
-
-
-def _training(found: list[Entry]) -> str:
-    title = (
-        "**A whole training step** (forward, backward, step, zero_grad) under bf16 autocast, in turns; behind the "
-        "ratio the quartiles of the turns."
-    )
-    return turns(title, found, lambda entry: f"{entry['params']['model']}, {entry['params']['clipping']}")
 
 
 def _reductions(found: list[Entry]) -> str:
@@ -268,11 +263,13 @@ BY_DEVICE: dict[str, Section] = {
     "stack_step": _stack_steps,
     "stack_training": _stack_training,
     "host_time": _host_times,
-    "training_step": _training,
+    "end_to_end": end_to_end_section.section,
     "reduce": _reductions,
     "pack": _packs,
     "noise": _noises,
     "wire": _wires,
+    "scaling": scaling_section.section,
+    "memory": memory_section.section,
 }
 #: Those that are of no device in particular, or of several.
 OTHERS: dict[str, Section] = {

@@ -12,13 +12,12 @@ import torch
 from matplotlib.figure import Figure
 
 import hdet_kernels as hk
-from hdet_kernels.controller import SETTLED, Observation, Run
+from hdet_kernels.belief import GREEDY
+from hdet_kernels.controller import Observation, Run
 
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
 #: The best peak learning rate of this figure's scripted run, and the one that it starts with.
 BEST, START = 6.0, 1.0
-#: η_c·t/S over the best peak: docs/controller.md.
-GREEDY = 0.011
 
 
 def schedule() -> list[float]:
@@ -33,9 +32,9 @@ def schedule() -> list[float]:
 
 
 def replica_rates() -> tuple[np.ndarray, np.ndarray]:
-    """[TOTAL] base and [TOTAL, N] replicas: losses are lowest at η_c = A/t."""
+    """[TOTAL] base and [TOTAL, N] replicas: losses are lowest at the greedy learning rate."""
     controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,), (START,))
-    reach = BEST * GREEDY * TOTAL  # A
+    reach = BEST * GREEDY * TOTAL ** (2 / 3)
     state = controller.start(1, run)
     plain = schedule()
     base, rates = np.empty(TOTAL), np.empty((TOTAL, REPLICAS))
@@ -47,7 +46,7 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
         rates[step] = base[step] * own
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
             trained = base[step - SYNC // 2] * own  # about the mean of the cycle
-            losses = np.log(np.cosh(np.log(trained * (step + 1) / reach)))
+            losses = np.log(np.cosh(np.log(trained * (step + 1 + SYNC) / reach)))
             state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], step + 1))
     return base, rates
 
@@ -62,8 +61,8 @@ def draw(path: Path) -> None:
     axes.plot(schedule(), color="black", lw=1.0, ls=":", label="OneCycleLR as given")
     for sync in range(SYNC, TOTAL + 1, SYNC):
         axes.axvline(sync, color="0.85", lw=0.8, zorder=0)
-    axes.axvspan(0.05 * TOTAL, SETTLED * TOTAL, color="tab:green", alpha=0.08, lw=0)
-    middle = 0.5 * (0.05 + SETTLED) * TOTAL
+    axes.axvspan(0, 0.3 * TOTAL, color="tab:green", alpha=0.08, lw=0)
+    middle = 0.15 * TOTAL
     axes.text(middle, base.max() * 1.33, "$\\mu$ moves", ha="center", va="top", color="tab:green", fontsize=9)
     at = 15 * SYNC
     axes.annotate(

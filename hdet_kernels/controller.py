@@ -23,10 +23,7 @@ State = dict[str, Any]
 #: Shares of a run become steps by a product that may be off by a rounding: 0.29·100 is a little less than 29.
 EDGE = 1e-6
 
-#: A learning rate rises by at most a factor of e to this at a sync: a jump can break what it trains.
-LARGEST_RISE = 0.75
-
-#: Other scalars move by at most this.
+#: What one sync moves μ by, at most.
 LARGEST_MOVE = 0.75
 
 #: How OneCycleLR climbs: from this share of its peak to all of it, in this share of the run.
@@ -101,26 +98,19 @@ class Controller(Protocol):
 
 @dataclass(frozen=True)
 class _SlopeController:
-    """Moves μ_j by the slope b_j of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
-
-    Of a learning rate it believes what the signs of the slopes say of its right peak (:mod:`.belief`), and μ goes to
-    the median of that. Other scalars move against the slope:
+    """Moves μ_j against the slope b_j of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
 
     m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b²;  s ← 0.9·s + 0.1·(b/error)², all bias-corrected;
     μ ← clip(μ − λ·max(1 − 1/s, 0)·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
 
-    max(1 − 1/s, 0) is the noise gate, of both: slopes that are no larger than their errors move nothing. Syncs before
-    the first one at which it acts count for q and s alone.
-
-    A learning rate tells by where it turns from too low to too high, so it must climb: one that does not by itself is
-    made to, under a ceiling. ``docs/controller.md`` says why.
+    max(1 − 1/s, 0) is the noise gate: slopes that are no larger than their errors move nothing. Syncs before the first
+    one at which it acts count for q and s alone.
 
     Args:
-        beta: β, the momentum of the slope of other scalars.
-        rate: the most that one sync moves μ. Default: learning rates rise by 0.75 and fall without a bound; other
-            scalars move by λ = 3 over the number of active syncs, at most 0.75.
-        start_at: share of the run at which it becomes active. Default: at the first sync for learning rates, at 5 % for
-            other scalars.
+        beta: β, the momentum of the slope.
+        rate: the most that one sync moves μ. Default: λ = 3 over the number of active syncs, at most 0.75, so that the
+            controller can travel a factor of e³ ≈ 20 in all.
+        start_at: share of the run at which it becomes active. Default: 5 %.
         stop_at: share of the run after which μ is frozen. Default: the peak of the schedule, or 30 % if that is later.
             Near the end of a run a smaller step always looks better at once (short-horizon bias).
         limit: bound of |μ|.
@@ -153,29 +143,27 @@ class _SlopeController:
 
     @property
     def _start_at(self) -> float:
-        """For other scalars than learning rates."""
         return 0.05 if self.start_at is None else self.start_at
 
     def window(self, run: Run) -> tuple[float, float]:
-        """First and last step at which it may move other scalars than learning rates."""
-        return self._start_at * (run.total_steps or 0), self._rates_window(run)[1]
-
-    def _rates_window(self, run: Run) -> tuple[float, float]:
-        """The same for learning rates."""
+        """First and last step at which it may act."""
         total = run.total_steps or 0
-        stop_at = max(run.peak, CLIMBS_FOR) if self.stop_at is None else self.stop_at
-        return (self.start_at or 0.0) * total, stop_at * total
+        return self._start_at * total, (max(run.peak, CLIMBS_FOR) if self.stop_at is None else self.stop_at) * total
+
+    def rates_window(self, run: Run) -> tuple[float, float]:
+        """The same for learning rates."""
+        return self.window(run)
 
     def active(self, run: Run, step: int) -> bool:
-        first, last = self._rates_window(run)
+        first, last = self.rates_window(run)
         return first - run.sync_every - EDGE <= step <= last + EDGE
 
     def start(self, count: int, run: Run | None = None) -> State:
         ceilings: list[float | None] = []
-        if run is not None and run.total_steps is not None and run.syncs(*self._rates_window(run)) > 0:
+        if run is not None and run.total_steps is not None and run.syncs(*self.rates_window(run)) > 0:
             ceilings = _ceilings(run, run.sync_every / run.total_steps)
         per_scalar = {name: [0.0] * count for name in ("mu", "m", "q", "s")}
-        return {**per_scalar, "evidence": [[] for _ in range(count)], "looks": 0, "updates": 0, "ceilings": ceilings}
+        return {**per_scalar, "looks": 0, "updates": 0, "ceilings": ceilings}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
         ceiling = state["ceilings"][index] if index < len(state["ceilings"]) else None
@@ -185,38 +173,19 @@ class _SlopeController:
 
     def _moved(self, run: Run, state: State, slopes: Array, sure: Array, seen: Observation) -> State:
         """``sure``: how many errors each slope is from 0."""
-        slopes = np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -HUGE, HUGE)  # an overflowed gradient says nothing
         looks = state["looks"] + 1
         fresh = 1 - 0.9**looks
         q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
-        s = 0.9 * np.asarray(state["s"]) + 0.1 * np.where(slopes != 0, sure, 0.0) ** 2
+        s = 0.9 * np.asarray(state["s"]) + 0.1 * sure**2
         known = {"q": q.tolist(), "s": s.tolist(), "looks": looks, "ceilings": self._next_ceilings(run, seen.step)}
-        gate = 1 - np.minimum(fresh / np.maximum(s, 1e-12), 1)
-        m, moves, updates = np.asarray(state["m"]), np.zeros(len(q)), state["updates"]
-        if seen.step >= self.window(run)[0] - EDGE:
-            updates += 1
-            m = self.beta * m + (1 - self.beta) * slopes
-            scale = np.sqrt(q / fresh) + 1e-12
-            moves = -self._rate(run) * gate * np.clip(m / (1 - self.beta**updates) / scale, -1, 1)
-        evidence = list(state["evidence"])
-        for index, peak in enumerate(run.peaks):
-            if peak is not None:
-                said = belief.heard(slopes[index], sure[index], gate[index])
-                evidence[index], moves[index] = self._learned(run, state, seen, index, _annealed(peak, run), said)
-        mu = np.clip(np.asarray(state["mu"]) + moves, -self.limit, self.limit)
-        return {**state, **known, "mu": mu.tolist(), "m": m.tolist(), "evidence": evidence, "updates": updates}
-
-    def _learned(
-        self, run: Run, state: State, seen: Observation, index: int, peak: float, said: float
-    ) -> tuple[list[list[float]], float]:
-        """All evidence on a learning rate, and by how much its μ moves."""
-        total, mu = run.total_steps or 1, state["mu"][index]
-        if said == 0 or seen.step < self._rates_window(run)[0] - EDGE:
-            return state["evidence"][index], 0.0
-        turn = belief.turning_point(float(seen.base[index]) / peak, seen.step, run.sync_every, total)
-        evidence, cycle = [*state["evidence"][index], [turn, said]], run.sync_every / total
-        fall, rise = (math.inf, LARGEST_RISE) if self.rate is None else (self.rate, self.rate)
-        return evidence, min(max(belief.median(evidence, cycle) - mu, -fall), rise)
+        if seen.step < self.window(run)[0] - EDGE:
+            return {**state, **known}
+        updates = state["updates"] + 1
+        m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
+        direction = np.clip(m / (1 - self.beta**updates) / (np.sqrt(q / fresh) + 1e-12), -1, 1)
+        mu = np.asarray(state["mu"]) - self._rate(run) * _gate(s, fresh) * direction
+        mu = np.clip(mu, -self.limit, self.limit)
+        return {**state, **known, "mu": mu.tolist(), "m": m.tolist(), "updates": updates}
 
     def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
         """Those of the cycle after ``step``; none after the last sync at which it acts."""
@@ -225,6 +194,17 @@ class _SlopeController:
 
     def _rate(self, run: Run) -> float:
         return min(3 / max(run.syncs(*self.window(run)), 1), LARGEST_MOVE) if self.rate is None else self.rate
+
+
+def _gate(s: Array, fresh: float) -> Array:
+    """How much slopes count whose squared significances have the mean s/fresh."""
+    gate: Array = 1 - np.minimum(fresh / np.maximum(s, 1e-12), 1)
+    return gate
+
+
+def _countable(slopes: Array) -> Array:
+    """An overflowed gradient says nothing, and no square may overflow."""
+    return np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -HUGE, HUGE)
 
 
 def _annealed(peak: float, run: Run) -> float:
@@ -244,7 +224,13 @@ def _ceilings(run: Run, share: float) -> list[float | None]:
 @dataclass(frozen=True)
 class RegressionController(_SlopeController):
     """The default: the slope b of the replicas' losses on the logarithms of their multipliers, by least squares over
-    all hyperparameters jointly (with ``ridge`` where there are too few replicas to tell them apart)."""
+    all hyperparameters jointly (with ``ridge`` where there are too few replicas to tell them apart).
+
+    Of a learning rate it believes what the signs of the slopes say of its right peak (:mod:`.belief`), from the first
+    sync on, and μ goes to the median of that: up by at most 0.75 at a sync, a jump can break what it trains, and down
+    at once; ``rate`` bounds both. A learning rate tells by where it turns from too low to too high, so it must climb:
+    one that does not by itself is made to, under a ceiling. ``docs/controller.md`` says why.
+    """
 
     reads: ClassVar[Literal["losses"]] = "losses"
     ridge: float = 1e-3
@@ -253,24 +239,52 @@ class RegressionController(_SlopeController):
         super().__post_init__()
         check_positive("ridge", self.ridge)
 
+    def rates_window(self, run: Run) -> tuple[float, float]:
+        return (self.start_at or 0.0) * (run.total_steps or 0), self.window(run)[1]
+
+    def start(self, count: int, run: Run | None = None) -> State:
+        return {**super().start(count, run), "evidence": [[] for _ in range(count)]}
+
     def update(self, run: Run, state: State, seen: Observation) -> State:
         logs = np.log(seen.multipliers)
-        slopes = regress(seen.losses, logs, self.ridge)
-        return self._moved(run, state, slopes, significances(seen.losses, logs, slopes), seen)
+        slopes = _countable(regress(seen.losses, logs, self.ridge))
+        sure = significances(seen.losses, logs, slopes)
+        moved = self._moved(run, state, slopes, sure, seen)
+        gate = _gate(np.asarray(moved["s"]), 1 - 0.9 ** moved["looks"])
+        mu, evidence = list(moved["mu"]), list(state["evidence"])
+        for index, peak in enumerate(run.peaks):
+            if peak is not None:
+                said = belief.heard(slopes[index], sure[index], gate[index])
+                evidence[index] = [*evidence[index], *self._told(run, seen, index, peak, said)]
+                mu[index] = self._towards(run, state["mu"][index], evidence[index])
+        return {**moved, "mu": mu, "evidence": evidence}
+
+    def _told(self, run: Run, seen: Observation, index: int, peak: float, said: float) -> list[list[float]]:
+        """What this sync adds to the evidence on a learning rate; nothing if it says nothing."""
+        if said == 0 or seen.step < self.rates_window(run)[0] - EDGE:
+            return []
+        share = float(seen.base[index]) / _annealed(peak, run)
+        return [[belief.turning_point(share, seen.step, run.sync_every, run.total_steps or 1), said]]
+
+    def _towards(self, run: Run, mu: float, evidence: list[list[float]]) -> float:
+        fall, rise = (math.inf, LARGEST_MOVE) if self.rate is None else (self.rate, self.rate)
+        believed = belief.median(evidence, run.sync_every / (run.total_steps or 1))
+        return min(max(mu + min(max(believed - mu, -fall), rise), -self.limit), self.limit)
 
 
 @dataclass(frozen=True)
 class HypergradientController(_SlopeController):
-    """The same from b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩ over the parameters of group j: the next gradient times the last
-    cycle's displacement. Needs no spread and works with a single replica; it moves learning rates only, and with
-    several replicas it needs shared gradients. It keeps up to two copies of the parameters."""
+    """Moves learning rates by b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩ over the parameters of group j: the next gradient times the
+    last cycle's displacement. Needs no spread and works with a single replica; with several it needs shared gradients.
+    It keeps up to two copies of the parameters."""
 
     reads: ClassVar[Literal["slopes"]] = "slopes"
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         if seen.slopes is None:  # the first cycle has none before it
             return {**state, "ceilings": self._next_ceilings(run, seen.step)}
-        return self._moved(run, state, seen.slopes, np.full(len(seen.slopes), TRUSTED), seen)
+        slopes = _countable(seen.slopes)
+        return self._moved(run, state, slopes, np.where(slopes != 0, TRUSTED, 0.0), seen)
 
 
 @dataclass(frozen=True)
