@@ -79,9 +79,11 @@ def one(name: str, device: str, out: Path, quick: bool) -> Outcome:
     arguments = [*command(name, device), f"--benchmark-json={record}"]
     if quick:
         arguments += ["--benchmark-max-time=0.05", "--benchmark-min-rounds=3"]
+    # Of a pytest around this one: in a worker of pytest-xdist, benchmarks are switched off.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     own = {"PYTEST_ADDOPTS": f"--junit-xml={ends} -p no:cacheprovider", "HDET_BENCH_QUICK": "1" if quick else "0"}
     start = time.perf_counter()
-    code = subprocess.run([sys.executable, *arguments], cwd=HERE.parent, env=os.environ | own).returncode
+    code = subprocess.run([sys.executable, *arguments], cwd=HERE.parent, env=environment | own).returncode
     outcome = Outcome(name, time.perf_counter() - start)
     if ends.exists():
         read_ends(ends, outcome)
