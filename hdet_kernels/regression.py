@@ -38,9 +38,11 @@ def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array
     Losses count as :func:`comparable` says.
     """
     y = comparable(losses)
-    y = y - y.mean()
     x = log_multipliers.T - log_multipliers.mean(axis=1)
     replicas, count = x.shape
+    if (y == y[0]).all():  # their mean may be another by a rounding, and of that only the sign would be seen
+        return np.zeros(count)
+    y = y - y.mean()
     if count < replicas - 1:
         return np.linalg.lstsq(x, y, rcond=None)[0]
     gram = x.T @ x
