@@ -38,9 +38,11 @@ def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array
     Losses count as :func:`comparable` says.
     """
     y = comparable(losses)
-    y = y - y.mean()
     x = log_multipliers.T - log_multipliers.mean(axis=1)
     replicas, count = x.shape
+    if (y == y[0]).all():  # their mean may be another by a rounding, and of that only the sign would be seen
+        return np.zeros(count)
+    y = y - y.mean()
     if count < replicas - 1:
         return np.linalg.lstsq(x, y, rcond=None)[0]
     gram = x.T @ x
@@ -62,7 +64,8 @@ def significances(losses: Array, log_multipliers: Array, slopes: Array) -> Array
     y = comparable(losses)
     left = y - y.mean() - x @ slopes
     errors = np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) / spare) * np.linalg.norm(left)
-    # Student's t of so many degrees of freedom as a normal variable, within 2 %.
+    # Student's t of so many degrees of freedom as a normal variable: where that is 1.96, within 2.5 % from six on,
+    # lower by 5 % with four and by 19 % with two.
     most = math.sqrt(2 * spare)
     t = np.divide(np.abs(slopes), errors, out=np.where(slopes != 0, np.inf, 0.0), where=errors > 0)
     t = np.minimum(t, 1e9 * most)

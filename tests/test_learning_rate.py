@@ -1,8 +1,8 @@
 """Where scripted losses move a learning rate whose best peak is known.
 
 Replica r's loss is Σ_j log cosh log(v/η_c), v = η_j·ρ_r, and noise: its slope in log η is tanh log(η/η_c), which
-vanishes at η_c(t) = A/t. A is such that the best peak is 1, as ``docs/controller.md`` says: a start of 30 is 30
-times too high.
+vanishes at η_c(t) = A/(t + T). A is such that the best peak is 1, as ``hdet_kernels/belief.py`` says: a start of 30 is
+30 times too high.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from hdet_kernels import HypergradientController, RegressionController, multipliers, permutation
-from hdet_kernels.controller import STAYING, Observation, Run, State
+from hdet_kernels.belief import GREEDY
+from hdet_kernels.controller import LARGEST_RISE, STAYING, Observation, Run, State
 from hdet_kernels.explore import Hyperparameter
 from hdet_kernels.spread import Spread
 
@@ -30,8 +31,6 @@ Schedule = Callable[[float], float]
 NAN, INF = math.nan, math.inf
 TOTAL, T, N = 2000, 50, 8
 REGRESSION = RegressionController()
-#: η_c·t/S over the best peak of a schedule that anneals.
-GREEDY = 0.011
 
 
 def one_cycle(share: float) -> float:
@@ -68,11 +67,12 @@ class Scripted:
     sync_every: int = T
     seed: int = 0
     controller: RegressionController = REGRESSION
+    off: float = 1.0  # A over that of the law
 
     def __post_init__(self) -> None:
         self.schedule, peak, end = SHAPES[self.shape]
         self.run = Run(TOTAL, self.sync_every, peak, (None,) * len(self.starts), tuple(self.starts), end)
-        self.reach = GREEDY * (1 + STAYING * end) * TOTAL  # A
+        self.reach = self.off * GREEDY * TOTAL ** (2 / 3) * (1 + STAYING * end)  # A
         self.random = np.random.default_rng(self.seed)
         self.state: State = self.controller.start(len(self.starts), self.run)
 
@@ -83,12 +83,12 @@ class Scripted:
     def losses(self, values: Array, step: int) -> Array:
         """[N] from [J, N]."""
         noise = self.random.normal(0, self.noise, values.shape[1])
-        found: Array = np.log(np.cosh(np.log(values * step / self.reach))).sum(axis=0) + noise
+        found: Array = np.log(np.cosh(np.log(values * (step + self.sync_every) / self.reach))).sum(axis=0) + noise
         return found
 
     def sync(self, step: int, change: Callable[[Array, Array], Array] = lambda losses, rho: losses) -> None:
-        # A cycle trains with the mean of its learning rates.
-        base, rho = self.base(step - self.sync_every / 2), fan(len(self.starts), step // self.sync_every, self.seed)
+        # What the scheduler tells of a cycle is what its last step was made with.
+        base, rho = self.base(step - 1), fan(len(self.starts), step // self.sync_every, self.seed)
         losses = change(self.losses(base[:, None] * rho, step), rho)
         self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))
 
@@ -117,7 +117,7 @@ class Steep(Scripted):
 
     def losses(self, values: Array, step: int) -> Array:
         noise = self.random.normal(0, self.noise * values.max(), values.shape[1])
-        found: Array = (0.5 * values**2 * step / self.reach - values).sum(axis=0) + noise
+        found: Array = (0.5 * values**2 * (step + self.sync_every) / self.reach - values).sum(axis=0) + noise
         return found
 
 
@@ -125,38 +125,98 @@ def to_the_right_side(run: Scripted) -> bool:
     return all(start == 1 or (mu > 0) == (start < 1) for start, mu in zip(run.starts, run.mu, strict=True))
 
 
+def between(ended: float, measured: tuple[float, float]) -> bool:
+    """Within what 20 seeds gave, and a tenth."""
+    return 0.9 * measured[0] < ended < 1.1 * measured[1]
+
+
+#: Where a start ended, over the best: lowest and highest of all shapes and 20 seeds.
+ENDED = {1 / 30: (0.30, 0.47), 1 / 10: (0.27, 0.37), 1 / 3: (0.35, 0.41), 1.0: (1.0, 1.2), 3.0: (1.03, 1.27),
+         10.0: (0.56, 1.0), 30.0: (0.55, 0.74)}  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: int) -> None:
-    """Over 20 seeds it ended at 0.50 to 1.49 of the best, and from the best at 0.76 to 1.18; from three times too high,
-    under a ceiling, at 0.26 to 0.30: that climbs in steps, and the first of them is above η_c already."""
+    """Over 20 seeds it ended at 0.27 to 1.27 of the best, and from the best at 1.00 to 1.20. Starts that are too low
+    end low, at 0.27 to 0.47: once η has passed η_c every sync says so again."""
     run = Scripted([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
-    lowest = 0.2 if start == 3.0 and shape != "onecycle" else 0.45
-    assert lowest < ended < (1.25 if start == 1 else 1.6)
+    assert between(ended, ENDED[start])
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_steep_slopes_end_lower(start: float, shape: str, seed: int) -> None:
-    """At 0.27 to 1.55 of the best over 20 seeds (0.15 to 0.40 from three times too high), and from the best itself at
-    0.30 to 0.33: the later syncs outweigh the first."""
+def test_steep_slopes_end_where_others_do(start: float, shape: str, seed: int) -> None:
+    """Signs count and sizes do not. From ten times too high, where noise is loud, at 0.23 to 0.97 over 20 seeds."""
     run = Steep([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
-    assert (0.12 if start == 3 else 0.24) < ended < 1.7
+    assert between(ended, (0.23, 0.97) if start == 10 else ENDED[start])
 
 
-@pytest.mark.parametrize("sync_every", [25, 100], ids=["half the usual interval", "twice the usual interval"])
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_moves_at_other_intervals(start: float, sync_every: int) -> None:
-    """Four syncs take longer at twice the interval: from starts that are too low it ended lower."""
-    run = Scripted([start], sync_every=sync_every).finish()
-    assert to_the_right_side(run)
-    assert 0.15 < run.over_best[0] < 1.6
+FROM_LOW_TO_HIGH = np.geomspace(1 / 30, 30, 35).tolist()
+
+
+def ends(**options: Any) -> Array:
+    """Where 35 starts from 30 times too low to 30 times too high end, over the best."""
+    return np.array([Scripted([start], **options).finish().over_best[0] for start in FROM_LOW_TO_HIGH])
+
+
+def typical(values: Array) -> float:
+    return float(np.exp(np.log(values).mean()))
+
+
+@pytest.mark.parametrize(
+    ("shape", "lowest", "mean", "highest"),
+    [
+        ("onecycle", 0.29, 0.66, 1.50),
+        ("cosine", 0.29, 0.67, 1.43),
+        ("constant", 0.21, 0.52, 1.15),
+        ("half", 0.26, 0.60, 1.32),
+    ],
+)
+def test_where_all_starts_end(shape: str, lowest: float, mean: float, highest: float) -> None:
+    ended = ends(shape=shape)
+    assert between(ended.min(), (lowest, lowest))
+    assert between(typical(ended), (mean, mean))
+    assert between(ended.max(), (highest, highest))
+
+
+@pytest.mark.parametrize(("off", "mean"), [(0.5, 0.55), (2.0, 2.02)], ids=["half", "twice"])
+def test_a_task_with_another_constant_ends_off_by_about_that(off: float, mean: float) -> None:
+    """In the mean of all starts; a single one by 0.14 to 1 and by 1 to 7.3, for syncs are few and far between."""
+    ratios = ends(off=off) / ends()
+    assert between(typical(ratios), (mean, mean))
+    assert between(ratios.min(), (0.14, 0.14) if off < 1 else (1.0, 1.0))
+    assert between(ratios.max(), (1.0, 1.0) if off < 1 else (7.26, 7.26))
+
+
+def test_cycles_four_times_as_short_end_about_the_same() -> None:
+    """Lower by a quarter in the mean of all starts; a single one at 0.40 to 1.56 of where it ended before."""
+    ratios = ends(sync_every=10) / ends(sync_every=40)
+    assert between(typical(ratios), (0.74, 0.74))
+    assert between(ratios.min(), (0.40, 0.40))
+    assert between(ratios.max(), (1.56, 1.56))
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "lowest", "mean", "highest"),
+    [(10, 0.21, 0.47, 0.81), (25, 0.22, 0.55, 1.01), (100, 0.23, 0.95, 8.78)],
+    ids=["a fifth of the usual interval", "half", "twice"],
+)
+def test_moves_at_other_intervals(sync_every: int, lowest: float, mean: float, highest: float) -> None:
+    """At twice the interval the six syncs to the peak leave what is 10 or 30 times too high at 2.9 and 8.8: it climbs
+    as fast as the belief falls."""
+    ended = ends(sync_every=sync_every)
+    for start, found in zip(FROM_LOW_TO_HIGH, ended, strict=True):
+        assert (found > start) == (start < 1) or 0.5 < start < 2
+    assert between(ended.min(), (lowest, lowest))
+    assert between(typical(ended), (mean, mean))
+    assert between(ended.max(), (highest, highest))
 
 
 @pytest.mark.parametrize(
@@ -166,84 +226,144 @@ def test_moves_at_other_intervals(start: float, sync_every: int) -> None:
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_moves_several_at_once(starts: list[float], seed: int) -> None:
+    """At 0.21 to 1.26 of the best over 20 seeds."""
     run = Scripted(starts, seed=seed).finish()
     assert to_the_right_side(run), f"ended at {run.over_best} of the best"
-    assert run.over_best.min() > 0.15
-    assert run.over_best.max() < 1.6
+    assert all(between(ended, (0.21, 1.26)) for ended in run.over_best)
 
 
 @pytest.mark.parametrize("peak", [1.0, None], ids=["learning rate", "other scalar"])
 def test_moves_within_its_window(peak: float | None) -> None:
-    """Learning rates at the four syncs from 5 % to 12.5 % of the run, by 0.75 each; other scalars to 30 %."""
-    run, moved, state = Run(TOTAL, T, 0.3, (None,), (peak,)), [], REGRESSION.start(1)
+    """Learning rates from the first sync on, by 0.75 at most; other scalars from 5 %; both to 30 %."""
+    run, moved, state = Run(TOTAL, T, 0.3, (None,), (peak,)), {}, REGRESSION.start(1)
     for step in range(T, TOTAL + 1, T):
         if REGRESSION.active(run, step):
             before, rho = state["mu"][0], fan(1, step // T)
-            state = REGRESSION.update(run, state, Observation(-np.log(rho[0]), rho, np.ones(1), step))
+            base = np.array([REGRESSION.base(state, 0, one_cycle(step / TOTAL))])
+            state = REGRESSION.update(run, state, Observation(-np.log(rho[0]), rho, base, step))
             if state["mu"][0] != before:
-                moved.append((step, pytest.approx(state["mu"][0] - before, rel=1e-9)))
-    steps, size = (range(100, 251, T), 0.75) if peak else (range(100, 601, T), 3 / 11)
-    assert moved == [(step, size) for step in steps]
+                moved[step] = state["mu"][0] - before
+    if peak is None:
+        most = 12 * (1 - 0.25 / 6) ** 2  # the square of what eight replicas can be sure of
+        assert moved == {step: pytest.approx(3 / 11 * (1 - 1 / most), rel=1e-9) for step in range(100, 601, T)}
+    else:
+        assert len(state["evidence"][0]) == 12
+        assert min(moved) == T
+        assert max(moved.values()) == pytest.approx(LARGEST_RISE, rel=1e-9)
+        assert state["mu"] == [REGRESSION.limit]
 
 
 @pytest.mark.parametrize(
-    ("sync_every", "start_at", "expected"),
+    ("sync_every", "options", "expected"),
     [
-        (10, 0.05, list(range(50, 126, 10))),
-        (50, 0.05, [50, 100, 150, 200]),
-        (50, 0.0, [50, 100, 150, 200]),
-        (100, 0.05, [100, 200, 300]),
-        (250, 0.05, [250]),
-        (400, 0.05, []),
+        (10, {}, range(10, 301, 10)),
+        (50, {}, range(50, 301, 50)),
+        (100, {}, [100, 200, 300]),
+        (250, {}, [250]),
+        (400, {}, []),
+        (50, {"start_at": 0.15}, range(150, 301, 50)),
+        (50, {"stop_at": 0.12}, [50, 100]),
+        (50, {"stop_at": 0.5}, range(50, 501, 50)),
     ],
-    ids=["eight", "four, later than 12.5 %", "four from the first", "three to the peak", "one", "none"],
+    ids=["short cycles", "ordinary", "long", "one", "none", "start_at", "stop_at", "later stop_at"],
 )
-def test_at_least_four_syncs_where_there_are_as_many(sync_every: int, start_at: float, expected: list[int]) -> None:
-    controller, run = RegressionController(start_at=start_at), Run(1000, sync_every, 0.3, (None,), (1.0,))
-    first, last = controller.rates_window(run)
-    assert [step for step in range(sync_every, 1001, sync_every) if first <= step <= last + 1e-6] == expected
-    state, moves = controller.start(1, run), 0
+def test_every_sync_to_the_peak_is_evidence(sync_every: int, options: dict[str, float], expected: list[int]) -> None:
+    controller, run = RegressionController(**options), Run(1000, sync_every, 0.3, (None,), (1.0,))
+    state, told = controller.start(1, run), []
     for step in range(sync_every, 1001, sync_every):
         if controller.active(run, step):
-            rho, before = fan(1, step // sync_every), state["mu"]
+            rho, before = fan(1, step // sync_every), state
             state = controller.update(run, state, Observation(-np.log(rho[0]), rho, np.ones(1), step))
-            moves += state["mu"] != before
-    assert moves == len(expected)
-    assert state["mu"][0] == pytest.approx(min(3.0, 0.75 * moves), rel=1e-9)
+            if state["evidence"] != before["evidence"]:
+                told.append(step)
+            else:
+                assert state["mu"] == before["mu"]
+    assert told == list(expected)
+    assert len(state["evidence"][0]) == len(told)
+
+
+def rising_then_falling(controller: RegressionController) -> list[float]:
+    """By how much μ moves while six syncs say surely up, and then down at a thousandth of those learning rates."""
+    run, state, moves = Run(TOTAL, T, 0.3, (None,), (1.0,)), controller.start(1), []
+    for step in range(T, 601, T):
+        rho, rises = fan(1, step // T), step <= 300
+        losses, base = (-1 if rises else 1) * np.log(rho[0]), np.array([30.0 if rises else 0.03])
+        before, state = state["mu"][0], controller.update(run, state, Observation(losses, rho, base, step))
+        moves.append(state["mu"][0] - before)
+    return moves
+
+
+def test_rises_in_steps_and_falls_at_once() -> None:
+    """A fall of 4.6 at one sync, and before it five rises that were cut."""
+    moves = rising_then_falling(REGRESSION)
+    assert moves[1:6] == pytest.approx([LARGEST_RISE] * 5, rel=1e-9)
+    assert max(moves) <= LARGEST_RISE + 1e-9
+    assert min(moves) == pytest.approx(-4.59, abs=0.05)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3])
+def test_a_rate_bounds_both(rate: float) -> None:
+    moves = rising_then_falling(RegressionController(rate=rate))
+    assert max(moves) == pytest.approx(rate, rel=1e-9)
+    assert min(moves) == pytest.approx(-rate, rel=1e-9)
 
 
 # Losses that say nothing
 
 
-def noise(total_steps: int, sync_every: int, peak: float | None, seed: int, *, n: int = N) -> tuple[float, float]:
+def noise(
+    total_steps: int, sync_every: int, peak: float | None, seed: int, *, n: int = N, shape: str = "onecycle"
+) -> tuple[float, float]:
     """μ at the end and the highest |μ| on the way, where losses are noise."""
-    run, random = Run(total_steps, sync_every, 0.3, (None,), (peak,)), np.random.default_rng(seed)
+    schedule, at, end = SHAPES[shape]
+    run, random = Run(total_steps, sync_every, at, (None,), (peak,), end), np.random.default_rng(seed)
     state, highest = REGRESSION.start(1, run), 0.0
     for step in range(sync_every, total_steps + 1, sync_every):
         if REGRESSION.active(run, step):
             rho = fan(1, step // sync_every, seed, n)
-            state = REGRESSION.update(run, state, Observation(random.normal(2, 1, n), rho, np.ones(1), step))
+            base = np.array([REGRESSION.base(state, 0, schedule((step - 1) / total_steps))])
+            state = REGRESSION.update(run, state, Observation(random.normal(2, 1, n), rho, base, step))
             highest = max(highest, abs(state["mu"][0]))
     return state["mu"][0], highest
 
 
-@pytest.mark.parametrize(("n", "mean"), [(2, 1.6), (4, 0.4), (8, 0.4), (16, 0.4)])
-def test_noise_moves_an_ordinary_run_little(n: int, mean: float) -> None:
-    """Over 200 runs |μ| was 0.30, 0.23 and 0.26 in the mean with 4, 8 and 16 replicas. Two have no errors to gate by:
-    1.4. Up as often as down, and never by more than 3."""
-    found = [noise(TOTAL, T, 1.0, seed, n=n) for seed in range(200)]
+FAR = pytest.mark.xfail(strict=True, reason="no errors to gate by: |μ| is 2.1 in the mean, μ 1.1 to 1.2, the worst 4")
+
+
+@pytest.mark.parametrize("shape", ["onecycle", "constant"])
+@pytest.mark.parametrize(
+    ("n", "mean", "worst"),
+    [
+        pytest.param(2, 1.6, 3.0, marks=FAR),
+        pytest.param(3, 1.6, 3.0, marks=FAR),
+        (4, 0.2, 2.2),
+        (8, 0.35, 4.0),
+        (16, 0.45, 3.5),
+    ],
+)
+def test_noise_moves_an_ordinary_run_little(n: int, mean: float, worst: float, shape: str) -> None:
+    """Over 200 runs |μ| was 0.14, 0.25 to 0.29 and 0.33 to 0.37 in the mean with 4, 8 and 16 replicas, and in the worst
+    moment of the worst run 2.0, 3.7 and 3.2. Up as often as down: μ was −0.01 to 0.07 in the mean."""
+    found = [noise(TOTAL, T, 1.0, seed, n=n, shape=shape) for seed in range(200)]
     assert np.mean([abs(mu) for mu, _ in found]) < mean
-    assert abs(np.mean([mu for mu, _ in found])) < 0.36
-    assert max(highest for _, highest in found) <= 3.0
+    assert abs(np.mean([mu for mu, _ in found])) < 0.15
+    assert max(highest for _, highest in found) < worst
+
+
+@pytest.mark.parametrize(("n", "mean", "worst"), [(4, 0.06, 0.6), (8, 0.15, 1.4)])
+def test_noise_moves_another_scalar_little(n: int, mean: float, worst: float) -> None:
+    """0.04 and 0.12 in the mean of 200 runs with 4 and 8 replicas, 0.4 and 1.1 in the worst."""
+    found = [noise(TOTAL, T, None, seed, n=n) for seed in range(200)]
+    assert np.mean([abs(mu) for mu, _ in found]) < mean
+    assert max(highest for _, highest in found) < worst
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("peak", [1.0, None], ids=["learning rate", "other scalar"])
 def test_a_thousand_syncs_of_noise(peak: float | None, seed: int) -> None:
-    """The highest |μ| on the way of 20 runs was 0.04, for a learning rate and for another scalar."""
-    total = 140_000 if peak else 40_000
+    total = 34_000 if peak else 40_000
     run = Run(total, 10, 0.3, (None,), (peak,))
-    assert run.syncs(*(REGRESSION.rates_window(run) if peak else REGRESSION.window(run))) > 1000
+    assert run.syncs(0 if peak else REGRESSION.window(run)[0], 0.3 * total) > 1000
     assert noise(total, 10, peak, seed)[1] < 0.1
 
 
@@ -275,38 +395,56 @@ def test_syncs_that_tell_nothing_still_release_the_ceiling(controller: Any, told
 # Losses that are bad
 
 
+def highest_is(bad: float) -> Callable[[Array, Array], Array]:
+    return lambda losses, rho: np.where(np.arange(N) == rho[0].argmax(), bad, losses)
+
+
 def with_bad_losses(start: float, bad: float, at: Callable[[int], bool]) -> Scripted:
     """A run in which the replica with the highest learning rate has loss ``bad`` at some syncs."""
     run = Scripted([start])
-
-    def change(losses: Array, rho: Array) -> Array:
-        return np.where(np.arange(N) == rho[0].argmax(), bad, losses)
-
     for step in run.syncs:
-        run.sync(step, change if at(step) else lambda losses, rho: losses)
+        run.sync(step, highest_is(bad) if at(step) else lambda losses, rho: losses)
     return run
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 1e30, 1e300])
-@pytest.mark.parametrize("at", [100, 150, 250])
+@pytest.mark.parametrize("at", [50, 100, 150, 250])
 @pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
 def test_a_replica_that_explodes_does_not_raise_it(start: float, at: int, bad: float) -> None:
-    """And lowers it as a loss does that is merely bad: how bad says nothing. Where all syncs say down, one large slope
-    makes the others small beside it: μ then ended at −2.85 instead of −3."""
-    exploded, ordinary = (with_bad_losses(start, value, lambda step: step == at) for value in (bad, 1e3))
-    assert exploded.mu[0] <= Scripted([start]).finish().mu[0] + (0.2 if start > 1 else 1e-9)
-    if math.isfinite(bad):
-        assert exploded.state == ordinary.state
+    """Where μ would rise it rises less or falls. Where it would fall it falls, but less (by 0.24 at most): it is less
+    sure. How bad a finite loss is says nothing."""
+    plain, exploded, ordinary = (Scripted([start]) for _ in range(3))
+    for step in range(T, at, T):
+        for run in (plain, exploded, ordinary):
+            run.sync(step)
+    before = plain.mu[0]
+    plain.sync(at)
+    exploded.sync(at, highest_is(bad))
+    ordinary.sync(at, highest_is(1e3))
+    if plain.mu[0] > before:
+        assert exploded.mu[0] < plain.mu[0]
     else:
-        assert exploded.mu[0] >= ordinary.mu[0] - 0.1
+        assert exploded.mu[0] <= min(before, plain.mu[0] + 0.3)
+    assert exploded.state == ordinary.state or not math.isfinite(bad)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 1e30])
+@pytest.mark.parametrize("at", [50, 100, 150, 250])
 @pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
-def test_one_that_explodes_at_every_sync_does_not_raise_it(start: float, bad: float) -> None:
+def test_one_explosion_is_outlived(start: float, at: int, bad: float) -> None:
+    """A start that is too low then ends at 0.28 to 0.73 of the best instead of 0.37, for what did not rise so far does
+    not fall so far; one that is too high at 0.32 to 0.96. None ends higher by more than 1 % where it ends above it."""
+    (ended,) = with_bad_losses(start, bad, lambda step: step == at).over_best
+    assert ended <= max(1.01 * Scripted([start]).finish().over_best[0], 1.0)
+    assert ended > 0.9 * 0.28
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, 1e30])
+@pytest.mark.parametrize(("start", "mu"), [(0.1, -0.17), (1.0, -0.93), (10.0, -3.44)])
+def test_one_that_explodes_at_every_sync_does_not_raise_it(start: float, mu: float, bad: float) -> None:
     exploded = with_bad_losses(start, bad, lambda step: True)
-    assert exploded.mu[0] <= max(Scripted([start]).finish().mu[0], 0.0)
-    assert exploded.mu[0] >= -3
+    assert exploded.mu[0] <= min(Scripted([start]).finish().mu[0], 0.0)
+    assert exploded.mu[0] == pytest.approx(mu, abs=0.1)
 
 
 @pytest.mark.parametrize("size", [1e-300, 1e300])
@@ -319,7 +457,10 @@ def test_takes_slopes_of_any_size(size: float, peak: float | None) -> None:
         seen = Observation(np.ones(1), np.ones((1, 1)), np.ones(1), step, np.array([-size]))
         state = controller.update(run, state, seen)
         assert all(math.isfinite(state[name][0]) for name in ("mu", "m", "q"))
-    assert state["mu"][0] == pytest.approx(3.0 if size > 1 else 0.0, abs=1e-9)
+    if peak is None:
+        assert state["mu"][0] == pytest.approx(3.0 * (1 - 1 / 16) if size > 1 else 0.0, abs=1e-9)
+    else:
+        assert state["mu"][0] == controller.limit  # signs count, sizes do not
 
 
 def test_bounds_hold_on_the_way_and_at_the_end() -> None:
@@ -377,7 +518,7 @@ def test_what_does_not_climb_does_under_the_ceiling(start: float, shape: str) ->
         base = run.base(step)[0]
         assert base <= own
         held.append(base < own)
-        ends = 0.5 * 0.05 if step <= 50 else math.ceil(step / T) * T / TOTAL  # of the cycle, or of what came before
+        ends = math.ceil(step / T) * T / TOTAL  # the cycle
         if step <= 600:
             ceiling = start * one_cycle(min(ends, 0.3 - 1e-12)) * higher * math.exp(run.mu[0])
             assert base == pytest.approx(min(own, ceiling), rel=1e-9)
