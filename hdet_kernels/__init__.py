@@ -2,12 +2,6 @@
 
 from . import compat, report
 from .buckets import Buckets
-from .controller import (
-    HypergradientController,
-    RegressionController,
-    SoftmaxController,
-    paper_settings,
-)
 from .converge import Converger
 from .ensemble import ProcessEnsemble
 from .explore import Explore
@@ -18,6 +12,8 @@ from .ops.backends import backends, use_backend
 from .optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from .outer import Outer
 from .schedule import HDETOneCycleLR, HDETScheduler
+from .slopes import HypergradientController, RegressionController
+from .softmax import SoftmaxController, paper_settings
 from .stack import ReplicaStack
 from .stacked import StackedParameter
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .buckets import Buckets, replicas_of, share_gradients
 from .compress import Format
-from .controller import Controller, HypergradientController, RegressionController, Run, SoftmaxController
+from .controller import Controller, Run
 from .converge import AverageState, Converger, Merge
 from .cycle import Cycle, Gradients, Probe
 from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
@@ -21,6 +21,8 @@ from .explore import Explore, Group, Hyperparameter, expand, forget_per_replica,
 from .optimizer_state import StepCounts, averaged_state, why_not_averaged
 from .outer import Outer
 from .rehearsal import Rehearsal
+from .slopes import HypergradientController, RegressionController
+from .softmax import SoftmaxController
 from .spread import Spread
 from .stack import StackEnsemble
 

@@ -27,6 +27,9 @@ AT_FIRST = 1.5
 #: Signs that are wrong however sure they look.
 WRONG = 0.05
 
+#: How much a sign says where nothing tells how sure it is: a few must say the same.
+UNKNOWN = 0.3
+
 #: A sync counts in full if its cycle is at least this share of the run: many short ones tell no more than a few.
 WHOLE = 0.025
 
@@ -44,15 +47,19 @@ def heard(slope: float, significance: float, gate: float) -> float:
     return math.copysign((1 - 2 * WRONG) * gate * math.erf(significance / math.sqrt(2)), slope)
 
 
-def median(evidence: Sequence[Sequence[float]], cycle: float) -> float:
-    """Of what is believed of log θ after ``evidence``: pairs of a turning point and what was :func:`heard`, from cycles
-    that last this share of the run. 0 without any."""
-    if not evidence:
+def updated(logs: Sequence[float], turn: float, said: float, cycle: float) -> list[float]:
+    """The log-probabilities of the points of ``GRID``, none before anything was heard, after one thing more was
+    :func:`heard` at a turning point, from a cycle that lasts this share of the run."""
+    before = np.asarray(logs) if len(logs) else -np.abs(GRID) / AT_FIRST
+    too_high = 1 / (1 + np.exp(np.clip((GRID - turn) / SLACK, -50, 50)))
+    after = before + min(cycle / WHOLE, 1.0) * np.log(0.5 + said * (too_high - 0.5))
+    return list((after - after.max()).tolist())
+
+
+def median(logs: Sequence[float]) -> float:
+    """Of what is believed of log θ. 0 before anything was heard."""
+    if not len(logs):
         return 0.0
-    logs = -np.abs(GRID) / AT_FIRST
-    for turn, said in evidence:
-        too_high = 1 / (1 + np.exp(np.clip((GRID - turn) / SLACK, -50, 50)))
-        logs += min(cycle / WHOLE, 1.0) * np.log(0.5 + said * (too_high - 0.5))
-    weights = np.exp(logs - logs.max())
+    weights = np.exp(np.asarray(logs))
     below = np.cumsum(weights) - 0.5 * weights
     return float(np.interp(0.5 * weights.sum(), below, GRID))

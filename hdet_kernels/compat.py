@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
-from .controller import SoftmaxController
 from .ensemble import default_ensemble
 from .schedule import HDETOneCycleLR
+from .softmax import SoftmaxController
 
 log = logging.getLogger("hdet_kernels")
 

@@ -50,17 +50,27 @@ def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array
     return np.linalg.solve(gram + penalty * np.eye(count), x.T @ y) if penalty > 0 else np.zeros(count)
 
 
-#: Where there is nothing to tell how sure a slope is.
-TRUSTED = 4.0
+#: The significance of a slope where there is nothing to tell it by.
+UNKNOWN = 4.0
+
+
+def can_tell(log_multipliers: Array) -> bool:
+    """Whether there are enough replicas to tell how sure slopes are."""
+    return _spare(log_multipliers) >= 2
+
+
+def _spare(log_multipliers: Array) -> int:
+    count, replicas = log_multipliers.shape
+    return replicas - 1 - count
 
 
 def significances(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
     """How far each of :func:`regress`'s slopes [J] is from 0, in standard deviations of a normal distribution, by what
-    they leave unexplained: of few replicas that is known less surely. ``TRUSTED`` where there are too few to tell."""
+    they leave unexplained: of few replicas that is known less surely. ``UNKNOWN`` where there are too few to tell."""
     x = log_multipliers.T - log_multipliers.mean(axis=1)
-    spare = len(x) - 1 - x.shape[1]
+    spare = _spare(log_multipliers)
     if spare < 2:
-        return np.where(slopes != 0, TRUSTED, 0.0)
+        return np.where(slopes != 0, UNKNOWN, 0.0)
     y = comparable(losses)
     left = y - y.mean() - x @ slopes
     errors = np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) / spare) * np.linalg.norm(left)

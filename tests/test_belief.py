@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet_kernels.belief import AT_FIRST, GREEDY, GRID, SLACK, WHOLE, WRONG, heard, median, turning_point
+from hdet_kernels import belief
+from hdet_kernels.belief import AT_FIRST, GREEDY, GRID, SLACK, WHOLE, WRONG, heard, turning_point
 
 PROPERTY = settings(deadline=None, max_examples=80)
 SURE = 1 - 2 * WRONG
 
 EVIDENCE = st.lists(st.tuples(st.floats(-8, 8), st.floats(-SURE, SURE)), max_size=12)
+
+
+def median(evidence: Sequence[tuple[float, float]], cycle: float) -> float:
+    """After pairs of a turning point and what was heard."""
+    logs: list[float] = []
+    for turn, said in evidence:
+        logs = belief.updated(logs, turn, said, cycle)
+    return belief.median(logs)
 
 
 class TestMedian:

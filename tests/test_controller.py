@@ -25,15 +25,10 @@ from hdet_kernels import (
     paper_settings,
     permutation,
 )
-from hdet_kernels.controller import (
-    Controller,
-    Observation,
-    Run,
-    decay_to_floor,
-    published_decay,
-    softmax_weights,
-)
-from hdet_kernels.regression import TRUSTED, comparable, regress, significances
+from hdet_kernels.belief import GRID
+from hdet_kernels.controller import Controller, Observation, Run
+from hdet_kernels.regression import UNKNOWN, comparable, regress, significances
+from hdet_kernels.softmax import decay_to_floor, published_decay, softmax_weights
 
 PROPERTY = settings(deadline=None, max_examples=80)
 NAN, INF = math.nan, math.inf
@@ -459,7 +454,7 @@ class TestSignificances:
     def test_with_fewer_than_two_to_spare_they_are_trusted(self, n: int, count: int) -> None:
         slopes = np.array([0.0, *[1e-9] * (count - 1)]) if count > 1 else np.array([1e-9])
         found = significances(np.random.default_rng(0).normal(2, 1, n), np.log(fan(n, count)), slopes)
-        assert found.tolist() == [TRUSTED if slope else 0.0 for slope in slopes]
+        assert found.tolist() == [UNKNOWN if slope else 0.0 for slope in slopes]
 
     @pytest.mark.parametrize("n", [4, 8, 16])
     def test_of_noise_have_a_mean_square_of_about_one(self, n: int) -> None:
@@ -480,7 +475,7 @@ class TestSignificances:
 def gate(kind: Any, count: int) -> float:
     """Of losses of eight replicas that have exactly these slopes, or of slopes that are trusted."""
     spare = 7 - count
-    sure = math.sqrt(2 * spare) * (1 - 0.25 / spare) if kind is RegressionController else TRUSTED
+    sure = math.sqrt(2 * spare) * (1 - 0.25 / spare) if kind is RegressionController else UNKNOWN
     return 1 - 1 / sure**2
 
 
@@ -617,17 +612,14 @@ class TestMu:
 
     def test_slopes_no_larger_than_their_errors_move_nothing(self, kind: Any) -> None:
         """The running mean s of squared significances opens the gate, 1 − 1/s, not those of a single sync."""
-        controller, run = kind(rate=0.5), dataclasses.replace(RUN, peaks=(None, 1.0))
+        controller = kind(rate=0.5)
         for last, expected in [(2.0, 0.0), (4.0, 1 - 0.19 / (0.09 * 0.9**2 + 0.1 * 4.0**2))]:
-            state = controller.start(2)
+            state = controller.start(1)
             for sure in (0.9, last if last > 2 else 0.9):
                 before = state
-                state = controller._moved(run, state, np.ones(2), np.full(2, sure), slopes_seen([1.0, 1.0]))
-            assert before["mu"] == [0.0, 0.0]
-            assert before["evidence"] == [[], []]
+                state = controller._moved(RUN, state, np.ones(1), np.full(1, sure), slopes_seen([1.0]))
+            assert before["mu"] == [0.0]
             assert state["mu"][0] == pytest.approx(-0.5 * expected, rel=1e-9)
-            assert (state["mu"][1] < 0) is (expected > 0)
-            assert len(state["evidence"][1]) == (expected > 0)
 
     def test_window_scales_with_the_run_and_its_peak(self, kind: Any) -> None:
         assert kind().window(Run(20_000, 500, 0.4, ())) == pytest.approx((1000, 8000))
@@ -665,17 +657,16 @@ class TestRegressionController:
         controller = RegressionController(rate=1.0)
         assert controller.update(RUN, controller.start(1), observe([loss], [[1.0]]))["mu"] == [0.0]
 
-    @pytest.mark.xfail(strict=True, reason="one of eight is no surer than noise: the gate leaves 1 % of λ, μ = -0.005")
-    def test_a_replica_that_blew_up_moves_away_from_its_value(self) -> None:
-        """Not by all of λ: what one of eight says is not sure."""
+    def test_a_replica_that_blew_up_does_not_raise_its_value(self) -> None:
+        """Nor lowers it by much: what one of eight says is hardly surer than noise."""
         controller = RegressionController(rate=0.5)
         losses = [1, 1.02, 1, 1.02, 1, 1.02, 1, NAN]
         state = controller.update(RUN, controller.start(1), observe(losses, [multipliers(8, 0.3)]))
-        assert -0.5 < state["mu"][0] < -0.05
+        assert -0.05 < state["mu"][0] < 0
 
     def test_two_replicas_find_the_direction(self) -> None:
         controller = RegressionController(rate=0.5)
-        for losses, mu in [([2, 1], 0.5 * (1 - 1 / TRUSTED**2)), ([1, 2], -0.5 * (1 - 1 / TRUSTED**2))]:
+        for losses, mu in [([2, 1], 0.5 * (1 - 1 / UNKNOWN**2)), ([1, 2], -0.5 * (1 - 1 / UNKNOWN**2))]:
             assert controller.update(RUN, controller.start(1), observe(losses, [multipliers(2, 0.3)]))[
                 "mu"
             ] == pytest.approx([mu], rel=1e-6)
@@ -788,7 +779,9 @@ class TestEveryController:
         at_rest = {"eta": [], "velocity": [0.0] * 3, "gamma": []}
         if kind is not SoftmaxController:
             at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "s": [0.0] * 3}
-            at_rest |= {"evidence": [[], [], []], "looks": 0, "updates": 0, "ceilings": []}
+            at_rest |= {"looks": 0, "updates": 0, "ceilings": []}
+        if kind is RegressionController:
+            at_rest["belief"] = [[], [], []]
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:
@@ -801,8 +794,8 @@ class TestEveryController:
             loaded = json.loads(json.dumps(controller.update(run, loaded, observed(kind, cycle))))
             assert loaded == state
             assert set(kinds(state)) <= {int, float}
-        if kind is not SoftmaxController:
-            assert [len(pieces) for pieces in state["evidence"]] == [4, 0]
+        if kind is RegressionController:
+            assert [len(logs) for logs in state["belief"]] == [len(GRID), 0]
 
     def test_update_changes_neither_the_old_state_nor_the_observation(self, kind: Any) -> None:
         run = dataclasses.replace(RUN, floors=(1e-6, None), peaks=(0.1, None))

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from hdet_kernels import HypergradientController, RegressionController, multipliers, permutation
 from hdet_kernels.belief import GREEDY
-from hdet_kernels.controller import LARGEST_RISE, STAYING, Observation, Run, State
+from hdet_kernels.controller import Observation, Run, State
 from hdet_kernels.explore import Hyperparameter
+from hdet_kernels.slopes import LARGEST_MOVE, STAYING
 from hdet_kernels.spread import Spread
 
 Array = NDArray[np.float64]
@@ -247,9 +248,8 @@ def test_moves_within_its_window(peak: float | None) -> None:
         most = 12 * (1 - 0.25 / 6) ** 2  # the square of what eight replicas can be sure of
         assert moved == {step: pytest.approx(3 / 11 * (1 - 1 / most), rel=1e-9) for step in range(100, 601, T)}
     else:
-        assert len(state["evidence"][0]) == 12
         assert min(moved) == T
-        assert max(moved.values()) == pytest.approx(LARGEST_RISE, rel=1e-9)
+        assert max(moved.values()) == pytest.approx(LARGEST_MOVE, rel=1e-9)
         assert state["mu"] == [REGRESSION.limit]
 
 
@@ -274,12 +274,11 @@ def test_every_sync_to_the_peak_is_evidence(sync_every: int, options: dict[str, 
         if controller.active(run, step):
             rho, before = fan(1, step // sync_every), state
             state = controller.update(run, state, Observation(-np.log(rho[0]), rho, np.ones(1), step))
-            if state["evidence"] != before["evidence"]:
+            if state["belief"] != before["belief"]:
                 told.append(step)
             else:
                 assert state["mu"] == before["mu"]
     assert told == list(expected)
-    assert len(state["evidence"][0]) == len(told)
 
 
 def rising_then_falling(controller: RegressionController) -> list[float]:
@@ -296,8 +295,8 @@ def rising_then_falling(controller: RegressionController) -> list[float]:
 def test_rises_in_steps_and_falls_at_once() -> None:
     """A fall of 4.6 at one sync, and before it five rises that were cut."""
     moves = rising_then_falling(REGRESSION)
-    assert moves[1:6] == pytest.approx([LARGEST_RISE] * 5, rel=1e-9)
-    assert max(moves) <= LARGEST_RISE + 1e-9
+    assert moves[1:6] == pytest.approx([LARGEST_MOVE] * 5, rel=1e-9)
+    assert max(moves) <= LARGEST_MOVE + 1e-9
     assert min(moves) == pytest.approx(-4.59, abs=0.05)
 
 
@@ -327,26 +326,24 @@ def noise(
     return state["mu"][0], highest
 
 
-FAR = pytest.mark.xfail(strict=True, reason="no errors to gate by: |μ| is 2.1 in the mean, μ 1.1 to 1.2, the worst 4")
-
-
 @pytest.mark.parametrize("shape", ["onecycle", "constant"])
 @pytest.mark.parametrize(
-    ("n", "mean", "worst"),
+    ("n", "mean", "aside", "worst"),
     [
-        pytest.param(2, 1.6, 3.0, marks=FAR),
-        pytest.param(3, 1.6, 3.0, marks=FAR),
-        (4, 0.2, 2.2),
-        (8, 0.35, 4.0),
-        (16, 0.45, 3.5),
+        (2, 0.95, 0.6, 4.0),
+        (3, 0.95, 0.6, 4.0),
+        (4, 0.2, 0.15, 2.2),
+        (8, 0.35, 0.15, 4.0),
+        (16, 0.45, 0.15, 3.5),
     ],
 )
-def test_noise_moves_an_ordinary_run_little(n: int, mean: float, worst: float, shape: str) -> None:
+def test_noise_moves_an_ordinary_run_little(n: int, mean: float, aside: float, worst: float, shape: str) -> None:
     """Over 200 runs |μ| was 0.14, 0.25 to 0.29 and 0.33 to 0.37 in the mean with 4, 8 and 16 replicas, and in the worst
-    moment of the worst run 2.0, 3.7 and 3.2. Up as often as down: μ was −0.01 to 0.07 in the mean."""
+    moment of the worst run 2.0, 3.7 and 3.2. Up as often as down: μ was −0.01 to 0.07 in the mean. Two and three have
+    no errors to go by: 0.7 to 0.9 in the mean, rather up than down by 0.2 to 0.5, and 3.8 in the worst."""
     found = [noise(TOTAL, T, 1.0, seed, n=n, shape=shape) for seed in range(200)]
     assert np.mean([abs(mu) for mu, _ in found]) < mean
-    assert abs(np.mean([mu for mu, _ in found])) < 0.15
+    assert abs(np.mean([mu for mu, _ in found])) < aside
     assert max(highest for _, highest in found) < worst
 
 
@@ -457,10 +454,7 @@ def test_takes_slopes_of_any_size(size: float, peak: float | None) -> None:
         seen = Observation(np.ones(1), np.ones((1, 1)), np.ones(1), step, np.array([-size]))
         state = controller.update(run, state, seen)
         assert all(math.isfinite(state[name][0]) for name in ("mu", "m", "q"))
-    if peak is None:
-        assert state["mu"][0] == pytest.approx(3.0 * (1 - 1 / 16) if size > 1 else 0.0, abs=1e-9)
-    else:
-        assert state["mu"][0] == controller.limit  # signs count, sizes do not
+    assert state["mu"][0] == pytest.approx(3.0 * (1 - 1 / 16) if size > 1 else 0.0, abs=1e-9)
 
 
 def test_bounds_hold_on_the_way_and_at_the_end() -> None:

@@ -1,0 +1,221 @@
+"""Controllers that go by the slopes of the loss in the logarithms of the hyperparameters, and ride on the schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from . import belief
+from .controller import EDGE, Array, Observation, Run, State, check_positive, check_share
+from .regression import UNKNOWN, can_tell, regress, significances
+
+#: What one sync moves μ by, at most.
+LARGEST_MOVE = 0.75
+
+#: How OneCycleLR climbs: from this share of its peak to all of it, in this share of the run.
+CLIMBS_FROM, CLIMBS_FOR = 1 / 25, 0.3
+
+#: The best constant learning rate was a quarter of the best peak of a schedule that anneals: 1 + this.
+STAYING = 3.0
+
+#: Slopes count up to here: their squares must not overflow.
+HUGE = 1e150
+
+
+@dataclass(frozen=True)
+class _SlopeController:
+    """Moves μ_j against the slope b_j of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
+
+    m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b²;  s ← 0.9·s + 0.1·(b/error)², all bias-corrected;
+    μ ← clip(μ − λ·max(1 − 1/s, 0)·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
+
+    max(1 − 1/s, 0) is the noise gate: slopes that are no larger than their errors move nothing. Syncs before the first
+    one at which it acts count for q and s alone.
+
+    Args:
+        beta: β, the momentum of the slope.
+        rate: the most that one sync moves μ. Default: λ = 3 over the number of active syncs, at most 0.75, so that the
+            controller can travel a factor of e³ ≈ 20 in all.
+        start_at: share of the run at which it becomes active. Default: 5 %.
+        stop_at: share of the run after which μ is frozen. Default: the peak of the schedule, or 30 % if that is later.
+            Near the end of a run a smaller step always looks better at once (short-horizon bias).
+        limit: bound of |μ|.
+    """
+
+    beta: float = 0.9
+    rate: float | None = None
+    start_at: float | None = None
+    stop_at: float | None = None
+    limit: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_share("beta", self.beta, below_one=True)
+        if self.start_at is not None:
+            check_share("start_at", self.start_at)
+        if self.stop_at is not None:
+            check_share("stop_at", self.stop_at)
+            if self.stop_at <= self._start_at:
+                raise ValueError(f"stop_at={self.stop_at} must be greater than start_at={self._start_at}")
+        if self.rate is not None:
+            check_positive("rate", self.rate)
+        check_positive("limit", self.limit)
+
+    def check(self, run: Run) -> None:
+        if run.total_steps is None:
+            raise ValueError(
+                f"{type(self).__name__} acts in a part of the run and needs its length: pass total_steps= to the "
+                "scheduler, or auto_lr=False"
+            )
+
+    @property
+    def _start_at(self) -> float:
+        return 0.05 if self.start_at is None else self.start_at
+
+    def window(self, run: Run) -> tuple[float, float]:
+        """First and last step at which it may act."""
+        total = run.total_steps or 0
+        return self._start_at * total, (max(run.peak, CLIMBS_FOR) if self.stop_at is None else self.stop_at) * total
+
+    def rates_window(self, run: Run) -> tuple[float, float]:
+        """The same for learning rates."""
+        return self.window(run)
+
+    def active(self, run: Run, step: int) -> bool:
+        first, last = self.rates_window(run)
+        return first - run.sync_every - EDGE <= step <= last + EDGE
+
+    def start(self, count: int, run: Run | None = None) -> State:
+        ceilings: list[float | None] = []
+        if run is not None and run.total_steps is not None and run.syncs(*self.rates_window(run)) > 0:
+            ceilings = _ceilings(run, run.sync_every / run.total_steps)
+        per_scalar = {name: [0.0] * count for name in ("mu", "m", "q", "s")}
+        return {**per_scalar, "looks": 0, "updates": 0, "ceilings": ceilings}
+
+    def base(self, state: State, index: int, scheduled: Any) -> Any:
+        ceiling = state["ceilings"][index] if index < len(state["ceilings"]) else None
+        if ceiling is not None:
+            scheduled = min(scheduled, ceiling) if isinstance(scheduled, float) else scheduled.clamp(max=ceiling)
+        return scheduled * math.exp(state["mu"][index])
+
+    def _moved(self, run: Run, state: State, slopes: Array, sure: Array, seen: Observation) -> State:
+        """``sure``: how many errors each slope is from 0."""
+        looks = state["looks"] + 1
+        fresh = 1 - 0.9**looks
+        q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
+        s = 0.9 * np.asarray(state["s"]) + 0.1 * sure**2
+        known = {"q": q.tolist(), "s": s.tolist(), "looks": looks, "ceilings": self._next_ceilings(run, seen.step)}
+        if seen.step < self.window(run)[0] - EDGE:
+            return {**state, **known}
+        updates = state["updates"] + 1
+        m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
+        direction = np.clip(m / (1 - self.beta**updates) / (np.sqrt(q / fresh) + 1e-12), -1, 1)
+        mu = np.asarray(state["mu"]) - self._rate(run) * _gate(s, fresh) * direction
+        mu = np.clip(mu, -self.limit, self.limit)
+        return {**state, **known, "mu": mu.tolist(), "m": m.tolist(), "updates": updates}
+
+    def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
+        """Those of the cycle after ``step``; none after the last sync at which it acts."""
+        then = step + run.sync_every
+        return _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
+
+    def _rate(self, run: Run) -> float:
+        return min(3 / max(run.syncs(*self.window(run)), 1), LARGEST_MOVE) if self.rate is None else self.rate
+
+
+def _gate(s: Array, fresh: float) -> Array:
+    """How much slopes count whose squared significances have the mean s/fresh."""
+    gate: Array = 1 - np.minimum(fresh / np.maximum(s, 1e-12), 1)
+    return gate
+
+
+def _countable(slopes: Array) -> Array:
+    """An overflowed gradient says nothing, and no square may overflow."""
+    return np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -HUGE, HUGE)
+
+
+def _annealed(peak: float, run: Run) -> float:
+    """The peak that a schedule which anneals would have in its place."""
+    return peak * (1 + STAYING * run.end)
+
+
+def _ceilings(run: Run, share: float) -> list[float | None]:
+    """What the learning rates may be at this share of the run where the schedule does not climb itself."""
+    if run.peak >= 0.5 * CLIMBS_FOR:
+        return []
+    climbed = 0.5 - 0.5 * math.cos(math.pi * min(share / CLIMBS_FOR, 1.0))
+    part = CLIMBS_FROM + (1 - CLIMBS_FROM) * climbed
+    return [None if peak is None else _annealed(peak, run) * part for peak in run.peaks]
+
+
+@dataclass(frozen=True)
+class RegressionController(_SlopeController):
+    """The default: the slope b of the replicas' losses on the logarithms of their multipliers, by least squares over
+    all hyperparameters jointly (with ``ridge`` where there are too few replicas to tell them apart).
+
+    Of a learning rate it believes what the signs of the slopes say of its right peak (:mod:`.belief`), from the first
+    sync on, and μ goes to the median of that: up by at most 0.75 at a sync, a jump can break what it trains, and down
+    at once; ``rate`` bounds both. A learning rate tells by where it turns from too low to too high, so it must climb:
+    one that does not by itself is made to, under a ceiling. ``docs/controller.md`` says why.
+    """
+
+    reads: ClassVar[Literal["losses"]] = "losses"
+    ridge: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("ridge", self.ridge)
+
+    def rates_window(self, run: Run) -> tuple[float, float]:
+        return (self.start_at or 0.0) * (run.total_steps or 0), self.window(run)[1]
+
+    def start(self, count: int, run: Run | None = None) -> State:
+        return {**super().start(count, run), "belief": [[] for _ in range(count)]}
+
+    def update(self, run: Run, state: State, seen: Observation) -> State:
+        logs = np.log(seen.multipliers)
+        slopes = _countable(regress(seen.losses, logs, self.ridge))
+        sure = significances(seen.losses, logs, slopes)
+        moved = self._moved(run, state, slopes, sure, seen)
+        gate = _gate(np.asarray(moved["s"]), 1 - 0.9 ** moved["looks"])
+        mu, beliefs = list(moved["mu"]), list(state["belief"])
+        for index, peak in enumerate(run.peaks):
+            if peak is not None:
+                said = belief.heard(slopes[index], sure[index], gate[index])
+                if said and not can_tell(logs):
+                    said = math.copysign(belief.UNKNOWN, said)
+                beliefs[index] = self._learned(run, seen, index, peak, said, beliefs[index])
+                mu[index] = self._towards(belief.median(beliefs[index]), state["mu"][index])
+        return {**moved, "mu": mu, "belief": beliefs}
+
+    def _learned(
+        self, run: Run, seen: Observation, index: int, peak: float, said: float, before: list[float]
+    ) -> list[float]:
+        """What is believed of a learning rate after this sync."""
+        if said == 0 or seen.step < self.rates_window(run)[0] - EDGE:
+            return before
+        total = run.total_steps or 1
+        share = float(seen.base[index]) / _annealed(peak, run)
+        turn = belief.turning_point(share, seen.step, run.sync_every, total)
+        return belief.updated(before, turn, said, run.sync_every / total)
+
+    def _towards(self, believed: float, mu: float) -> float:
+        fall, rise = (math.inf, LARGEST_MOVE) if self.rate is None else (self.rate, self.rate)
+        return min(max(mu + min(max(believed - mu, -fall), rise), -self.limit), self.limit)
+
+
+@dataclass(frozen=True)
+class HypergradientController(_SlopeController):
+    """Moves learning rates by b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩ over the parameters of group j: the next gradient times the
+    last cycle's displacement. Needs no spread and works with a single replica; with several it needs shared gradients.
+    It keeps up to two copies of the parameters."""
+
+    reads: ClassVar[Literal["slopes"]] = "slopes"
+
+    def update(self, run: Run, state: State, seen: Observation) -> State:
+        if seen.slopes is None:  # the first cycle has none before it
+            return {**state, "ceilings": self._next_ceilings(run, seen.step)}
+        slopes = _countable(seen.slopes)
+        return self._moved(run, state, slopes, np.where(slopes != 0, UNKNOWN, 0.0), seen)
