@@ -109,7 +109,9 @@ class HyperTable:
         for index, row in enumerate(rows):
             line = [0.0] * len(COLUMNS)
             for name, value in row.items():
-                if isinstance(value, Tensor) and value.device.type != "cpu":
+                if type(value) is float:
+                    line[_NUMBER[name]] = value
+                elif isinstance(value, Tensor) and value.device.type != "cpu":
                     on_device.append((index, _NUMBER[name], value))
                 else:
                     line[_NUMBER[name]] = float(value)

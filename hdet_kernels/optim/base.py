@@ -157,26 +157,42 @@ class FusedOptimizer(Optimizer):
     def write_hyperparameters(self) -> None:
         """Bring what is in ``param_groups`` to the device. :meth:`step` does it by itself; call it before a replay of a
         CUDA graph that has captured the step, if a hyperparameter changed (the schedulers of this package do)."""
+        seen = [self._read(group) for group in self.param_groups]
+        several = any(PER_REPLICA in group for group in self.param_groups)
+        if self._seen_rows is None or several or not _only_numbers_changed(seen, self._seen_rows):
+            self._write_all()
+        elif seen != self._seen_rows:  # what a schedule does at every step
+            self._write_rows([self._whole_row(group) for group in self.param_groups])
+            self._seen_rows = seen
+
+    def _write_all(self) -> None:
+        """Whatever may have changed: numbers, tensors, the values of each replica."""
         for group in self.param_groups:
             _freeze_betas(group)
+            check_seed(group.get(_SEED, 0))
         seen = [(*self._read(group), *group.get(PER_REPLICA, {}).items()) for group in self.param_groups]
         # The value of a tensor can change in its place: then the rows are written every time.
         changing = any(isinstance(value, Tensor) for row in seen for value in _flattened(row))
         if not changing and seen == self._seen_rows:
             return
-        for group in self.param_groups:
-            check_seed(group.get(_SEED, 0))
         by_group = [replica_groups(group, self.buckets.replicas) for group in self.param_groups]
-        groups = chain.from_iterable(zip(*by_group, strict=True))  # replica by replica
-        common = {"max_grad_norm": self._max_grad_norm or 0.0}
-        rows = [self.row(group) | common | {"seed": group.get(_SEED, 0)} for group in groups]
+        rows = [self._whole_row(group) for group in chain.from_iterable(zip(*by_group, strict=True))]
         if self._homes[0].shares_state and not shares_moments(self.rule, rows, len(self.param_groups)):
             for home in self._homes:
                 home.part_state()
             self._shown.adopt()
+        self._write_rows(rows)
+        self._seen_rows = None if changing else seen
+
+    def _whole_row(self, group: Group) -> dict[str, float | Tensor]:
+        row = self.row(group)
+        row["max_grad_norm"] = self._max_grad_norm or 0.0
+        row["seed"] = group.get(_SEED, 0)
+        return row
+
+    def _write_rows(self, rows: list[dict[str, float | Tensor]]) -> None:
         for table in {id(home.table): home.table for home in self._homes}.values():
             table.write(rows)
-        self._seen_rows = None if changing else seen
         self._shown.rename()
 
     def attach_gradients(self) -> None:
@@ -341,6 +357,23 @@ class FusedOptimizer(Optimizer):
             return norms[0] if norms else None
         gathered = torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
         return torch.linalg.vector_norm(gathered, dim=0)
+
+
+def _only_numbers_changed(seen: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
+    """Whether all hyperparameters are the objects that they were, or floats in the place of floats."""
+    if len(seen) != len(before):
+        return False
+    for row, earlier in zip(seen, before, strict=True):
+        if len(row) != len(earlier):
+            return False
+        for now, then in zip(row, earlier, strict=True):
+            if now is then or (type(now) is float and type(then) is float):
+                continue
+            if not (type(now) is tuple and type(then) is tuple and len(now) == len(then)):
+                return False
+            if not all(type(value) is float for value in now + then):
+                return False
+    return True
 
 
 def _flattened(row: Iterable[Any]) -> Iterator[Any]:
