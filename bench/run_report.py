@@ -5,18 +5,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import peers
 import records
 import scaling_section
 import sections
 from cost_model import grid
+from outcome import Outcome
 from records import Entry
 from suites import SUITES
-
-if TYPE_CHECKING:
-    from command import Outcome
 
 PLOTS = {
     "roofline.png": "Share of the copy bandwidth against the bytes that have to move for each parameter",

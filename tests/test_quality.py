@@ -21,8 +21,9 @@ from bench.quality import data, suite, tables
 from bench.quality.methods import PEERS
 from bench.quality.report import Report, write_report
 from bench.quality.scalars import SCALARS, train_scalar
+from bench.quality.spec import Spec
 from bench.quality.tasks import TASKS
-from bench.quality.train import Spec, train, validation_loss
+from bench.quality.train import train, validation_loss
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch.optim import Optimizer
@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 import hdet_kernels as hk
 from hdet_kernels.controller import Observation, Run, State
 
-if TYPE_CHECKING:
-    from .train import Spec
+from .spec import Spec
 
 
 @dataclass(frozen=True)

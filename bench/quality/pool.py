@@ -13,9 +13,10 @@ import torch
 import torch.multiprocessing as mp
 
 from .scalars import train_scalar
+from .spec import Record, Spec
 from .sweep import train_sweep
 from .tasks import TASKS, Task
-from .train import Record, Spec, train
+from .train import train
 
 Job = dict[str, Any]
 

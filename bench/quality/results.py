@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .pool import Job
+from .spec import Record
 from .suite import select
-from .train import Record
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from torch import Generator, Tensor
 
 import hdet_kernels as hk
 
+from .spec import Record
 from .tasks import Task
-from .train import REPLICAS, Record, validation_loss
+from .train import REPLICAS, validation_loss
 
 #: The loss of a batch where the scalar has this value.
 ScalarLoss = Callable[[Any, Tensor, tuple[Tensor, ...]], Tensor]

@@ -11,8 +11,8 @@ import numpy as np
 from .methods import PEERS
 from .pool import Job
 from .scalars import SCALARS
+from .spec import Record, Spec
 from .tasks import TASKS
-from .train import Record, Spec
 
 #: Where runs start, as factors of the best plain learning rate.
 STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from .spec import Record, Spec
 from .tasks import Task
-from .train import Record, Spec, train
+from .train import train
 
 #: Eight learning rates, a factor of 4 apart, around the start: from 1/256 to 64 of it.
 FACTORS = tuple(4.0**k for k in range(-4, 4))

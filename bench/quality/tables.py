@@ -10,9 +10,9 @@ import numpy as np
 
 from .results import Report
 from .scalars import SCALARS
+from .spec import Record
 from .suite import MIXED, PAPER, STARTS, select
 from .tasks import TASKS
-from .train import Record
 
 #: The least share of the gap that is to be recovered from each start.
 BARS = {1 / 30: 0.7, 1 / 10: 0.9, 1 / 3: 0.9, 3.0: 0.7, 10.0: 0.9, 30.0: 0.7}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,29 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 import hdet_kernels as hk
 
 from .methods import PEERS, Method, hdet_method
+from .spec import Record, Spec
 from .tasks import Batch, Task
 
 REPLICAS = 8
-
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A run. ``factors`` multiplies the learning rates of parameter groups; without it there is one group."""
-
-    task: str
-    method: str
-    lr: float
-    seed: int
-    schedule: str = "onecycle"
-    probe: bool = True
-    steps: int | None = None
-    factors: dict[str, float] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def record(self) -> Record:
-        return asdict(self)
 
 
 def train(task: Task, spec: Spec, device: torch.device) -> Record:

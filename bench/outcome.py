@@ -1,0 +1,40 @@
+"""How the cases of a suite ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+
+@dataclass
+class Outcome:
+    """Of one suite: its cases by how they ended, and why those that were skipped or failed did."""
+
+    name: str
+    seconds: float = 0.0
+    passed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        if self.failed:
+            return f"{len(self.failed)} failed, {self.passed} measured"
+        if not self.passed:
+            return f"skipped: {'; '.join(self.skipped) or 'it has no case for this device'}"
+        return f"{self.passed} measured, {self.skipped.total()} skipped"
+
+
+def read_ends(path: Path, outcome: Outcome) -> None:
+    """How every case ended, from pytest's JUnit file."""
+    for case in ElementTree.parse(path).iter("testcase"):
+        skipped = case.find("skipped")
+        wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
+        if wrong is not None:
+            outcome.failed[f"{case.get('name')}"] = " ".join(wrong.get("message", "").split())[:300]
+        elif skipped is not None:
+            outcome.skipped[skipped.get("message", "")] += 1
+        else:
+            outcome.passed += 1
