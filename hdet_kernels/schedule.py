@@ -86,9 +86,10 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.
         sync_every: T, the steps between two averages. Default: 2.5 % of the run, at most 1000.
-        auto_lr: True for the regression controller, False, or a controller. It moves the peak learning rate from 5 % to
-            12.5 % of the run, by a factor of 20 at most, and then leaves it: ``docs/controller.md``. What peaks before
-            15 % of the run is held under a ceiling that climbs until 30 %.
+        auto_lr: True for the regression controller, False, or a controller. It moves the peak learning rate at every
+            sync until that peak, or until 30 % of the run if that is later, by a factor of 55 at most, and then leaves
+            it: ``docs/controller.md``. What peaks before 15 % of the run is held under a ceiling that climbs until
+            30 %.
             It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread there is nothing to learn from,
             and it is off.
         probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
