@@ -157,9 +157,11 @@ class FusedOptimizer(Optimizer):
     def write_hyperparameters(self) -> None:
         """Bring what is in ``param_groups`` to the device. :meth:`step` does it by itself; call it before a replay of a
         CUDA graph that has captured the step, if a hyperparameter changed (the schedulers of this package do)."""
+        if self._seen_rows is None or any(PER_REPLICA in group for group in self.param_groups):
+            self._write_all()
+            return
         seen = [self._read(group) for group in self.param_groups]
-        several = any(PER_REPLICA in group for group in self.param_groups)
-        if self._seen_rows is None or several or not _only_numbers_changed(seen, self._seen_rows):
+        if not _only_numbers_changed(seen, self._seen_rows):
             self._write_all()
         elif seen != self._seen_rows:  # what a schedule does at every step
             self._write_rows([self._whole_row(group) for group in self.param_groups])
@@ -169,12 +171,13 @@ class FusedOptimizer(Optimizer):
         """Whatever may have changed: numbers, tensors, the values of each replica."""
         for group in self.param_groups:
             _freeze_betas(group)
-            check_seed(group.get(_SEED, 0))
         seen = [(*self._read(group), *group.get(PER_REPLICA, {}).items()) for group in self.param_groups]
         # The value of a tensor can change in its place: then the rows are written every time.
         changing = any(isinstance(value, Tensor) for row in seen for value in _flattened(row))
         if not changing and seen == self._seen_rows:
             return
+        for group in self.param_groups:
+            check_seed(group.get(_SEED, 0))
         by_group = [replica_groups(group, self.buckets.replicas) for group in self.param_groups]
         rows = [self._whole_row(group) for group in chain.from_iterable(zip(*by_group, strict=True))]
         if self._homes[0].shares_state and not shares_moments(self.rule, rows, len(self.param_groups)):
