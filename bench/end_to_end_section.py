@@ -13,13 +13,9 @@ CLAIM = 1.0
 SYNCING = "a sync every step"
 
 
-def section(entries: list[Entry]) -> str:
-    return "\n\n".join(text for device in ("cuda", "cpu") if (text := _of_device(entries, device)))
-
-
-def _of_device(entries: list[Entry], device: str) -> str:
-    of_suite = [entry for entry in records.of(entries, "end_to_end") if records.device_of(entry) == device]
-    found = [entry for entry in of_suite if "amortised" in entry["extra_info"]]
+def section(found: list[Entry]) -> str:
+    """Of the suite's entries on one device."""
+    found = [entry for entry in found if "amortised" in entry["extra_info"]]
     return f"{_whole(found)}\n\n{_parts(found)}" if found else ""
 
 

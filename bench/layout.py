@@ -65,10 +65,7 @@ def turns(title: str, found: list[Entry], label: Callable[[Entry], str]) -> str:
         info, ratio = entry["extra_info"], entry["extra_info"]["ratio"]
         cells = [cell(info["ways"].get(way)) for way in used]
         body.append([label(entry), *cells, f"{ratio['ratio']:.3f} ({ratio['low']:.3f}–{ratio['high']:.3f})"])
-        if "least ratio" in info:
-            body[-1].append(f"{info['least ratio']:.3f}")
     header = ["", *(WAYS[way] for way in used), "ours / torch fused"]
-    header += ["with an optimizer at the copy bandwidth"] if len(body[0]) > len(header) else []
     return "\n".join([title, records.sources(found), "", *grid(header, body)])
 
 

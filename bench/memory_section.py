@@ -17,13 +17,9 @@ PHASES = {
 }
 
 
-def section(entries: list[Entry]) -> str:
-    return "\n\n".join(text for device in ("cuda", "cpu") if (text := _of_device(entries, device)))
-
-
-def _of_device(entries: list[Entry], device: str) -> str:
-    of_suite = [entry for entry in records.of(entries, "memory") if records.device_of(entry) == device]
-    found = [entry for entry in of_suite if "held B a parameter" in entry["extra_info"]]
+def section(found: list[Entry]) -> str:
+    """Of the suite's entries on one device."""
+    found = [entry for entry in found if "held B a parameter" in entry["extra_info"]]
     if not found:
         return ""
     modes = list(dict.fromkeys(entry["params"]["mode"] for entry in found))
@@ -42,7 +38,7 @@ def _of_device(entries: list[Entry], device: str) -> str:
         f"**Memory in bytes a parameter** of {millions:.1f} M: parameters, gradients, state and temporaries that "
         "torch's allocator has handed out, measured: what stays after a step, and the peaks. There are no gradients "
         "yet (but fixed ones) while the optimizer is built and while a checkpoint is loaded"
-        + (", which counts too. " if device == "cpu" else " from the host's memory. ")
+        + (", which counts too. " if records.device_of(found[0]) == "cpu" else " from the host's memory. ")
         + "The ratio is of our step's peak to the lower of torch's two."
     )
     header = ["work", "", "held", *PHASES.values(), "ours / torch"]

@@ -62,14 +62,9 @@ def slope(axis: str, series: Sequence[Entry], clock: str = "in a row") -> Fit | 
     return fit([x for x, _ in known], [y for _, y in known])
 
 
-def section(entries: list[Entry]) -> str:
-    return "\n\n".join(text for device in ("cuda", "cpu") if (text := _of_device(entries, device)))
-
-
-def _of_device(entries: list[Entry], device: str) -> str:
-    found = _measured(entries, device)
-    if not found:
-        return ""
+def section(found: list[Entry]) -> str:
+    """Of the suite's entries on one device."""
+    found = [entry for entry in found if "ms" in entry["extra_info"]]
     titles = {
         "parameters": (
             "**Time of an AdamW step against parameters** (fp32, {tensors} tensors), in ms, and its share of the copy "

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ledger
-import measure
 import models
 import pytest
 import torch
@@ -91,22 +90,6 @@ def in_host_memory(state: Any) -> Any:
     return [in_host_memory(value) for value in state] if isinstance(state, list) else state
 
 
-def stepper(mode: Mode, way: str, params: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, measure.Call]:
-    """The optimizer, and a step as the user calls it, clipping included."""
-    limit = mode.max_grad_norm
-    if way.startswith("hdet-"):
-        optimizer = ways.optimizer(way, mode.rule, params, max_grad_norm=limit, **mode.options)
-        return optimizer, optimizer.step
-    optimizer = ways.optimizer(way, mode.rule, params)
-
-    def step() -> None:
-        if limit is not None:
-            torch.nn.utils.clip_grad_norm_(params, limit)
-        optimizer.step()
-
-    return optimizer, step
-
-
 @pytest.mark.parametrize(("device", "mode", "way"), list(_cases()))
 def test_memory(benchmark: Any, device: str, mode: str, way: str) -> None:
     yardstick.yardstick(device)
@@ -115,7 +98,7 @@ def test_memory(benchmark: Any, device: str, mode: str, way: str) -> None:
     with book.phase("parameters"):
         params = models.parameters(models.MODELS[device][MODEL[device]].shapes, device, known.dtype)
     with book.phase("built"):
-        optimizer, step = stepper(known, way, params)
+        optimizer, step = ways.stepper(way, known.rule, params, known.max_grad_norm, **known.options)
     with book.phase("gradients"):
         put_gradients(params)
     with book.phase("first step"):

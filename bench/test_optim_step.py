@@ -22,7 +22,6 @@ import pytest
 import torch
 import ways
 import yardstick
-from torch import nn
 
 
 @dataclass(frozen=True)
@@ -78,23 +77,6 @@ def _cases() -> Iterator[Any]:
                     yield ways.case(device, model, name, way, why_not=reason, on_device=not models.is_small(model))
 
 
-def stepper(work: Work, way: str, params: list[nn.Parameter]) -> tuple[measure.Call, Any]:
-    """A step as the user calls it, clipping included; and the optimizer."""
-    limit = work.max_grad_norm
-    if way.startswith("hdet-"):
-        optimizer = ways.optimizer(way, work.rule, params, max_grad_norm=limit, **work.options)
-        return optimizer.step, optimizer
-    optimizer = ways.optimizer(way, work.rule, params)
-    if limit is None:
-        return optimizer.step, optimizer
-
-    def clip_and_step() -> None:
-        torch.nn.utils.clip_grad_norm_(params, limit)
-        optimizer.step()
-
-    return clip_and_step, optimizer
-
-
 @pytest.mark.parametrize(("device", "model", "work", "way"), list(_cases()))
 def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str) -> None:
     yardstick.yardstick(device)
@@ -105,7 +87,7 @@ def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str
     info = benchmark.extra_info
     info |= {"parameters": count, "tensors": len(params), "bytes a parameter": least}
     with peers.guarded(way):
-        step, optimizer = stepper(known, way, params)
+        optimizer, step = ways.stepper(way, known.rule, params, known.max_grad_norm, **known.options)
         if models.is_small(model):
             alone, backward = measure.until_done(step, device), models.Backward(params, device)
             benchmark.pedantic(alone, setup=backward, rounds=measure.rounds(10), warmup_rounds=3)

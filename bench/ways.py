@@ -62,6 +62,24 @@ def optimizer(way: str, rule: str, params: list[nn.Parameter], **options: Any) -
     return theirs(params, **common, **{way.removeprefix("torch-"): True})
 
 
+def stepper(
+    way: str, rule: str, params: list[nn.Parameter], max_grad_norm: float | None, **options: Any
+) -> tuple[Any, measure.Call]:
+    """The optimizer, and a step as the user calls it, clipping included: ours clips within its step."""
+    if way.startswith("hdet-"):
+        ours = optimizer(way, rule, params, max_grad_norm=max_grad_norm, **options)
+        return ours, ours.step
+    theirs = optimizer(way, rule, params)
+    if max_grad_norm is None:
+        return theirs, theirs.step
+
+    def clip_and_step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
+        theirs.step()
+
+    return theirs, clip_and_step
+
+
 def case(device: str, *values: Any, why_not: str | None, on_device: bool = False) -> Any:
     """A parametrised case, named ``gpu-…`` or ``cpu-…``; skipped for ``why_not``; timed by the device's own clock if
     ``on_device``, else by the host's."""

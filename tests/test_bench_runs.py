@@ -57,7 +57,8 @@ def test_what_is_recorded_makes_its_section(
     entries: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str, told: list[str]
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")  # as for a script there
-    text = importlib.import_module(f"{name}_section").section(entries)
+    records = importlib.import_module("records")
+    text = importlib.import_module(f"{name}_section").section(records.of(entries, name))
     assert [word for word in told if word not in text] == []
 
 

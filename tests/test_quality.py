@@ -172,6 +172,17 @@ class TestTables:
         assert "machine" in text
         assert (tmp_path / "starts_ci.png").stat().st_size > 1000
 
+    def test_a_run_after_another_knows_what_that_has_and_says_where_it_is_from(self) -> None:
+        first = scripted({0.1: (2.0, 1.25)})
+        job = {"kind": "start", "task": "digits", "spec": {"method": "hdet", "lr": 0.1, "seed": 1}, "factor": 0.1}
+        assert not first.lacks(job)
+        assert not Report(**json.loads(json.dumps(first.plain()))).lacks(job)
+        for other in ({"seed": 2}, {"lr": 0.2}, {"method": "PBT"}):
+            assert first.lacks({**job, "spec": job["spec"] | other})
+        again = Report("other", "machine", "later", 2.0, "ci", first.best, first.records, first.sources)
+        assert [line.split(",")[0] for line in again.sources] == ["`command`", "`other`"]
+        assert f"{len(first.records)} runs in all" in again.sources[-1]
+
     def test_the_report_in_the_repository_is_that_of_its_results(self, tmp_path: Path) -> None:
         folder = ROOT / "bench" / "quality"
         reports = [Report(**json.loads(path.read_text())) for path in sorted((folder / "results").glob("*.json"))]
