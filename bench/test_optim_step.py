@@ -93,7 +93,7 @@ def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str
             benchmark.pedantic(alone, setup=backward, rounds=measure.rounds(10), warmup_rounds=3)
         else:
             models.set_gradients(params)
-            benchmark.pedantic(step, warmup_rounds=1, **measure.plan(step, device))
+            benchmark.pedantic(step, warmup_rounds=1, **measure.plan(step, device, 0.3))
             info["host us"] = statistics.median(measure.host_times(step, device)) * 1e6
     if way in peers.PEERS:
         own = peers.bytes_moved(params, optimizer, known.max_grad_norm is not None) / count
