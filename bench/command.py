@@ -19,6 +19,9 @@ import torch
 from outcome import Outcome, read_ends
 from suites import HERE, SUITES, command
 
+#: Exit codes of pytest.
+INTERRUPTED, NOTHING_COLLECTED = 2, 5
+
 
 def chosen(names: Sequence[str]) -> list[str]:
     unknown = [name for name in names if name not in SUITES]
@@ -43,6 +46,8 @@ def run(names: Sequence[str], out: Path, quick: bool) -> int:
         print(f"[{number}/{len(selected)}] {name}: {SUITES[name].what}", flush=True)
         outcomes.append(one(name, device, out, quick))
         print(f"{name}: {outcomes[-1].line}, {outcomes[-1].seconds:.0f} s\n", flush=True)
+        if outcomes[-1].interrupted:
+            break
     recorded = [path for name in selected if (path := out / f"{name}.json").exists()]
     today = datetime.date.today()
     text = run_report.text(records.entries(recorded), outcomes, device, today, run_report.plots(recorded, out))
@@ -62,11 +67,17 @@ def one(name: str, device: str, out: Path, quick: bool) -> Outcome:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     own = {"PYTEST_ADDOPTS": f"--junit-xml={ends} -p no:cacheprovider", "HDET_BENCH_QUICK": "1" if quick else "0"}
     start = time.perf_counter()
-    code = subprocess.run([sys.executable, *arguments], cwd=HERE.parent, env=environment | own).returncode
-    outcome = Outcome(name, time.perf_counter() - start)
+    with subprocess.Popen([sys.executable, *arguments], cwd=HERE.parent, env=environment | own) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # the suite has heard it too, and writes what it has
+            code = process.wait()
+    outcome = Outcome(name, time.perf_counter() - start, interrupted=code == INTERRUPTED)
     if ends.exists():
         read_ends(ends, outcome)
         ends.unlink()
-    if code not in (0, 5) and not outcome.failed:  # 5: nothing was collected
+    if outcome.interrupted:
+        outcome.failed[name] = "interrupted: what was measured until then is recorded"
+    elif code not in (0, NOTHING_COLLECTED) and not outcome.failed:
         outcome.failed[name] = f"pytest ended with code {code}; what it printed stands above"
     return outcome

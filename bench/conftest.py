@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,22 @@ ROOT = Path(__file__).parents[1]
 
 #: Processes that ran here in the minute before: on a busy machine a time on the CPU is that of the others too.
 LOAD = os.getloadavg()[0]
+
+
+def pytest_configure() -> None:
+    """A run that is told to stop stops as by Ctrl-C, also where that is ignored, as in the background: what was
+    measured until then is written."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except KeyboardInterrupt:
+        item.funcargs["benchmark"].has_error = True  # type: ignore[attr-defined]  # half measured: not to be recorded
+        raise
 
 
 @pytest.fixture(autouse=True)

@@ -70,6 +70,18 @@ def plan(call: Call, device: str, seconds: float = 0.5) -> dict[str, int]:
     return {"iterations": iterations, "rounds": rounds(min(max(int(seconds / (once * iterations)), 5), 15))}
 
 
+def few_rounds(call: Call, prepare: Call, device: str, most: int, seconds: float = 2.0) -> dict[str, int]:
+    """Warms a single ``call`` after ``prepare`` up, and says how many rounds of both take about ``seconds``: at least
+    five, at most ``most``."""
+    for _ in range(3):
+        start = time.perf_counter()
+        prepare()
+        call()
+        synchronize(device)
+        once = time.perf_counter() - start
+    return {"rounds": rounds(min(max(int(seconds / once), 5), most))}
+
+
 def sample(call: Call, device: str, seconds: float) -> list[float]:
     """The time of one call in each round."""
     planned = plan(call, device, seconds)

@@ -14,6 +14,7 @@ class Outcome:
 
     name: str
     seconds: float = 0.0
+    interrupted: bool = False
     passed: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     failed: dict[str, str] = field(default_factory=dict)

@@ -65,15 +65,14 @@ def _run(benchmark: Any, device: str, model: str, way: str, addresses: str, wall
     params = models.parameters(MODELS[device][model], device)
     models.set_gradients(params)
     prepare: Callable[[], None] = partial(measure.synchronize, device)
-    rounds = 200 if device == "cuda" else 20
     if addresses in ("swapped", "new"):
         prepare = (models.Swap if addresses == "swapped" else models.Backward)(params, device)
-        # Few for many tensors: their backward pass takes a tenth of a second.
-        rounds = 12 if models.is_small(model) else rounds // 2
     with peers.guarded(way):
         step = call_of(way, addresses, params)
         call = measure.until_done(step, device) if wall else step
-        benchmark.pedantic(call, setup=prepare, rounds=measure.rounds(rounds), warmup_rounds=3)
+        benchmark.pedantic(
+            call, setup=prepare, **measure.few_rounds(call, prepare, device, 200 if device == "cuda" else 20)
+        )
     benchmark.extra_info["tensors"] = len(params)
     if benchmark.stats is not None:  # None with --benchmark-disable
         stats = benchmark.stats.stats

@@ -90,7 +90,7 @@ def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str
         optimizer, step = ways.stepper(way, known.rule, params, known.max_grad_norm, **known.options)
         if models.is_small(model):
             alone, backward = measure.until_done(step, device), models.Backward(params, device)
-            benchmark.pedantic(alone, setup=backward, rounds=measure.rounds(10), warmup_rounds=3)
+            benchmark.pedantic(alone, setup=backward, **measure.few_rounds(alone, backward, device, 10))
         else:
             models.set_gradients(params)
             benchmark.pedantic(step, warmup_rounds=1, **measure.plan(step, device, 0.3))

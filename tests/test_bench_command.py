@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -71,6 +72,28 @@ def test_a_run_leaves_results_plots_and_a_report(tmp_path: Path) -> None:
     ):
         assert part in report
     assert str(tmp_path) not in report
+
+
+def test_an_interrupted_run_keeps_what_it_has_measured(tmp_path: Path) -> None:
+    """Ctrl-C in the second case: the record of the first and a report are there, and the second suite is not begun."""
+    arguments = ["bench", "--suite", "reduce", "noise", "--quick", "--out", str(tmp_path)]
+    run = subprocess.Popen(
+        [sys.executable, "-u", "-m", "hdet_kernels", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal sends the signal to all processes of the group
+    )
+    assert run.stdout is not None
+    cases = (line for line in run.stdout if "of a copy" in line)
+    next(cases), next(cases)
+    os.killpg(run.pid, signal.SIGINT)
+    printed = run.stdout.read()
+    assert run.wait(60) == 1
+    assert "[2/2]" not in printed
+    assert 1 <= len(json.loads((tmp_path / "reduce.json").read_text())["benchmarks"]) < 20
+    assert "interrupted" in (tmp_path / "REPORT.md").read_text()
 
 
 def test_an_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
