@@ -20,7 +20,7 @@ from outcome import Outcome, read_ends
 from suites import HERE, SUITES, command
 
 #: Exit codes of pytest.
-INTERRUPTED, NOTHING_COLLECTED = 2, 5
+CUT, NOTHING_COLLECTED = 2, 5
 
 
 def chosen(names: Sequence[str]) -> list[str]:
@@ -35,8 +35,9 @@ def listing() -> str:
     return "\n".join(f"{name:<{width}}  {suite.what}" for name, suite in SUITES.items())
 
 
-def run(names: Sequence[str], out: Path, quick: bool) -> int:
-    """Runs the suites, all by default, on the GPU if there is one, else on the CPU; 1 if one of them failed."""
+def run(names: Sequence[str], out: Path, quick: bool, seconds: float | None = None) -> int:
+    """Runs the suites, all by default, on the GPU if there is one, else on the CPU, each for about ``seconds`` at most;
+    1 if one of them failed."""
     selected = chosen(names)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out = out.absolute()
@@ -44,7 +45,7 @@ def run(names: Sequence[str], out: Path, quick: bool) -> int:
     outcomes = []
     for number, name in enumerate(selected, 1):
         print(f"[{number}/{len(selected)}] {name}: {SUITES[name].what}", flush=True)
-        outcomes.append(one(name, device, out, quick))
+        outcomes.append(one(name, device, out, quick, seconds))
         print(f"{name}: {outcomes[-1].line}, {outcomes[-1].seconds:.0f} s\n", flush=True)
         if outcomes[-1].interrupted:
             break
@@ -53,31 +54,33 @@ def run(names: Sequence[str], out: Path, quick: bool) -> int:
     text = run_report.text(records.entries(recorded), outcomes, device, today, run_report.plots(recorded, out))
     (out / "REPORT.md").write_text(text)
     print(f"{out / 'REPORT.md'} has the tables; {', '.join(path.name for path in recorded) or 'nothing was measured'}")
-    return 1 if any(outcome.failed for outcome in outcomes) else 0
+    return 1 if any(outcome.failed or outcome.interrupted for outcome in outcomes) else 0
 
 
-def one(name: str, device: str, out: Path, quick: bool) -> Outcome:
+def one(name: str, device: str, out: Path, quick: bool, seconds: float | None = None) -> Outcome:
     """Runs one suite in a process of its own; its record is written if any case was measured."""
     record, ends = out / f"{name}.json", out / f".{name}.xml"
     record.unlink(missing_ok=True)  # of an earlier run
     arguments = [*command(name, device), f"--benchmark-json={record}"]
+    arguments += [f"--seconds={seconds:g}"] if seconds is not None else []
     if quick:
         arguments += ["--benchmark-max-time=0.05", "--benchmark-min-rounds=3"]
     # Of a pytest around this one: in a worker of pytest-xdist, benchmarks are switched off.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     own = {"PYTEST_ADDOPTS": f"--junit-xml={ends} -p no:cacheprovider", "HDET_BENCH_QUICK": "1" if quick else "0"}
     start = time.perf_counter()
+    interrupted = False
     with subprocess.Popen([sys.executable, *arguments], cwd=HERE.parent, env=environment | own) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:  # the suite has heard it too, and writes what it has
-            code = process.wait()
-    outcome = Outcome(name, time.perf_counter() - start, interrupted=code == INTERRUPTED)
+            interrupted, code = True, process.wait()
+    outcome = Outcome(name, time.perf_counter() - start, cut=code == CUT, interrupted=interrupted)
     if ends.exists():
         read_ends(ends, outcome)
         ends.unlink()
-    if outcome.interrupted:
-        outcome.failed[name] = "interrupted: what was measured until then is recorded"
-    elif code not in (0, NOTHING_COLLECTED) and not outcome.failed:
+    if outcome.interrupted:  # pytest counts the case that was running
+        outcome.passed = len(records.entries([record])) if record.exists() else 0
+    if code not in (0, CUT, NOTHING_COLLECTED) and not outcome.failed:
         outcome.failed[name] = f"pytest ended with code {code}; what it printed stands above"
     return outcome

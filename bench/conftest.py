@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,24 @@ ROOT = Path(__file__).parents[1]
 
 #: Processes that ran here in the minute before: on a busy machine a time on the CPU is that of the others too.
 LOAD = os.getloadavg()[0]
+START = time.monotonic()
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, default=float("inf"), help="begin no case later than this")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """A run that is told to stop stops as by Ctrl-C, also where that is ignored, as in the background: what was
-    measured until then is written."""
+    measured until then is written. For every case anew: peers have handlers of their own."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    limit = item.config.getoption("--seconds")
+    if time.monotonic() - START > limit:
+        item.session.shouldstop = f"the {limit:g} seconds are over: what was measured is recorded"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,10 +10,12 @@ from xml.etree import ElementTree
 
 @dataclass
 class Outcome:
-    """Of one suite: its cases by how they ended, and why those that were skipped or failed did."""
+    """Of one suite: its cases by how they ended, and why those that were skipped or failed did. ``cut``: it ended
+    before all of them had begun. ``interrupted``: by Ctrl-C."""
 
     name: str
     seconds: float = 0.0
+    cut: bool = False
     interrupted: bool = False
     passed: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
@@ -21,11 +23,12 @@ class Outcome:
 
     @property
     def line(self) -> str:
+        end = ", then stopped" if self.cut else ""
         if self.failed:
-            return f"{len(self.failed)} failed, {self.passed} measured"
-        if not self.passed:
+            return f"{len(self.failed)} failed, {self.passed} measured{end}"
+        if not self.passed and not self.cut:
             return f"skipped: {'; '.join(self.skipped) or 'it has no case for this device'}"
-        return f"{self.passed} measured, {self.skipped.total()} skipped"
+        return f"{self.passed} measured, {self.skipped.total()} skipped{end}"
 
 
 def read_ends(path: Path, outcome: Outcome) -> None:

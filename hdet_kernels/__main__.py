@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("bench-out"), metavar="DIR", help="folder for the results (default: bench-out)"
     )
     bench.add_argument("--list", action="store_true", help="name the suites and what they measure, and do nothing else")
+    bench.add_argument(
+        "--seconds", type=float, metavar="S", help="begin no case of a suite later than this after the suite began"
+    )
     bench.add_argument("--quick", action="store_true", help="few and short rounds: to see that everything runs")
     bench.set_defaults(run=_bench)
     return parser
@@ -140,7 +143,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         print(command.listing())
         return 0
     try:
-        code: int = command.run(arguments.suite, arguments.out, arguments.quick)
+        code: int = command.run(arguments.suite, arguments.out, arguments.quick, arguments.seconds)
     except ValueError as error:
         return _bench_error(str(error))
     except OSError as error:
