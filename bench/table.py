@@ -1,27 +1,32 @@
-"""The tables of recorded results and of the cost model in the README, and of suites in ``bench/README.md``, which stand
-there between comments.
+"""The tables and plots of recorded results and the table of the cost model in the README, and that of suites in
+``bench/README.md``, which stand there between comments.
 
 python bench/table.py            # print the results
-python bench/table.py --write    # put all into their places
+python bench/table.py --write    # put all into their places; needs matplotlib
 
-Every file of ``bench/results`` is read, whatever its name; a benchmark without a record is left out.
+Every file of ``bench/results`` is read, whatever its name; a benchmark without a record is left out. Plots are of the
+GPU's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
 import cost_section
 import records
+import run_report
 import sections
 import suites
 from cost_model import grid
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
+PLOTS = ROOT / "docs"
 BEGIN, END = "<!-- bench/table.py: begin -->", "<!-- bench/table.py: end -->"
 COST_BEGIN, COST_END = "<!-- bench/table.py, cost: begin -->", "<!-- bench/table.py, cost: end -->"
+PLOTS_BEGIN, PLOTS_END = "<!-- bench/table.py, plots: begin -->", "<!-- bench/table.py, plots: end -->"
 SUITES_BEGIN, SUITES_END = "<!-- bench/table.py, suites: begin -->", "<!-- bench/table.py, suites: end -->"
 
 
@@ -29,8 +34,20 @@ def table() -> str:
     return sections.text(records.entries([RESULTS]), drift=RESULTS / "drift.json")
 
 
+def gpu_records() -> list[Path]:
+    return [path for path in records.files([RESULTS]) if "cuda" in map(records.device_of, records.entries([path]))]
+
+
+def plots() -> str:
+    """The plots that ``--write`` draws. A comment says of what: a test sees when the records are others."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in gpu_records())).hexdigest()[:16]
+    shown = "\n".join(f"![{what}](docs/{name})" for name, what in run_report.PLOTS.items())
+    return f"{shown}\n<!-- of the GPU records with SHA-256 {digest}… -->"
+
+
 def in_readme(text: str) -> str:
     """The README's text with the tables in their places."""
+    text = _between(text, PLOTS_BEGIN, PLOTS_END, plots())
     return _between(_between(text, BEGIN, END, table()), COST_BEGIN, COST_END, cost_section.text(RESULTS))
 
 
@@ -47,6 +64,9 @@ def _between(text: str, begin: str, end: str, new: str) -> str:
 
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
+        drawn = run_report.plots(gpu_records(), PLOTS)
+        if drawn != list(run_report.PLOTS):
+            sys.exit(f"not all plots could be drawn, and nothing was written: {drawn}")
         for path, fill in ((ROOT / "README.md", in_readme), (ROOT / "bench" / "README.md", in_bench_readme)):
             path.write_text(fill(path.read_text()))
     else:
