@@ -39,6 +39,8 @@ def run(names: Sequence[str], out: Path, quick: bool, seconds: float | None = No
     """Runs the suites, all by default, on the GPU if there is one, else on the CPU, each for about ``seconds`` at most;
     1 if one of them failed."""
     selected = chosen(names)
+    if seconds is not None and not seconds >= 0:
+        raise ValueError(f"--seconds must be a number of seconds, at least 0, got {seconds}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)

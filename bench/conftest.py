@@ -29,7 +29,7 @@ START = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seconds", type=float, default=float("inf"), help="begin no case later than this")
+    parser.addoption("--seconds", type=float, default=float("inf"), help="begin no case but the first later than this")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,7 +11,9 @@ GPU's.
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import cost_section
@@ -45,6 +47,16 @@ def plots() -> str:
     return f"{shown}\n<!-- of the GPU records with SHA-256 {digest}… -->"
 
 
+def draw_plots() -> None:
+    """All of them or, where one cannot be drawn, none: those that are there stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = run_report.plots(gpu_records(), Path(folder))
+        if drawn != list(run_report.PLOTS):
+            sys.exit(f"not all plots could be drawn, and nothing was written: {drawn}")
+        for name in drawn:
+            shutil.copyfile(Path(folder) / name, PLOTS / name)
+
+
 def in_readme(text: str) -> str:
     """The README's text with the tables in their places."""
     text = _between(text, PLOTS_BEGIN, PLOTS_END, plots())
@@ -64,9 +76,7 @@ def _between(text: str, begin: str, end: str, new: str) -> str:
 
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
-        drawn = run_report.plots(gpu_records(), PLOTS)
-        if drawn != list(run_report.PLOTS):
-            sys.exit(f"not all plots could be drawn, and nothing was written: {drawn}")
+        draw_plots()
         for path, fill in ((ROOT / "README.md", in_readme), (ROOT / "bench" / "README.md", in_bench_readme)):
             path.write_text(fill(path.read_text()))
     else:

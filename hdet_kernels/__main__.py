@@ -88,7 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--list", action="store_true", help="name the suites and what they measure, and do nothing else")
     bench.add_argument(
-        "--seconds", type=float, metavar="S", help="begin no case of a suite later than this after the suite began"
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="begin no case but the first later than this, in each suite",
     )
     bench.add_argument("--quick", action="store_true", help="few and short rounds: to see that everything runs")
     bench.set_defaults(run=_bench)
