@@ -13,6 +13,9 @@ from records import Entry
 Key = Callable[[Entry, Entry, str], tuple[str, ...]]
 NOTHING = "–"
 
+#: More peers than these in one table, and those that few rows have get their own.
+MANY = 3
+
 #: How a way is called in a table, and the order of the columns.
 WAYS = {
     "torch-foreach": "torch foreach",
@@ -29,7 +32,8 @@ WAYS = {
 
 def section(title: str, found: list[Entry], names: tuple[str, ...], key: Key, sort: int = 0) -> str:
     """A row for each ``key`` (of parameters, results and name of an entry), sorted by the first ``sort`` of its parts:
-    time and share of every way, and the ratio of our fastest backend to each of the others' ways."""
+    time and share of every way, and the ratio of our fastest backend to each of the others' ways. Where these are
+    many, those that few rows have stand in a table of their own."""
     found = [entry for entry in found if "ms" in entry["extra_info"]]
     if not found:
         return ""
@@ -41,18 +45,31 @@ def section(title: str, found: list[Entry], names: tuple[str, ...], key: Key, so
     used = used_ways(rows.values())
     ours = fastest(used)
     theirs = [way for way in used if not way.startswith("hdet-") and ours]
+    apart = [way for way in theirs if 2 * sum(way in cells for cells in rows.values()) < len(rows)]
+    apart = apart if len(theirs) > MANY else []
+    used, theirs = ([way for way in ways if way not in apart] for ways in (used, theirs))
     header = [*names, *(WAYS[way] for way in used), *(f"{WAYS[ours]} / {WAYS[way]}" for way in theirs if ours)]
     body = []
     for key, cells in rows.items():
-        ratios = [
-            f"{cells[ours]['ms'] / cells[way]['ms']:.3f}" if ours in cells and way in cells else NOTHING
-            for way in theirs
-        ]
+        ratios = [_ratio(cells, ours, way) or NOTHING for way in theirs]
         body.append([*key, *(cell(cells.get(way)) for way in used), *ratios])
     lines = [title, records.sources(found), "", *grid(header, body, left=len(names))]
+    if apart and ours:
+        body = [
+            [*key, *(cell(cells.get(way)) + _ratio(cells, ours, way, after=": ") for way in apart)]
+            for key, cells in rows.items()
+            if any(way in cells for way in apart)
+        ]
+        header = [*names, *(WAYS[way] for way in apart)]
+        lines += ["", f"The others in the same run, each with {WAYS[ours]} over it:", ""]
+        lines += grid(header, body, left=len(names))
     if any(info["cached"] for cells in rows.values() for info in cells.values()):
         lines += ["", "\\* so small that it stays in the cache in part: the share says little."]
     return "\n".join(lines)
+
+
+def _ratio(cells: dict[str, Entry], ours: str | None, way: str, after: str = "") -> str:
+    return f"{after}{cells[ours]['ms'] / cells[way]['ms']:.3f}" if ours in cells and way in cells else ""
 
 
 def turns(title: str, found: list[Entry], label: Callable[[Entry], str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ MARKS = {
     "hdet-cpp": ("#c8442d", "o"),
     "hdet-torch": ("#b59a3b", "v"),
 }
-PEERS = ("#8a8f99", "#5f6b7a", "#b7bcc6", "#4a5568", "#9aa7b8", "#6b7280")
+#: Torch's own ways, and others.
+PEERS = ("#5f6b7a", "#b7bcc6")
 
 
 def roofline(entries: list[Entry], path: Path) -> bool:
@@ -75,48 +76,55 @@ def roofline(entries: list[Entry], path: Path) -> bool:
 
 
 def bars(entries: list[Entry], path: Path) -> bool:
-    """Time of every peer relative to our fastest backend in the same case, a group of bars for each case of
-    ``optim_step`` and of what took turns; a line at 1. False, and no file, where there is nothing to draw."""
-    cases: dict[str, dict[str, float]] = {}
+    """Time of every peer relative to our fastest backend in the same case: a bar for each peer and operation, of the
+    median of its models, with a line from the least to the greatest. False, and no file, where there is nothing to
+    draw."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for operation, times in _side_by_side(entries):
+        for way, ratio in _relative(times).items():
+            found.setdefault(operation, {}).setdefault(way, []).append(ratio)
+    if not found:
+        return False
+    figure, axes = report.new_figure(
+        "Time relative to ours: right of the line we are faster", "their time / ours (logarithmic)", ""
+    )
+    names, places = [], []
+    place = 0.0
+    for operation, ratios in found.items():
+        axes.text(0.0, place, f" {operation}", transform=axes.get_yaxis_transform(), fontsize=8, va="center", zorder=3)
+        for way in sorted(ratios, key=list(WAYS).index):
+            place += 1
+            middle, least, most = statistics.median(ratios[way]), min(ratios[way]), max(ratios[way])
+            colour = PEERS[0] if way.startswith("torch-") else PEERS[1]
+            axes.barh(place, middle - 1, 0.75, left=1.0, color=colour, zorder=2)
+            axes.plot([least, most], [place, place], color=report.INK, linewidth=1, zorder=3)
+            axes.annotate(f" {middle:.3g}", (max(most, 1.0), place), fontsize=7, va="center")
+            names.append(WAYS[way])
+            places.append(place)
+        place += 1.4
+    figure.set_size_inches(9, max(3.0, 1.2 + 0.155 * place))
+    axes.axvline(1.0, color="#c8442d", linewidth=1.5, zorder=4)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_yticks(places, names, fontsize=7)
+    axes.grid(False, axis="y")
+    axes.set_ylim(place, -1)
+    axes.margins(x=0.12)
+    report.save(figure, path)
+    return True
+
+
+def _side_by_side(entries: list[Entry]) -> Iterator[tuple[str, dict[str, float]]]:
+    """An operation and the time of each way, of every case that was measured in several."""
+    steps: dict[tuple[str, str], dict[str, float]] = {}
     for entry in entries:
         info, params = entry["extra_info"], entry["params"] or {}
         if records.suite(entry) == "optim_step" and "ms" in info:
-            cases.setdefault(f"{params['work']}\n{params['model']}", {})[params["way"]] = info["ms"]
+            steps.setdefault((params["work"], params["model"]), {})[params["way"]] = info["ms"]
         elif "ways" in info and records.suite(entry) != "stack_training":
-            name = ", ".join(str(value) for key, value in params.items() if key != "device")
-            cases[f"{records.suite(entry)}\n{name}"] = {way: found["ms"] for way, found in info["ways"].items()}
-    ratios = {name: _relative(times) for name, times in cases.items()}
-    ratios = {name: found for name, found in ratios.items() if found}
-    if not ratios:
-        return False
-    used = [way for way in WAYS if any(way in found for found in ratios.values())]
-    figure, axes = report.new_figure("Time relative to ours: above 1 we are faster", "", "their time / ours")
-    figure.set_size_inches(max(9, 0.55 * len(ratios) + 0.14 * len(ratios) * len(used)), 5.5)
-    width = 0.8 / len(used)
-    for place, way in enumerate(used):
-        spots = [(group, found[way]) for group, found in enumerate(ratios.values()) if way in found]
-        at = [group + (place - (len(used) - 1) / 2) * width for group, _ in spots]
-        heights = [height for _, height in spots]
-        axes.bar(at, heights, width, label=WAYS[way], color=PEERS[place % len(PEERS)])
-        for x, height in zip(at, heights, strict=True):
-            axes.annotate(
-                f"{height:.3g}",
-                (x, height),
-                ha="center",
-                va="bottom",
-                fontsize=6,
-                rotation=90,
-                xytext=(0, 2),
-                textcoords="offset points",
-            )
-    axes.axhline(1.0, color="#c8442d", linewidth=1.5, label="ours")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xticks(range(len(ratios)), list(ratios), rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
-    axes.margins(y=0.15)
-    axes.legend(frameon=False, ncols=3)
-    report.save(figure, path)
-    return True
+            yield records.suite(entry), {way: measured["ms"] for way, measured in info["ways"].items()}
+    for (work, _), times in steps.items():
+        yield work, times
 
 
 def _relative(times: dict[str, float]) -> dict[str, float]:

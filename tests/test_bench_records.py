@@ -157,6 +157,26 @@ def test_a_peer_that_moves_other_bytes_stands_in_the_same_row(tmp_path: Path) ->
     assert rows == ["| adamw-fp32 (28 B) | tiny | 2.000 ms (50.0% of 16.1 B) | 1.000 ms (50.0%) | 0.500 |"]
 
 
+def test_many_peers_that_few_rows_have_stand_in_a_table_of_their_own(tmp_path: Path) -> None:
+    many = [entry(way, 4.0) for way in ("torch-fused", "optimi", "flashoptim", "bitsandbytes")]
+    others = [copy.deepcopy(each) for each in (entry("hdet-cpp", 1.0), entry("torch-fused", 4.0)) for _ in range(2)]
+    for number, each in enumerate(others):
+        each["params"]["model"] = f"other-{number % 2}"
+    path = write(tmp_path / "a.json", entry("hdet-cpp", 1.0), *many, *others)
+    first, second = sections.text(records.entries([path])).split("each with `cpp` over it:")
+    assert [line for line in first.splitlines() if line.startswith(("| work", "| adamw"))] == [
+        "| work | model | torch fused | `cpp` | `cpp` / torch fused |",
+        *(
+            f"| adamw-fp32 (28 B) | {model} | 4.000 ms (50.0%) | 1.000 ms (50.0%) | 0.250 |"
+            for model in ("tiny", "other-0", "other-1")
+        ),
+    ]
+    assert [line for line in second.splitlines() if line.startswith(("| work", "| adamw"))] == [
+        "| work | model | bitsandbytes | optimi | flashoptim |",
+        f"| adamw-fp32 (28 B) | tiny |{' 4.000 ms (50.0%): 0.250 |' * 3}",
+    ]
+
+
 def test_every_recorded_way_has_a_name() -> None:
     ways = {each["params"]["way"] for each in records.entries([RESULTS]) if "way" in (each["params"] or {})}
     assert ways - set(layout.WAYS) == {"addresses"}
@@ -184,7 +204,8 @@ def test_bars_are_relative_to_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plots.report, "save", lambda figure, path: kept.append(figure))
     path = write(tmp_path / "a.json", entry("hdet-cpp", 2.0), entry("torch-fused", 3.0), entry("hdet-torch", 50.0))
     assert plots.bars(records.entries([path]), tmp_path / "bars.png")
-    assert [patch.get_height() for patch in kept[0].axes[0].patches] == [1.5]
+    (bar,) = kept[0].axes[0].patches
+    assert (bar.get_x(), bar.get_x() + bar.get_width()) == (1.0, 1.5)
 
 
 def test_nothing_to_draw_is_no_plot(tmp_path: Path) -> None:
