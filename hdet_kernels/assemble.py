@@ -35,9 +35,10 @@ class Buffered(Protocol):
     def buffers(self) -> Iterable[Tensor]: ...
 
 
-def default_sync_every(total_steps: int) -> int:
-    """T where none is given: 2.5 % of the run, between 1 and 1000 steps."""
-    return min(max(round(0.025 * total_steps), 1), 1000)
+def default_sync_every(total_steps: int, *, probed: bool) -> int:
+    """T where none is given: 1.25 % of the run with a probe, 2.5 % without, between 1 and 1000 steps. Training losses
+    are of other examples on every replica, and take as long to tell the replicas apart."""
+    return min(max(round((0.0125 if probed else 0.025) * total_steps), 1), 1000)
 
 
 def build_cycle(
@@ -75,7 +76,7 @@ def build_cycle(
     if sync_every is None:
         if total_steps is None:
             raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
-        sync_every = default_sync_every(total_steps)
+        sync_every = default_sync_every(total_steps, probed=probe is not None)
     if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
         raise ValueError(f"sync_every must be a whole number of steps, at least 1, got {sync_every!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -108,10 +109,12 @@ def build_cycle(
             ", ".join(in_the_loss),
         )
     floors = tuple(_floor(h, groups) for h in hyperparameters)
-    run = Run(total_steps, sync_every, peak, floors)
+    run = Run(total_steps, sync_every, peak, floors, probed=probe is not None)
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
     if isinstance(controller, RegressionController | HypergradientController):
         run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, rehearse)
+    if ensemble.size > 1:
+        run = replace(run, early=_early_syncs(controller, run))
     if controller is not None and controller.reads == "slopes" and gradients == "local":
         raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
     if controller is not None and controller.reads == "slopes" and overlap_steps:
@@ -227,7 +230,8 @@ def _chosen_controller(auto_lr: bool | Controller, diverges: bool, run: Run) -> 
             "the learning rate will not decay; pass decay= as a number"
         )
     if run.total_steps is not None and not any(
-        controller.active(run, step) for step in range(run.sync_every, run.total_steps + 1, run.sync_every)
+        controller.active(run, step)
+        for step in (*_early_syncs(controller, run), *range(run.sync_every, run.total_steps + 1, run.sync_every))
     ):
         log.warning(
             "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
@@ -237,6 +241,10 @@ def _chosen_controller(auto_lr: bool | Controller, diverges: bool, run: Run) -> 
             run.total_steps,
         )
     return controller
+
+
+def _early_syncs(controller: Controller | None, run: Run) -> tuple[int, ...]:
+    return controller.early_syncs(run) if isinstance(controller, RegressionController) else ()
 
 
 def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:

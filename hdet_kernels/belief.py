@@ -1,8 +1,9 @@
 """What is believed of the right peak of a learning rate, from the signs of the slopes of the losses while it climbs.
 
-The learning rate that looks best over the next T steps falls with the steps t: in a run of S steps it was about
-0.15·S^(2/3)/(t + T) of the right peak (``docs/controller.md``). So an η for which a smaller one would have been better
-speaks for a right peak that is lower than that makes it, and otherwise for a higher one.
+The learning rate that looks best over the next T steps falls with the steps t: in a run of S steps, with T = 1.25 % of
+it, it was about 0.08·S^(2/3)/(t + T) of the right peak, and lower for shorter cycles (``docs/controller.md``). So an η
+for which a smaller one would have been better speaks for a right peak that is lower than that makes it, and otherwise
+for a higher one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-#: The greedy learning rate over the right peak, times t + T, over S^(2/3).
-GREEDY = 0.15
+#: The greedy learning rate over the right peak, times t + T, over S^(2/3), where T is this share of the run; it grows
+#: with T by about this power.
+GREEDY, USUAL, GROWTH = 0.08, 0.0125, 0.8
 
 #: How far off that may be, as a scale in log η: it differs from task to task.
 SLACK = 0.4
@@ -33,13 +35,26 @@ UNKNOWN = 0.3
 #: A sync counts in full if its cycle is at least this share of the run: many short ones tell no more than a few.
 WHOLE = 0.025
 
+#: What a cycle gains counts as growing by at most this share of itself for each e-fold of η.
+LINEAR = 0.9
+
 #: log θ, the right peak over the one given.
 GRID: Array = np.linspace(-6.0, 6.0, 241)
 
 
-def turning_point(value: float, step: int, sync_every: int, total_steps: int) -> float:
-    """log θ for which ``value``, as a share of the peak of its schedule, is the greedy one after ``step`` steps."""
-    return math.log(max(value * (step + sync_every) / (GREEDY * total_steps ** (2 / 3)), 1e-300))
+def turning_point(value: float, step: int, cycle: int, total_steps: int) -> float:
+    """log θ for which ``value``, as a share of the peak of its schedule, is the greedy one after ``step`` steps, the
+    last ``cycle`` of them since the sync before."""
+    greedy = GREEDY * (cycle / (USUAL * total_steps)) ** GROWTH * total_steps ** (2 / 3) / (step + cycle)
+    return math.log(max(value / greedy, 1e-300))
+
+
+def ahead(elasticity: float) -> float:
+    """How far the greedy learning rate is above this one, as log: ``elasticity`` is the share of what the last cycle
+    gained by which it would have gained more for each e-fold. Where gains are a parabola in η with its top at η_c, that
+    is (1 − x)/(1 − x/2) at x = η/η_c."""
+    share = min(max(elasticity, 0.0), LINEAR)
+    return math.log((1 - share / 2) / (1 - share))
 
 
 def heard(slope: float, significance: float, gate: float) -> float:

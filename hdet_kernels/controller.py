@@ -25,8 +25,9 @@ EDGE = 1e-6
 class Run:
     """What a controller knows of the run: its length and sync interval in steps, the share of it at which the schedule
     peaks, for each hyperparameter the value that the schedule ends at (None where that is not known) and the highest
-    that it has (None where there is none to move: weight decay, dropout, …), and the share of its peak at which the
-    schedule ends: 0 where it anneals, 1 where it is constant."""
+    that it has (None where there is none to move: weight decay, dropout, …), the share of its peak at which the
+    schedule ends: 0 where it anneals, 1 where it is constant, whether losses are those of a probe, the same examples at
+    every sync, and the steps of the first cycle at which there are syncs besides, ascending."""
 
     total_steps: int | None
     sync_every: int
@@ -34,11 +35,21 @@ class Run:
     floors: tuple[float | None, ...]
     peaks: tuple[float | None, ...] = ()
     end: float = 0.0
+    probed: bool = True
+    early: tuple[int, ...] = ()
 
     def syncs(self, first: float, last: float) -> int:
         """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
         first_sync = max(math.ceil((first - EDGE) / self.sync_every), 1)
         return max(math.floor((last + EDGE) / self.sync_every) - first_sync + 1, 0)
+
+    def syncs_at(self, step: int) -> bool:
+        return step % self.sync_every == 0 or step in self.early or step == self.total_steps
+
+    def steps_since_sync(self, step: int) -> int:
+        """How many steps the cycle has that ends with ``step``."""
+        before = max((early for early in self.early if early < step), default=0)
+        return step - max(before, (step - 1) // self.sync_every * self.sync_every)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class Cycle:
                 "with the number of steps that you mean to make"
             )
         step = self.step + 1
-        syncs = self._sync_due(step)
+        syncs = self.run.syncs_at(step)
         lands = self._pending is not None and (syncs or step >= self._pending.due)
         mark = self.window.mark() if syncs or lands else None
         if loss is not None:
@@ -161,16 +161,13 @@ class Cycle:
             self.spread.fan_out(self.number)
         return mark is not None
 
-    def _sync_due(self, step: int) -> bool:
-        return step % self.run.sync_every == 0 or step == self.run.total_steps
-
     def _before_optimizer_step(self) -> None:
         if not self._begun:  # only now: weights are loaded, and noise is added, after a scheduler was built too
             self._begun = True
             self.converger.begin()
         if self._displacement is not None:
             self._displacement.measure()
-        if self.gradients == "auto" and self.ensemble.size > 1 and self._sync_due(self.step + 1):
+        if self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
             self._fingerprint = fingerprint(self.optimizer.param_groups)
 
     # A sync
@@ -213,7 +210,7 @@ class Cycle:
     def _turn(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> None:
         """Note what happened at the sync after ``step``, and let the controller move the base values."""
         self._shared = outcome.shared
-        kind: Kind = "sync" if step % self.run.sync_every == 0 else "last"
+        kind: Kind = "sync" if step % self.run.sync_every == 0 else "early" if step in self.run.early else "last"
         self._note(step, landed, kind, placed, outcome)
         slopes = self._displacement.turn() if self._displacement else None
         if acting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal["sync", "last", "manual"]
+Kind = Literal["sync", "early", "last", "manual"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class SyncRecord:
     """One sync. Lists have one entry a replica.
 
     step: finished steps. cycle: the number of the cycle that ended. kind: ``"sync"`` at a multiple of ``sync_every``,
-    ``"last"`` at the end of the run, ``"manual"`` for ``scheduler.converge()``.
+    ``"early"`` before the first, ``"last"`` at the end of the run, ``"manual"`` for ``scheduler.converge()``.
     losses: mean training loss since the last sync (NaN: none recorded). probes: losses on the probe, where one ran.
     base: the base value of every hyperparameter, by name. values: what each replica trained with, by name.
     excluded: replicas that were not finite; they were left out of the mean and received it.

@@ -10,10 +10,13 @@ import numpy as np
 
 from . import belief
 from .controller import EDGE, Array, Observation, Run, State, check_positive, check_share
-from .regression import UNKNOWN, can_tell, regress, significances
+from .regression import UNKNOWN, can_tell, comparable, regress, significances
 
 #: What one sync moves μ by, at most.
 LARGEST_MOVE = 0.75
+
+#: Shares of the first cycle at which learning rates are looked at besides.
+EARLY = (1 / 8, 1 / 4, 1 / 2)
 
 #: How OneCycleLR climbs: from this share of its peak to all of it, in this share of the run.
 CLIMBS_FROM, CLIMBS_FOR = 1 / 25, 0.3
@@ -118,7 +121,7 @@ class _SlopeController:
 
     def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
         """Those of the cycle after ``step``; none after the last sync at which it acts."""
-        then = step + run.sync_every
+        then = step - step % run.sync_every + run.sync_every
         return _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
 
     def _rate(self, run: Run) -> float:
@@ -171,8 +174,16 @@ class RegressionController(_SlopeController):
     def rates_window(self, run: Run) -> tuple[float, float]:
         return (self.start_at or 0.0) * (run.total_steps or 0), self.window(run)[1]
 
+    def early_syncs(self, run: Run) -> tuple[int, ...]:
+        """An eighth, a quarter and a half of the first cycle: what is far too high must be heard before it has done
+        what no later learning rate repairs, and what is far too low is known as soon. Only with a probe: the mean of
+        the training losses of so few steps is that of what they started from."""
+        if self.start_at or not run.probed:
+            return ()
+        return tuple(sorted({round(run.sync_every * share) for share in EARLY} - {0, run.sync_every}))
+
     def start(self, count: int, run: Run | None = None) -> State:
-        return {**super().start(count, run), "belief": [[] for _ in range(count)]}
+        return {**super().start(count, run), "belief": [[] for _ in range(count)], "level": None}
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         logs = np.log(seen.multipliers)
@@ -180,30 +191,43 @@ class RegressionController(_SlopeController):
         sure = significances(seen.losses, logs, slopes)
         moved = self._moved(run, state, slopes, sure, seen)
         gate = _gate(np.asarray(moved["s"]), 1 - 0.9 ** moved["looks"])
+        before, level = state.get("level"), _level(seen.losses)
+        gain = before - level if run.probed and before is not None and level is not None else 0.0
         mu, beliefs = list(moved["mu"]), list(state["belief"])
         for index, peak in enumerate(run.peaks):
             if peak is not None:
                 said = belief.heard(slopes[index], sure[index], gate[index])
                 if said and not can_tell(logs):
                     said = math.copysign(belief.UNKNOWN, said)
-                beliefs[index] = self._learned(run, seen, index, peak, said, beliefs[index])
-                mu[index] = self._towards(belief.median(beliefs[index]), state["mu"][index])
-        return {**moved, "mu": mu, "belief": beliefs}
+                ahead = _ahead(slopes[index], sure[index], gain) if said and can_tell(logs) else 0.0
+                beliefs[index] = self._learned(run, seen, index, peak, said, ahead, beliefs[index])
+                mu[index] = self._towards(belief.median(beliefs[index]), state["mu"][index], ahead)
+        return {**moved, "mu": mu, "belief": beliefs, "level": before if level is None else level}
 
     def _learned(
-        self, run: Run, seen: Observation, index: int, peak: float, said: float, before: list[float]
+        self, run: Run, seen: Observation, index: int, peak: float, said: float, ahead: float, before: list[float]
     ) -> list[float]:
-        """What is believed of a learning rate after this sync."""
+        """What is believed of a learning rate after this sync, which has η_c ``ahead`` of it."""
         if said == 0 or seen.step < self.rates_window(run)[0] - EDGE:
             return before
         total = run.total_steps or 1
         share = float(seen.base[index]) / _annealed(peak, run)
-        turn = belief.turning_point(share, seen.step, run.sync_every, total)
+        turn = belief.turning_point(share, seen.step, run.steps_since_sync(seen.step), total) + ahead
         return belief.updated(before, turn, said, run.sync_every / total)
 
-    def _towards(self, believed: float, mu: float) -> float:
-        fall, rise = (math.inf, LARGEST_MOVE) if self.rate is None else (self.rate, self.rate)
+    def _towards(self, believed: float, mu: float, ahead: float) -> float:
+        fall, rise = (math.inf, LARGEST_MOVE + ahead) if self.rate is None else (self.rate, self.rate)
         return min(max(mu + min(max(believed - mu, -fall), rise), -self.limit), self.limit)
+
+
+def _level(losses: Array) -> float | None:
+    """Where the replicas are; None if none is finite."""
+    return float(comparable(losses).mean()) if np.isfinite(losses).any() else None
+
+
+def _ahead(slope: float, sure: float, gain: float) -> float:
+    """How far η_c is above η, from as much of its slope as is sure and what the last cycle gained."""
+    return belief.ahead(-slope * (1 - 1 / sure) / gain) if gain > 0 and sure > 1 else 0.0
 
 
 @dataclass(frozen=True)

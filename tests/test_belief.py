@@ -122,12 +122,28 @@ class TestTurningPoint:
     @pytest.mark.parametrize("factor", [1e-3, 0.5, 1.0, 2.0, 30.0])
     @pytest.mark.parametrize(("step", "sync_every", "total"), [(50, 50, 2000), (600, 50, 2000), (10, 10, 10**6)])
     def test_is_where_the_law_would_be_met(self, factor: float, step: int, sync_every: int, total: int) -> None:
-        greedy = GREEDY * total ** (2 / 3) / (step + sync_every)
+        greedy = GREEDY * (80 * sync_every / total) ** 0.8 * total ** (2 / 3) / (step + sync_every)
         assert turning_point(factor * greedy, step, sync_every, total) == pytest.approx(math.log(factor), abs=1e-12)
 
     def test_of_a_learning_rate_of_zero_is_finite(self) -> None:
         """A warm-up may begin there."""
         assert turning_point(0.0, 10, 10, 1000) < -600
+
+
+class TestAhead:
+    @pytest.mark.parametrize("x", [0.19, 0.3, 0.5, 0.9, 1.0])
+    def test_is_exact_for_a_parabola(self, x: float) -> None:
+        """Gains x − x²/2: what they grow by for each e-fold of x, over themselves."""
+        elasticity = (x - x**2) / (x - x**2 / 2)
+        assert belief.ahead(elasticity) == pytest.approx(-math.log(x), abs=1e-12)
+
+    @pytest.mark.parametrize("elasticity", [0.9, 0.95, 1.0, 30.0, math.inf])
+    def test_has_a_bound(self, elasticity: float) -> None:
+        assert belief.ahead(elasticity) == pytest.approx(math.log(5.5))
+
+    @pytest.mark.parametrize("elasticity", [-math.inf, -3.0, -1e-9, 0.0])
+    def test_is_nothing_where_a_smaller_one_would_gain_more(self, elasticity: float) -> None:
+        assert belief.ahead(elasticity) == 0.0
 
 
 class TestHeard:

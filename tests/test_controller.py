@@ -781,7 +781,7 @@ class TestEveryController:
             at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "s": [0.0] * 3}
             at_rest |= {"looks": 0, "updates": 0, "ceilings": []}
         if kind is RegressionController:
-            at_rest["belief"] = [[], [], []]
+            at_rest |= {"belief": [[], [], []], "level": None}
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:

@@ -2,7 +2,7 @@
 
 Replica r's loss is Σ_j log cosh log(v/η_c), v = η_j·ρ_r, and noise: its slope in log η is tanh log(η/η_c), which
 vanishes at η_c(t) = A/(t + T). A is such that the best peak is 1, as ``hdet_kernels/belief.py`` says: a start of 30 is
-30 times too high.
+30 times too high. All losses fall by 1 in every cycle, which makes −b the share of that which η would add.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hdet_kernels import HypergradientController, RegressionController, multipliers, permutation
-from hdet_kernels.belief import GREEDY
+from hdet_kernels import HypergradientController, RegressionController, belief, multipliers, permutation
+from hdet_kernels.belief import GREEDY, GROWTH, USUAL
 from hdet_kernels.controller import Observation, Run, State
 from hdet_kernels.explore import Hyperparameter
 from hdet_kernels.slopes import LARGEST_MOVE, STAYING
@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 Schedule = Callable[[float], float]
 
 NAN, INF = math.nan, math.inf
-TOTAL, T, N = 2000, 50, 8
+TOTAL, T, N = 2000, 25, 8
 REGRESSION = RegressionController()
 
 
@@ -69,11 +69,13 @@ class Scripted:
     seed: int = 0
     controller: RegressionController = REGRESSION
     off: float = 1.0  # A over that of the law
+    probed: bool = True
 
     def __post_init__(self) -> None:
         self.schedule, peak, end = SHAPES[self.shape]
-        self.run = Run(TOTAL, self.sync_every, peak, (None,) * len(self.starts), tuple(self.starts), end)
-        self.reach = self.off * GREEDY * TOTAL ** (2 / 3) * (1 + STAYING * end)  # A
+        nowhere = (None,) * len(self.starts)
+        self.run = Run(TOTAL, self.sync_every, peak, nowhere, tuple(self.starts), end, self.probed)
+        self.run = dataclasses.replace(self.run, early=self.controller.early_syncs(self.run))
         self.random = np.random.default_rng(self.seed)
         self.state: State = self.controller.start(len(self.starts), self.run)
 
@@ -81,21 +83,27 @@ class Scripted:
         scheduled = self.schedule(step / TOTAL)
         return np.array([self.controller.base(self.state, j, s * scheduled) for j, s in enumerate(self.starts)])
 
+    def greedy(self, step: int) -> float:
+        """η_c of the cycle that ends with ``step``."""
+        cycle = self.run.steps_since_sync(step)
+        reach = self.off * GREEDY * (cycle / (USUAL * TOTAL)) ** GROWTH * TOTAL ** (2 / 3)
+        return reach * (1 + STAYING * self.run.end) / (step + cycle)
+
     def losses(self, values: Array, step: int) -> Array:
         """[N] from [J, N]."""
         noise = self.random.normal(0, self.noise, values.shape[1])
-        found: Array = np.log(np.cosh(np.log(values * (step + self.sync_every) / self.reach))).sum(axis=0) + noise
+        found: Array = np.log(np.cosh(np.log(values / self.greedy(step)))).sum(axis=0) + noise
         return found
 
     def sync(self, step: int, change: Callable[[Array, Array], Array] = lambda losses, rho: losses) -> None:
         # What the scheduler tells of a cycle is what its last step was made with.
         base, rho = self.base(step - 1), fan(len(self.starts), step // self.sync_every, self.seed)
-        losses = change(self.losses(base[:, None] * rho, step), rho)
+        losses = change(self.losses(base[:, None] * rho, step) - self.state["looks"], rho)
         self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))
 
     @property
     def syncs(self) -> list[int]:
-        steps = range(self.sync_every, TOTAL + 1, self.sync_every)
+        steps = [*self.run.early, *range(self.sync_every, TOTAL + 1, self.sync_every)]
         return [step for step in steps if self.controller.active(self.run, step)]
 
     def finish(self) -> Scripted:
@@ -118,7 +126,7 @@ class Steep(Scripted):
 
     def losses(self, values: Array, step: int) -> Array:
         noise = self.random.normal(0, self.noise * values.max(), values.shape[1])
-        found: Array = (0.5 * values**2 * (step + self.sync_every) / self.reach - values).sum(axis=0) + noise
+        found: Array = (0.5 * values**2 / self.greedy(step) - values).sum(axis=0) + noise
         return found
 
 
@@ -131,17 +139,22 @@ def between(ended: float, measured: tuple[float, float]) -> bool:
     return 0.9 * measured[0] < ended < 1.1 * measured[1]
 
 
-#: Where a start ended, over the best: lowest and highest of all shapes and 20 seeds.
-ENDED = {1 / 30: (0.30, 0.47), 1 / 10: (0.27, 0.37), 1 / 3: (0.35, 0.41), 1.0: (1.0, 1.2), 3.0: (1.03, 1.27),
-         10.0: (0.56, 1.0), 30.0: (0.55, 0.74)}  # fmt: skip
+#: Where a start ended, over the best: lowest and highest of all shapes and 20 seeds; with steep slopes; and without a
+#: probe, at twice the interval.
+ENDED = {1 / 30: (0.31, 0.47), 1 / 10: (0.46, 0.58), 1 / 3: (0.49, 0.78), 1.0: (0.83, 0.87), 3.0: (1.24, 1.35),
+         10.0: (0.35, 0.91), 30.0: (0.95, 1.03)}  # fmt: skip
+ENDED_STEEP = {1 / 30: (0.21, 0.28), 1 / 10: (0.32, 0.38), 1 / 3: (0.58, 0.63), 1.0: (0.73, 1.06), 3.0: (1.12, 1.28),
+               10.0: (0.44, 0.86), 30.0: (0.90, 1.04)}  # fmt: skip
+ENDED_UNPROBED = {1 / 30: (0.35, 0.54), 1 / 10: (0.31, 0.42), 1 / 3: (0.37, 0.44), 1.0: (0.86, 1.26),
+                  3.0: (1.16, 1.40), 10.0: (0.20, 0.40), 30.0: (0.56, 0.86)}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: int) -> None:
-    """Over 20 seeds it ended at 0.27 to 1.27 of the best, and from the best at 1.00 to 1.20. Starts that are too low
-    end low, at 0.27 to 0.47: once η has passed η_c every sync says so again."""
+    """Over 20 seeds it ended at 0.31 to 1.35 of the best, and from the best at 0.83 to 0.87. Starts that are too low
+    end low, at 0.31 to 0.78: once η has passed η_c every sync says so again."""
     run = Scripted([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
@@ -152,11 +165,23 @@ def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: in
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_steep_slopes_end_where_others_do(start: float, shape: str, seed: int) -> None:
-    """Signs count and sizes do not. From ten times too high, where noise is loud, at 0.23 to 0.97 over 20 seeds."""
+    """Signs count, and sizes only for how far η_c is above η: from below they end lower by a third."""
     run = Steep([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
-    assert between(ended, (0.23, 0.97) if start == 10 else ENDED[start])
+    assert between(ended, ENDED_STEEP[start])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_ends_a_little_further_off_without_a_probe(start: float, shape: str, seed: int) -> None:
+    """Nothing is asked before the first cycle ends, and nothing says how far η_c is: at 0.20 to 1.40 of the best."""
+    run = Scripted([start], shape, seed=seed, sync_every=2 * T, probed=False).finish()
+    (ended,) = run.over_best
+    assert run.run.early == ()
+    assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
+    assert between(ended, ENDED_UNPROBED[start])
 
 
 FROM_LOW_TO_HIGH = np.geomspace(1 / 30, 30, 35).tolist()
@@ -174,10 +199,10 @@ def typical(values: Array) -> float:
 @pytest.mark.parametrize(
     ("shape", "lowest", "mean", "highest"),
     [
-        ("onecycle", 0.29, 0.66, 1.50),
-        ("cosine", 0.29, 0.67, 1.43),
-        ("constant", 0.21, 0.52, 1.15),
-        ("half", 0.26, 0.60, 1.32),
+        ("onecycle", 0.28, 0.67, 1.39),
+        ("cosine", 0.25, 0.66, 1.40),
+        ("constant", 0.20, 0.60, 1.35),
+        ("half", 0.24, 0.64, 1.38),
     ],
 )
 def test_where_all_starts_end(shape: str, lowest: float, mean: float, highest: float) -> None:
@@ -187,31 +212,29 @@ def test_where_all_starts_end(shape: str, lowest: float, mean: float, highest: f
     assert between(ended.max(), (highest, highest))
 
 
-@pytest.mark.parametrize(("off", "mean"), [(0.5, 0.55), (2.0, 2.02)], ids=["half", "twice"])
+@pytest.mark.parametrize(("off", "mean"), [(0.5, 0.54), (2.0, 1.76)], ids=["half", "twice"])
 def test_a_task_with_another_constant_ends_off_by_about_that(off: float, mean: float) -> None:
-    """In the mean of all starts; a single one by 0.14 to 1 and by 1 to 7.3, for syncs are few and far between."""
+    """In the mean of all starts; a single one by 0.19 to 1 and by 1 to 4.5, for syncs are few and far between."""
     ratios = ends(off=off) / ends()
     assert between(typical(ratios), (mean, mean))
-    assert between(ratios.min(), (0.14, 0.14) if off < 1 else (1.0, 1.0))
-    assert between(ratios.max(), (1.0, 1.0) if off < 1 else (7.26, 7.26))
+    assert between(ratios.min(), (0.19, 0.19) if off < 1 else (1.0, 1.0))
+    assert between(ratios.max(), (1.0, 1.0) if off < 1 else (4.45, 4.45))
 
 
 def test_cycles_four_times_as_short_end_about_the_same() -> None:
-    """Lower by a quarter in the mean of all starts; a single one at 0.40 to 1.56 of where it ended before."""
+    """Lower by a third in the mean of all starts; a single one at 0.35 to 1.45 of where it ended before."""
     ratios = ends(sync_every=10) / ends(sync_every=40)
-    assert between(typical(ratios), (0.74, 0.74))
-    assert between(ratios.min(), (0.40, 0.40))
-    assert between(ratios.max(), (1.56, 1.56))
+    assert between(typical(ratios), (0.68, 0.68))
+    assert between(ratios.min(), (0.35, 0.35))
+    assert between(ratios.max(), (1.45, 1.45))
 
 
 @pytest.mark.parametrize(
     ("sync_every", "lowest", "mean", "highest"),
-    [(10, 0.21, 0.47, 0.81), (25, 0.22, 0.55, 1.01), (100, 0.23, 0.95, 8.78)],
-    ids=["a fifth of the usual interval", "half", "twice"],
+    [(5, 0.19, 0.55, 1.06), (12, 0.25, 0.55, 1.26), (50, 0.33, 0.84, 1.41), (100, 0.31, 0.85, 1.62)],
+    ids=["a fifth of the usual interval", "half", "twice", "four times"],
 )
 def test_moves_at_other_intervals(sync_every: int, lowest: float, mean: float, highest: float) -> None:
-    """At twice the interval the six syncs to the peak leave what is 10 or 30 times too high at 2.9 and 8.8: it climbs
-    as fast as the belief falls."""
     ended = ends(sync_every=sync_every)
     for start, found in zip(FROM_LOW_TO_HIGH, ended, strict=True):
         assert (found > start) == (start < 1) or 0.5 < start < 2
@@ -227,10 +250,10 @@ def test_moves_at_other_intervals(sync_every: int, lowest: float, mean: float, h
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_moves_several_at_once(starts: list[float], seed: int) -> None:
-    """At 0.21 to 1.26 of the best over 20 seeds."""
+    """At 0.18 to 1.36 of the best over 20 seeds."""
     run = Scripted(starts, seed=seed).finish()
     assert to_the_right_side(run), f"ended at {run.over_best} of the best"
-    assert all(between(ended, (0.21, 1.26)) for ended in run.over_best)
+    assert all(between(ended, (0.18, 1.36)) for ended in run.over_best)
 
 
 @pytest.mark.parametrize("peak", [1.0, None], ids=["learning rate", "other scalar"])
@@ -246,7 +269,7 @@ def test_moves_within_its_window(peak: float | None) -> None:
                 moved[step] = state["mu"][0] - before
     if peak is None:
         most = 12 * (1 - 0.25 / 6) ** 2  # the square of what eight replicas can be sure of
-        assert moved == {step: pytest.approx(3 / 11 * (1 - 1 / most), rel=1e-9) for step in range(100, 601, T)}
+        assert moved == {step: pytest.approx(3 / 21 * (1 - 1 / most), rel=1e-9) for step in range(100, 601, T)}
     else:
         assert min(moved) == T
         assert max(moved.values()) == pytest.approx(LARGEST_MOVE, rel=1e-9)
@@ -281,23 +304,49 @@ def test_every_sync_to_the_peak_is_evidence(sync_every: int, options: dict[str, 
     assert told == list(expected)
 
 
-def rising_then_falling(controller: RegressionController) -> list[float]:
-    """By how much μ moves while six syncs say surely up, and then down at a thousandth of those learning rates."""
-    run, state, moves = Run(TOTAL, T, 0.3, (None,), (1.0,)), controller.start(1), []
-    for step in range(T, 601, T):
-        rho, rises = fan(1, step // T), step <= 300
-        losses, base = (-1 if rises else 1) * np.log(rho[0]), np.array([30.0 if rises else 0.03])
-        before, state = state["mu"][0], controller.update(run, state, Observation(losses, rho, base, step))
+def rising_then_falling(controller: RegressionController, gain: float = 0.0) -> list[float]:
+    """By how much μ moves while six syncs say surely up, by half of ``gain`` where there is one, and then down at a
+    thousandth of those learning rates."""
+    run = Run(TOTAL, 2 * T, 0.3, (None,), (1.0,), probed=gain > 0)
+    state, moves = controller.start(1), []
+    for cycle in range(12):
+        rho, rises = fan(1, cycle), cycle < 6
+        losses, base = (-0.5 if rises else 0.5) * np.log(rho[0]) - cycle * gain, np.array([30.0 if rises else 0.03])
+        seen = Observation(losses, rho, base, (cycle + 1) * 2 * T)
+        before, state = state["mu"][0], controller.update(run, state, seen)
         moves.append(state["mu"][0] - before)
     return moves
 
 
 def test_rises_in_steps_and_falls_at_once() -> None:
-    """A fall of 4.6 at one sync, and before it five rises that were cut."""
+    """A fall of 5.1 at one sync, and before it five rises that were cut."""
     moves = rising_then_falling(REGRESSION)
     assert moves[1:6] == pytest.approx([LARGEST_MOVE] * 5, rel=1e-9)
     assert max(moves) <= LARGEST_MOVE + 1e-9
-    assert min(moves) == pytest.approx(-4.59, abs=0.05)
+    assert min(moves) == pytest.approx(-5.1, abs=0.1)
+
+
+def test_rises_further_at_once_where_what_is_gained_says_how_far() -> None:
+    """Not at the first sync, which has nothing to compare with."""
+    moves = rising_then_falling(REGRESSION, gain=1.0)
+    most = LARGEST_MOVE + belief.ahead(0.5)
+    assert moves[0] <= LARGEST_MOVE
+    assert 0.8 * most < max(moves) <= most
+    assert max(rising_then_falling(RegressionController(rate=0.3), gain=1.0)) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("gain", [0.0, -1.0, NAN], ids=["nothing gained", "worse", "unknown"])
+def test_where_nothing_was_gained_nothing_says_how_far(gain: float) -> None:
+    run, state = Run(TOTAL, T, 0.3, (None,), (1.0,)), REGRESSION.start(1)
+    for cycle in range(2):
+        rho = fan(1, cycle)
+        losses = np.full(N, NAN) if cycle == 0 and math.isnan(gain) else -np.log(rho[0]) - cycle * np.nan_to_num(gain)
+        seen = Observation(losses, rho, np.array([30.0]), (cycle + 1) * T)
+        unprobed = REGRESSION.update(dataclasses.replace(run, probed=False), state, seen)
+        state = REGRESSION.update(run, state, seen)
+    if gain < 0 or math.isnan(gain):
+        assert state == unprobed
+    assert state["level"] == pytest.approx(0.0 if math.isnan(gain) else -gain, abs=0.1)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3])
@@ -316,8 +365,9 @@ def noise(
     """μ at the end and the highest |μ| on the way, where losses are noise."""
     schedule, at, end = SHAPES[shape]
     run, random = Run(total_steps, sync_every, at, (None,), (peak,), end), np.random.default_rng(seed)
+    run = dataclasses.replace(run, early=REGRESSION.early_syncs(run))
     state, highest = REGRESSION.start(1, run), 0.0
-    for step in range(sync_every, total_steps + 1, sync_every):
+    for step in (*run.early, *range(sync_every, total_steps + 1, sync_every)):
         if REGRESSION.active(run, step):
             rho = fan(1, step // sync_every, seed, n)
             base = np.array([REGRESSION.base(state, 0, schedule((step - 1) / total_steps))])
@@ -330,26 +380,26 @@ def noise(
 @pytest.mark.parametrize(
     ("n", "mean", "aside", "worst"),
     [
-        (2, 0.95, 0.6, 4.0),
-        (3, 0.95, 0.6, 4.0),
-        (4, 0.2, 0.15, 2.2),
-        (8, 0.35, 0.15, 4.0),
-        (16, 0.45, 0.15, 3.5),
+        (2, 0.6, 0.35, 3.3),
+        (3, 0.6, 0.35, 3.3),
+        (4, 0.08, 0.05, 0.8),
+        (8, 0.2, 0.05, 2.3),
+        (16, 0.22, 0.05, 2.1),
     ],
 )
 def test_noise_moves_an_ordinary_run_little(n: int, mean: float, aside: float, worst: float, shape: str) -> None:
-    """Over 200 runs |μ| was 0.14, 0.25 to 0.29 and 0.33 to 0.37 in the mean with 4, 8 and 16 replicas, and in the worst
-    moment of the worst run 2.0, 3.7 and 3.2. Up as often as down: μ was −0.01 to 0.07 in the mean. Two and three have
-    no errors to go by: 0.7 to 0.9 in the mean, rather up than down by 0.2 to 0.5, and 3.8 in the worst."""
+    """Over 200 runs |μ| was 0.06, 0.15 to 0.17 and 0.16 to 0.18 in the mean with 4, 8 and 16 replicas, and in the worst
+    moment of the worst run 0.6, 2.0 and 1.8. Up as often as down: μ was −0.02 in the mean. Two and three have no errors
+    to go by: 0.4 to 0.5 in the mean, rather up than down by 0.1 to 0.3, and 3.1 in the worst."""
     found = [noise(TOTAL, T, 1.0, seed, n=n, shape=shape) for seed in range(200)]
     assert np.mean([abs(mu) for mu, _ in found]) < mean
     assert abs(np.mean([mu for mu, _ in found])) < aside
     assert max(highest for _, highest in found) < worst
 
 
-@pytest.mark.parametrize(("n", "mean", "worst"), [(4, 0.06, 0.6), (8, 0.15, 1.4)])
+@pytest.mark.parametrize(("n", "mean", "worst"), [(4, 0.03, 0.3), (8, 0.1, 0.8)])
 def test_noise_moves_another_scalar_little(n: int, mean: float, worst: float) -> None:
-    """0.04 and 0.12 in the mean of 200 runs with 4 and 8 replicas, 0.4 and 1.1 in the worst."""
+    """0.02 and 0.06 in the mean of 200 runs with 4 and 8 replicas, 0.2 and 0.5 in the worst."""
     found = [noise(TOTAL, T, None, seed, n=n) for seed in range(200)]
     assert np.mean([abs(mu) for mu, _ in found]) < mean
     assert max(highest for _, highest in found) < worst
@@ -429,15 +479,15 @@ def test_a_replica_that_explodes_does_not_raise_it(start: float, at: int, bad: f
 @pytest.mark.parametrize("at", [50, 100, 150, 250])
 @pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
 def test_one_explosion_is_outlived(start: float, at: int, bad: float) -> None:
-    """A start that is too low then ends at 0.28 to 0.73 of the best instead of 0.37, for what did not rise so far does
-    not fall so far; one that is too high at 0.32 to 0.96. None ends higher by more than 1 % where it ends above it."""
+    """A start that is too low then ends at 0.28 to 0.55 of the best instead of 0.55, the best at 0.83 to 0.99 instead
+    of 0.83, one that is too high at 0.45 to 0.53. None ends higher by more than 1 % where it ends above the best."""
     (ended,) = with_bad_losses(start, bad, lambda step: step == at).over_best
     assert ended <= max(1.01 * Scripted([start]).finish().over_best[0], 1.0)
     assert ended > 0.9 * 0.28
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 1e30])
-@pytest.mark.parametrize(("start", "mu"), [(0.1, -0.17), (1.0, -0.93), (10.0, -3.44)])
+@pytest.mark.parametrize(("start", "mu"), [(0.1, -0.15), (1.0, -0.58), (10.0, -3.41)])
 def test_one_that_explodes_at_every_sync_does_not_raise_it(start: float, mu: float, bad: float) -> None:
     exploded = with_bad_losses(start, bad, lambda step: True)
     assert exploded.mu[0] <= min(Scripted([start]).finish().mu[0], 0.0)

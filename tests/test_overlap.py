@@ -63,6 +63,9 @@ class Replica(Trainer):
 
     def loss(self) -> Tensor:
         x, y = batch(self.rank, self.step)
+        return self.loss_on(x, y)
+
+    def loss_on(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.model(x.to(self.dtype)), y.to(self.dtype))
 
     def train(self, steps: int, before_step: Callable[[Any], None] | None = None) -> Replica:
@@ -213,6 +216,23 @@ def _simulated(rank: int, k: int, rates: list[list[float]]) -> list[Tensor]:
                     for own, mean in zip(now, means, strict=True):
                         own.copy_(mean)
     return [torch.cat([param.detach().reshape(-1) for param in model.parameters()]) for model in models]
+
+
+def _early(rank: int, k: int) -> dict[int, int | None]:
+    x, y = batch(0, 999)
+    held: list[Replica] = []
+    controlled = {"auto_lr": True, "total_steps": 160, "sync_every": 16, "probe": lambda: held[0].loss_on(x, y)}
+    held.append(Replica(rank, "adam homed", k, **controlled))
+    held[0].train(20)
+    return {record.step: record.landed for record in held[0].scheduler.history}
+
+
+@pytest.mark.parametrize("k", [1, 3, 15])
+def test_an_early_average_lands_before_the_next(k: int) -> None:
+    landed = {step: min(step + k, following) for step, following in ((2, 4), (4, 8), (8, 16), (16, 20 + k))}
+    if k > 4:
+        del landed[16]  # still on its way
+    assert run_ranks(2, _early, k) == [landed] * 2
 
 
 def _trained(rank: int, kind: str, k: int) -> tuple[Tensor, list[float]]:

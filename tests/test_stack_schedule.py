@@ -539,3 +539,68 @@ def test_a_frozen_group_stays_frozen_while_others_are_moved() -> None:
     assert all(record.base["lr/0"] == 0 for record in trainer.scheduler.history)
     assert torch.equal(trainer.parameters()[:, :count], before[:, :count])
     assert not torch.equal(trainer.parameters()[:, count:], before[:, count:])
+
+
+# Early syncs
+
+
+def probed(**options: Any) -> StackTrainer:
+    """A trainer whose losses are compared on one batch, the same at every sync."""
+    made: list[StackTrainer] = []
+    options = {"total_steps": 160, "sync_every": 16, **options}
+    made.append(StackTrainer(probe=lambda: made[0].stack.losses(loss_of, *batch(0, 999), same_batch=True), **options))
+    return made[0]
+
+
+def test_with_a_probe_the_first_cycle_has_syncs_besides() -> None:
+    trainer = probed().train(40)
+    history = trainer.scheduler.history
+    assert [(record.step, record.kind, record.cycle) for record in history] == [
+        (2, "early", 0), (4, "early", 0), (8, "early", 0), (16, "sync", 0), (32, "sync", 1)
+    ]  # fmt: skip
+    assert all(record.probes is not None for record in history)
+    assert trainer.scheduler.cycle.spread.control["looks"] == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"probe": None},
+        {"auto_lr": False},
+        {"spread": 0.0},
+        {"auto_lr": hk.RegressionController(start_at=0.05)},
+        {"auto_lr": hk.HypergradientController()},
+        {"auto_lr": hk.SoftmaxController(warmup_steps=40)},
+    ],
+    ids=["no probe", "no controller", "no spread", "starts later", "hypergradient", "softmax"],
+)
+def test_there_are_none_where_nobody_would_listen(options: dict[str, Any]) -> None:
+    make = StackTrainer if "probe" in options else probed
+    trainer = make(**{"total_steps": 160, "sync_every": 16, **options}).train(20)
+    assert [record.step for record in trainer.scheduler.history] == [16]
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "expected"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2]), (16, [2, 4, 8]), (100, [12, 25, 50])]
+)
+def test_early_syncs_of_short_and_long_cycles(sync_every: int, expected: list[int]) -> None:
+    assert list(probed(sync_every=sync_every).scheduler.cycle.run.early) == expected
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 8, 12, 16, 20])
+def test_resumes_exactly_around_early_syncs(at: int) -> None:
+    straight = probed().train(24)
+    resumed = probed().load(probed().train(at).save()).train(24 - at)
+    assert torch.equal(resumed.parameters(), straight.parameters())
+    assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control
+    assert [record.step for record in resumed.scheduler.history] == [2, 4, 8, 16]
+
+
+def test_resumes_from_a_checkpoint_of_before_there_were_any() -> None:
+    """Its controller does not know where the losses were at the last sync."""
+    saved = probed().train(20)
+    state = saved.scheduler.state_dict()
+    del state["hdet"]["spread"]["controller"]["level"]
+    saved.scheduler.load_state_dict(state)
+    saved.train(20)
+    assert saved.scheduler.cycle.spread.control["level"] is not None

@@ -58,7 +58,8 @@ def _plot_starts(report: Report, path: Path) -> None:
         shown = [min(plain.values())]
         for probe, color, label in ((True, "C0", "HDET, probe"), (False, "C1", "HDET, training loss")):
             found = _by(report, "lr", kind="start", task=task, method="hdet", probe=probe)
-            axis.plot(list(found), list(found.values()), color=color, marker="o", label=label)
+            if found:
+                axis.plot(list(found), list(found.values()), color=color, marker="o", label=label)
             shown += found.values() if probe else ()
         top = min(max(shown) * 1.1, shown[0] * 3)
         axis.set(xscale="log", title=task, xlabel="learning rate at the start", ylim=(min(shown) * 0.95, top))

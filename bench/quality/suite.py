@@ -53,7 +53,7 @@ SIZES = {
     "full": Size(
         ("ratings", "language", "images"),
         5,
-        ("starts", "paper", "mixed", "peers", "scalars", "schedules"),
+        ("starts", "paper", "mixed", "scalars", "schedules", "peers"),
         ("temperature",),
     ),
 }

@@ -51,6 +51,8 @@ def grid_table(report: Report) -> str:
 def starts_table(report: Report) -> str:
     """Share of the gap to the grid's best that is recovered, from each start; with a probe, and from training losses
     alone; and where the learning rate ended, as a factor of the best one (median)."""
+    names = {True: "HDET, probe", False: "HDET, training loss"}
+    probes = [probe for probe in names if select(report.records, kind="start", method="hdet", probe=probe)]
     rows = []
     for task in report.best:
         goal = best_losses(report, task)
@@ -59,7 +61,7 @@ def starts_table(report: Report) -> str:
             if not plain or not select(report.records, kind="start", task=task, method="hdet", factor=start):
                 continue
             cells = [task, _times(start), _mean(plain)]
-            for probe in (True, False):
+            for probe in probes:
                 runs = select(report.records, kind="start", task=task, method="hdet", factor=start, probe=probe)
                 if not runs:
                     cells += ["–", "–", "–"]
@@ -69,8 +71,8 @@ def starts_table(report: Report) -> str:
                 cells += [_mean(losses), _share(plain, losses, goal, start), f"{float(np.median(ends)):.2g}"]
             cells.append(verdict(report, task, start))
             rows.append(cells)
-    head = ["task", "start", "plain", "HDET, probe", "recovered", "ends at", "HDET, training loss", "recovered"]
-    return _table([*head, "ends at", "bar (probe)"], rows)
+    found = [column for probe in probes for column in (names[probe], "recovered", "ends at")]
+    return _table(["task", "start", "plain", *found, "bar (probe)"], rows)
 
 
 def verdict(report: Report, task: str, start: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .tasks import TASKS
 
-#: A sync every 2.5 % of the run needs this many steps; with fewer the controller would act once or never.
+#: With fewer steps the controller, which acts in the first 30 % of the run, would act a few times only.
 FEWEST_STEPS = 40
 
 
@@ -39,8 +39,8 @@ def checked_options(
     steps = chosen.steps if steps is None else steps
     if steps < FEWEST_STEPS:
         raise ValueError(
-            f"--steps must be at least {FEWEST_STEPS}, got {steps}: the learning rate is adapted every 2.5 % of the "
-            f"run, between 5 % and 30 % of it; leave it out for {chosen.steps}"
+            f"--steps must be at least {FEWEST_STEPS}, got {steps}: the learning rate is adapted in the first 30 % "
+            f"of the run; leave it out for {chosen.steps}"
         )
     max_lr = chosen.poor_lr if max_lr is None else max_lr
     if not (math.isfinite(max_lr) and max_lr > 0):
