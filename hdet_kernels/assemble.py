@@ -35,10 +35,11 @@ class Buffered(Protocol):
     def buffers(self) -> Iterable[Tensor]: ...
 
 
-def default_sync_every(total_steps: int, *, probed: bool) -> int:
-    """T where none is given: 1.25 % of the run with a probe, 2.5 % without, between 1 and 1000 steps. Training losses
-    are of other examples on every replica, and take as long to tell the replicas apart."""
-    return min(max(round((0.0125 if probed else 0.025) * total_steps), 1), 1000)
+def default_sync_every(total_steps: int, *, often: bool) -> int:
+    """T where none is given: 2.5 % of the run, or half of that, between 1 and 1000 steps. Often where a probe compares
+    learning rates alone: training losses, which are of other examples on every replica, and other scalars take longer
+    to tell the replicas apart."""
+    return min(max(round((0.0125 if often else 0.025) * total_steps), 1), 1000)
 
 
 def build_cycle(
@@ -76,7 +77,8 @@ def build_cycle(
     if sync_every is None:
         if total_steps is None:
             raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
-        sync_every = default_sync_every(total_steps, probed=probe is not None)
+        rates_alone = all(explored.name == "lr" for explored in explore)
+        sync_every = default_sync_every(total_steps, often=probe is not None and rates_alone)
     if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
         raise ValueError(f"sync_every must be a whole number of steps, at least 1, got {sync_every!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -113,8 +115,10 @@ def build_cycle(
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
     if isinstance(controller, RegressionController | HypergradientController):
         run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, rehearse)
-    if ensemble.size > 1:
-        run = replace(run, early=_early_syncs(controller, run))
+    if isinstance(controller, RegressionController):
+        run = replace(run, early=controller.early_syncs(run))
+    if controller is not None:
+        _warn_if_idle(controller, run)
     if controller is not None and controller.reads == "slopes" and gradients == "local":
         raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
     if controller is not None and controller.reads == "slopes" and overlap_steps:
@@ -229,10 +233,14 @@ def _chosen_controller(auto_lr: bool | Controller, diverges: bool, run: Run) -> 
             "SoftmaxController replaces the schedule and decays to its floor, and only OneCycleLR says where that is: "
             "the learning rate will not decay; pass decay= as a number"
         )
-    if run.total_steps is not None and not any(
-        controller.active(run, step)
-        for step in (*_early_syncs(controller, run), *range(run.sync_every, run.total_steps + 1, run.sync_every))
-    ):
+    return controller
+
+
+def _warn_if_idle(controller: Controller, run: Run) -> None:
+    if run.total_steps is None:
+        return
+    syncs = (*run.early, *range(run.sync_every, run.total_steps + 1, run.sync_every))
+    if not any(controller.active(run, step) for step in syncs):
         log.warning(
             "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
             "schedule will not be changed",
@@ -240,11 +248,6 @@ def _chosen_controller(auto_lr: bool | Controller, diverges: bool, run: Run) -> 
             run.sync_every,
             run.total_steps,
         )
-    return controller
-
-
-def _early_syncs(controller: Controller | None, run: Run) -> tuple[int, ...]:
-    return controller.early_syncs(run) if isinstance(controller, RegressionController) else ()
 
 
 def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:

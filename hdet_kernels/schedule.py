@@ -85,8 +85,9 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
 
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.
-        sync_every: T, the steps between two averages. Default: 1.25 % of the run with a probe, 2.5 % without, at most
-            1000. With a probe and ``auto_lr`` there are averages after T/8, T/4 and T/2 too.
+        sync_every: T, the steps between two averages. Default: 2.5 % of the run, 1.25 % where a probe compares learning
+            rates alone, at most 1000. Learning rates that are compared by a probe have averages after T/8, T/4 and T/2
+            too.
         auto_lr: True for the regression controller, False, or a controller. It moves the peak learning rate at every
             sync until that peak, or until 30 % of the run if that is later, by a factor of 55 at most, and then leaves
             it: ``docs/controller.md``. What peaks before 15 % of the run is held under a ceiling that climbs until

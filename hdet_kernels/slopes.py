@@ -178,7 +178,7 @@ class RegressionController(_SlopeController):
         """An eighth, a quarter and a half of the first cycle: what is far too high must be heard before it has done
         what no later learning rate repairs, and what is far too low is known as soon. Only with a probe: the mean of
         the training losses of so few steps is that of what they started from."""
-        if self.start_at or not run.probed:
+        if self.start_at or not run.probed or all(peak is None for peak in run.peaks):
             return ()
         return tuple(sorted({round(run.sync_every * share) for share in EARLY} - {0, run.sync_every}))
 
