@@ -77,7 +77,7 @@ def build_cycle(
     if sync_every is None:
         if total_steps is None:
             raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
-        rates_alone = all(explored.name == "lr" for explored in explore)
+        rates_alone = all(isinstance(each, Explore) and each.name == "lr" for each in explore)
         sync_every = default_sync_every(total_steps, often=probe is not None and rates_alone)
     if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
         raise ValueError(f"sync_every must be a whole number of steps, at least 1, got {sync_every!r}")

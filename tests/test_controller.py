@@ -63,6 +63,15 @@ class TestRun:
         expected = sum(first <= step <= last for step in range(sync_every, 501, sync_every))
         assert Run(500, sync_every, 0.3, ()).syncs(first, last) == expected
 
+    @PROPERTY
+    @given(st.integers(1, 60), st.integers(1, 500))
+    def test_cycles_follow_each_other_without_a_gap(self, sync_every: int, total: int) -> None:
+        run = Run(total, sync_every, 0.3, (None,), (1.0,))
+        run = dataclasses.replace(run, early=RegressionController().early_syncs(run))
+        syncs = [step for step in range(1, total + 1) if run.syncs_at(step)]
+        assert syncs[-1] == total
+        assert [run.steps_since_sync(step) for step in syncs] == np.diff([0, *syncs]).tolist()
+
     @pytest.mark.parametrize(
         ("first", "last", "count"),
         [(50, 300, 11), (51, 299, 9), (0, 25, 1), (0, 24, 0), (25, 25, 1), (300, 50, 0), (0, 1000, 40)],

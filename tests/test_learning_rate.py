@@ -397,9 +397,9 @@ def test_noise_moves_an_ordinary_run_little(n: int, mean: float, aside: float, w
     assert max(highest for _, highest in found) < worst
 
 
-@pytest.mark.parametrize(("n", "mean", "worst"), [(4, 0.03, 0.3), (8, 0.1, 0.8)])
+@pytest.mark.parametrize(("n", "mean", "worst"), [(4, 0.03, 0.4), (8, 0.1, 0.8)])
 def test_noise_moves_another_scalar_little(n: int, mean: float, worst: float) -> None:
-    """0.02 and 0.06 in the mean of 200 runs with 4 and 8 replicas, 0.2 and 0.5 in the worst."""
+    """0.02 and 0.08 in the mean of 200 runs with 4 and 8 replicas, 0.3 and 0.7 in the worst."""
     found = [noise(TOTAL, T, None, seed, n=n) for seed in range(200)]
     assert np.mean([abs(mu) for mu, _ in found]) < mean
     assert max(highest for _, highest in found) < worst

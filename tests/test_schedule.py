@@ -201,7 +201,7 @@ def test_wrapped_scheduler_needs_a_length_where_it_cannot_be_known() -> None:
         hk.HDETScheduler(schedules.ExponentialLR(optimizer, 0.9))
     with pytest.raises(ValueError, match="needs its length"):
         hk.HDETScheduler(schedules.ExponentialLR(optimizer, 0.9), sync_every=3)
-    assert hk.HDETScheduler(schedules.CosineAnnealingLR(optimizer, 160)).sync_every == 2
+    assert hk.HDETScheduler(schedules.CosineAnnealingLR(optimizer, 80)).sync_every == 2
     optimizer = adam()
     scheduler = hk.HDETScheduler(schedules.ExponentialLR(optimizer, 0.9), sync_every=3, auto_lr=False)
     for _ in range(10):
@@ -210,10 +210,20 @@ def test_wrapped_scheduler_needs_a_length_where_it_cannot_be_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "expected"), [(1, 1), (10, 1), (100, 1), (1000, 12), (80_000, 1000), (10**6, 1000)], ids=str
+    ("total", "expected"), [(1, 1), (10, 1), (100, 2), (1000, 25), (40_000, 1000), (10**6, 1000)], ids=str
 )
-def test_default_sync_interval_is_an_eightieth_of_the_run_and_at_most_1000(total: int, expected: int) -> None:
+def test_default_sync_interval_is_a_fortieth_of_the_run_and_at_most_1000(total: int, expected: int) -> None:
     assert hk.HDETOneCycleLR(adam(), 0.1, total).sync_every == expected
+
+
+@pytest.mark.parametrize(("total", "expected"), [(1, 1), (100, 1), (1000, 12), (80_000, 1000), (10**6, 1000)], ids=str)
+def test_half_of_that_where_a_probe_compares_learning_rates_alone(total: int, expected: int) -> None:
+    options: dict[str, Any] = {"cycle_momentum": False, "probe": lambda: torch.tensor(1.0)}
+    rates, decay = hk.Explore("lr", spread=0.5), hk.Explore("weight_decay", base=0.1)
+    assert hk.HDETOneCycleLR(adam(), 0.1, total, **options).sync_every == expected
+    assert hk.HDETOneCycleLR(adam(), 0.1, total, explore=[rates], **options).sync_every == expected
+    usual = hk.HDETOneCycleLR(adam(), 0.1, total).sync_every
+    assert hk.HDETOneCycleLR(adam(), 0.1, total, explore=[rates, decay], **options).sync_every == usual
 
 
 def test_the_last_step_converges_and_nothing_follows() -> None:
