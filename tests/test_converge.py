@@ -308,7 +308,8 @@ def _failing_probe(rank: int, how: str) -> tuple[str, str, int]:
             raise ZeroDivisionError("in the probe")
         return {"none": None, "vector": torch.ones(3), "text": "1.0"}[how]
 
-    trainer = Trainer(rank, ddp=False, total_steps=40, auto_lr=hk.RegressionController(start_at=0.0), probe=probe)
+    without_early_syncs = hk.RegressionController(start_at=0.01)
+    trainer = Trainer(rank, ddp=False, total_steps=40, auto_lr=without_early_syncs, probe=probe)
     trainer.train(3)
     with pytest.raises(RuntimeError) as error:
         trainer.scheduler.step(1.0)
