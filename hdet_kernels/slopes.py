@@ -121,7 +121,7 @@ class _SlopeController:
 
     def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
         """Those of the cycle after ``step``; none after the last sync at which it acts."""
-        then = step - step % run.sync_every + run.sync_every
+        then = (step // run.sync_every + 1) * run.sync_every
         return _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
 
     def _rate(self, run: Run) -> float:
@@ -193,13 +193,14 @@ class RegressionController(_SlopeController):
         gate = _gate(np.asarray(moved["s"]), 1 - 0.9 ** moved["looks"])
         before, level = state.get("level"), _level(seen.losses)
         gain = before - level if run.probed and before is not None and level is not None else 0.0
-        mu, beliefs = list(moved["mu"]), list(state["belief"])
+        mu, beliefs, errors_known = list(moved["mu"]), list(state["belief"]), can_tell(logs)
         for index, peak in enumerate(run.peaks):
             if peak is not None:
-                said = belief.heard(slopes[index], sure[index], gate[index])
-                if said and not can_tell(logs):
+                said, ahead = belief.heard(slopes[index], sure[index], gate[index]), 0.0
+                if said and errors_known:
+                    ahead = _ahead(slopes[index], sure[index], gain)
+                elif said:
                     said = math.copysign(belief.UNKNOWN, said)
-                ahead = _ahead(slopes[index], sure[index], gain) if said and can_tell(logs) else 0.0
                 beliefs[index] = self._learned(run, seen, index, peak, said, ahead, beliefs[index])
                 mu[index] = self._towards(belief.median(beliefs[index]), state["mu"][index], ahead)
         return {**moved, "mu": mu, "belief": beliefs, "level": before if level is None else level}

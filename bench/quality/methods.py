@@ -60,14 +60,16 @@ class ExploitController:
 def hdet_method(spec: Spec, steps: int) -> Method:
     """The configuration behind a name; ``spec.options`` are constants of its controller."""
     paper = hk.paper_settings(steps)
-    rarely = {"sync_every": max(round(0.025 * steps), 1)}  # replicas that go their own way need time for it
+    rarely = max(round(0.025 * steps), 1)  # though it has a probe: replicas that go their own way need time for it
     methods: dict[str, Callable[[], Method]] = {
         "hdet": lambda: Method({"auto_lr": hk.RegressionController(**spec.options)}),
         "hypergradient": lambda: Method({"auto_lr": hk.HypergradientController(**spec.options)}),
         "fan-out": lambda: Method({"auto_lr": False}),
-        "local SGD": lambda: Method({**rarely, "auto_lr": False, "spread": 0.0}, gradients="local"),
-        "DiLoCo": lambda: Method({**rarely, "auto_lr": False, "spread": 0.0, "outer": hk.Outer()}, gradients="local"),
-        "PBT": lambda: Method({**rarely, "auto_lr": ExploitController(), "merge": "best"}, gradients="local"),
+        "local SGD": lambda: Method({"auto_lr": False, "spread": 0.0}, gradients="local"),
+        "DiLoCo": lambda: Method({"auto_lr": False, "spread": 0.0, "outer": hk.Outer()}, gradients="local"),
+        "PBT": lambda: Method(
+            {"auto_lr": ExploitController(), "merge": "best", "sync_every": rarely}, gradients="local"
+        ),
         "warm init": lambda: Method({"auto_lr": False, "spread": 0.0, "sync_every": paper["sync_every"]}, noise=0.01),
         "paper, no auto-LR": lambda: Method({**paper, "auto_lr": False}, noise=0.01),
         "paper, no warm init": lambda: Method(paper),
