@@ -116,7 +116,8 @@ def build_cycle(
     if isinstance(controller, RegressionController | HypergradientController):
         run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, rehearse)
     if isinstance(controller, RegressionController):
-        run = replace(run, early=controller.early_syncs(run))
+        in_pairs = probe is not None and gradients != "local"
+        run = replace(run, early=controller.early_syncs(run), in_pairs=in_pairs)
     if controller is not None:
         _warn_if_idle(controller, run)
     if controller is not None and controller.reads == "slopes" and gradients == "local":

@@ -27,7 +27,8 @@ class Run:
     peaks, for each hyperparameter the value that the schedule ends at (None where that is not known) and the highest
     that it has (None where there is none to move: weight decay, dropout, …), the share of its peak at which the
     schedule ends: 0 where it anneals, 1 where it is constant, whether losses are those of a probe, the same examples at
-    every sync, and the steps of the first cycle at which there are syncs besides, ascending."""
+    every sync, the steps of the first cycle at which there are syncs besides, ascending, and whether replicas depart
+    from the base values in one hyperparameter at most."""
 
     total_steps: int | None
     sync_every: int
@@ -37,6 +38,7 @@ class Run:
     end: float = 0.0
     probed: bool = True
     early: tuple[int, ...] = ()
+    in_pairs: bool = False
 
     def syncs(self, first: float, last: float) -> int:
         """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
@@ -45,6 +47,10 @@ class Run:
 
     def syncs_at(self, step: int) -> bool:
         return step % self.sync_every == 0 or step in self.early or step == self.total_steps
+
+    def syncs_before(self, step: int) -> int:
+        """How many syncs there are up to ``step``, those at the end of the run left out."""
+        return step // self.sync_every + sum(early <= step for early in self.early)
 
     def steps_since_sync(self, step: int) -> int:
         """How many steps the cycle has that ends with ``step``."""

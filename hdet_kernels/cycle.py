@@ -86,7 +86,7 @@ class Cycle:
         self._away = False  # inside consensus(): the parameters are not this replica's
         takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
         self._displacement = Displacement(optimizer, apart=ensemble.size > 1) if takes_slopes else None
-        spread.fan_out(self.number)
+        self._fan_out()
         optimizer.register_step_pre_hook(weakly(self._before_optimizer_step))
         optimizer.register_load_state_dict_post_hook(weakly(self.write))
 
@@ -94,6 +94,9 @@ class Cycle:
     def number(self) -> int:
         """The number of the current cycle, from 0."""
         return self.step // self.run.sync_every
+
+    def _fan_out(self) -> None:
+        self.spread.fan_out(self.number, self.run.syncs_before(self.step), in_pairs=self.run.in_pairs)
 
     def write(self) -> None:
         """Give the optimizer and the user's setters this replica's values."""
@@ -158,7 +161,7 @@ class Cycle:
             self._fingerprint = None
         self.step = step
         if syncs:
-            self.spread.fan_out(self.number)
+            self._fan_out()
         return mark is not None
 
     def _before_optimizer_step(self) -> None:
@@ -427,7 +430,7 @@ class Cycle:
         self.converger.load_outer_state_dict(state.get("outer"))
         self._begun = state.get("begun", True)
         self.history[:] = [SyncRecord(**record) for record in state["history"]]
-        self.spread.fan_out(self.number)
+        self._fan_out()
         self._fingerprint = None
         self.write()
 

@@ -7,6 +7,7 @@ hyperparameter j and cycle k decides who has which, so that several hyperparamet
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -40,6 +41,28 @@ def permutation(n: int, *, seed: int, cycle: int, hyperparameter: str) -> NDArra
     _check_count(n)
     stream = hashlib.shake_128(f"{seed}/{cycle}/{hyperparameter}".encode()).digest(8 * n)
     return np.argsort(np.frombuffer(stream, dtype="<u8"), kind="stable")
+
+
+def pairs(n: int, spreads: Sequence[tuple[float, Spacing]], *, seed: int, look: int) -> NDArray[np.float64]:
+    """Multipliers [J, n] in which every replica departs from the base values in one hyperparameter at most.
+
+    Replicas come in pairs, one below the base value and one as far above. A pair is dealt to one of the hyperparameters
+    that have a spread; where there are fewer pairs than those, to the next of them in the cycle after the next sync
+    (``look`` counts them). The pairs of one hyperparameter have the multipliers of so many replicas. Where there are
+    two pairs or more, the last is left out: its replicas are equal, and what tells them apart is noise.
+    """
+    found = np.ones((len(spreads), n))
+    wanted = [index for index, (spread, _) in enumerate(spreads) if spread > 0]
+    count = n // 2 - (n >= 4)
+    if not wanted or not count:
+        return found
+    seats = permutation(n, seed=seed, cycle=look, hyperparameter="pairs")[: 2 * count].reshape(count, 2)
+    dealt = [wanted[(look * count + pair) % len(wanted)] for pair in range(count)]
+    for index in set(dealt):
+        mine = seats[[pair for pair in range(count) if dealt[pair] == index]]
+        rho = multipliers(2 * len(mine), *spreads[index])
+        found[index, mine[:, 0]], found[index, mine[:, 1]] = rho[: len(mine)], rho[: len(mine) - 1 : -1]
+    return found
 
 
 def _check_count(n: int) -> None:

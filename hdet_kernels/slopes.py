@@ -7,13 +7,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import belief
 from .controller import EDGE, Array, Observation, Run, State, check_positive, check_share
-from .regression import UNKNOWN, can_tell, comparable, regress, significances
+from .regression import comparable, noise, noise_scale, normal, regress, significances, unexplained
+
+Flags = NDArray[np.bool_]
 
 #: What one sync moves μ by, at most.
 LARGEST_MOVE = 0.75
+
+#: How many errors the slopes of the hypergradient count as being from 0: nothing tells.
+TRUSTED = 4.0
+
+#: How much of what a straight line leaves unexplained counts as an error where losses have none themselves.
+CROOKED = 0.5
+
+#: The weight of what was before in the running mean of signs.
+CONSISTENT = 0.5
+
+#: The mean square of the significances of a learning rate's slopes from which on they are heard: noise has 1.
+DEMAND = 1.5
 
 #: Shares of the first cycle at which learning rates are looked at besides.
 EARLY = (1 / 8, 1 / 4, 1 / 2)
@@ -94,8 +109,8 @@ class _SlopeController:
         ceilings: list[float | None] = []
         if run is not None and run.total_steps is not None and run.syncs(*self.rates_window(run)) > 0:
             ceilings = _ceilings(run, run.sync_every / run.total_steps)
-        per_scalar = {name: [0.0] * count for name in ("mu", "m", "q", "s")}
-        return {**per_scalar, "looks": 0, "updates": 0, "ceilings": ceilings}
+        per_scalar: State = {name: [0.0] * count for name in ("mu", "m", "q", "s")}
+        return {**per_scalar, "looks": [0] * count, "updates": [0] * count, "ceilings": ceilings}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
         ceiling = state["ceilings"][index] if index < len(state["ceilings"]) else None
@@ -103,21 +118,22 @@ class _SlopeController:
             scheduled = min(scheduled, ceiling) if isinstance(scheduled, float) else scheduled.clamp(max=ceiling)
         return scheduled * math.exp(state["mu"][index])
 
-    def _moved(self, run: Run, state: State, slopes: Array, sure: Array, seen: Observation) -> State:
-        """``sure``: how many errors each slope is from 0."""
-        looks = state["looks"] + 1
-        fresh = 1 - 0.9**looks
-        q = 0.9 * np.asarray(state["q"]) + 0.1 * slopes**2
-        s = 0.9 * np.asarray(state["s"]) + 0.1 * sure**2
-        known = {"q": q.tolist(), "s": s.tolist(), "looks": looks, "ceilings": self._next_ceilings(run, seen.step)}
-        if seen.step < self.window(run)[0] - EDGE:
-            return {**state, **known}
-        updates = state["updates"] + 1
-        m = self.beta * np.asarray(state["m"]) + (1 - self.beta) * slopes
-        direction = np.clip(m / (1 - self.beta**updates) / (np.sqrt(q / fresh) + 1e-12), -1, 1)
-        mu = np.asarray(state["mu"]) - self._rate(run) * _gate(s, fresh) * direction
-        mu = np.clip(mu, -self.limit, self.limit)
-        return {**state, **known, "mu": mu.tolist(), "m": m.tolist(), "updates": updates}
+    def _moved(self, run: Run, state: State, slopes: Array, sure: Array, explored: Flags, seen: Observation) -> State:
+        """``sure``: how many errors each slope is from 0. What was not ``explored`` stays."""
+        was = {name: np.asarray(state[name]) for name in ("mu", "m", "q", "s", "looks", "updates")}
+        now = {
+            "looks": was["looks"] + 1,
+            "q": 0.9 * was["q"] + 0.1 * slopes**2,
+            "s": 0.9 * was["s"] + 0.1 * sure**2,
+        }
+        if seen.step >= self.window(run)[0] - EDGE:
+            now["updates"] = was["updates"] + 1
+            now["m"] = self.beta * was["m"] + (1 - self.beta) * slopes
+            mean, square = now["m"] / (1 - self.beta ** now["updates"]), now["q"] / _fresh(now["looks"])
+            move = self._rate(run) * _gate(now["s"], now["looks"]) * np.clip(mean / (np.sqrt(square) + 1e-12), -1, 1)
+            now["mu"] = np.clip(was["mu"] - move, -self.limit, self.limit)
+        known = {name: np.where(explored, value, was[name]).tolist() for name, value in now.items()}
+        return {**state, **known, "ceilings": self._next_ceilings(run, seen.step)}
 
     def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
         """Those of the cycle after ``step``; none after the last sync at which it acts."""
@@ -125,12 +141,21 @@ class _SlopeController:
         return _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
 
     def _rate(self, run: Run) -> float:
-        return min(3 / max(run.syncs(*self.window(run)), 1), LARGEST_MOVE) if self.rate is None else self.rate
+        if self.rate is not None:
+            return self.rate
+        return min(3 / max(run.syncs(*self.window(run)), 1), LARGEST_MOVE)
 
 
-def _gate(s: Array, fresh: float) -> Array:
-    """How much slopes count whose squared significances have the mean s/fresh."""
-    gate: Array = 1 - np.minimum(fresh / np.maximum(s, 1e-12), 1)
+def _fresh(looks: Array) -> Array:
+    """What running means of so many numbers are short of, having begun at 0."""
+    found: Array = 1 - 0.9**looks
+    return found
+
+
+def _gate(s: Array, looks: Array, demand: float = 1.0) -> Array:
+    """How much slopes count that were looked at so often, with s the running mean of their squared significances, which
+    has to be above ``demand``."""
+    gate: Array = 1 - np.minimum(demand * _fresh(looks) / np.maximum(s, 1e-12), 1)
     return gate
 
 
@@ -183,27 +208,57 @@ class RegressionController(_SlopeController):
         return tuple(sorted({round(run.sync_every * share) for share in EARLY} - {0, run.sync_every}))
 
     def start(self, count: int, run: Run | None = None) -> State:
-        return {**super().start(count, run), "belief": [[] for _ in range(count)], "level": None}
+        heard = {"belief": [[] for _ in range(count)], "signs": [0.0] * count, "noise": [0.0, 0], "level": None}
+        return {**super().start(count, run), **heard}
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         logs = np.log(seen.multipliers)
-        slopes = _countable(regress(seen.losses, logs, self.ridge))
-        sure = significances(seen.losses, logs, slopes)
-        moved = self._moved(run, state, slopes, sure, seen)
-        gate = _gate(np.asarray(moved["s"]), 1 - 0.9 ** moved["looks"])
+        known = noise(state["noise"], _ordinary(seen.losses)[~logs.any(axis=0)]) if run.in_pairs else state["noise"]
+        slopes, sure, explored = self._apart(seen.losses, logs, known) if run.in_pairs else self._jointly(seen, logs)
+        signs = np.asarray(state["signs"])
+        signs = np.where(explored, CONSISTENT * signs + (1 - CONSISTENT) * np.sign(slopes), signs)
+        # Where there are too few replicas to know errors by, those signs are sure that stay the same.
+        sure = np.where(np.isnan(sure), _consistency(slopes, signs, np.asarray(state["looks"]) + 1), sure)
+        moved = self._moved(run, state, slopes, sure, explored, seen)
+        gate = _gate(np.asarray(moved["s"]), np.asarray(moved["looks"]), DEMAND)
         before, level = state.get("level"), _level(seen.losses)
         gain = before - level if run.probed and before is not None and level is not None else 0.0
-        mu, beliefs, errors_known = list(moved["mu"]), list(state["belief"]), can_tell(logs)
+        mu, beliefs = list(moved["mu"]), list(state["belief"])
         for index, peak in enumerate(run.peaks):
-            if peak is not None:
-                said, ahead = belief.heard(slopes[index], sure[index], gate[index]), 0.0
-                if said and errors_known:
-                    ahead = _ahead(slopes[index], sure[index], gain)
-                elif said:
-                    said = math.copysign(belief.UNKNOWN, said)
+            if peak is not None and explored[index]:
+                said = belief.heard(slopes[index], sure[index], gate[index])
+                ahead = 0.0 if belief.opposed(beliefs[index]) else _ahead(slopes[index], sure[index], gain)
                 beliefs[index] = self._learned(run, seen, index, peak, said, ahead, beliefs[index])
                 mu[index] = self._towards(belief.median(beliefs[index]), state["mu"][index], ahead)
-        return {**moved, "mu": mu, "belief": beliefs, "level": before if level is None else level}
+        level = before if level is None else level
+        return {**moved, "mu": mu, "belief": beliefs, "signs": signs.tolist(), "noise": known, "level": level}
+
+    def _jointly(self, seen: Observation, logs: Array) -> tuple[Array, Array, Flags]:
+        """The slopes, how many errors each is from 0 (NaN where that cannot be told), and which there are: of all
+        hyperparameters by all replicas."""
+        explored = np.ptp(logs, axis=1) > 0
+        slopes, sure = np.zeros(len(logs)), np.zeros(len(logs))
+        if explored.any():
+            slopes[explored] = _countable(regress(seen.losses, logs[explored], self.ridge))
+            sure[explored] = significances(seen.losses, logs[explored], slopes[explored])
+        return slopes, sure, explored
+
+    def _apart(self, losses: Array, logs: Array, known: list[float]) -> tuple[Array, Array, Flags]:
+        """The same of each hyperparameter by the replicas that depart in it; how sure they are, by the noise that is
+        ``known`` and by what is crooked."""
+        slopes, sure, explored = np.zeros(len(logs)), np.zeros(len(logs)), np.zeros(len(logs), bool)
+        for row, log in enumerate(logs):
+            mine = np.flatnonzero(log)
+            level = _level(losses[mine])
+            if level is not None and np.ptp(log[mine]) > 0:
+                explored[row] = True
+                x = logs[row : row + 1, mine]
+                slopes[row] = _countable(regress(losses[mine], x, self.ridge))[0]
+                scale, spare = noise_scale(known, abs(level))
+                scale = math.hypot(scale, CROOKED * unexplained(losses[mine], x, slopes[row : row + 1]))
+                error = np.array([scale / math.sqrt(x.size * x.var())])
+                sure[row] = normal(slopes[row : row + 1], error, spare)[0] if spare else math.nan
+        return slopes, sure, explored
 
     def _learned(
         self, run: Run, seen: Observation, index: int, peak: float, said: float, ahead: float, before: list[float]
@@ -221,6 +276,21 @@ class RegressionController(_SlopeController):
         return min(max(mu + min(max(believed - mu, -fall), rise), -self.limit), self.limit)
 
 
+def _consistency(slopes: Array, signs: Array, looks: Array) -> Array:
+    """How far the running mean of the signs of slopes is from that of signs by chance, in standard deviations, as far
+    as it has the sign of the last."""
+    k = np.maximum(looks, 1)
+    mean = signs / (1 - CONSISTENT**k)
+    variance = (1 - CONSISTENT) / (1 + CONSISTENT) * (1 + CONSISTENT**k) / (1 - CONSISTENT**k)
+    found: Array = np.maximum(mean * np.sign(slopes), 0) / np.sqrt(variance)
+    return found
+
+
+def _ordinary(losses: Array) -> Array:
+    """Those that are compared as they are, and NaN for the others: an explosion is no noise."""
+    return np.where(comparable(losses) == losses, losses, np.nan)
+
+
 def _level(losses: Array) -> float | None:
     """Where the replicas are; None if none is finite."""
     return float(comparable(losses).mean()) if np.isfinite(losses).any() else None
@@ -228,7 +298,7 @@ def _level(losses: Array) -> float | None:
 
 def _ahead(slope: float, sure: float, gain: float) -> float:
     """How far η_c is above η, from as much of its slope as is sure and what the last cycle gained."""
-    return belief.ahead(-slope * (1 - 1 / sure) / gain) if gain > 0 and sure > 1 else 0.0
+    return belief.ahead(-slope * (1 - 1 / sure**2) / gain) if gain > 0 and sure > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -243,4 +313,4 @@ class HypergradientController(_SlopeController):
         if seen.slopes is None:  # the first cycle has none before it
             return {**state, "ceilings": self._next_ceilings(run, seen.step)}
         slopes = _countable(seen.slopes)
-        return self._moved(run, state, slopes, np.where(slopes != 0, UNKNOWN, 0.0), seen)
+        return self._moved(run, state, slopes, np.where(slopes != 0, TRUSTED, 0.0), np.ones(len(slopes), bool), seen)

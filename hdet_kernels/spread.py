@@ -14,6 +14,7 @@ from torch import Tensor
 from .controller import Controller, Observation, Run, State
 from .ensemble import Ensemble, held
 from .explore import Group, Hyperparameter, write_per_replica
+from .fanout import pairs
 
 Array = NDArray[np.float64]
 
@@ -73,10 +74,15 @@ class Spread:
     def reads_losses(self) -> bool:
         return self.controller is not None and self.controller.reads == "losses"
 
-    def fan_out(self, cycle: int) -> None:
-        """Take the places of a cycle: multipliers [J, N] of all replicas, and those of the replicas held here."""
-        n = self._size
-        self._multipliers = np.stack([h.multipliers(n, seed=self.seed, cycle=cycle) for h in self.hyperparameters])
+    def fan_out(self, cycle: int, look: int = 0, *, in_pairs: bool = False) -> None:
+        """Take the places of a cycle, the one after ``look`` syncs: multipliers [J, N] of all replicas, and those of
+        the replicas held here."""
+        n, hyperparameters = self._size, self.hyperparameters
+        if in_pairs:
+            spreads = [(hyper.spread, hyper.spacing) for hyper in hyperparameters]
+            self._multipliers = pairs(n, spreads, seed=self.seed, look=look)
+        else:
+            self._multipliers = np.stack([h.multipliers(n, seed=self.seed, cycle=cycle) for h in hyperparameters])
         self._own: list[list[float]] = self._multipliers[:, self._held].tolist()
 
     def base(self, index: int) -> Any:

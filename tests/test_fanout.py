@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import hdet_kernels
 from hdet_kernels import multipliers, permutation
-from hdet_kernels.fanout import check_spread
+from hdet_kernels.fanout import check_spread, pairs
 
 ROOT = Path(hdet_kernels.__file__).parents[1]
 PROPERTY = settings(deadline=None, max_examples=80)
@@ -235,3 +235,45 @@ def pair_statistic(pairs: list[tuple[int, int]]) -> float:
         seen[a, b] += 1
     expected = len(pairs) / seen.size
     return float(((seen - expected) ** 2 / expected).sum())
+
+
+class TestPairs:
+    """Multipliers [J, n] in which a replica departs in one hyperparameter at most."""
+
+    @staticmethod
+    def of(n: int, count: int, look: int = 0, seed: int = 0) -> np.ndarray:
+        return pairs(n, [(0.3, "linear")] * count, seed=seed, look=look)
+
+    @PROPERTY
+    @given(counts, st.integers(1, 9), st.integers(0, 50), st.integers(0, 5))
+    def test_one_below_for_each_above_and_no_replica_twice(self, n: int, count: int, look: int, seed: int) -> None:
+        found = self.of(n, count, look, seed)
+        assert found.shape == (count, n)
+        assert ((found != 1).sum(axis=0) <= 1).all()
+        np.testing.assert_allclose(found.mean(axis=1), 1, rtol=1e-14)
+        for row in found:
+            departing = row[row != 1]
+            np.testing.assert_allclose(np.sort(departing), multipliers(max(len(departing), 1), 0.3)[: len(departing)])
+
+    @pytest.mark.parametrize(("n", "equal"), [(1, 1), (2, 0), (3, 1), (4, 2), (5, 3), (8, 2), (9, 3), (16, 2)], ids=str)
+    def test_from_four_on_two_at_least_are_equal(self, n: int, equal: int) -> None:
+        for count in (1, 2, 4):
+            assert (self.of(n, count) == 1).all(axis=0).sum() == equal
+
+    @pytest.mark.parametrize(("n", "count"), [(2, 1), (2, 3), (4, 2), (8, 2), (8, 4), (8, 5), (16, 4)], ids=str)
+    def test_all_are_explored_equally_often(self, n: int, count: int) -> None:
+        found = np.stack([self.of(n, count, look) for look in range(count)])
+        often = (found != 1).sum(axis=(0, 2))
+        assert set(often.tolist()) == {2 * (n // 2 - (n >= 4))}
+
+    def test_one_without_a_spread_is_left_out(self) -> None:
+        found = pairs(8, [(0.3, "linear"), (0.0, "linear"), (2.0, "log")], seed=0, look=0)
+        assert (found[1] == 1).all()
+        assert (found[[0, 2]] != 1).any(axis=1).all()
+        assert found[2].max() == 3.0
+        assert (pairs(8, [(0.0, "linear")], seed=0, look=0) == 1).all()
+
+    def test_replicas_change_places_from_look_to_look_and_from_seed_to_seed(self) -> None:
+        places = {self.of(8, 1, look, seed).tobytes() for look in range(5) for seed in range(5)}
+        assert len(places) == 25
+        assert (self.of(8, 3, 7, 2) == self.of(8, 3, 7, 2)).all()

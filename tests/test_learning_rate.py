@@ -1,8 +1,9 @@
 """Where scripted losses move a learning rate whose best peak is known.
 
-Replica r's loss is Σ_j log cosh log(v/η_c), v = η_j·ρ_r, and noise: its slope in log η is tanh log(η/η_c), which
-vanishes at η_c(t) = A/(t + T). A is such that the best peak is 1, as ``hdet_kernels/belief.py`` says: a start of 30 is
-30 times too high. All losses fall by 1 in every cycle, which makes −b the share of that which η would add.
+Replica r's loss is Σ_j log cosh log(v/η_c), v = η_j·ρ_r: its slope in log η is tanh log(η/η_c), which vanishes at
+η_c(t) = A/(t + T). With a probe losses are exact, without one they have noise. A is such that the best peak is 1, as
+``hdet_kernels/belief.py`` says: a start of 30 is 30 times too high. All losses fall by 1 in every cycle, which makes −b
+the share of that which η would add.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hdet_kernels import HypergradientController, RegressionController, belief, 
 from hdet_kernels.belief import GREEDY, GROWTH, USUAL
 from hdet_kernels.controller import Observation, Run, State
 from hdet_kernels.explore import Hyperparameter
+from hdet_kernels.fanout import pairs
 from hdet_kernels.slopes import LARGEST_MOVE, STAYING
 from hdet_kernels.spread import Spread
 
@@ -64,7 +66,7 @@ class Scripted:
 
     starts: list[float]
     shape: str = "onecycle"
-    noise: float = 0.01
+    noise: float | None = None  # default: 0.01 without a probe, none with one
     sync_every: int = T
     seed: int = 0
     controller: RegressionController = REGRESSION
@@ -73,9 +75,11 @@ class Scripted:
 
     def __post_init__(self) -> None:
         self.schedule, peak, end = SHAPES[self.shape]
+        self.error = (0.0 if self.probed else 0.01) if self.noise is None else self.noise
         nowhere = (None,) * len(self.starts)
         self.run = Run(TOTAL, self.sync_every, peak, nowhere, tuple(self.starts), end, self.probed)
-        self.run = dataclasses.replace(self.run, early=self.controller.early_syncs(self.run))
+        in_pairs = self.probed
+        self.run = dataclasses.replace(self.run, early=self.controller.early_syncs(self.run), in_pairs=in_pairs)
         self.random = np.random.default_rng(self.seed)
         self.state: State = self.controller.start(len(self.starts), self.run)
 
@@ -91,14 +95,17 @@ class Scripted:
 
     def losses(self, values: Array, step: int) -> Array:
         """[N] from [J, N]."""
-        noise = self.random.normal(0, self.noise, values.shape[1])
+        noise = self.random.normal(0, self.error, values.shape[1])
         found: Array = np.log(np.cosh(np.log(values / self.greedy(step)))).sum(axis=0) + noise
         return found
 
     def sync(self, step: int, change: Callable[[Array, Array], Array] = lambda losses, rho: losses) -> None:
         # What the scheduler tells of a cycle is what its last step was made with.
-        base, rho = self.base(step - 1), fan(len(self.starts), step // self.sync_every, self.seed)
-        losses = change(self.losses(base[:, None] * rho, step) - self.state["looks"], rho)
+        base, count, look = self.base(step - 1), len(self.starts), self.run.syncs_before(step - 1)
+        rho = fan(count, step // self.sync_every, self.seed)
+        if self.run.in_pairs:
+            rho = pairs(N, [(0.3, "linear")] * count, seed=self.seed, look=look)
+        losses = change(self.losses(base[:, None] * rho, step) - look, rho)
         self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))
 
     @property
@@ -125,7 +132,7 @@ class Steep(Scripted):
     """Slopes η·(η/η_c − 1), steep above η_c and flat below: what is too high counts for more than what is too low."""
 
     def losses(self, values: Array, step: int) -> Array:
-        noise = self.random.normal(0, self.noise * values.max(), values.shape[1])
+        noise = self.random.normal(0, self.error * values.max(), values.shape[1])
         found: Array = (0.5 * values**2 / self.greedy(step) - values).sum(axis=0) + noise
         return found
 
@@ -139,22 +146,23 @@ def between(ended: float, measured: tuple[float, float]) -> bool:
     return 0.9 * measured[0] < ended < 1.1 * measured[1]
 
 
-#: Where a start ended, over the best: lowest and highest of all shapes and 20 seeds; with steep slopes; and without a
-#: probe, at twice the interval.
-ENDED = {1 / 30: (0.31, 0.47), 1 / 10: (0.46, 0.58), 1 / 3: (0.49, 0.78), 1.0: (0.83, 0.87), 3.0: (1.24, 1.35),
-         10.0: (0.35, 0.91), 30.0: (0.95, 1.03)}  # fmt: skip
-ENDED_STEEP = {1 / 30: (0.21, 0.28), 1 / 10: (0.32, 0.38), 1 / 3: (0.58, 0.63), 1.0: (0.73, 1.06), 3.0: (1.12, 1.28),
-               10.0: (0.44, 0.86), 30.0: (0.90, 1.04)}  # fmt: skip
-ENDED_UNPROBED = {1 / 30: (0.35, 0.54), 1 / 10: (0.31, 0.42), 1 / 3: (0.37, 0.44), 1.0: (0.86, 1.26),
-                  3.0: (1.16, 1.40), 10.0: (0.20, 0.40), 30.0: (0.56, 0.86)}  # fmt: skip
+#: Where a start ended, over the best: lowest and highest of all shapes and 20 seeds; with steep slopes; with a probe
+#: that has noise; and without a probe, at twice the interval.
+ENDED = {1 / 30: (1.00, 1.07), 1 / 10: (0.76, 0.81), 1 / 3: (0.73, 0.77), 1.0: (1.08, 1.10), 3.0: (1.15, 1.42),
+         10.0: (1.05, 1.14), 30.0: (1.09, 1.21)}  # fmt: skip
+ENDED_STEEP = {1 / 30: (0.37, 0.48), 1 / 10: (0.36, 1.04), 1 / 3: (0.55, 1.05), 1.0: (0.93, 1.11), 3.0: (1.02, 1.31),
+               10.0: (1.04, 1.08), 30.0: (1.01, 1.11)}  # fmt: skip
+ENDED_NOISY = {1 / 30: (0.44, 0.45), 1 / 10: (0.40, 0.41), 1 / 3: (0.54, 0.75), 1.0: (0.87, 0.91), 3.0: (0.61, 0.66),
+               10.0: (0.69, 0.99), 30.0: (0.55, 1.14)}  # fmt: skip
+ENDED_UNPROBED = {1 / 30: (0.39, 0.54), 1 / 10: (0.37, 0.44), 1 / 3: (0.47, 0.50), 1.0: (1.14, 1.44),
+                  3.0: (1.25, 1.35), 10.0: (1.06, 1.13), 30.0: (0.55, 1.26)}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: int) -> None:
-    """Over 20 seeds it ended at 0.31 to 1.35 of the best, and from the best at 0.83 to 0.87. Starts that are too low
-    end low, at 0.31 to 0.78: once η has passed η_c every sync says so again."""
+    """Over 20 seeds it ended at 0.73 to 1.42 of the best, and from the best at 1.08 to 1.10."""
     run = Scripted([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
@@ -165,7 +173,7 @@ def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: in
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_steep_slopes_end_where_others_do(start: float, shape: str, seed: int) -> None:
-    """Signs count, and sizes only for how far η_c is above η: from below they end lower by a third."""
+    """Signs count, and sizes only for how far η_c is above η: from below they end lower."""
     run = Steep([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
@@ -173,10 +181,20 @@ def test_steep_slopes_end_where_others_do(start: float, shape: str, seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_ends_lower_where_the_probe_has_noise(start: float, seed: int) -> None:
+    """Which replicas that are equal show: nothing is sure of the first syncs. At 0.40 to 1.14 of the best."""
+    run = Scripted([start], noise=0.01, seed=seed).finish()
+    (ended,) = run.over_best
+    assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
+    assert between(ended, ENDED_NOISY[start])
+
+
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_ends_a_little_further_off_without_a_probe(start: float, shape: str, seed: int) -> None:
-    """Nothing is asked before the first cycle ends, and nothing says how far η_c is: at 0.20 to 1.40 of the best."""
+    """Nothing is asked before the first cycle ends, and nothing says how far η_c is: at 0.37 to 1.44 of the best."""
     run = Scripted([start], shape, seed=seed, sync_every=2 * T, probed=False).finish()
     (ended,) = run.over_best
     assert run.run.early == ()
@@ -199,10 +217,10 @@ def typical(values: Array) -> float:
 @pytest.mark.parametrize(
     ("shape", "lowest", "mean", "highest"),
     [
-        ("onecycle", 0.28, 0.67, 1.39),
-        ("cosine", 0.25, 0.66, 1.40),
-        ("constant", 0.20, 0.60, 1.35),
-        ("half", 0.24, 0.64, 1.38),
+        ("onecycle", 0.43, 0.94, 1.47),
+        ("cosine", 0.46, 0.96, 1.50),
+        ("constant", 0.45, 0.95, 1.50),
+        ("half", 0.46, 0.96, 1.50),
     ],
 )
 def test_where_all_starts_end(shape: str, lowest: float, mean: float, highest: float) -> None:
@@ -212,26 +230,26 @@ def test_where_all_starts_end(shape: str, lowest: float, mean: float, highest: f
     assert between(ended.max(), (highest, highest))
 
 
-@pytest.mark.parametrize(("off", "mean"), [(0.5, 0.54), (2.0, 1.76)], ids=["half", "twice"])
+@pytest.mark.parametrize(("off", "mean"), [(0.5, 0.53), (2.0, 1.92)], ids=["half", "twice"])
 def test_a_task_with_another_constant_ends_off_by_about_that(off: float, mean: float) -> None:
-    """In the mean of all starts; a single one by 0.19 to 1 and by 1 to 4.5, for syncs are few and far between."""
+    """In the mean of all starts; a single one by 0.27 to 0.9 and by 1.1 to 3.8, for syncs are few and far between."""
     ratios = ends(off=off) / ends()
     assert between(typical(ratios), (mean, mean))
-    assert between(ratios.min(), (0.19, 0.19) if off < 1 else (1.0, 1.0))
-    assert between(ratios.max(), (1.0, 1.0) if off < 1 else (4.45, 4.45))
+    assert between(ratios.min(), (0.27, 0.27) if off < 1 else (1.14, 1.14))
+    assert between(ratios.max(), (0.89, 0.89) if off < 1 else (3.77, 3.77))
 
 
 def test_cycles_four_times_as_short_end_about_the_same() -> None:
-    """Lower by a third in the mean of all starts; a single one at 0.35 to 1.45 of where it ended before."""
+    """Lower by a seventh in the mean of all starts; a single one at 0.55 to 1.43 of where it ended before."""
     ratios = ends(sync_every=10) / ends(sync_every=40)
-    assert between(typical(ratios), (0.68, 0.68))
-    assert between(ratios.min(), (0.35, 0.35))
-    assert between(ratios.max(), (1.45, 1.45))
+    assert between(typical(ratios), (0.86, 0.86))
+    assert between(ratios.min(), (0.55, 0.55))
+    assert between(ratios.max(), (1.43, 1.43))
 
 
 @pytest.mark.parametrize(
     ("sync_every", "lowest", "mean", "highest"),
-    [(5, 0.19, 0.55, 1.06), (12, 0.25, 0.55, 1.26), (50, 0.33, 0.84, 1.41), (100, 0.31, 0.85, 1.62)],
+    [(5, 0.39, 0.64, 0.92), (12, 0.45, 0.86, 1.18), (50, 0.45, 0.98, 1.60), (100, 0.37, 1.02, 1.86)],
     ids=["a fifth of the usual interval", "half", "twice", "four times"],
 )
 def test_moves_at_other_intervals(sync_every: int, lowest: float, mean: float, highest: float) -> None:
@@ -250,15 +268,15 @@ def test_moves_at_other_intervals(sync_every: int, lowest: float, mean: float, h
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_moves_several_at_once(starts: list[float], seed: int) -> None:
-    """At 0.18 to 1.36 of the best over 20 seeds."""
+    """At 0.57 to 1.37 of the best over 20 seeds."""
     run = Scripted(starts, seed=seed).finish()
     assert to_the_right_side(run), f"ended at {run.over_best} of the best"
-    assert all(between(ended, (0.18, 1.36)) for ended in run.over_best)
+    assert all(between(ended, (0.57, 1.37)) for ended in run.over_best)
 
 
 @pytest.mark.parametrize("peak", [1.0, None], ids=["learning rate", "other scalar"])
 def test_moves_within_its_window(peak: float | None) -> None:
-    """Learning rates from the first sync on, by 0.75 at most; other scalars from 5 %; both to 30 %."""
+    """Learning rates from the first sync on; other scalars from 5 %; both to 30 %."""
     run, moved, state = Run(TOTAL, T, 0.3, (None,), (peak,)), {}, REGRESSION.start(1)
     for step in range(T, TOTAL + 1, T):
         if REGRESSION.active(run, step):
@@ -272,7 +290,7 @@ def test_moves_within_its_window(peak: float | None) -> None:
         assert moved == {step: pytest.approx(3 / 21 * (1 - 1 / most), rel=1e-9) for step in range(100, 601, T)}
     else:
         assert min(moved) == T
-        assert max(moved.values()) == pytest.approx(LARGEST_MOVE, rel=1e-9)
+        assert max(moved.values()) <= LARGEST_MOVE + belief.ahead(1.0)
         assert state["mu"] == [REGRESSION.limit]
 
 
@@ -319,11 +337,11 @@ def rising_then_falling(controller: RegressionController, gain: float = 0.0) -> 
 
 
 def test_rises_in_steps_and_falls_at_once() -> None:
-    """A fall of 5.1 at one sync, and before it five rises that were cut."""
+    """A fall of 5.0 at one sync, and before it five rises that were cut."""
     moves = rising_then_falling(REGRESSION)
     assert moves[1:6] == pytest.approx([LARGEST_MOVE] * 5, rel=1e-9)
     assert max(moves) <= LARGEST_MOVE + 1e-9
-    assert min(moves) == pytest.approx(-5.1, abs=0.1)
+    assert min(moves) == pytest.approx(-5.0, abs=0.1)
 
 
 def test_rises_further_at_once_where_what_is_gained_says_how_far() -> None:
@@ -359,16 +377,19 @@ def test_a_rate_bounds_both(rate: float) -> None:
 
 
 def noise(
-    total_steps: int, sync_every: int, peak: float | None, seed: int, *, n: int = N, shape: str = "onecycle"
-) -> tuple[float, float]:
-    """μ at the end and the highest |μ| on the way, where losses are noise."""
+    total_steps: int, sync_every: int, peak: float | None, seed: int, *, n: int = N, shape: str = "onecycle",
+    probed: bool = True,
+) -> tuple[float, float]:  # fmt: skip
+    """μ at the end and the highest |μ| on the way, where losses are noise: of a probe, or of training."""
     schedule, at, end = SHAPES[shape]
-    run, random = Run(total_steps, sync_every, at, (None,), (peak,), end), np.random.default_rng(seed)
-    run = dataclasses.replace(run, early=REGRESSION.early_syncs(run))
+    run, random = Run(total_steps, sync_every, at, (None,), (peak,), end, probed), np.random.default_rng(seed)
+    run = dataclasses.replace(run, early=REGRESSION.early_syncs(run), in_pairs=probed)
     state, highest = REGRESSION.start(1, run), 0.0
     for step in (*run.early, *range(sync_every, total_steps + 1, sync_every)):
         if REGRESSION.active(run, step):
             rho = fan(1, step // sync_every, seed, n)
+            if probed:
+                rho = pairs(n, [(0.3, "linear")], seed=seed, look=run.syncs_before(step - 1))
             base = np.array([REGRESSION.base(state, 0, schedule((step - 1) / total_steps))])
             state = REGRESSION.update(run, state, Observation(random.normal(2, 1, n), rho, base, step))
             highest = max(highest, abs(state["mu"][0]))
@@ -377,40 +398,53 @@ def noise(
 
 @pytest.mark.parametrize("shape", ["onecycle", "constant"])
 @pytest.mark.parametrize(
-    ("n", "mean", "aside", "worst"),
+    ("n", "probed", "mean", "aside", "worst"),
     [
-        (2, 0.6, 0.35, 3.3),
-        (3, 0.6, 0.35, 3.3),
-        (4, 0.08, 0.05, 0.8),
-        (8, 0.2, 0.05, 2.3),
-        (16, 0.22, 0.05, 2.1),
+        (2, True, 0.25, 0.05, 3.8),
+        (3, True, 0.25, 0.15, 4.0),
+        (4, True, 0.13, 0.06, 3.2),
+        (8, True, 0.02, 0.02, 0.8),
+        (16, True, 0.03, 0.02, 1.5),
+        (2, False, 0.2, 0.05, 2.9),
+        (3, False, 0.17, 0.05, 2.4),
+        (4, False, 0.12, 0.06, 2.4),
+        (8, False, 0.22, 0.06, 3.7),
+        (16, False, 0.3, 0.1, 3.9),
     ],
 )
-def test_noise_moves_an_ordinary_run_little(n: int, mean: float, aside: float, worst: float, shape: str) -> None:
-    """Over 200 runs |μ| was 0.06, 0.15 to 0.17 and 0.16 to 0.18 in the mean with 4, 8 and 16 replicas, and in the worst
-    moment of the worst run 0.6, 2.0 and 1.8. Up as often as down: μ was −0.02 in the mean. Two and three have no errors
-    to go by: 0.4 to 0.5 in the mean, rather up than down by 0.1 to 0.3, and 3.1 in the worst."""
-    found = [noise(TOTAL, T, 1.0, seed, n=n, shape=shape) for seed in range(200)]
+def test_noise_moves_an_ordinary_run_little(
+    n: int, probed: bool, mean: float, aside: float, worst: float, shape: str
+) -> None:
+    """Over 200 runs |μ| was 0.1, 0.01 and 0.02 in the mean with 4, 8 and 16 replicas and a probe that is nothing but
+    noise, and 0.09, 0.18 and 0.26 by training losses; up as often as down. In the worst moment of the worst run 2.9,
+    0.6 and 1.3, and 2.1, 3.4 and 3.6. Two and three replicas have no errors to go by: 0.1 to 0.2 in the mean."""
+    every = T if probed else 2 * T
+    found = [noise(TOTAL, every, 1.0, seed, n=n, shape=shape, probed=probed) for seed in range(200)]
     assert np.mean([abs(mu) for mu, _ in found]) < mean
     assert abs(np.mean([mu for mu, _ in found])) < aside
-    assert max(highest for _, highest in found) < worst
+    assert max(highest for _, highest in found) <= worst
 
 
-@pytest.mark.parametrize(("n", "mean", "worst"), [(4, 0.03, 0.4), (8, 0.1, 0.8)])
-def test_noise_moves_another_scalar_little(n: int, mean: float, worst: float) -> None:
-    """0.02 and 0.08 in the mean of 200 runs with 4 and 8 replicas, 0.3 and 0.7 in the worst."""
-    found = [noise(TOTAL, T, None, seed, n=n) for seed in range(200)]
+@pytest.mark.parametrize(
+    ("n", "probed", "mean", "worst"),
+    [(4, True, 0.08, 0.7), (8, True, 0.03, 0.6), (4, False, 0.03, 0.4), (8, False, 0.1, 0.8)],
+)
+def test_noise_moves_another_scalar_little(n: int, probed: bool, mean: float, worst: float) -> None:
+    """0.02 to 0.08 in the mean of 200 runs with 4 and 8 replicas, 0.3 to 0.7 in the worst."""
+    found = [noise(TOTAL, T, None, seed, n=n, probed=probed) for seed in range(200)]
     assert np.mean([abs(mu) for mu, _ in found]) < mean
     assert max(highest for _, highest in found) < worst
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("probed", [True, False], ids=["probe", "training"])
 @pytest.mark.parametrize("peak", [1.0, None], ids=["learning rate", "other scalar"])
-def test_a_thousand_syncs_of_noise(peak: float | None, seed: int) -> None:
+def test_a_thousand_syncs_of_noise(peak: float | None, probed: bool, seed: int) -> None:
+    """|μ| never was above 0.03."""
     total = 34_000 if peak else 40_000
     run = Run(total, 10, 0.3, (None,), (peak,))
     assert run.syncs(0 if peak else REGRESSION.window(run)[0], 0.3 * total) > 1000
-    assert noise(total, 10, peak, seed)[1] < 0.1
+    assert noise(total, 10, peak, seed, probed=probed)[1] < 0.05
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -443,6 +477,11 @@ def test_syncs_that_tell_nothing_still_release_the_ceiling(controller: Any, told
 
 def highest_is(bad: float) -> Callable[[Array, Array], Array]:
     return lambda losses, rho: np.where(np.arange(N) == rho[0].argmax(), bad, losses)
+
+
+def equal_is(bad: float) -> Callable[[Array, Array], Array]:
+    """Of a replica that has the base values."""
+    return lambda losses, rho: np.where(np.arange(N) == (rho[0] == 1).argmax(), bad, losses)
 
 
 def with_bad_losses(start: float, bad: float, at: Callable[[int], bool]) -> Scripted:
@@ -478,19 +517,31 @@ def test_a_replica_that_explodes_does_not_raise_it(start: float, at: int, bad: f
 @pytest.mark.parametrize("at", [50, 100, 150, 250])
 @pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
 def test_one_explosion_is_outlived(start: float, at: int, bad: float) -> None:
-    """A start that is too low then ends at 0.28 to 0.55 of the best instead of 0.55, the best at 0.83 to 0.99 instead
-    of 0.83, one that is too high at 0.45 to 0.53. None ends higher by more than 1 % where it ends above the best."""
+    """A start that is too low then ends at 0.48 to 0.76 of the best instead of 0.76, the best and one that is too high
+    at 1.05 to 1.24 instead of 1.05 to 1.08."""
     (ended,) = with_bad_losses(start, bad, lambda step: step == at).over_best
-    assert ended <= max(1.01 * Scripted([start]).finish().over_best[0], 1.0)
-    assert ended > 0.9 * 0.28
+    assert between(ended, (0.48, 1.24))
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 1e30])
-@pytest.mark.parametrize(("start", "mu"), [(0.1, -0.15), (1.0, -0.58), (10.0, -3.41)])
-def test_one_that_explodes_at_every_sync_does_not_raise_it(start: float, mu: float, bad: float) -> None:
+@pytest.mark.parametrize("at", [50, 100])
+@pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
+def test_the_explosion_of_one_that_departs_in_nothing_tells_nothing(start: float, at: int, bad: float) -> None:
+    """It is not taken for noise, which would silence what follows. Where it is finite the mean loss is another, and
+    with it what was gained: the end is one of those above."""
+    run = Scripted([start])
+    for step in run.syncs:
+        run.sync(step, equal_is(bad) if step == at else lambda losses, rho: losses)
+    assert run.state["noise"][0] < 1e-20
+    assert between(run.over_best[0], (0.48, 1.24))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, 1e30])
+@pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
+def test_one_that_explodes_at_every_sync_does_not_raise_it(start: float, bad: float) -> None:
+    """It is always that with the highest learning rate: lower ones are better."""
     exploded = with_bad_losses(start, bad, lambda step: True)
-    assert exploded.mu[0] <= min(Scripted([start]).finish().mu[0], 0.0)
-    assert exploded.mu[0] == pytest.approx(mu, abs=0.1)
+    assert -REGRESSION.limit <= exploded.mu[0] < min(Scripted([start]).finish().mu[0], -0.2)
 
 
 @pytest.mark.parametrize("size", [1e-300, 1e300])

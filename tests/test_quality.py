@@ -157,7 +157,9 @@ class TestTables:
             (3.0, 2.0, 1.5, "70%: missed"),
             (3.0, 1.2, 1.25, "not worse than plain by σ: met"),
             (3.0, 1.2, 1.5, "not worse than plain by σ: missed"),
-            (30.0, 3.0, 1.5, "70%: met"),
+            (30.0, 3.0, 1.5, "70%, none diverged: met"),
+            (30.0, 3.0, 2.9, "none diverged: missed, 1 of 2 diverged"),
+            (0.1, 0.9, 0.95, "no gap; not worse than plain by σ: met"),
         ],
     )
     def test_bars(self, start: float, plain: float, found: float, said: str) -> None:

@@ -98,8 +98,7 @@ def _starts(size: Size, best: dict[str, float]) -> list[Job]:
             for task in size.tasks:
                 lr = best[task] * factor
                 jobs.append(_job("start", Spec(task, "hdet", lr, seed), factor=factor))
-                if seed < 3 or factor == 1.0:
-                    jobs.append(_job("start", Spec(task, "plain", lr, seed), factor=factor))
+                jobs.append(_job("start", Spec(task, "plain", lr, seed), factor=factor))
                 if seed < 3:
                     jobs.append(_job("start", Spec(task, "hdet", lr, seed, probe=False), factor=factor))
     return jobs

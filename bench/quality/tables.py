@@ -17,6 +17,9 @@ from .tasks import TASKS
 #: The least share of the gap that is to be recovered from each start.
 BARS = {1 / 30: 0.7, 1 / 10: 0.9, 1 / 3: 0.9, 3.0: 0.7, 10.0: 0.9, 30.0: 0.7}
 
+#: A run that recovers less of the gap than this has diverged.
+DIVERGED = 0.1
+
 PAPER_TASKS = ("ratings", "language")
 
 
@@ -87,11 +90,16 @@ def verdict(report: Report, task: str, start: float) -> str:
         worse = float(np.mean(found) - np.mean(goal))
         return f"within one σ ({spread:.4f}): {'met' if worse <= spread else f'missed by {worse - spread:.4f}'}"
     gap = float(np.mean(plain) - np.mean(goal))
-    if start == 3.0 and gap <= 2 * spread:
+    if gap <= 0 or (start == 3.0 and gap <= 2 * spread):
         worse = float(np.mean(found) - np.mean(plain))
-        return f"gap below 2 σ; not worse than plain by σ: {'met' if worse <= spread else 'missed'}"
-    share = (float(np.mean(plain)) - float(np.mean(found))) / gap if gap > 0 else math.nan
-    return f"{BARS[start]:.0%}: {'met' if share >= BARS[start] else 'missed'}"
+        size = "no gap" if gap <= 0 else "gap below 2 σ"
+        return f"{size}; not worse than plain by σ: {'met' if worse <= spread else 'missed'}"
+    share = (float(np.mean(plain)) - float(np.mean(found))) / gap
+    met = "met" if share >= BARS[start] else "missed"
+    if start not in (1 / 30, 30.0):
+        return f"{BARS[start]:.0%}: {met}"
+    lost = sum(float(np.mean(plain)) - loss < DIVERGED * gap for loss in found)
+    return f"{BARS[start]:.0%}, none diverged: {f'missed, {lost} of {len(found)} diverged' if lost else met}"
 
 
 def best_losses(report: Report, task: str) -> list[float]:
