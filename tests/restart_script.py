@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "total_steps": TOTAL,
     "sync_every": SYNC,
     "spread": 0.5,
-    "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0),
+    "auto_lr": hk.SoftmaxController(warmup_steps=SYNC),
 }
 #: Every rank saves its own file within a cycle; or rank 0 saves for all where all are equal.
 VARIANTS: dict[str, dict[str, Any]] = {

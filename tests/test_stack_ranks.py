@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -48,6 +49,11 @@ def schedule(optimizer: Any, **options: Any) -> hk.HDETOneCycleLR:
     return hk.HDETOneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS, sync_every=2, cycle_momentum=cycles, **options)
 
 
+def probed() -> list[Tensor]:
+    """The examples of the probe."""
+    return [part.double() for part in batch(0, 999)]
+
+
 class Outcome:
     """What a run shows of one replica: its parameters and buffers after every step, and the history of its syncs."""
 
@@ -65,7 +71,9 @@ def _process(rank: int, name: str, gradients: str, options: dict[str, Any]) -> O
     ddp = DistributedDataParallel(model, broadcast_buffers=False) if gradients == "shared" else model
     make, _, arguments, clip = OPTIMIZERS[name]
     optimizer = make(groups_of(model.parameters()), lr=0.01, **arguments)
-    scheduler = schedule(optimizer, gradients=gradients, model=model, auto_lr=options.get("auto_lr", True))
+    probe = (lambda: loss_of(model, *probed())) if options.get("probe") else None
+    auto_lr = options.get("auto_lr", True)
+    scheduler = schedule(optimizer, gradients=gradients, model=model, auto_lr=auto_lr, probe=probe)
     outcome = Outcome()
     for step in range(STEPS):
         x, y = batch(rank, step)
@@ -87,7 +95,8 @@ def stacked(first: int, rows: int, name: str, gradients: str, options: dict[str,
     stack = hk.ReplicaStack(model, replicas=rows, gradients=gradients)
     _, make, arguments, clip = OPTIMIZERS[name]
     optimizer = make(groups_of(stack.parameters()), lr=0.01, max_grad_norm=clip, **arguments)
-    scheduler = schedule(optimizer, ensemble=stack.ensemble, auto_lr=options.get("auto_lr", True))
+    probe = (lambda: stack.losses(loss_of, *probed(), same_batch=True)) if options.get("probe") else None
+    scheduler = schedule(optimizer, ensemble=stack.ensemble, auto_lr=options.get("auto_lr", True), probe=probe)
     outcomes = [Outcome() for _ in range(rows)]
     for step in range(STEPS):
         own = [batch(replica, step) for replica in range(first, first + rows)]
@@ -123,8 +132,7 @@ def check_same(stack: list[Outcome], processes: list[Outcome]) -> None:
 
 
 def check_spread(outcomes: list[Outcome]) -> None:
-    """That there was something to compare: replicas apart between syncs and together after them, and a base that the
-    controller has moved."""
+    """That there was something to compare: replicas apart between syncs and together after them."""
     apart = [torch.equal(a, b) for a, b in zip(outcomes[0].steps, outcomes[1].steps, strict=True)]
     assert apart[0] is apart[2] is False
     close = torch.stack([outcome.steps[1] for outcome in outcomes])
@@ -139,14 +147,24 @@ def test_a_stack_is_the_processes(name: str, gradients: str) -> None:
     check_same(stacked(0, REPLICAS, name, gradients, {}), processes)
 
 
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_with_a_probe(gradients: str) -> None:
+    """There are early syncs and, with shared gradients, replicas that depart in one group each."""
+    processes = run_ranks(REPLICAS, _process, "adamw", gradients, {"probe": True})
+    check_same(stacked(0, REPLICAS, "adamw", gradients, {"probe": True}), processes)
+    first = processes[0].history[0]
+    departing = sum(np.array(values) != first["base"][name] for name, values in first["values"].items())
+    assert sorted(departing.tolist()) == ([0, 0, 1, 1] if gradients == "shared" else [2, 2, 2, 2])
+
+
 def test_the_controller_moved_the_base() -> None:
-    on = stacked(0, REPLICAS, "adamw", "shared", {})[0].history
-    off = stacked(0, REPLICAS, "adamw", "shared", {"auto_lr": False})[0].history
-    assert on[0]["base"] == off[0]["base"], "the first sync has the schedule's"
-    moved = [
-        [abs(a["base"][name] / b["base"][name] - 1) for a, b in zip(on, off, strict=True)] for name in on[0]["base"]
-    ]
-    assert all(max(by_sync[1:]) > 0.05 for by_sync in moved)
+    on = stacked(0, REPLICAS, "adamw", "shared", {"probe": True})[0].history
+    off = {
+        sync["step"]: sync["base"] for sync in stacked(0, REPLICAS, "adamw", "shared", {"auto_lr": False})[0].history
+    }
+    both = [(sync["base"], off[sync["step"]]) for sync in on if sync["step"] in off]
+    for name in on[0]["base"]:
+        assert max(abs(moved[name] / scheduled[name] - 1) for moved, scheduled in both) > 0.05
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])

@@ -228,6 +228,7 @@ def test_a_setter_gets_the_values_of_all_replicas() -> None:
 def test_a_scalar_of_the_loss_is_found_by_local_gradients() -> None:
     """The loss is least without the shift, and the controller finds out to which side to go."""
     trainer = StackTrainer(
+        replicas=8,
         gradients="local",
         explore=[hk.Explore("shift", base=0.5, spread=0.5)],
         spread=0.0,
@@ -235,7 +236,7 @@ def test_a_scalar_of_the_loss_is_found_by_local_gradients() -> None:
         sync_every=2,
         make_optimizer=hk.FusedSGD,
     )
-    probe = data(1000)
+    probe = data(1000, 8)
     trainer.loss_fn = smoothed(trainer.stack, [])
     trainer.scheduler.cycle.probe = lambda: trainer.stack.losses(loss_of, *probe, same_batch=True)
     trainer.train(80)
@@ -559,7 +560,7 @@ def test_with_a_probe_the_first_cycle_has_syncs_besides() -> None:
         (2, "early", 0), (4, "early", 0), (8, "early", 0), (16, "sync", 0), (32, "sync", 1)
     ]  # fmt: skip
     assert all(record.probes is not None for record in history)
-    assert trainer.scheduler.cycle.spread.control["looks"] == 5
+    assert trainer.scheduler.cycle.spread.control["looks"] == [5]
 
 
 @pytest.mark.parametrize(
@@ -585,6 +586,58 @@ def test_there_are_none_where_nobody_would_listen(options: dict[str, Any]) -> No
 )
 def test_early_syncs_of_short_and_long_cycles(sync_every: int, expected: list[int]) -> None:
     assert list(probed(sync_every=sync_every).scheduler.cycle.run.early) == expected
+
+
+def two_groups(params: Any, lr: float) -> hk.FusedAdamW:
+    first, *others = params
+    return hk.FusedAdamW([{"params": [first]}, {"params": others}], lr=lr)
+
+
+def departures(trainer: StackTrainer) -> np.ndarray:
+    """[groups, replicas], which replicas have another learning rate than the base one."""
+    base = trainer.scheduler.get_base_lr()
+    return np.array([[rate != float(base[g]) for rate in rates(trainer, g)] for g in range(len(base))])
+
+
+def test_with_a_probe_a_replica_departs_in_one_group_at_most_and_two_in_none() -> None:
+    """Those two stay equal to the last bit, which is how it is known that losses have no noise."""
+    trainer = probed(replicas=8, make_optimizer=two_groups)
+    for _ in range(20):
+        departing = departures(trainer)
+        assert departing.sum(axis=0).tolist().count(0) == 2
+        assert departing.sum() == 6
+        assert set(departing.sum(axis=1).tolist()) == {2, 4}
+        trainer.train(1)
+    for record in trainer.scheduler.history:
+        values = np.array([record.values["lr/0"], record.values["lr/1"]])
+        equal = np.flatnonzero((values == np.median(values, axis=1, keepdims=True)).all(axis=0))
+        assert record.probes is not None
+        assert len({record.probes[replica] for replica in equal}) == 1
+    squares, spare = trainer.scheduler.cycle.spread.control["noise"]
+    assert squares == 0
+    assert spare > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"probe": None}, {"gradients": "local"}, {"auto_lr": hk.SoftmaxController(warmup_steps=40)}, {"auto_lr": False}],
+    ids=["no probe", "local gradients", "softmax", "no controller"],
+)
+def test_otherwise_all_replicas_depart_in_all_groups(options: dict[str, Any]) -> None:
+    make = StackTrainer if "probe" in options else probed
+    trainer = make(**{"replicas": 8, "make_optimizer": two_groups, "total_steps": 160, "sync_every": 16, **options})
+    assert departures(trainer).all()
+
+
+def test_resumes_exactly_where_pairs_change_groups() -> None:
+    """Five replicas make one pair, which is in another group after every sync."""
+    options = {"replicas": 5, "make_optimizer": two_groups}
+    straight = probed(**options).train(40)
+    for at in (3, 8, 20):
+        resumed = probed(**options).load(probed(**options).train(at).save())
+        resumed.train(40 - at)
+        assert torch.equal(resumed.parameters(), straight.parameters())
+        assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 8, 12, 16, 20])

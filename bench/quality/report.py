@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .results import Report
+from .spec import Record
 from .suite import PAPER, select
 from .tables import PAPER_TASKS, all_tables, decay_order
+from .tasks import TASKS
 
 __all__ = ["Report", "write_report"]
+
+Array = NDArray[np.float64]
 
 INTRODUCTION = """# Does it find the learning rate?
 
@@ -23,10 +28,10 @@ Written by `python -m bench.quality report`; nothing below is typed by hand. Wha
 
 
 def write_report(reports: Sequence[Report], folder: Path) -> None:
-    """Write REPORT.md and plots into ``folder``: the largest runs first."""
+    """Write REPORT.md and plots into ``folder``: those of most runs first."""
     folder.mkdir(parents=True, exist_ok=True)
     text = [INTRODUCTION]
-    for report in sorted(reports, key=lambda report: report.seconds, reverse=True):
+    for report in sorted(reports, key=lambda report: len(report.records), reverse=True):
         text.append("\n\n".join([f"# {report.size}", *report.sources]))
         text.append(all_tables(report))
         text += [f"![{caption}]({name})" for name, caption in _plots(report, folder)]
@@ -77,7 +82,7 @@ def _plot_curves(report: Report, path: Path) -> None:
             runs = select(report.records, kind="paper", task=task, configuration=name)
             if runs:
                 curve = np.mean([run["curve"] for run in runs], axis=0)
-                axis.plot(np.arange(1, len(curve) + 1) * runs[0]["every"], curve, linewidth=1, label=name)
+                axis.plot(_steps(runs[0], len(curve)), curve, linewidth=1, label=name)
                 lowest.append(float(np.min(curve)))
         if lowest:
             axis.set(title=task, xlabel="step", ylim=(min(lowest) * 0.98, min(lowest) * 1.4))
@@ -94,13 +99,23 @@ def _plot_rates(report: Report, path: Path) -> None:
             runs = select(report.records, kind="paper", task=task, configuration=name, seed=0)
             for index, group in enumerate(runs[0]["groups"] if runs else ()):
                 values = np.array([sync[index] for sync in runs[0]["values"]])
-                steps = np.arange(1, len(values) + 1) * runs[0]["every"]
+                steps = _steps(runs[0], len(values))
                 axis.plot(steps, values, color=f"C{index}", linewidth=0.4, alpha=0.6)
                 axis.plot(steps, values.mean(axis=1), color=f"C{index}", linewidth=1.4, label=group)
             axis.set(yscale="log", title=f"{name}, {task}", xlabel="step")
     axes[0][0].legend(frameon=False, fontsize=7)
     axes[0][0].set_ylabel("learning rate")
     _save(figure, path)
+
+
+def _steps(run: Record, count: int) -> Array:
+    """The steps of ``count`` syncs of a run: a cycle apart, and those that are more than fit in it at an eighth, a
+    quarter and a half of the first."""
+    every = run["every"]
+    early = max(count - TASKS[run["task"]].steps // every, 0)
+    halves = 0.5 ** np.arange(early, 0, -1)
+    found: Array = every * np.concatenate([halves, np.arange(1, count - early + 1)])
+    return found
 
 
 def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
