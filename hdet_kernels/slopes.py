@@ -18,6 +18,9 @@ Flags = NDArray[np.bool_]
 #: What one sync moves μ by, at most.
 LARGEST_MOVE = 0.75
 
+#: Learning rates rise by less, with the square of its steps, where a cycle has fewer than this.
+STEPS_TO_RISE = 15
+
 #: How many errors the slopes of the hypergradient count as being from 0: nothing tells.
 TRUSTED = 4.0
 
@@ -184,7 +187,7 @@ class RegressionController(_SlopeController):
     all hyperparameters jointly (with ``ridge`` where there are too few replicas to tell them apart).
 
     Of a learning rate it believes what the signs of the slopes say of its right peak (:mod:`.belief`), from the first
-    sync on, and μ goes to the median of that: up by at most 0.75 at a sync, a jump can break what it trains, and down
+    sync on, and μ goes to the median of that: up by a bounded step at a sync, a jump can break what it trains, and down
     at once; ``rate`` bounds both. A learning rate tells by where it turns from too low to too high, so it must climb:
     one that does not by itself is made to, under a ceiling. ``docs/controller.md`` says why.
     """
@@ -229,7 +232,7 @@ class RegressionController(_SlopeController):
                 said = belief.heard(slopes[index], sure[index], gate[index])
                 ahead = 0.0 if belief.opposed(beliefs[index]) else _ahead(slopes[index], sure[index], gain)
                 beliefs[index] = self._learned(run, seen, index, peak, said, ahead, beliefs[index])
-                mu[index] = self._towards(belief.median(beliefs[index]), state["mu"][index], ahead)
+                mu[index] = self._towards(run, belief.median(beliefs[index]), state["mu"][index], ahead)
         level = before if level is None else level
         return {**moved, "mu": mu, "belief": beliefs, "signs": signs.tolist(), "noise": known, "level": level}
 
@@ -271,8 +274,9 @@ class RegressionController(_SlopeController):
         turn = belief.turning_point(share, seen.step, run.steps_since_sync(seen.step), total) + ahead
         return belief.updated(before, turn, said, run.sync_every / total)
 
-    def _towards(self, believed: float, mu: float, ahead: float) -> float:
-        fall, rise = (math.inf, LARGEST_MOVE + ahead) if self.rate is None else (self.rate, self.rate)
+    def _towards(self, run: Run, believed: float, mu: float, ahead: float) -> float:
+        most = (LARGEST_MOVE + ahead) * min(run.sync_every / STEPS_TO_RISE, 1.0) ** 2
+        fall, rise = (math.inf, most) if self.rate is None else (self.rate, self.rate)
         return min(max(mu + min(max(believed - mu, -fall), rise), -self.limit), self.limit)
 
 
