@@ -18,8 +18,9 @@ Flags = NDArray[np.bool_]
 #: What one sync moves μ by, at most.
 LARGEST_MOVE = 0.75
 
-#: Learning rates rise by less, with the square of its steps, where a cycle has fewer than this.
-STEPS_TO_RISE = 15
+#: Learning rates rise by less, with the square of its steps, where a cycle has fewer than this; fewer than the second
+#: count as that, or runs of a hundred steps could not rise at all.
+STEPS_TO_RISE, FEWEST = 15, 4
 
 #: How many errors the slopes of the hypergradient count as being from 0: nothing tells.
 TRUSTED = 4.0
@@ -275,7 +276,7 @@ class RegressionController(_SlopeController):
         return belief.updated(before, turn, said, run.sync_every / total)
 
     def _towards(self, run: Run, believed: float, mu: float, ahead: float) -> float:
-        most = (LARGEST_MOVE + ahead) * min(run.sync_every / STEPS_TO_RISE, 1.0) ** 2
+        most = (LARGEST_MOVE + ahead) * (min(max(run.sync_every, FEWEST), STEPS_TO_RISE) / STEPS_TO_RISE) ** 2
         fall, rise = (math.inf, most) if self.rate is None else (self.rate, self.rate)
         return min(max(mu + min(max(believed - mu, -fall), rise), -self.limit), self.limit)
 
