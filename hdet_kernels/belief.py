@@ -1,7 +1,7 @@
 """What is believed of the right peak of a learning rate, from the signs of the slopes of the losses while it climbs.
 
 The learning rate that looks best over the next T steps falls with the steps t: in a run of S steps, with T = 1.25 % of
-it, it was about 0.08·S^(2/3)/(t + T) of the right peak, and lower for shorter cycles (``docs/controller.md``). So an η
+it, it was about 0.09·S^(2/3)/(t + T) of the right peak, and lower for shorter cycles (``docs/controller.md``). So an η
 for which a smaller one would have been better speaks for a right peak that is lower than that makes it, and otherwise
 for a higher one.
 """

@@ -184,8 +184,9 @@ def _ceilings(run: Run, share: float) -> list[float | None]:
 
 @dataclass(frozen=True)
 class RegressionController(_SlopeController):
-    """The default: the slope b of the replicas' losses on the logarithms of their multipliers, by least squares over
-    all hyperparameters jointly (with ``ridge`` where there are too few replicas to tell them apart).
+    """The default: the slope b of the replicas' losses on the logarithms of their multipliers, by least squares: over
+    all hyperparameters jointly (with ``ridge`` where there are too few replicas to tell them apart) or, where replicas
+    come in pairs, over each by those that depart in it.
 
     Of a learning rate it believes what the signs of the slopes say of its right peak (:mod:`.belief`), from the first
     sync on, and μ goes to the median of that: up by a bounded step at a sync, a jump can break what it trains, and down
@@ -217,9 +218,11 @@ class RegressionController(_SlopeController):
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         logs = np.log(seen.multipliers)
-        known = noise(state["noise"], _ordinary(seen.losses)[~logs.any(axis=0)]) if run.in_pairs else state["noise"]
+        known = state.get("noise", [0.0, 0])  # checkpoints from before pairs have neither this nor signs
+        if run.in_pairs:
+            known = noise(known, _ordinary(seen.losses)[~logs.any(axis=0)])
         slopes, sure, explored = self._apart(seen.losses, logs, known) if run.in_pairs else self._jointly(seen, logs)
-        signs = np.asarray(state["signs"])
+        signs = np.asarray(state.get("signs", [0.0] * len(logs)))
         signs = np.where(explored, CONSISTENT * signs + (1 - CONSISTENT) * np.sign(slopes), signs)
         # Where there are too few replicas to know errors by, those signs are sure that stay the same.
         sure = np.where(np.isnan(sure), _consistency(slopes, signs, np.asarray(state["looks"]) + 1), sure)
