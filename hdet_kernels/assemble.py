@@ -117,7 +117,8 @@ def build_cycle(
         run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, rehearse)
     if isinstance(controller, RegressionController):
         in_pairs = probe is not None and gradients != "local"
-        run = replace(run, early=controller.early_syncs(run), in_pairs=in_pairs)
+        early, last = controller.early_syncs(run), controller.last_sync(run)
+        run = replace(run, early=early, in_pairs=in_pairs, departs_until=last)
     if controller is not None:
         _warn_if_idle(controller, run)
     if controller is not None and controller.reads == "slopes" and gradients == "local":

@@ -27,8 +27,9 @@ class Run:
     peaks, for each hyperparameter the value that the schedule ends at (None where that is not known) and the highest
     that it has (None where there is none to move: weight decay, dropout, …), the share of its peak at which the
     schedule ends: 0 where it anneals, 1 where it is constant, whether losses are those of a probe, the same examples at
-    every sync, the steps of the first cycle at which there are syncs besides, ascending, and whether replicas depart
-    from the base values in one hyperparameter at most."""
+    every sync, the steps of the first cycle at which there are syncs besides, ascending, whether replicas depart from
+    the base values in one hyperparameter at most, and the step after which they depart in none (None: they always
+    do)."""
 
     total_steps: int | None
     sync_every: int
@@ -39,6 +40,7 @@ class Run:
     probed: bool = True
     early: tuple[int, ...] = ()
     in_pairs: bool = False
+    departs_until: int | None = None
 
     def syncs(self, first: float, last: float) -> int:
         """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
@@ -51,6 +53,10 @@ class Run:
     def syncs_before(self, step: int) -> int:
         """How many syncs there are up to ``step``, those at the end of the run left out."""
         return step // self.sync_every + sum(early <= step for early in self.early)
+
+    def departs_at(self, step: int) -> bool:
+        """Whether replicas differ in the cycle after ``step`` steps."""
+        return self.departs_until is None or step < self.departs_until
 
     def steps_since_sync(self, step: int) -> int:
         """How many steps the cycle has that ends with ``step``."""

@@ -96,7 +96,8 @@ class Cycle:
         return self.step // self.run.sync_every
 
     def _fan_out(self) -> None:
-        self.spread.fan_out(self.number, self.run.syncs_before(self.step), in_pairs=self.run.in_pairs)
+        looks, departs = self.run.syncs_before(self.step), self.run.departs_at(self.step)
+        self.spread.fan_out(self.number, looks, in_pairs=self.run.in_pairs, departs=departs)
 
     def write(self) -> None:
         """Give the optimizer and the user's setters this replica's values."""

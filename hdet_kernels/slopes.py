@@ -18,9 +18,9 @@ Flags = NDArray[np.bool_]
 #: What one sync moves μ by, at most.
 LARGEST_MOVE = 0.75
 
-#: Learning rates rise by less, with the square of its steps, where a cycle has fewer than this; fewer than the second
-#: count as that, or runs of a hundred steps could not rise at all.
-STEPS_TO_RISE, FEWEST = 15, 4
+#: The same of a learning rate that rises after a smaller one was better once, and so is near the turn, in each percent
+#: of the run; and what counts as having been better.
+LATER_MOVE, OPPOSED = 0.2, 0.25
 
 #: How many errors the slopes of the hypergradient count as being from 0: nothing tells.
 TRUSTED = 4.0
@@ -188,10 +188,11 @@ class RegressionController(_SlopeController):
     all hyperparameters jointly (with ``ridge`` where there are too few replicas to tell them apart) or, where replicas
     come in pairs, over each by those that depart in it.
 
-    Of a learning rate it believes what the signs of the slopes say of its right peak (:mod:`.belief`), from the first
-    sync on, and μ goes to the median of that: up by a bounded step at a sync, a jump can break what it trains, and down
-    at once; ``rate`` bounds both. A learning rate tells by where it turns from too low to too high, so it must climb:
-    one that does not by itself is made to, under a ceiling. ``docs/controller.md`` says why.
+    Of a learning rate it believes what the slopes say of its right peak (:mod:`.belief`), from the first sync on, and μ
+    goes to a prudent quantile of that: up by a bounded step at a sync, a jump can break what it trains, and down at
+    once; ``rate`` bounds both. A learning rate tells by where it turns from too low to too high, so it must climb: one
+    that does not by itself is made to, under a ceiling. After the last sync at which it acts there is nothing left to
+    compare: all replicas train with the base values. ``docs/controller.md`` says why.
     """
 
     reads: ClassVar[Literal["losses"]] = "losses"
@@ -212,33 +213,59 @@ class RegressionController(_SlopeController):
             return ()
         return tuple(sorted({round(run.sync_every * share) for share in EARLY} - {0, run.sync_every}))
 
+    def last_sync(self, run: Run) -> int | None:
+        """The step of the last sync at which it acts, those of the first cycle aside."""
+        first, last = self.rates_window(run)
+        return run.sync_every * math.floor((last + EDGE) / run.sync_every) if run.syncs(first, last) else None
+
     def start(self, count: int, run: Run | None = None) -> State:
-        heard = {"belief": [[] for _ in range(count)], "signs": [0.0] * count, "noise": [0.0, 0], "level": None}
-        return {**super().start(count, run), **heard}
+        heard = {"belief": [[] for _ in range(count)], "way": [None] * count, "opposed": [False] * count}
+        return {**super().start(count, run), **heard, "signs": [0.0] * count, "noise": [0.0, 0], "level": None}
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
-        logs = np.log(seen.multipliers)
-        known = state.get("noise", [0.0, 0])  # checkpoints from before pairs have neither this nor signs
+        state = {**self.start(len(seen.base)), **state}  # checkpoints of earlier versions lack entries
+        logs, known = np.log(seen.multipliers), state["noise"]
         if run.in_pairs:
             known = noise(known, _ordinary(seen.losses)[~logs.any(axis=0)])
         slopes, sure, explored = self._apart(seen.losses, logs, known) if run.in_pairs else self._jointly(seen, logs)
-        signs = np.asarray(state.get("signs", [0.0] * len(logs)))
+        signs = np.asarray(state["signs"])
         signs = np.where(explored, CONSISTENT * signs + (1 - CONSISTENT) * np.sign(slopes), signs)
         # Where there are too few replicas to know errors by, those signs are sure that stay the same.
         sure = np.where(np.isnan(sure), _consistency(slopes, signs, np.asarray(state["looks"]) + 1), sure)
         moved = self._moved(run, state, slopes, sure, explored, seen)
         gate = _gate(np.asarray(moved["s"]), np.asarray(moved["looks"]), DEMAND)
-        before, level = state.get("level"), _level(seen.losses)
+        before, level = state["level"], _level(seen.losses)
         gain = before - level if run.probed and before is not None and level is not None else 0.0
-        mu, beliefs = list(moved["mu"]), list(state["belief"])
-        for index, peak in enumerate(run.peaks):
-            if peak is not None and explored[index]:
-                said = belief.heard(slopes[index], sure[index], gate[index])
-                ahead = 0.0 if belief.opposed(beliefs[index]) else _ahead(slopes[index], sure[index], gain)
-                beliefs[index] = self._learned(run, seen, index, peak, said, ahead, beliefs[index])
-                mu[index] = self._towards(run, belief.median(beliefs[index]), state["mu"][index], ahead)
+        rates = [index for index, peak in enumerate(run.peaks) if peak is not None]
+        # What a cycle gained is the work of all learning rates, and of an explosion only the sign of a slope is known.
+        tells_how_far = len(rates) == 1 and not _explodes(seen.losses)
+        entries = {name: list(state[name]) for name in ("belief", "way", "opposed")} | {"mu": list(moved["mu"])}
+        for index in rates:
+            was = {name: state[name][index] for name in entries}
+            said = belief.heard(slopes[index], sure[index], gate[index]) if explored[index] else None
+            elasticity = _elasticity(slopes[index], sure[index], gain) if tells_how_far else None
+            for name, entry in self._learned(run, seen, index, was, said, elasticity).items():
+                entries[name][index] = entry
         level = before if level is None else level
-        return {**moved, "mu": mu, "belief": beliefs, "signs": signs.tolist(), "noise": known, "level": level}
+        return {**moved, **entries, "signs": signs.tolist(), "noise": known, "level": level}
+
+    def _learned(
+        self, run: Run, seen: Observation, index: int, was: State, said: float | None, elasticity: float | None
+    ) -> State:
+        """The entries of a learning rate after what was ``said`` on it, None if it was not looked at."""
+        total, cycle = run.total_steps or 1, run.steps_since_sync(seen.step)
+        value = float(seen.base[index]) / _annealed(run.peaks[index] or 1.0, run)
+        gone = belief.way(was["way"], value, seen.step, cycle)
+        if said is None:
+            return {**was, "way": gone}
+        believed = was["belief"]
+        if said != 0 and seen.step >= self.rates_window(run)[0] - EDGE:
+            turn = belief.turning_point(gone, value, cycle, total)
+            believed = belief.updated(believed, turn, said, run.sync_every / total, elasticity)
+        opposed = was["opposed"] or said > OPPOSED
+        rise = min(100 * LATER_MOVE * run.sync_every / total, LARGEST_MOVE) if opposed else LARGEST_MOVE
+        mu = self._towards(belief.chosen(believed), was["mu"], rise)
+        return {"mu": mu, "belief": believed, "way": gone, "opposed": opposed}
 
     def _jointly(self, seen: Observation, logs: Array) -> tuple[Array, Array, Flags]:
         """The slopes, how many errors each is from 0 (NaN where that cannot be told), and which there are: of all
@@ -267,19 +294,7 @@ class RegressionController(_SlopeController):
                 sure[row] = normal(slopes[row : row + 1], error, spare)[0] if spare else math.nan
         return slopes, sure, explored
 
-    def _learned(
-        self, run: Run, seen: Observation, index: int, peak: float, said: float, ahead: float, before: list[float]
-    ) -> list[float]:
-        """What is believed of a learning rate after this sync, which has η_c ``ahead`` of it."""
-        if said == 0 or seen.step < self.rates_window(run)[0] - EDGE:
-            return before
-        total = run.total_steps or 1
-        share = float(seen.base[index]) / _annealed(peak, run)
-        turn = belief.turning_point(share, seen.step, run.steps_since_sync(seen.step), total) + ahead
-        return belief.updated(before, turn, said, run.sync_every / total)
-
-    def _towards(self, run: Run, believed: float, mu: float, ahead: float) -> float:
-        most = (LARGEST_MOVE + ahead) * (min(max(run.sync_every, FEWEST), STEPS_TO_RISE) / STEPS_TO_RISE) ** 2
+    def _towards(self, believed: float, mu: float, most: float) -> float:
         fall, rise = (math.inf, most) if self.rate is None else (self.rate, self.rate)
         return min(max(mu + min(max(believed - mu, -fall), rise), -self.limit), self.limit)
 
@@ -299,14 +314,21 @@ def _ordinary(losses: Array) -> Array:
     return np.where(comparable(losses) == losses, losses, np.nan)
 
 
+def _explodes(losses: Array) -> bool:
+    """Whether a loss is not finite, or so high that less than half of what it is above the best is compared."""
+    compared = comparable(losses)
+    return not bool((losses - compared <= np.ptp(compared)).all())
+
+
 def _level(losses: Array) -> float | None:
     """Where the replicas are; None if none is finite."""
     return float(comparable(losses).mean()) if np.isfinite(losses).any() else None
 
 
-def _ahead(slope: float, sure: float, gain: float) -> float:
-    """How far η_c is above η, from as much of its slope as is sure and what the last cycle gained."""
-    return belief.ahead(-slope * (1 - 1 / sure**2) / gain) if gain > 0 and sure > 1 else 0.0
+def _elasticity(slope: float, sure: float, gain: float) -> float | None:
+    """By what share of what the last cycle gained it would have gained more for each e-fold, from as much of the slope
+    as is sure; None if nothing is, or nothing was gained."""
+    return -slope * (1 - 1 / sure**2) / gain if gain > 0 and sure > 1 else None
 
 
 @dataclass(frozen=True)

@@ -67,18 +67,20 @@ class Spread:
 
     @property
     def diverges(self) -> bool:
-        """Whether the replicas' values differ at all."""
-        return any(hyper.spread for hyper in self.hyperparameters)
+        """Whether the replicas' values differ in this cycle."""
+        return bool((self._multipliers != 1).any())
 
     @property
     def reads_losses(self) -> bool:
         return self.controller is not None and self.controller.reads == "losses"
 
-    def fan_out(self, cycle: int, look: int = 0, *, in_pairs: bool = False) -> None:
+    def fan_out(self, cycle: int, look: int = 0, *, in_pairs: bool = False, departs: bool = True) -> None:
         """Take the places of a cycle, the one after ``look`` syncs: multipliers [J, N] of all replicas, and those of
-        the replicas held here."""
+        the replicas held here. All are 1 where none ``departs`` from the base values."""
         n, hyperparameters = self._size, self.hyperparameters
-        if in_pairs:
+        if not departs:
+            self._multipliers = np.ones((len(hyperparameters), n))
+        elif in_pairs:
             spreads = [(hyper.spread, hyper.spacing) for hyper in hyperparameters]
             self._multipliers = pairs(n, spreads, seed=self.seed, look=look)
         else:

@@ -888,7 +888,8 @@ class TestEveryController:
             at_rest = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "s": [0.0] * 3}
             at_rest |= {"looks": [0] * 3, "updates": [0] * 3, "ceilings": []}
         if kind is RegressionController:
-            at_rest |= {"belief": [[], [], []], "signs": [0.0] * 3, "noise": [0.0, 0], "level": None}
+            at_rest |= {"belief": [[], [], []], "way": [None] * 3, "opposed": [False] * 3}
+            at_rest |= {"signs": [0.0] * 3, "noise": [0.0, 0], "level": None}
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:
@@ -900,7 +901,7 @@ class TestEveryController:
             state = controller.update(run, state, observed(kind, cycle))
             loaded = json.loads(json.dumps(controller.update(run, loaded, observed(kind, cycle))))
             assert loaded == state
-            assert set(kinds(state)) <= {int, float}
+            assert set(kinds(state)) <= {int, float, bool, type(None)}
         if kind is RegressionController:
             assert [len(logs) for logs in state["belief"]] == [len(GRID), 0]
 

@@ -1,9 +1,9 @@
 """Where scripted losses move a learning rate whose best peak is known.
 
-Replica r's loss is Σ_j log cosh log(v/η_c), v = η_j·ρ_r: its slope in log η is tanh log(η/η_c), which vanishes at
-η_c(t) = A/(t + T). With a probe losses are exact, without one they have noise. A is such that the best peak is 1, as
-``hdet_kernels/belief.py`` says: a start of 30 is 30 times too high. All losses fall by 1 in every cycle, which makes −b
-the share of that which η would add.
+Replica r's loss is Σ_j L(z_j + log ρ_r), z_j how far the way of learning rate j is past the point at which the task
+turns, which ``hdet_kernels/belief.py`` says of a task whose best peak is 1: a start of 30 is 30 times too high. L(z) is
+z²/2 above 0 and z²/6 below it, linear below −3. All losses fall by 1 in every cycle, so that −L' is the elasticity of
+what it gains: a third of the way to the turn. With a probe losses are exact, without one they have noise.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hdet_kernels import HypergradientController, RegressionController, belief, multipliers, permutation
-from hdet_kernels.belief import GREEDY, GROWTH, USUAL
+from hdet_kernels import HypergradientController, RegressionController, multipliers, permutation
+from hdet_kernels.belief import GROWTH, USUAL, WAY
 from hdet_kernels.controller import Observation, Run, State
 from hdet_kernels.explore import Hyperparameter
 from hdet_kernels.fanout import pairs
-from hdet_kernels.slopes import LARGEST_MOVE, STAYING, STEPS_TO_RISE
+from hdet_kernels.slopes import LARGEST_MOVE, LATER_MOVE, STAYING
 from hdet_kernels.spread import Spread
 
 Array = NDArray[np.float64]
@@ -70,7 +70,7 @@ class Scripted:
     sync_every: int = T
     seed: int = 0
     controller: RegressionController = REGRESSION
-    off: float = 1.0  # A over that of the law
+    off: float = 1.0  # where the task turns, over the law
     probed: bool = True
 
     def __post_init__(self) -> None:
@@ -82,21 +82,23 @@ class Scripted:
         self.run = dataclasses.replace(self.run, early=self.controller.early_syncs(self.run), in_pairs=in_pairs)
         self.random = np.random.default_rng(self.seed)
         self.state: State = self.controller.start(len(self.starts), self.run)
+        self.gone = np.zeros(len(self.starts))
 
     def base(self, step: float) -> Array:
         scheduled = self.schedule(step / TOTAL)
         return np.array([self.controller.base(self.state, j, s * scheduled) for j, s in enumerate(self.starts)])
 
-    def greedy(self, step: int) -> float:
-        """η_c of the cycle that ends with ``step``."""
+    def past(self, base: Array, step: int) -> Array:
+        """How far each is past its turn, as a logarithm, in the cycle that ends with ``step``."""
         cycle = self.run.steps_since_sync(step)
-        reach = self.off * GREEDY * (cycle / (USUAL * TOTAL)) ** GROWTH * TOTAL ** (2 / 3)
-        return reach * (1 + STAYING * self.run.end) / (step + cycle)
+        self.gone = np.minimum(self.gone, base * (step - cycle)) + base * cycle
+        turns_at = self.off * WAY * math.sqrt(TOTAL) * (cycle / (USUAL * TOTAL)) ** GROWTH
+        found: Array = np.log((self.gone + base * cycle) / (turns_at * (1 + STAYING * self.run.end)))
+        return found
 
-    def losses(self, values: Array, step: int) -> Array:
+    def losses(self, past: Array) -> Array:
         """[N] from [J, N]."""
-        noise = self.random.normal(0, self.error, values.shape[1])
-        found: Array = np.log(np.cosh(np.log(values / self.greedy(step)))).sum(axis=0) + noise
+        found: Array = bowl(past).sum(axis=0) + self.random.normal(0, self.error, past.shape[1])
         return found
 
     def sync(self, step: int, change: Callable[[Array, Array], Array] = lambda losses, rho: losses) -> None:
@@ -105,7 +107,7 @@ class Scripted:
         rho = fan(count, step // self.sync_every, self.seed)
         if self.run.in_pairs:
             rho = pairs(N, [(0.3, "linear")] * count, seed=self.seed, look=look)
-        losses = change(self.losses(base[:, None] * rho, step) - look, rho)
+        losses = change(self.losses(self.past(base, step)[:, None] + np.log(rho)) - look, rho)
         self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))
 
     @property
@@ -129,12 +131,18 @@ class Scripted:
 
 
 class Steep(Scripted):
-    """Slopes η·(η/η_c − 1), steep above η_c and flat below: what is too high counts for more than what is too low."""
+    """Slopes that grow with e^z above the turn and are those of a bowl below: how bad what is too high is says
+    nothing."""
 
-    def losses(self, values: Array, step: int) -> Array:
-        noise = self.random.normal(0, self.error * values.max(), values.shape[1])
-        found: Array = (0.5 * values**2 / self.greedy(step) - values).sum(axis=0) + noise
-        return found
+    def losses(self, past: Array) -> Array:
+        found: Array = np.where(past > 0, np.expm1(past) - past, bowl(past)).sum(axis=0)
+        return found + self.random.normal(0, self.error, past.shape[1])
+
+
+def bowl(z: Array) -> Array:
+    below = np.maximum(-z, 0.0)
+    found: Array = np.maximum(z, 0.0) ** 2 / 2 + np.where(below < 3, below**2 / 6, below - 1.5)
+    return found
 
 
 def to_the_right_side(run: Scripted) -> bool:
@@ -148,21 +156,21 @@ def between(ended: float, measured: tuple[float, float]) -> bool:
 
 #: Where a start ended, over the best: lowest and highest of all shapes and 20 seeds; with steep slopes; with a probe
 #: that has noise; and without a probe, at twice the interval.
-ENDED = {1 / 30: (1.00, 1.07), 1 / 10: (0.76, 0.81), 1 / 3: (0.73, 0.77), 1.0: (1.08, 1.10), 3.0: (1.15, 1.42),
-         10.0: (1.05, 1.14), 30.0: (1.09, 1.21)}  # fmt: skip
-ENDED_STEEP = {1 / 30: (0.37, 0.48), 1 / 10: (0.36, 1.04), 1 / 3: (0.55, 1.05), 1.0: (0.93, 1.11), 3.0: (1.02, 1.31),
-               10.0: (1.04, 1.08), 30.0: (1.01, 1.11)}  # fmt: skip
-ENDED_NOISY = {1 / 30: (0.44, 0.45), 1 / 10: (0.40, 0.41), 1 / 3: (0.54, 0.75), 1.0: (0.87, 0.91), 3.0: (0.61, 0.66),
-               10.0: (0.69, 0.99), 30.0: (0.55, 1.14)}  # fmt: skip
-ENDED_UNPROBED = {1 / 30: (0.39, 0.54), 1 / 10: (0.37, 0.44), 1 / 3: (0.47, 0.50), 1.0: (1.14, 1.44),
-                  3.0: (1.25, 1.35), 10.0: (1.06, 1.13), 30.0: (0.55, 1.26)}  # fmt: skip
+ENDED = {1 / 30: (0.55, 0.56), 1 / 10: (0.56, 0.61), 1 / 3: (0.62, 0.63), 1.0: (0.82, 0.84), 3.0: (0.96, 0.97),
+         10.0: (0.81, 0.81), 30.0: (0.80, 0.81)}  # fmt: skip
+ENDED_STEEP = {1 / 30: (0.54, 0.56), 1 / 10: (0.55, 0.56), 1 / 3: (0.62, 0.63), 1.0: (0.82, 0.84), 3.0: (0.90, 0.97),
+               10.0: (0.78, 0.81), 30.0: (0.74, 0.76)}  # fmt: skip
+ENDED_NOISY = {1 / 30: (0.43, 0.52), 1 / 10: (0.46, 0.55), 1 / 3: (0.61, 0.66), 1.0: (0.74, 0.82), 3.0: (0.81, 0.93),
+               10.0: (0.84, 1.02), 30.0: (0.78, 1.01)}  # fmt: skip
+ENDED_UNPROBED = {1 / 30: (0.42, 0.55), 1 / 10: (0.46, 0.51), 1 / 3: (0.53, 0.55), 1.0: (0.53, 0.54),
+                  3.0: (0.12, 0.61), 10.0: (0.18, 0.61), 30.0: (0.55, 0.55)}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: int) -> None:
-    """Over 20 seeds it ended at 0.73 to 1.42 of the best, and from the best at 1.08 to 1.10."""
+    """At 0.55 to 0.97 of the best: prudently below it."""
     run = Scripted([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
@@ -173,7 +181,7 @@ def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: in
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_steep_slopes_end_where_others_do(start: float, shape: str, seed: int) -> None:
-    """Signs count, and sizes only for how far η_c is above η: from below they end lower."""
+    """How steep they are above the turn says nothing."""
     run = Steep([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
@@ -182,8 +190,8 @@ def test_steep_slopes_end_where_others_do(start: float, shape: str, seed: int) -
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_ends_lower_where_the_probe_has_noise(start: float, seed: int) -> None:
-    """Which replicas that are equal show: nothing is sure of the first syncs. At 0.40 to 1.14 of the best."""
+def test_a_probe_with_noise_ends_about_where_others_do(start: float, seed: int) -> None:
+    """Which replicas that are equal show: nothing is sure of the first syncs. At 0.43 to 1.02 of the best."""
     run = Scripted([start], noise=0.01, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
@@ -193,8 +201,8 @@ def test_ends_lower_where_the_probe_has_noise(start: float, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_ends_a_little_further_off_without_a_probe(start: float, shape: str, seed: int) -> None:
-    """Nothing is asked before the first cycle ends, and nothing says how far η_c is: at 0.37 to 1.44 of the best."""
+def test_ends_lower_without_a_probe(start: float, shape: str, seed: int) -> None:
+    """Nothing is asked before the first cycle ends, and nothing says how far the turn is: at 0.12 to 0.61."""
     run = Scripted([start], shape, seed=seed, sync_every=2 * T, probed=False).finish()
     (ended,) = run.over_best
     assert run.run.early == ()
@@ -217,10 +225,10 @@ def typical(values: Array) -> float:
 @pytest.mark.parametrize(
     ("shape", "lowest", "mean", "highest"),
     [
-        ("onecycle", 0.43, 0.94, 1.47),
-        ("cosine", 0.46, 0.96, 1.50),
-        ("constant", 0.45, 0.95, 1.50),
-        ("half", 0.46, 0.96, 1.50),
+        ("onecycle", 0.50, 0.73, 0.98),
+        ("cosine", 0.52, 0.74, 0.98),
+        ("constant", 0.54, 0.74, 0.98),
+        ("half", 0.52, 0.74, 0.98),
     ],
 )
 def test_where_all_starts_end(shape: str, lowest: float, mean: float, highest: float) -> None:
@@ -230,26 +238,26 @@ def test_where_all_starts_end(shape: str, lowest: float, mean: float, highest: f
     assert between(ended.max(), (highest, highest))
 
 
-@pytest.mark.parametrize(("off", "mean"), [(0.5, 0.53), (2.0, 1.92)], ids=["half", "twice"])
+@pytest.mark.parametrize(("off", "mean"), [(0.5, 0.53), (2.0, 1.91)], ids=["half", "twice"])
 def test_a_task_with_another_constant_ends_off_by_about_that(off: float, mean: float) -> None:
-    """In the mean of all starts; a single one by 0.27 to 0.9 and by 1.1 to 3.8, for syncs are few and far between."""
+    """In the mean of all starts; a single one by 0.40 to 0.68 and by 1.6 to 2.5."""
     ratios = ends(off=off) / ends()
     assert between(typical(ratios), (mean, mean))
-    assert between(ratios.min(), (0.27, 0.27) if off < 1 else (1.14, 1.14))
-    assert between(ratios.max(), (0.89, 0.89) if off < 1 else (3.77, 3.77))
+    assert between(ratios.min(), (0.40, 0.40) if off < 1 else (1.59, 1.59))
+    assert between(ratios.max(), (0.68, 0.68) if off < 1 else (2.45, 2.45))
 
 
 def test_cycles_four_times_as_short_end_about_the_same() -> None:
-    """Lower by a seventh in the mean of all starts; a single one at 0.51 to 1.26 of where it ended before."""
+    """Higher by a seventh in the mean of all starts; a single one at 0.94 to 1.54 of where it ended before."""
     ratios = ends(sync_every=10) / ends(sync_every=40)
-    assert between(typical(ratios), (0.86, 0.86))
-    assert between(ratios.min(), (0.51, 0.51))
-    assert between(ratios.max(), (1.26, 1.26))
+    assert between(typical(ratios), (1.14, 1.14))
+    assert between(ratios.min(), (0.94, 0.94))
+    assert between(ratios.max(), (1.54, 1.54))
 
 
 @pytest.mark.parametrize(
     ("sync_every", "lowest", "mean", "highest"),
-    [(5, 0.53, 0.72, 0.92), (12, 0.45, 0.86, 1.18), (50, 0.45, 0.98, 1.60), (100, 0.37, 1.02, 1.86)],
+    [(5, 0.68, 0.82, 0.98), (12, 0.63, 0.80, 0.97), (50, 0.37, 0.70, 0.97), (100, 0.21, 0.64, 0.99)],
     ids=["a fifth of the usual interval", "half", "twice", "four times"],
 )
 def test_moves_at_other_intervals(sync_every: int, lowest: float, mean: float, highest: float) -> None:
@@ -268,10 +276,10 @@ def test_moves_at_other_intervals(sync_every: int, lowest: float, mean: float, h
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_moves_several_at_once(starts: list[float], seed: int) -> None:
-    """At 0.57 to 1.37 of the best over 20 seeds."""
+    """At 0.42 to 1.31 of the best over 20 seeds."""
     run = Scripted(starts, seed=seed).finish()
     assert to_the_right_side(run), f"ended at {run.over_best} of the best"
-    assert all(between(ended, (0.57, 1.37)) for ended in run.over_best)
+    assert all(between(ended, (0.42, 1.31)) for ended in run.over_best)
 
 
 @pytest.mark.parametrize("peak", [1.0, None], ids=["learning rate", "other scalar"])
@@ -290,7 +298,7 @@ def test_moves_within_its_window(peak: float | None) -> None:
         assert moved == {step: pytest.approx(3 / 21 * (1 - 1 / most), rel=1e-9) for step in range(100, 601, T)}
     else:
         assert min(moved) == T
-        assert max(moved.values()) <= LARGEST_MOVE + belief.ahead(1.0)
+        assert max(moved.values()) <= LARGEST_MOVE + 1e-9
         assert state["mu"] == [REGRESSION.limit]
 
 
@@ -309,7 +317,8 @@ def test_moves_within_its_window(peak: float | None) -> None:
     ids=["short cycles", "ordinary", "long", "one", "none", "start_at", "stop_at", "later stop_at"],
 )
 def test_every_sync_to_the_peak_is_evidence(sync_every: int, options: dict[str, float], expected: list[int]) -> None:
-    controller, run = RegressionController(**options), Run(1000, sync_every, 0.3, (None,), (1.0,))
+    controller = RegressionController(**options)
+    run = Run(1000, sync_every, 0.3, (None,), (1.0,), probed=False)
     state, told = controller.start(1, run), []
     for step in range(sync_every, 1001, sync_every):
         if controller.active(run, step):
@@ -322,14 +331,13 @@ def test_every_sync_to_the_peak_is_evidence(sync_every: int, options: dict[str, 
     assert told == list(expected)
 
 
-def rising_then_falling(controller: RegressionController, gain: float = 0.0) -> list[float]:
-    """By how much μ moves while six syncs say surely up, by half of ``gain`` where there is one, and then down at a
-    thousandth of those learning rates."""
-    run = Run(TOTAL, 2 * T, 0.3, (None,), (1.0,), probed=gain > 0)
+def rising_then_falling(controller: RegressionController) -> list[float]:
+    """By how much μ moves while six syncs say surely up, and then down at a thousandth of those learning rates."""
+    run = Run(TOTAL, 2 * T, 0.3, (None,), (1.0,), probed=False)
     state, moves = controller.start(1), []
     for cycle in range(12):
         rho, rises = fan(1, cycle), cycle < 6
-        losses, base = (-0.5 if rises else 0.5) * np.log(rho[0]) - cycle * gain, np.array([30.0 if rises else 0.03])
+        losses, base = (-0.5 if rises else 0.5) * np.log(rho[0]), np.array([30.0 if rises else 0.03])
         seen = Observation(losses, rho, base, (cycle + 1) * 2 * T)
         before, state = state["mu"][0], controller.update(run, state, seen)
         moves.append(state["mu"][0] - before)
@@ -337,32 +345,52 @@ def rising_then_falling(controller: RegressionController, gain: float = 0.0) -> 
 
 
 def test_rises_in_steps_and_falls_at_once() -> None:
-    """A fall of 5.0 at one sync, and before it five rises that were cut."""
+    """A fall of several e-folds at one sync, and before it rises that were cut."""
     moves = rising_then_falling(REGRESSION)
-    assert moves[1:6] == pytest.approx([LARGEST_MOVE] * 5, rel=1e-9)
+    assert moves[1:5] == pytest.approx([LARGEST_MOVE] * 4, rel=1e-9)
     assert max(moves) <= LARGEST_MOVE + 1e-9
     assert min(moves) == pytest.approx(-5.0, abs=0.1)
 
 
-@pytest.mark.parametrize("sync_every", [10, 15, 40])
-def test_rises_by_less_where_cycles_have_few_steps(sync_every: int) -> None:
-    run, state, moves = Run(TOTAL, sync_every, 0.3, (None,), (1.0,), probed=False), REGRESSION.start(1), []
-    for look in range(1, 6):
+@pytest.mark.parametrize("sync_every", [25, 50])
+def test_rises_less_after_a_smaller_one_was_better(sync_every: int) -> None:
+    """Two syncs surely up, one surely down, and up again, far above: by 0.2 in each percent of the run."""
+    run, moves = Run(TOTAL, sync_every, 0.3, (None,), (1.0,), probed=False), []
+    state = REGRESSION.start(1)
+    for look, (sign, value) in enumerate([(-1, 30.0), (-1, 30.0), (1, 30.0), (-1, 900.0), (-1, 900.0)]):
         rho, before = fan(1, look), state["mu"][0]
-        seen = Observation(-np.log(rho[0]), rho, np.array([30.0]), look * sync_every)
+        seen = Observation(sign * np.log(rho[0]), rho, np.array([value]), (look + 1) * sync_every)
         state = REGRESSION.update(run, state, seen)
         moves.append(state["mu"][0] - before)
-    most = LARGEST_MOVE * min(sync_every / STEPS_TO_RISE, 1) ** 2
-    assert max(moves) == pytest.approx(most, rel=1e-9)
+    assert moves[1] == pytest.approx(LARGEST_MOVE)
+    assert max(moves[2:]) == pytest.approx(LATER_MOVE * 100 * sync_every / TOTAL)
+    assert state["opposed"] == [True]
 
 
-def test_rises_further_at_once_where_what_is_gained_says_how_far() -> None:
-    """Not at the first sync, which has nothing to compare with."""
-    moves = rising_then_falling(REGRESSION, gain=1.0)
-    most = LARGEST_MOVE + belief.ahead(0.5)
-    assert moves[0] <= LARGEST_MOVE
-    assert 0.8 * most < max(moves) <= most
-    assert max(rising_then_falling(RegressionController(rate=0.3), gain=1.0)) == pytest.approx(0.3)
+def test_what_was_gained_bounds_the_rise() -> None:
+    """A sign says that the turn is ahead, an elasticity of 0.05 that it is near."""
+    ends = []
+    for probed in (True, False):
+        run, state = Run(TOTAL, T, 0.3, (None,), (1.0,), probed=probed), REGRESSION.start(1)
+        for look in range(3):
+            rho = fan(1, look)
+            seen = Observation(-0.05 * np.log(rho[0]) - look, rho, np.array([0.2]), (look + 1) * T)
+            state = REGRESSION.update(run, state, seen)
+        ends.append(state["mu"][0])
+    assert 0 < ends[0] < 0.6 * ends[1]
+
+
+def test_of_several_learning_rates_signs_count_alone() -> None:
+    """What a cycle gained is the work of all of them."""
+    rho = fan(2, 0)
+    states = []
+    for probed in (True, False):
+        run, state = Run(TOTAL, T, 0.3, (None,) * 2, (1.0, 1.0), probed=probed), REGRESSION.start(2)
+        for look in range(3):
+            losses = -0.05 * np.log(rho).sum(axis=0) - look
+            state = REGRESSION.update(run, state, Observation(losses, rho, np.full(2, 0.2), (look + 1) * T))
+        states.append(state["belief"])
+    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("gain", [0.0, -1.0, NAN], ids=["nothing gained", "worse", "unknown"])
@@ -412,24 +440,25 @@ def noise(
 @pytest.mark.parametrize(
     ("n", "probed", "mean", "aside", "worst"),
     [
-        (2, True, 0.25, 0.05, 3.8),
-        (3, True, 0.25, 0.15, 4.0),
-        (4, True, 0.13, 0.06, 3.2),
-        (8, True, 0.02, 0.02, 0.8),
-        (16, True, 0.03, 0.02, 1.5),
-        (2, False, 0.2, 0.05, 2.9),
-        (3, False, 0.17, 0.05, 2.4),
-        (4, False, 0.12, 0.06, 2.4),
-        (8, False, 0.22, 0.06, 3.7),
-        (16, False, 0.3, 0.1, 3.9),
+        (2, True, 0.25, 0.05, 3.5),
+        (3, True, 0.25, 0.13, 4.0),
+        (4, True, 0.18, 0.12, 3.0),
+        (8, True, 0.03, 0.02, 1.3),
+        (16, True, 0.04, 0.02, 1.5),
+        (2, False, 0.25, 0.06, 3.3),
+        (3, False, 0.21, 0.05, 3.0),
+        (4, False, 0.12, 0.04, 2.1),
+        (8, False, 0.25, 0.04, 3.4),
+        (16, False, 0.34, 0.06, 3.6),
     ],
 )
 def test_noise_moves_an_ordinary_run_little(
     n: int, probed: bool, mean: float, aside: float, worst: float, shape: str
 ) -> None:
-    """Over 200 runs |μ| was 0.1, 0.01 and 0.02 in the mean with 4, 8 and 16 replicas and a probe that is nothing but
-    noise, and 0.09, 0.18 and 0.26 by training losses; up as often as down. In the worst moment of the worst run 2.9,
-    0.6 and 1.3, and 2.1, 3.4 and 3.6. Two and three replicas have no errors to go by: 0.1 to 0.2 in the mean."""
+    """Over 200 runs |μ| was 0.15, 0.02 and 0.03 in the mean with 4, 8 and 16 replicas and a probe that is nothing but
+    noise, and 0.10, 0.22 and 0.30 by training losses; down a little more often than up. In the worst moment of the
+    worst run 2.7, 1.2 and 1.4, and 1.9, 3.2 and 3.4. Two and three replicas have no errors to go by: 0.2 in the
+    mean."""
     every = T if probed else 2 * T
     found = [noise(TOTAL, every, 1.0, seed, n=n, shape=shape, probed=probed) for seed in range(200)]
     assert np.mean([abs(mu) for mu, _ in found]) < mean
@@ -529,10 +558,10 @@ def test_a_replica_that_explodes_does_not_raise_it(start: float, at: int, bad: f
 @pytest.mark.parametrize("at", [50, 100, 150, 250])
 @pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
 def test_one_explosion_is_outlived(start: float, at: int, bad: float) -> None:
-    """A start that is too low then ends at 0.48 to 0.76 of the best instead of 0.76, the best and one that is too high
-    at 1.05 to 1.24 instead of 1.05 to 1.08."""
+    """A start that is too low then ends at 0.50 to 0.60 of the best instead of 0.60, the best and one that is too high
+    at 0.73 to 0.82 instead of 0.81 and 0.82."""
     (ended,) = with_bad_losses(start, bad, lambda step: step == at).over_best
-    assert between(ended, (0.48, 1.24))
+    assert between(ended, (0.50, 0.60) if start < 1 else (0.73, 0.82))
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 1e30])
@@ -540,12 +569,12 @@ def test_one_explosion_is_outlived(start: float, at: int, bad: float) -> None:
 @pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
 def test_the_explosion_of_one_that_departs_in_nothing_tells_nothing(start: float, at: int, bad: float) -> None:
     """It is not taken for noise, which would silence what follows. Where it is finite the mean loss is another, and
-    with it what was gained: the end is one of those above."""
+    with it what was gained: the end is near those above."""
     run = Scripted([start])
     for step in run.syncs:
         run.sync(step, equal_is(bad) if step == at else lambda losses, rho: losses)
     assert run.state["noise"][0] < 1e-20
-    assert between(run.over_best[0], (0.48, 1.24))
+    assert between(run.over_best[0], (0.50, 0.82))
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 1e30])
@@ -586,7 +615,8 @@ def test_bounds_hold_on_the_way_and_at_the_end() -> None:
             assert placed.values.min() >= 0.005
             assert placed.values.max() <= 0.05
             if REGRESSION.active(script.run, step):
-                spread.move(script.run, placed, script.losses(placed.values, step), None, step)
+                losses = script.losses(script.past(placed.base, step)[:, None] + np.log(placed.applied))
+                spread.move(script.run, placed, losses, None, step)
             spread.fan_out(step // T)
     assert spread.control["mu"][0] > 0
 

@@ -657,3 +657,50 @@ def test_resumes_from_a_checkpoint_of_before_there_were_any() -> None:
     saved.scheduler.load_state_dict(state)
     saved.train(20)
     assert saved.scheduler.cycle.spread.control["level"] is not None
+
+
+# The end of fan-out
+
+
+@pytest.mark.parametrize("options", [{}, {"probe": None}, {"gradients": "local"}], ids=["probe", "no probe", "local"])
+def test_replicas_depart_until_the_controller_stops(options: dict[str, Any]) -> None:
+    """At 30 % of 160 steps there is a sync; from then on all have the base values."""
+    make = StackTrainer if "probe" in options else probed
+    trainer = make(**{"replicas": 8, "total_steps": 160, "sync_every": 16, **options})
+    for step in range(100):
+        assert departures(trainer).any() == (step < 48)
+        trainer.train(1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"auto_lr": False},
+        {"auto_lr": hk.SoftmaxController(warmup_steps=40)},
+        {"auto_lr": hk.RegressionController(stop_at=1.0)},
+        {"sync_every": 100},
+    ],
+    ids=["no controller", "softmax", "to the end", "never acts"],
+)
+def test_replicas_depart_to_the_end_where_nothing_ends(options: dict[str, Any]) -> None:
+    trainer = StackTrainer(**{"total_steps": 160, "sync_every": 16, **options}).train(150)
+    assert departures(trainer).any()
+
+
+def test_after_that_replicas_stay_equal() -> None:
+    """To the last bit; syncs go on, for buffers and for replicas that go bad."""
+    trainer = probed(replicas=8).train(60)
+    assert (trainer.parameters() == trainer.parameters()[0]).all()
+    before = len(trainer.scheduler.history)
+    trainer.train(40)
+    assert (trainer.parameters() == trainer.parameters()[0]).all()
+    assert [record.step for record in trainer.scheduler.history[before:]] == [64, 80, 96]
+    assert all(len(set(record.values["lr/0"])) == 1 for record in trainer.scheduler.history[before:])
+
+
+@pytest.mark.parametrize("at", [47, 48, 49, 60])
+def test_resumes_exactly_around_the_end_of_fan_out(at: int) -> None:
+    straight = probed().train(70)
+    resumed = probed().load(probed().train(at).save()).train(70 - at)
+    assert torch.equal(resumed.parameters(), straight.parameters())
+    assert rates(resumed) == rates(straight)
