@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 import hdet_kernels as hk
-from hdet_kernels.belief import GREEDY
+from hdet_kernels.belief import WAY
 from hdet_kernels.controller import Observation, Run
 
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
@@ -32,21 +32,21 @@ def schedule() -> list[float]:
 
 
 def replica_rates() -> tuple[np.ndarray, np.ndarray]:
-    """[TOTAL] base and [TOTAL, N] replicas: losses are lowest at the greedy learning rate."""
+    """[TOTAL] base and [TOTAL, N] replicas: losses are lowest where the way is the one at which a task turns."""
     controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,), (START,))
-    reach = BEST * GREEDY * TOTAL ** (2 / 3)
+    turns_at = BEST * WAY * (SYNC / (0.0125 * TOTAL)) ** 0.8 * TOTAL**0.5
     state = controller.start(1, run)
     plain = schedule()
     base, rates = np.empty(TOTAL), np.empty((TOTAL, REPLICAS))
-    rho = hk.multipliers(REPLICAS, SPREAD)
+    rho, last = hk.multipliers(REPLICAS, SPREAD), controller.last_sync(run) or TOTAL
     for step in range(TOTAL):
         if step % SYNC == 0:
             own = rho[hk.permutation(REPLICAS, seed=0, cycle=step // SYNC, hyperparameter="lr/0")]
         base[step] = controller.base(state, 0, plain[step])
-        rates[step] = base[step] * own
+        rates[step] = base[step] * (own if step < last else 1.0)
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
-            trained = base[step - SYNC // 2] * own  # about the mean of the cycle
-            losses = np.log(np.cosh(np.log(trained * (step + 1 + SYNC) / reach)))
+            way = base[: step + 1].sum() + base[step] * SYNC
+            losses = np.log(np.cosh(np.log(way * own / turns_at))) / 3 - step / SYNC
             state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], step + 1))
     return base, rates
 
@@ -63,12 +63,12 @@ def draw(path: Path) -> None:
         axes.axvline(sync, color="0.85", lw=0.8, zorder=0)
     axes.axvspan(0, 0.3 * TOTAL, color="tab:green", alpha=0.08, lw=0)
     middle = 0.15 * TOTAL
-    axes.text(middle, base.max() * 1.33, "$\\mu$ moves", ha="center", va="top", color="tab:green", fontsize=9)
-    at = 15 * SYNC
+    axes.text(middle, base.max() * 1.33, "fan-out, $\\mu$ moves", ha="center", va="top", color="tab:green", fontsize=9)
+    at = 11 * SYNC
     axes.annotate(
         "every T steps: average the parameters, change places",
         (at, rates[at - 1].max()),
-        (at - 5, base.max() * 1.3),
+        (at + 2 * SYNC, base.max() * 1.3),
         fontsize=9,
         arrowprops={"arrowstyle": "->", "color": "0.4"},
     )

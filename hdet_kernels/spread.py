@@ -68,7 +68,7 @@ class Spread:
     @property
     def diverges(self) -> bool:
         """Whether the replicas' values differ in this cycle."""
-        return bool((self._multipliers != 1).any())
+        return self._departs and any(hyper.spread for hyper in self.hyperparameters)
 
     @property
     def reads_losses(self) -> bool:
@@ -77,7 +77,7 @@ class Spread:
     def fan_out(self, cycle: int, look: int = 0, *, in_pairs: bool = False, departs: bool = True) -> None:
         """Take the places of a cycle, the one after ``look`` syncs: multipliers [J, N] of all replicas, and those of
         the replicas held here. All are 1 where none ``departs`` from the base values."""
-        n, hyperparameters = self._size, self.hyperparameters
+        n, hyperparameters, self._departs = self._size, self.hyperparameters, departs
         if not departs:
             self._multipliers = np.ones((len(hyperparameters), n))
         elif in_pairs:

@@ -650,13 +650,17 @@ def test_resumes_exactly_around_early_syncs(at: int) -> None:
 
 
 def test_resumes_from_a_checkpoint_of_before_there_were_any() -> None:
-    """Its controller does not know where the losses were at the last sync."""
+    """Its controller does not know where the losses were at the last sync, how far they had gone, and whether that was
+    too fast."""
     saved = probed().train(20)
     state = saved.scheduler.state_dict()
-    del state["hdet"]["spread"]["controller"]["level"]
+    for name in ("level", "way", "opposed", "signs", "noise"):
+        del state["hdet"]["spread"]["controller"][name]
     saved.scheduler.load_state_dict(state)
     saved.train(20)
-    assert saved.scheduler.cycle.spread.control["level"] is not None
+    control = saved.scheduler.cycle.spread.control
+    assert control["level"] is not None
+    assert control["way"][0] > 0
 
 
 # The end of fan-out
