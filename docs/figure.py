@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 import hdet_kernels as hk
-from hdet_kernels.belief import WAY
+from hdet_kernels.belief import turns_at
 from hdet_kernels.controller import Observation, Run
 
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
@@ -34,7 +34,6 @@ def schedule() -> list[float]:
 def replica_rates() -> tuple[np.ndarray, np.ndarray]:
     """[TOTAL] base and [TOTAL, N] replicas: losses are lowest where the way is the one at which a task turns."""
     controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,), (START,))
-    turns_at = BEST * WAY * (SYNC / (0.0125 * TOTAL)) ** 0.8 * TOTAL**0.5
     state = controller.start(1, run)
     plain = schedule()
     base, rates = np.empty(TOTAL), np.empty((TOTAL, REPLICAS))
@@ -46,7 +45,7 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
         rates[step] = base[step] * (own if step < last else 1.0)
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
             way = base[: step + 1].sum() + base[step] * SYNC
-            losses = np.log(np.cosh(np.log(way * own / turns_at))) / 3 - step / SYNC
+            losses = np.log(np.cosh(np.log(way * own / (BEST * turns_at(SYNC, TOTAL))))) / 3 - step / SYNC
             state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], step + 1))
     return base, rates
 

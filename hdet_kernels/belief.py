@@ -73,11 +73,15 @@ def way(before: float | None, value: float, step: int, cycle: int) -> float:
     return (steps if before is None else min(before, steps)) + value * cycle
 
 
+def turns_at(cycle: int, total_steps: int) -> float:
+    """The way at which a task turns, over its right peak, where a sync follows so many steps on the one before."""
+    return WAY * math.sqrt(total_steps) * (cycle / (USUAL * total_steps)) ** GROWTH
+
+
 def turning_point(gone: float, value: float, cycle: int, total_steps: int) -> float:
     """log θ for which a task turns here, after a way ``gone`` whose last ``cycle`` steps were made with ``value``, both
     over the peak of the schedule."""
-    turns_at = WAY * math.sqrt(total_steps) * (cycle / (USUAL * total_steps)) ** GROWTH
-    return math.log(max((gone + value * cycle) / turns_at, 1e-300))
+    return math.log(max((gone + value * cycle) / turns_at(cycle, total_steps), 1e-300))
 
 
 def heard(slope: float, significance: float, gate: float) -> float:
@@ -95,9 +99,9 @@ def updated(
     ``elasticity``, where it is known: the share of what the cycle gained by which it would have gained more for each
     e-fold of the learning rate, which tells how far away the turn is.
     """
-    before = np.asarray(logs) if len(logs) else np.zeros(len(GRID))
     if elasticity is not None and elasticity > FASTER:
-        return list(before.tolist())
+        return list(logs)
+    before = np.asarray(logs) if len(logs) else np.zeros(len(GRID))
     if elasticity is None or elasticity < NOISE:
         too_high = 1 / (1 + np.exp(np.clip((GRID - turn) / JITTER, -50, 50)))
         likely = 0.5 + said * (too_high - 0.5)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from hdet_kernels import HypergradientController, RegressionController, multipliers, permutation
-from hdet_kernels.belief import GROWTH, USUAL, WAY
+from hdet_kernels.belief import turns_at
 from hdet_kernels.controller import Observation, Run, State
 from hdet_kernels.explore import Hyperparameter
 from hdet_kernels.fanout import pairs
@@ -92,8 +92,8 @@ class Scripted:
         """How far each is past its turn, as a logarithm, in the cycle that ends with ``step``."""
         cycle = self.run.steps_since_sync(step)
         self.gone = np.minimum(self.gone, base * (step - cycle)) + base * cycle
-        turns_at = self.off * WAY * math.sqrt(TOTAL) * (cycle / (USUAL * TOTAL)) ** GROWTH
-        found: Array = np.log((self.gone + base * cycle) / (turns_at * (1 + STAYING * self.run.end)))
+        turn = self.off * turns_at(cycle, TOTAL) * (1 + STAYING * self.run.end)
+        found: Array = np.log((self.gone + base * cycle) / turn)
         return found
 
     def losses(self, past: Array) -> Array:
