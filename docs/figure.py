@@ -37,12 +37,12 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
     state = controller.start(1, run)
     plain = schedule()
     base, rates = np.empty(TOTAL), np.empty((TOTAL, REPLICAS))
-    rho, last = hk.multipliers(REPLICAS, SPREAD), controller.last_sync(run) or TOTAL
+    rho, (departs,) = hk.multipliers(REPLICAS, SPREAD), controller.departs(run)
     for step in range(TOTAL):
         if step % SYNC == 0:
             own = rho[hk.permutation(REPLICAS, seed=0, cycle=step // SYNC, hyperparameter="lr/0")]
         base[step] = controller.base(state, 0, plain[step])
-        rates[step] = base[step] * (own if step < last else 1.0)
+        rates[step] = base[step] * (own if departs is None or step < departs[1] else 1.0)
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
             way = base[: step + 1].sum() + base[step] * SYNC
             losses = np.log(np.cosh(np.log(way * own / (BEST * turns_at(SYNC, TOTAL))))) / 3 - step / SYNC

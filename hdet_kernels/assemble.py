@@ -35,11 +35,17 @@ class Buffered(Protocol):
     def buffers(self) -> Iterable[Tensor]: ...
 
 
-def default_sync_every(total_steps: int, *, often: bool) -> int:
-    """T where none is given: 2.5 % of the run, or half of that, between 1 and 1000 steps. Often where a probe compares
-    learning rates alone: training losses, which are of other examples on every replica, and other scalars take longer
-    to tell the replicas apart."""
-    return min(max(round((0.0125 if often else 0.025) * total_steps), 1), 1000)
+#: What other scalars than learning rates do is not seen in fewer steps: the optimizer remembers a part of them.
+FEWEST_STEPS = 30
+
+
+def default_sync_every(total_steps: int, *, probed: bool, rates_alone: bool) -> int:
+    """T where none is given: 2.5 % of the run, or half of that, between 1 and 1000 steps. Half of it where a probe
+    compares learning rates alone: training losses, which are of other examples on every replica, and other scalars take
+    longer to tell the replicas apart; the latter at least ``FEWEST_STEPS``, but for a tenth of the run."""
+    share = 0.0125 if probed and rates_alone else 0.025
+    fewest = 1 if rates_alone else min(FEWEST_STEPS, total_steps // 10)
+    return min(max(round(share * total_steps), fewest, 1), 1000)
 
 
 def build_cycle(
@@ -78,7 +84,7 @@ def build_cycle(
         if total_steps is None:
             raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
         rates_alone = all(isinstance(each, Explore) and each.name == "lr" for each in explore)
-        sync_every = default_sync_every(total_steps, often=probe is not None and rates_alone)
+        sync_every = default_sync_every(total_steps, probed=probe is not None, rates_alone=rates_alone)
     if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
         raise ValueError(f"sync_every must be a whole number of steps, at least 1, got {sync_every!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -111,14 +117,15 @@ def build_cycle(
             ", ".join(in_the_loss),
         )
     floors = tuple(_floor(h, groups) for h in hyperparameters)
-    run = Run(total_steps, sync_every, peak, floors, probed=probe is not None)
+    reach = tuple(h.reach for h in hyperparameters)
+    others = any(h.base is not None and h.spread for h in hyperparameters)
+    run = Run(total_steps, sync_every, peak, floors, others=others, probed=probe is not None, reach=reach)
     controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
     if isinstance(controller, RegressionController | HypergradientController):
         run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, rehearse)
     if isinstance(controller, RegressionController):
         in_pairs = probe is not None and gradients != "local"
-        early, last = controller.early_syncs(run), controller.last_sync(run)
-        run = replace(run, early=early, in_pairs=in_pairs, departs_until=last)
+        run = replace(run, early=controller.early_syncs(run), in_pairs=in_pairs, departs=controller.departs(run))
     if controller is not None:
         _warn_if_idle(controller, run)
     if controller is not None and controller.reads == "slopes" and gradients == "local":

@@ -23,13 +23,21 @@ EDGE = 1e-6
 
 @dataclass(frozen=True)
 class Run:
-    """What a controller knows of the run: its length and sync interval in steps, the share of it at which the schedule
-    peaks, for each hyperparameter the value that the schedule ends at (None where that is not known) and the highest
-    that it has (None where there is none to move: weight decay, dropout, …), the share of its peak at which the
-    schedule ends: 0 where it anneals, 1 where it is constant, whether losses are those of a probe, the same examples at
-    every sync, the steps of the first cycle at which there are syncs besides, ascending, whether replicas depart from
-    the base values in one hyperparameter at most, and the step after which they depart in none (None: they always
-    do)."""
+    """What a controller knows of the run. Of several hyperparameters, in their order:
+
+    total_steps, sync_every: its length and sync interval in steps.
+    peak: the share of it at which the schedule peaks.
+    floors: the values that the schedule ends at; None where that is not known.
+    peaks: the highest that it has; None where there is none to move: weight decay, dropout, a frozen group, …
+    end: the share of its peak at which the schedule ends: 0 where it anneals, 1 where it is constant.
+    probed: whether losses are those of a probe, the same examples at every sync.
+    early: the steps of the first cycle at which there are syncs besides, ascending.
+    in_pairs: whether replicas depart from the base values in one hyperparameter at most.
+    departs: the steps from which and until which they depart in it; None, or nothing at all: they always do.
+    reach: the lowest and the highest logarithm of what its bounds let its base be multiplied with; nothing at all:
+        there are none.
+    others: whether there are scalars besides learning rates to move.
+    """
 
     total_steps: int | None
     sync_every: int
@@ -40,7 +48,9 @@ class Run:
     probed: bool = True
     early: tuple[int, ...] = ()
     in_pairs: bool = False
-    departs_until: int | None = None
+    departs: tuple[tuple[int, int] | None, ...] = ()
+    reach: tuple[tuple[float, float], ...] = ()
+    others: bool = False
 
     def syncs(self, first: float, last: float) -> int:
         """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
@@ -54,9 +64,11 @@ class Run:
         """How many syncs there are up to ``step``, those at the end of the run left out."""
         return step // self.sync_every + sum(early <= step for early in self.early)
 
-    def departs_at(self, step: int) -> bool:
-        """Whether replicas differ in the cycle after ``step`` steps."""
-        return self.departs_until is None or step < self.departs_until
+    def departs_at(self, step: int) -> tuple[bool, ...] | None:
+        """In which hyperparameters replicas differ in the cycle after ``step`` steps; None: in all."""
+        if not self.departs:
+            return None
+        return tuple(steps is None or steps[0] <= step < steps[1] for steps in self.departs)
 
     def steps_since_sync(self, step: int) -> int:
         """How many steps the cycle has that ends with ``step``."""

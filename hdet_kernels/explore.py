@@ -98,6 +98,14 @@ class Hyperparameter:
         order = permutation(n, seed=seed, cycle=cycle, hyperparameter=self.name)
         return multipliers(n, self.spread, self.spacing)[order]
 
+    @property
+    def reach(self) -> tuple[float, float]:
+        """The logarithms of what the bounds let ``base`` be multiplied with; a learning rate has no single one."""
+        if self.base is None or self.bounds is None:
+            return -math.inf, math.inf
+        low, high = self.bounds
+        return math.log(low / self.base) if low > 0 else -math.inf, math.log(high / self.base)
+
     def bounded(self, value: Any) -> Any:
         """``value`` (a number, an array or a tensor) moved into the bounds."""
         if self.bounds is None:

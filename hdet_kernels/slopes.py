@@ -22,8 +22,12 @@ LARGEST_MOVE = 0.75
 #: of the run; and what counts as having been better.
 LATER_MOVE, OPPOSED = 0.2, 0.25
 
-#: How many errors the slopes of the hypergradient count as being from 0: nothing tells.
+#: How many errors a slope counts as being from 0 at most where scalars follow it, and that of the hypergradient always,
+#: where nothing tells.
 TRUSTED = 4.0
+
+#: The share of the run until which scalars other than learning rates are moved, and of that the share from which on.
+OTHERS_UNTIL, OTHERS_FROM = 0.9, 1 / 3
 
 #: How much of what a straight line leaves unexplained counts as an error where losses have none themselves.
 CROOKED = 0.5
@@ -51,21 +55,24 @@ HUGE = 1e150
 class _SlopeController:
     """Moves μ_j against the slope b_j of the loss in log η_j; η_j(t) = schedule_j(t)·exp(μ_j).
 
-    m ← β·m + (1−β)·b;  q ← 0.9·q + 0.1·b²;  s ← 0.9·s + 0.1·(b/error)², all bias-corrected;
+    m ← β·m + (1−β)·x;  q ← 0.9·q + 0.1·x²;  s ← 0.9·s + 0.1·(b/error)², all bias-corrected;
     μ ← clip(μ − λ·max(1 − 1/s, 0)·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
 
-    max(1 − 1/s, 0) is the noise gate: slopes that are no larger than their errors move nothing. Syncs before the first
-    one at which it acts count for q and s alone.
+    x is b, or where its error is known b/error, no larger than 4: slopes are large where the loss falls fast, which
+    makes them no surer. max(1 − 1/s, 0) is the noise gate: slopes that are no larger than their errors move nothing.
+    Syncs before the first one at which it acts count for q and s alone. Bounds hold for μ, too.
 
     Args:
         beta: β, the momentum of the slope.
         rate: the most that one sync moves μ. Default: λ = 3 over the number of active syncs, at most 0.75, so that the
             controller can travel a factor of e³ ≈ 20 in all.
-        start_at: share of the run at which it becomes active. Default: 5 %.
-        stop_at: share of the run after which μ is frozen. Default: the peak of the schedule, or 30 % if that is later.
-            Near the end of a run a smaller step always looks better at once (short-horizon bias).
+        start_at: share of the run at which it becomes active.
+        stop_at: share of the run after which μ is frozen. Default for learning rates: the peak of the schedule, or 30 %
+            if that is later. Near the end of a run a smaller step always looks better at once (short-horizon bias).
         limit: bound of |μ|.
     """
+
+    begins: ClassVar[float] = 0.05  #: the default of start_at, for learning rates
 
     beta: float = 0.9
     rate: float | None = None
@@ -94,16 +101,16 @@ class _SlopeController:
 
     @property
     def _start_at(self) -> float:
-        return 0.05 if self.start_at is None else self.start_at
+        return self.begins if self.start_at is None else self.start_at
 
-    def window(self, run: Run) -> tuple[float, float]:
-        """First and last step at which it may act."""
+    def rates_window(self, run: Run) -> tuple[float, float]:
+        """First and last step at which it may move learning rates."""
         total = run.total_steps or 0
         return self._start_at * total, (max(run.peak, CLIMBS_FOR) if self.stop_at is None else self.stop_at) * total
 
-    def rates_window(self, run: Run) -> tuple[float, float]:
-        """The same for learning rates."""
-        return self.window(run)
+    def window(self, run: Run) -> tuple[float, float]:
+        """The same of all that follows slopes."""
+        return self.rates_window(run)
 
     def active(self, run: Run, step: int) -> bool:
         first, last = self.rates_window(run)
@@ -122,32 +129,38 @@ class _SlopeController:
             scheduled = min(scheduled, ceiling) if isinstance(scheduled, float) else scheduled.clamp(max=ceiling)
         return scheduled * math.exp(state["mu"][index])
 
-    def _moved(self, run: Run, state: State, slopes: Array, sure: Array, explored: Flags, seen: Observation) -> State:
-        """``sure``: how many errors each slope is from 0. What was not ``explored`` stays."""
+    def _moved(self, run: Run, state: State, said: Array, sure: Array, explored: Flags, seen: Observation) -> State:
+        """By what is ``said`` of each hyperparameter: x above. ``sure``: how many errors each slope is from 0. What was
+        not ``explored`` stays."""
         was = {name: np.asarray(state[name]) for name in ("mu", "m", "q", "s", "looks", "updates")}
         now = {
             "looks": was["looks"] + 1,
-            "q": 0.9 * was["q"] + 0.1 * slopes**2,
+            "q": 0.9 * was["q"] + 0.1 * said**2,
             "s": 0.9 * was["s"] + 0.1 * sure**2,
         }
         if seen.step >= self.window(run)[0] - EDGE:
             now["updates"] = was["updates"] + 1
-            now["m"] = self.beta * was["m"] + (1 - self.beta) * slopes
+            now["m"] = self.beta * was["m"] + (1 - self.beta) * said
             mean, square = now["m"] / (1 - self.beta ** now["updates"]), now["q"] / _fresh(now["looks"])
             move = self._rate(run) * _gate(now["s"], now["looks"]) * np.clip(mean / (np.sqrt(square) + 1e-12), -1, 1)
-            now["mu"] = np.clip(was["mu"] - move, -self.limit, self.limit)
+            low, high = np.transpose(run.reach or [(-math.inf, math.inf)] * len(said))
+            now["mu"] = np.clip(was["mu"] - move, np.maximum(low, -self.limit), np.minimum(high, self.limit))
         known = {name: np.where(explored, value, was[name]).tolist() for name, value in now.items()}
         return {**state, **known, "ceilings": self._next_ceilings(run, seen.step)}
 
     def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
-        """Those of the cycle after ``step``; none after the last sync at which it acts."""
+        """Those of the cycle after ``step``; none after the last sync at which learning rates are moved."""
         then = (step // run.sync_every + 1) * run.sync_every
-        return _ceilings(run, then / (run.total_steps or 1)) if self.active(run, then) else []
+        return _ceilings(run, then / (run.total_steps or 1)) if then <= self.rates_window(run)[1] + EDGE else []
 
     def _rate(self, run: Run) -> float:
         if self.rate is not None:
             return self.rate
         return min(3 / max(run.syncs(*self.window(run)), 1), LARGEST_MOVE)
+
+
+def _moves_rates(run: Run) -> bool:
+    return any(peak is not None for peak in run.peaks)
 
 
 def _fresh(looks: Array) -> Array:
@@ -191,32 +204,53 @@ class RegressionController(_SlopeController):
     Of a learning rate it believes what the slopes say of its right peak (:mod:`.belief`), from the first sync on, and μ
     goes to a prudent quantile of that: up by a bounded step at a sync, a jump can break what it trains, and down at
     once; ``rate`` bounds both. A learning rate tells by where it turns from too low to too high, so it must climb: one
-    that does not by itself is made to, under a ceiling. After the last sync at which it acts there is nothing left to
-    compare: all replicas train with the base values. ``docs/controller.md`` says why.
+    that does not by itself is made to, under a ceiling.
+
+    Other scalars follow their slopes after that, by default from 30 % to 90 % of the run (until ``stop_at``, from a
+    third of it): what a regulariser is good for shows when there is something to hold back, and before that less of it
+    always looks better. Outside of its part of the run there is nothing to compare of a hyperparameter: all replicas
+    have its base value. ``docs/controller.md`` says why.
     """
 
     reads: ClassVar[Literal["losses"]] = "losses"
+    begins: ClassVar[float] = 0.0
     ridge: float = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("ridge", self.ridge)
 
-    def rates_window(self, run: Run) -> tuple[float, float]:
-        return (self.start_at or 0.0) * (run.total_steps or 0), self.window(run)[1]
+    def window(self, run: Run) -> tuple[float, float]:
+        """First and last step at which it may move other scalars than learning rates."""
+        stop = OTHERS_UNTIL if self.stop_at is None else self.stop_at
+        start = OTHERS_FROM * stop if self.start_at is None else min(self.start_at, stop)
+        return start * (run.total_steps or 0), stop * (run.total_steps or 0)
+
+    def active(self, run: Run, step: int) -> bool:
+        first, last = self.window(run)
+        of_others = run.others and first - EDGE <= step <= last + EDGE
+        return of_others or (_moves_rates(run) and super().active(run, step))
 
     def early_syncs(self, run: Run) -> tuple[int, ...]:
         """An eighth, a quarter and a half of the first cycle: what is far too high must be heard before it has done
         what no later learning rate repairs, and what is far too low is known as soon. Only with a probe: the mean of
         the training losses of so few steps is that of what they started from."""
-        if self.start_at or not run.probed or all(peak is None for peak in run.peaks):
+        if self.start_at or not run.probed or not _moves_rates(run):
             return ()
         return tuple(sorted({round(run.sync_every * share) for share in EARLY} - {0, run.sync_every}))
 
-    def last_sync(self, run: Run) -> int | None:
-        """The step of the last sync at which it acts, those of the first cycle aside."""
-        first, last = self.rates_window(run)
-        return run.sync_every * math.floor((last + EDGE) / run.sync_every) if run.syncs(first, last) else None
+    def departs(self, run: Run) -> tuple[tuple[int, int] | None, ...]:
+        """For each hyperparameter the steps between which replicas depart in it: up to the last sync at which it acts
+        (those of the first cycle aside), other scalars from the one before the first; None if there is no such sync."""
+
+        def between(first: float, last: float, *, ahead: bool) -> tuple[int, int] | None:
+            if not run.syncs(first, last):
+                return None
+            begin = math.ceil((first - EDGE) / run.sync_every) - 1 if ahead else 0
+            return max(begin, 0) * run.sync_every, math.floor((last + EDGE) / run.sync_every) * run.sync_every
+
+        rates, others = between(*self.rates_window(run), ahead=False), between(*self.window(run), ahead=True)
+        return tuple(others if peak is None else rates for peak in run.peaks)
 
     def start(self, count: int, run: Run | None = None) -> State:
         heard = {"belief": [[] for _ in range(count)], "way": [None] * count, "opposed": [False] * count}
@@ -232,7 +266,7 @@ class RegressionController(_SlopeController):
         signs = np.where(explored, CONSISTENT * signs + (1 - CONSISTENT) * np.sign(slopes), signs)
         # Where there are too few replicas to know errors by, those signs are sure that stay the same.
         sure = np.where(np.isnan(sure), _consistency(slopes, signs, np.asarray(state["looks"]) + 1), sure)
-        moved = self._moved(run, state, slopes, sure, explored, seen)
+        moved = self._moved(run, state, np.sign(slopes) * np.minimum(sure, TRUSTED), sure, explored, seen)
         gate = _gate(np.asarray(moved["s"]), np.asarray(moved["looks"]), DEMAND)
         before, level = state["level"], _level(seen.losses)
         gain = before - level if run.probed and before is not None and level is not None else 0.0

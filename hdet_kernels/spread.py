@@ -68,23 +68,26 @@ class Spread:
     @property
     def diverges(self) -> bool:
         """Whether the replicas' values differ in this cycle."""
-        return self._departs and any(hyper.spread for hyper in self.hyperparameters)
+        return any(spread for spread, _ in self._spreads)
 
     @property
     def reads_losses(self) -> bool:
         return self.controller is not None and self.controller.reads == "losses"
 
-    def fan_out(self, cycle: int, look: int = 0, *, in_pairs: bool = False, departs: bool = True) -> None:
+    def fan_out(
+        self, cycle: int, look: int = 0, *, in_pairs: bool = False, departs: Sequence[bool] | None = None
+    ) -> None:
         """Take the places of a cycle, the one after ``look`` syncs: multipliers [J, N] of all replicas, and those of
-        the replicas held here. All are 1 where none ``departs`` from the base values."""
-        n, hyperparameters, self._departs = self._size, self.hyperparameters, departs
-        if not departs:
-            self._multipliers = np.ones((len(hyperparameters), n))
-        elif in_pairs:
-            spreads = [(hyper.spread, hyper.spacing) for hyper in hyperparameters]
-            self._multipliers = pairs(n, spreads, seed=self.seed, look=look)
+        the replicas held here. They are 1 for hyperparameters in which none ``departs`` (None: in all some do)."""
+        n, hyperparameters = self._size, self.hyperparameters
+        departs = [True] * len(hyperparameters) if departs is None else departs
+        chosen = list(zip(hyperparameters, departs, strict=True))
+        self._spreads = [(hyper.spread if wanted else 0.0, hyper.spacing) for hyper, wanted in chosen]
+        if in_pairs:
+            self._multipliers = pairs(n, self._spreads, seed=self.seed, look=look)
         else:
-            self._multipliers = np.stack([h.multipliers(n, seed=self.seed, cycle=cycle) for h in hyperparameters])
+            rows = [h.multipliers(n, seed=self.seed, cycle=cycle) if wanted else np.ones(n) for h, wanted in chosen]
+            self._multipliers = np.stack(rows)
         self._own: list[list[float]] = self._multipliers[:, self._held].tolist()
 
     def base(self, index: int) -> Any:

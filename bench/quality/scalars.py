@@ -57,9 +57,9 @@ def _temperature(model: Any, temperature: Tensor, batch: tuple[Tensor, ...]) -> 
 
 
 SCALARS: dict[str, Scalar] = {
-    "dropout": Scalar("digits", 1.6e-2, (0.02, 0.1, 0.3, 0.5, 0.7, 0.85), (0.03, 0.85), (0.001, 0.95), _dropout),
-    "label smoothing": Scalar("digits", 1.6e-2, (0.001, 0.01, 0.05, 0.2, 0.5), (0.001, 0.5), (1e-4, 0.9), _smoothed),
-    "weight_decay": Scalar("few digits", 1.6e-2, (0.01, 0.1, 0.5, 2.0, 8.0, 30.0), (0.01, 30.0), (1e-4, 60.0), None),
+    "dropout": Scalar("few digits", 2e-3, (0.02, 0.15, 0.5, 0.7, 0.85, 0.95), (0.15, 0.9), (0.001, 0.95), _dropout),
+    "label smoothing": Scalar("few digits", 2e-3, (0.001, 0.01, 0.05, 0.2, 0.5), (0.001, 0.5), (1e-4, 0.9), _smoothed),
+    "weight_decay": Scalar("few digits", 2e-3, (0.01, 0.1, 1.0, 10.0, 30.0), (0.01, 30.0), (1e-4, 60.0), None),
     "temperature": Scalar("language", 8e-3, (0.1, 0.3, 1.0, 3.0, 10.0), (0.1, 10.0), (0.01, 100.0), _temperature),
 }
 
@@ -93,7 +93,7 @@ def train_scalar(
         cycle_momentum=False,
         spread=0.0,
         explore=[explore] if explores else [],
-        auto_lr=hk.RegressionController(stop_at=0.6) if explores else False,
+        auto_lr=explores,
         probe=probe if explores else None,
         ensemble=stack.ensemble,
         seed=seed,

@@ -144,16 +144,18 @@ def _peers(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def _schedules(size: Size, best: dict[str, float]) -> list[Job]:
-    """Cosine and constant: a plain grid of one seed for the yardstick, and HDET from wrong and right starts."""
+    """Cosine and constant: a plain grid for the yardstick, and HDET and plain runs from wrong and right starts."""
     jobs = []
-    for schedule in ("cosine", "constant"):
-        for task in size.tasks:
-            for power in POWERS[::2]:
-                spec = Spec(task, "plain", TASKS[task].lr * 2.0**power, 0, schedule=schedule)
-                jobs.append(_job("schedule", spec))
-            for factor in (0.1, 1.0, 10.0):
-                spec = Spec(task, "hdet", best[task] * factor, 0, schedule=schedule)
-                jobs.append(_job("schedule", spec, factor=factor))
+    for seed in range(min(size.seeds, 3)):
+        for schedule in ("cosine", "constant"):
+            for task in size.tasks:
+                for factor in (0.1, 1.0, 10.0):
+                    for method in ("hdet", "plain"):
+                        spec = Spec(task, method, best[task] * factor, seed, schedule=schedule)
+                        jobs.append(_job("schedule", spec, factor=factor))
+                for power in POWERS[::2]:
+                    spec = Spec(task, "plain", TASKS[task].lr * 2.0**power, seed, schedule=schedule)
+                    jobs.append(_job("schedule", spec))
     return jobs
 
 

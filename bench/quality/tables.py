@@ -207,27 +207,24 @@ def schedules_table(report: Report) -> str:
     rows = []
     for schedule in ("cosine", "constant"):
         for task in report.best:
-            grid = {
-                run["lr"]: run["val"]
-                for run in select(report.records, kind="schedule", task=task, schedule=schedule, method="plain")
-            }
-            if not grid:
+            runs = select(report.records, kind="schedule", task=task, schedule=schedule)
+            rates = {run["lr"] for run in runs if run["method"] == "plain" and "factor" not in run}
+            if not rates:
                 continue
-            best = min(grid, key=lambda lr: grid[lr])
-            cells = [schedule, task, f"{best:.1e}: {grid[best]:.4f}"]
-            logs = np.log(sorted(grid))
+            wanted = {"kind": "schedule", "task": task, "schedule": schedule}
+            grid = {lr: report.losses(**wanted, method="plain", factor=None, lr=lr) for lr in rates}
+            best = min(grid, key=lambda lr: float(np.mean(grid[lr])))
+            cells = [schedule, task, f"{best:.1e}: {_mean(grid[best])}"]
             for start in (0.1, 1.0, 10.0):
-                runs = select(
-                    report.records, kind="schedule", task=task, schedule=schedule, method="hdet", factor=start
-                )
-                if not runs:
+                plain = report.losses(**wanted, method="plain", factor=start)
+                found = report.losses(**wanted, method="hdet", factor=start)
+                if not plain or not found:
                     cells.append("–")
                     continue
-                lr, found = runs[0]["lr"], runs[0]["val"]
-                plain = float(np.interp(math.log(lr), logs, [grid[rate] for rate in sorted(grid)]))
-                gap = plain - grid[best]
-                share = f"{(plain - found) / gap:.0%}" if gap > 0.002 * grid[best] else "no gap"
-                cells.append(f"{lr:.1e}: {plain:.4f} → {found:.4f} ({share})")
+                gap = float(np.mean(plain) - np.mean(grid[best]))
+                spread = float(np.std(grid[best], ddof=1)) if len(grid[best]) > 1 else 0.0
+                share = f"{float(np.mean(plain) - np.mean(found)) / gap:.0%}" if gap > 2 * spread else "no gap"
+                cells.append(f"{_mean(plain)} → {_mean(found)} ({share})")
             rows.append(cells)
     head = ["schedule", "task", "best of the grid", "from OneCycle's best/10", "at OneCycle's best", "from best×10"]
     return _table(head, rows)
