@@ -223,7 +223,7 @@ class RegressionController(_SlopeController):
     def window(self, run: Run) -> tuple[float, float]:
         """First and last step at which it may move other scalars than learning rates."""
         stop = OTHERS_UNTIL if self.stop_at is None else self.stop_at
-        start = OTHERS_FROM * stop if self.start_at is None else min(self.start_at, stop)
+        start = OTHERS_FROM * stop if self.start_at is None else self.start_at
         return start * (run.total_steps or 0), stop * (run.total_steps or 0)
 
     def active(self, run: Run, step: int) -> bool:

@@ -222,11 +222,11 @@ def test_an_explored_base_survives_building_the_scheduler_after_loading_the_opti
         replica = process = 2
 
     explore = [hk.Explore("weight_decay", spread=0.5)]
-    first = _single(explore=explore, ensemble=Place())
+    first = _single(explore=explore, ensemble=Place(), auto_lr=False)
     assert first.optimizer.param_groups[0]["weight_decay"] != 0.01
     again = _single()
     again.optimizer.load_state_dict(first.optimizer.state_dict())
-    second = hk.HDETOneCycleLR(again.optimizer, 0.1, 20, explore=explore, ensemble=Place())
+    second = hk.HDETOneCycleLR(again.optimizer, 0.1, 20, explore=explore, ensemble=Place(), auto_lr=False)
     second.load_state_dict(first.state_dict())
     assert second.cycle.spread.config() == first.cycle.spread.config()
     assert second.optimizer.param_groups[0]["weight_decay"] == first.optimizer.param_groups[0]["weight_decay"]

@@ -219,11 +219,18 @@ def test_default_sync_interval_is_a_fortieth_of_the_run_and_at_most_1000(total: 
 @pytest.mark.parametrize(("total", "expected"), [(1, 1), (100, 1), (1000, 12), (80_000, 1000), (10**6, 1000)], ids=str)
 def test_half_of_that_where_a_probe_compares_learning_rates_alone(total: int, expected: int) -> None:
     options: dict[str, Any] = {"cycle_momentum": False, "probe": lambda: torch.tensor(1.0)}
-    rates, decay = hk.Explore("lr", spread=0.5), hk.Explore("weight_decay", base=0.1)
+    rates = hk.Explore("lr", spread=0.5)
     assert hk.HDETOneCycleLR(adam(), 0.1, total, **options).sync_every == expected
     assert hk.HDETOneCycleLR(adam(), 0.1, total, explore=[rates], **options).sync_every == expected
-    usual = hk.HDETOneCycleLR(adam(), 0.1, total).sync_every
-    assert hk.HDETOneCycleLR(adam(), 0.1, total, explore=[rates, decay], **options).sync_every == usual
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"), [(1, 1), (9, 1), (100, 10), (300, 30), (1000, 30), (1600, 40), (10**6, 1000)], ids=str
+)
+def test_other_scalars_take_30_steps_but_for_a_tenth_of_the_run(total: int, expected: int) -> None:
+    rates, decay = hk.Explore("lr", spread=0.5), hk.Explore("weight_decay", base=0.1)
+    for probe in (None, lambda: torch.tensor(1.0)):
+        assert hk.HDETOneCycleLR(adam(), 0.1, total, explore=[rates, decay], probe=probe).sync_every == expected
 
 
 def test_the_last_step_converges_and_nothing_follows() -> None:

@@ -220,7 +220,7 @@ def test_explored_scalars_reach_the_loss(gradients: str) -> None:
 
 def test_a_setter_gets_the_values_of_all_replicas() -> None:
     got: list[Any] = []
-    StackTrainer(explore=[hk.Explore("temperature", base=2.0, apply=got.append)])
+    StackTrainer(explore=[hk.Explore("temperature", base=2.0, apply=got.append)], auto_lr=False)
     assert len(got[-1]) == REPLICAS
     assert sorted(got[-1]) == pytest.approx(2.0 * hk.multipliers(REPLICAS, 0.3))
 
@@ -708,3 +708,46 @@ def test_resumes_exactly_around_the_end_of_fan_out(at: int) -> None:
     resumed = probed().load(probed().train(at).save()).train(70 - at)
     assert torch.equal(resumed.parameters(), straight.parameters())
     assert rates(resumed) == rates(straight)
+
+
+def decays(trainer: StackTrainer) -> list[bool]:
+    """Which replicas have another weight decay than the base one."""
+    return [value != trainer.scheduler.cycle.spread.base(1) for value in trainer.scheduler.cycle.spread.values(1)]
+
+
+DECAY = {"explore": [hk.Explore("weight_decay", base=0.1)], "replicas": 8, "total_steps": 160}
+
+
+@pytest.mark.parametrize(("gradients", "several"), [("shared", 6), ("local", 8)])
+def test_other_scalars_are_explored_after_the_learning_rate(gradients: Any, several: int) -> None:
+    """Learning rates to the sync at 30 % of 160 steps, weight decay to that at 90 %, from the cycle on that ends at 30 %.
+    In pairs, one of four departs in nothing; before and after that cycle all others are there for one of the two."""
+    trainer = probed(**DECAY, gradients=gradients)
+    for step in range(160):
+        if step < 32 or step >= 48:
+            assert departures(trainer).sum() == (several if step < 48 else 0)
+            assert sum(decays(trainer)) == (several if 48 <= step < 144 else 0)
+        else:
+            assert departures(trainer).any()
+            assert any(decays(trainer))
+        trainer.train(1)
+    history = trainer.scheduler.history
+    assert {record.base["weight_decay/0"] for record in history if record.step <= 48} == {0.1}
+    if gradients == "shared":
+        assert history[-1].base["weight_decay/0"] != 0.1
+
+
+@pytest.mark.parametrize("at", [31, 32, 47, 48, 64, 143, 144])
+def test_resumes_exactly_around_the_parts_of_the_run(at: int) -> None:
+    straight = probed(**DECAY).train(150)
+    resumed = probed(**DECAY).load(probed(**DECAY).train(at).save()).train(150 - at)
+    assert torch.equal(resumed.parameters(), straight.parameters())
+    assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control
+
+
+@pytest.mark.parametrize(("bounds", "low"), [((0.05, 0.2), math.log(0.5)), ((0.0, 0.2), -math.inf)])
+def test_controllers_know_what_bounds_leave(bounds: tuple[float, float], low: float) -> None:
+    trainer = StackTrainer(explore=[hk.Explore("weight_decay", base=0.1, bounds=bounds)], total_steps=160)
+    rate, decay = trainer.scheduler.cycle.run.reach
+    assert rate == (-math.inf, math.inf)
+    assert decay == pytest.approx((low, math.log(2)))
