@@ -22,6 +22,10 @@ Array = NDArray[np.float64]
 #: their length by about this power.
 WAY, USUAL, GROWTH = 0.2, 0.0125, 0.8
 
+#: In runs of more steps than these the way is longer by this power besides: prudence. The learning rate at which a task
+#: breaks is the same however long it is trained, and the right peak comes near it.
+LONG, LONGER = 2000, 0.3
+
 #: How far off that may be, as a standard deviation of the logarithm: it differs from task to task, and not from sync to
 #: sync.
 SLACK = 0.4
@@ -75,7 +79,8 @@ def way(before: float | None, value: float, step: int, cycle: int) -> float:
 
 def turns_at(cycle: int, total_steps: int) -> float:
     """The way at which a task turns, over its right peak, where a sync follows so many steps on the one before."""
-    return WAY * math.sqrt(total_steps) * (cycle / (USUAL * total_steps)) ** GROWTH
+    longer = max(total_steps / LONG, 1.0) ** LONGER
+    return WAY * math.sqrt(total_steps) * longer * (cycle / (USUAL * total_steps)) ** GROWTH
 
 
 def turning_point(gone: float, value: float, cycle: int, total_steps: int) -> float:

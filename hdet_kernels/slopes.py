@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from . import belief
 from .controller import EDGE, Array, Observation, Run, State, check_positive, check_share
 from .regression import comparable, noise, noise_scale, normal, regress, significances, unexplained
+from .stall import Stall
 
 Flags = NDArray[np.bool_]
 
@@ -186,6 +187,19 @@ def _annealed(peak: float, run: Run) -> float:
     return peak * (1 + STAYING * run.end)
 
 
+def _over_peak(run: Run, seen: Observation, index: int) -> float:
+    """A learning rate over the peak that was given."""
+    return float(seen.base[index]) / _annealed(run.peaks[index] or 1.0, run)
+
+
+def _watched(run: Run, seen: Observation, index: int, stall: State | None, level: float, said: float) -> State:
+    """What is known of whether training stands still. The syncs of the first cycle say only where it began."""
+    known = Stall(level) if stall is None else Stall.of(stall)
+    if seen.step < run.sync_every:
+        return known.state_dict()
+    return known.after(level, said, _over_peak(run, seen, index)).state_dict()
+
+
 def _ceilings(run: Run, share: float) -> list[float | None]:
     """What the learning rates may be at this share of the run where the schedule does not climb itself."""
     if run.peak >= 0.5 * CLIMBS_FOR:
@@ -254,7 +268,8 @@ class RegressionController(_SlopeController):
 
     def start(self, count: int, run: Run | None = None) -> State:
         heard = {"belief": [[] for _ in range(count)], "way": [None] * count, "opposed": [False] * count}
-        return {**super().start(count, run), **heard, "signs": [0.0] * count, "noise": [0.0, 0], "level": None}
+        seen = {"signs": [0.0] * count, "noise": [0.0, 0], "level": None, "stall": None}
+        return {**super().start(count, run), **heard, **seen}
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         state = {**self.start(len(seen.base)), **state}  # checkpoints of earlier versions lack entries
@@ -273,22 +288,34 @@ class RegressionController(_SlopeController):
         rates = [index for index, peak in enumerate(run.peaks) if peak is not None]
         # What a cycle gained is the work of all learning rates, and of an explosion only the sign of a slope is known.
         tells_how_far = len(rates) == 1 and not _explodes(seen.losses)
-        entries = {name: list(state[name]) for name in ("belief", "way", "opposed")} | {"mu": list(moved["mu"])}
+        stall, entries = state["stall"], {name: list(state[name]) for name in ("belief", "way", "opposed")}
+        entries["mu"] = list(moved["mu"])
         for index in rates:
             was = {name: state[name][index] for name in entries}
             said = belief.heard(slopes[index], sure[index], gate[index]) if explored[index] else None
             elasticity = _elasticity(slopes[index], sure[index], gain) if tells_how_far else None
-            for name, entry in self._learned(run, seen, index, was, said, elasticity).items():
+            if tells_how_far and run.probed and said is not None and level is not None:
+                stall = _watched(run, seen, index, stall, level, said)
+            highest = math.inf if stall is None else Stall.of(stall).highest
+            for name, entry in self._learned(run, seen, index, was, said, elasticity, highest).items():
                 entries[name][index] = entry
         level = before if level is None else level
-        return {**moved, **entries, "signs": signs.tolist(), "noise": known, "level": level}
+        return {**moved, **entries, "signs": signs.tolist(), "noise": known, "level": level, "stall": stall}
 
     def _learned(
-        self, run: Run, seen: Observation, index: int, was: State, said: float | None, elasticity: float | None
+        self,
+        run: Run,
+        seen: Observation,
+        index: int,
+        was: State,
+        said: float | None,
+        elasticity: float | None,
+        highest: float,
     ) -> State:
-        """The entries of a learning rate after what was ``said`` on it, None if it was not looked at."""
+        """The entries of a learning rate after what was ``said`` on it, None if it was not looked at. ``highest``: what
+        it may be multiplied with."""
         total, cycle = run.total_steps or 1, run.steps_since_sync(seen.step)
-        value = float(seen.base[index]) / _annealed(run.peaks[index] or 1.0, run)
+        value = _over_peak(run, seen, index)
         gone = belief.way(was["way"], value, seen.step, cycle)
         if said is None:
             return {**was, "way": gone}
@@ -298,7 +325,7 @@ class RegressionController(_SlopeController):
             believed = belief.updated(believed, turn, said, run.sync_every / total, elasticity)
         opposed = was["opposed"] or said > OPPOSED
         rise = min(100 * LATER_MOVE * run.sync_every / total, LARGEST_MOVE) if opposed else LARGEST_MOVE
-        mu = self._towards(belief.chosen(believed), was["mu"], rise)
+        mu = self._towards(min(belief.chosen(believed), math.log(highest)), was["mu"], rise)
         return {"mu": mu, "belief": believed, "way": gone, "opposed": opposed}
 
     def _jointly(self, seen: Observation, logs: Array) -> tuple[Array, Array, Flags]:

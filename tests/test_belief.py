@@ -195,7 +195,7 @@ class TestTurningPoint:
     @pytest.mark.parametrize("factor", [1e-3, 0.5, 1.0, 2.0, 30.0])
     @pytest.mark.parametrize(("cycle", "total"), [(50, 2000), (25, 2000), (10, 10**6)])
     def test_is_where_the_law_would_be_met(self, factor: float, cycle: int, total: int) -> None:
-        turns_at = 0.2 * total**0.5 * (80 * cycle / total) ** 0.8
+        turns_at = 0.2 * total**0.5 * max(total / 2000, 1) ** 0.3 * (80 * cycle / total) ** 0.8
         value = 0.1 * factor * turns_at / cycle
         gone = 0.9 * factor * turns_at
         assert belief.turning_point(gone, value, cycle, total) == pytest.approx(math.log(factor), abs=1e-12)

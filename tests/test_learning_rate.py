@@ -402,7 +402,7 @@ def test_where_nothing_was_gained_nothing_says_how_far(gain: float) -> None:
         seen = Observation(losses, rho, np.array([30.0]), (cycle + 1) * T)
         unprobed = REGRESSION.update(dataclasses.replace(run, probed=False), state, seen)
         state = REGRESSION.update(run, state, seen)
-    assert state == unprobed
+    assert state | {"stall": None} == unprobed | {"stall": None}  # only a probe tells whether training stands still
     assert state["level"] == pytest.approx(0.0 if math.isnan(gain) else -gain, abs=0.1)
 
 

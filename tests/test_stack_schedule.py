@@ -720,8 +720,8 @@ DECAY = {"explore": [hk.Explore("weight_decay", base=0.1)], "replicas": 8, "tota
 
 @pytest.mark.parametrize(("gradients", "several"), [("shared", 6), ("local", 8)])
 def test_other_scalars_are_explored_after_the_learning_rate(gradients: Any, several: int) -> None:
-    """Learning rates to the sync at 30 % of 160 steps, weight decay to that at 90 %, from the cycle on that ends at 30 %.
-    In pairs, one of four departs in nothing; before and after that cycle all others are there for one of the two."""
+    """Learning rates to the sync at 30 % of 160 steps, weight decay to that at 90 %, from the cycle on that ends at
+    30 %. In pairs, one of four departs in nothing; all others are there for one of the two but for that cycle."""
     trainer = probed(**DECAY, gradients=gradients)
     for step in range(160):
         if step < 32 or step >= 48:
