@@ -86,11 +86,11 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.
         sync_every: T, the steps between two averages. Default: 2.5 % of the run, 1.25 % where a probe compares learning
-            rates alone, at most 1000. Learning rates that are compared by a probe have averages after T/8, T/4 and T/2
-            too.
+            rates alone, at most 1000; where other scalars are explored at least 30, or a tenth of the run. Learning
+            rates that are compared by a probe have averages after T/8, T/4 and T/2 too.
         auto_lr: True for the regression controller, False, or a controller. It moves the peak learning rate at every
             sync until that peak, or until 30 % of the run if that is later, by a factor of 55 at most, and then leaves
-            it, and all replicas train alike: ``docs/controller.md``. What peaks before 15 % of the run is held under a
+            it, and all replicas have the same; other scalars it moves from 30 % to 90 %: ``docs/controller.md``. What peaks before 15 % of the run is held under a
             ceiling that climbs until 30 %. With False they differ to the end.
             It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread there is nothing to learn from,
             and it is off.

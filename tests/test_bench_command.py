@@ -17,7 +17,7 @@ import pytest
 from hdet_kernels.__main__ import main
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "bench"))  # as for a script there
+sys.path.append(str(ROOT / "bench"))  # last: some tests have the names of benchmarks
 
 import command  # noqa: E402
 import run_report  # noqa: E402

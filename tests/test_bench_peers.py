@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "bench"))  # as for a script there
+sys.path.append(str(ROOT / "bench"))  # last: some tests have the names of benchmarks
 
 import layout  # noqa: E402
 import peers  # noqa: E402

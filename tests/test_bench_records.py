@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-sys.path.insert(0, str(ROOT / "bench"))  # as for a script there
+sys.path.append(str(ROOT / "bench"))  # last: some tests have the names of benchmarks
 
 import compare  # noqa: E402
 import layout  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,41 +72,52 @@ def test_its_state_survives_json_bit_for_bit(cycles: list[tuple[float, float]]) 
     assert loaded == straight
 
 
-def climb(
-    controller: RegressionController, *, floor: float, probed: bool = True, rates: int = 1, looks: int = 20
-) -> tuple[list[float], list[float]]:
-    """Learning rates, over the peak, and μ where losses fall to ``floor`` in seven cycles and a smaller rate is better
-    by far: belief wants to stay, the law expects no other."""
-    run = Run(1000, 10, 0.3, (None,) * rates, (1.0,) * rates, probed=probed)
-    state, values, mus = controller.start(rates), [], []
-    for look in range(looks):
-        step, base = 10 * (look + 1), 0.04 + 0.04 * look
-        rho = np.stack(
-            [multipliers(8, 0.3)[permutation(8, seed=0, cycle=look, hyperparameter=f"{j}")] for j in range(rates)]
-        )
-        bases = np.array([base * math.exp(mu) for mu in state["mu"]])
-        losses = floor + max(2.0 - 0.3 * look, 0.0) + 0.02 * np.log(rho).sum(axis=0)
-        state = controller.update(run, state, Observation(losses, rho, bases, step))
-        values.append(float(bases[0]))
-        mus.append(state["mu"][0])
-    return values, mus
+STOOD_AT = 0.2
+STANDS = Stall(3.0, (1.0,) * 5, 4, STOOD_AT).state_dict()
+
+
+def after_a_sync(stall: dict[str, Any] | None, *, rates: int = 1, rate: float | None = None, slope: float = 0.1) -> Any:
+    """The state after a sync of eight replicas that gained nothing, with learning rates at their peak."""
+    controller, run = RegressionController(rate=rate), Run(1000, 10, 0.3, (None,) * rates, (1.0,) * rates)
+    orders = [permutation(8, seed=0, cycle=0, hyperparameter=f"lr/{j}") for j in range(rates)]
+    rho = np.stack([multipliers(8, 0.3)[order] for order in orders])
+    losses = 1.0 + slope * np.log(rho).sum(axis=0)
+    state = controller.start(rates, run) | {"stall": stall}
+    return controller.update(run, state, Observation(losses, rho, np.ones(rates), 290))
 
 
 def test_the_peak_is_held_near_where_training_stood_still() -> None:
-    values, mus = climb(RegressionController(), floor=1.0)
-    free, unheld = climb(RegressionController(), floor=1.0, rates=2)
-    highest = ABOVE * values[7 + CYCLES - 1]
-    assert mus[7 + CYCLES - 2] > math.log(highest)
-    assert mus[-1] <= math.log(highest) + 1e-12
-    assert unheld[-1] > math.log(highest), "of several learning rates none is known to be the one"
+    held, free = after_a_sync(STANDS), after_a_sync(None)
+    assert held["mu"] == pytest.approx([math.log(ABOVE * STOOD_AT)])
+    assert free["mu"][0] > held["mu"][0] + 0.5
+    assert held["belief"] == free["belief"]
 
 
-def test_only_a_probe_tells() -> None:
-    values, mus = climb(RegressionController(), floor=1.0, probed=False)
-    assert mus[-1] == pytest.approx(mus[10], abs=0.1)
+def test_a_rate_bounds_that_too() -> None:
+    assert after_a_sync(STANDS, rate=0.05)["mu"] == pytest.approx([-0.05])
 
 
-@pytest.mark.parametrize("rate", [0.05, 0.2])
-def test_a_rate_bounds_that_too(rate: float) -> None:
-    _, mus = climb(RegressionController(rate=rate), floor=1.0, looks=25)
-    assert np.abs(np.diff(mus)).max() <= rate + 1e-12
+def test_a_larger_one_that_is_better_lets_it_go() -> None:
+    """It rises again, in steps."""
+    assert after_a_sync(STANDS, slope=-0.1)["stall"]["value"] is None
+
+
+def test_of_several_learning_rates_nothing_is_known() -> None:
+    """What stands still may do so because of any of them."""
+    assert after_a_sync(None, rates=2)["stall"] is None
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_is_seen_from_losses_on_a_probe(probed: bool) -> None:
+    """The syncs of the first cycle say where it began; from then on losses fall for three cycles, and stand."""
+    controller, run = RegressionController(), Run(1000, 10, 0.3, (None,), (1.0,), probed=probed, early=(1, 2, 5))
+    state = controller.start(1, run)
+    for look, step in enumerate([1, 2, 5, *range(10, 121, 10)]):
+        rho = multipliers(8, 0.3)[permutation(8, seed=0, cycle=look, hyperparameter="lr/0")][None]
+        losses = 1.0 + max(3.0 - 0.5 * look, 0.0) + 0.1 * np.log(rho[0])
+        state = controller.update(run, state, Observation(losses, rho, np.full(1, step / 1000), step))
+    if not probed:
+        assert state["stall"] is None
+    else:
+        assert state["stall"]["first"] == pytest.approx(4.0, abs=0.1)
+        assert state["stall"]["value"] == pytest.approx(0.08)  # the lowest is that of step 40, four cycles before

@@ -57,7 +57,7 @@ def _temperature(model: Any, temperature: Tensor, batch: tuple[Tensor, ...]) -> 
 
 
 SCALARS: dict[str, Scalar] = {
-    "dropout": Scalar("few digits", 2e-3, (0.02, 0.15, 0.5, 0.7, 0.85, 0.95), (0.15, 0.9), (0.001, 0.95), _dropout),
+    "dropout": Scalar("few digits", 2e-3, (0.02, 0.15, 0.5, 0.7, 0.9, 0.95), (0.15, 0.9), (0.001, 0.95), _dropout),
     "label smoothing": Scalar("few digits", 2e-3, (0.001, 0.01, 0.05, 0.2, 0.5), (0.001, 0.5), (1e-4, 0.9), _smoothed),
     "weight_decay": Scalar("few digits", 2e-3, (0.01, 0.1, 1.0, 10.0, 30.0), (0.01, 30.0), (1e-4, 60.0), None),
     "temperature": Scalar("language", 8e-3, (0.1, 0.3, 1.0, 3.0, 10.0), (0.1, 10.0), (0.01, 100.0), _temperature),

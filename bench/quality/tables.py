@@ -95,7 +95,7 @@ def verdict(report: Report, task: str, start: float) -> str:
         size = "no gap" if gap <= 0 else "gap below 2 σ"
         return f"{size}; not worse than plain by σ: {'met' if worse <= spread else 'missed'}"
     share = (float(np.mean(plain)) - float(np.mean(found))) / gap
-    met = "met" if share >= BARS[start] else "missed"
+    met = "met" if share >= BARS[start] else f"missed; the gap is {gap / spread:.1f} σ"
     if start not in (1 / 30, 30.0):
         return f"{BARS[start]:.0%}: {met}"
     lost = sum(float(np.mean(plain)) - loss < DIVERGED * gap for loss in found)
