@@ -90,8 +90,9 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
             rates that are compared by a probe have averages after T/8, T/4 and T/2 too.
         auto_lr: True for the regression controller, False, or a controller. It moves the peak learning rate at every
             sync until that peak, or until 30 % of the run if that is later, by a factor of 55 at most, and then leaves
-            it, and all replicas have the same; other scalars it moves from 30 % to 90 %: ``docs/controller.md``. What peaks before 15 % of the run is held under a
-            ceiling that climbs until 30 %. With False they differ to the end.
+            it, and all replicas have the same; other scalars it moves from 30 % to 90 %: ``docs/controller.md``. What
+            peaks before 15 % of the run is held under a ceiling that climbs until 30 %. With False replicas differ to
+            the end.
             It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread there is nothing to learn from,
             and it is off.
         probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
