@@ -47,7 +47,8 @@ class Explore:
         spacing: ``"linear"`` or ``"log"``, see :func:`hdet_kernels.multipliers`.
         groups: indices of the parameter groups that are explored. Default: all.
 
-    ``Explore("lr", …)`` replaces the scheduler's ``spread`` for the groups it names.
+    ``Explore("lr", …)`` replaces the scheduler's ``spread`` for the groups it names. With the default controller other
+    scalars are explored from 30 % to 90 % of the run; before and after, all replicas have the base value.
     """
 
     name: str
