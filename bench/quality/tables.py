@@ -85,7 +85,7 @@ def verdict(report: Report, task: str, start: float) -> str:
     found = report.losses(kind="start", task=task, method="hdet", factor=start, probe=True)
     if not found:
         return "–"
-    spread = float(np.std(goal, ddof=1)) if len(goal) > 1 else 0.0
+    spread = _deviation(goal)
     if start == 1.0:
         worse = float(np.mean(found) - np.mean(goal))
         return f"within one σ ({spread:.4f}): {'met' if worse <= spread else f'missed by {worse - spread:.4f}'}"
@@ -95,7 +95,8 @@ def verdict(report: Report, task: str, start: float) -> str:
         size = "no gap" if gap <= 0 else "gap below 2 σ"
         return f"{size}; not worse than plain by σ: {'met' if worse <= spread else 'missed'}"
     share = (float(np.mean(plain)) - float(np.mean(found))) / gap
-    met = "met" if share >= BARS[start] else f"missed; the gap is {gap / spread:.1f} σ"
+    size = f"; the gap is {gap / spread:.1f} σ" if spread else ""
+    met = "met" if share >= BARS[start] else f"missed{size}"
     if start not in (1 / 30, 30.0):
         return f"{BARS[start]:.0%}: {met}"
     lost = sum(float(np.mean(plain)) - loss < DIVERGED * gap for loss in found)
@@ -207,11 +208,10 @@ def schedules_table(report: Report) -> str:
     rows = []
     for schedule in ("cosine", "constant"):
         for task in report.best:
-            runs = select(report.records, kind="schedule", task=task, schedule=schedule)
-            rates = {run["lr"] for run in runs if run["method"] == "plain" and "factor" not in run}
+            wanted = {"kind": "schedule", "task": task, "schedule": schedule}
+            rates = {run["lr"] for run in select(report.records, **wanted, method="plain", factor=None)}
             if not rates:
                 continue
-            wanted = {"kind": "schedule", "task": task, "schedule": schedule}
             grid = {lr: report.losses(**wanted, method="plain", factor=None, lr=lr) for lr in rates}
             best = min(grid, key=lambda lr: float(np.mean(grid[lr])))
             cells = [schedule, task, f"{best:.1e}: {_mean(grid[best])}"]
@@ -222,8 +222,8 @@ def schedules_table(report: Report) -> str:
                     cells.append("–")
                     continue
                 gap = float(np.mean(plain) - np.mean(grid[best]))
-                spread = float(np.std(grid[best], ddof=1)) if len(grid[best]) > 1 else 0.0
-                share = f"{float(np.mean(plain) - np.mean(found)) / gap:.0%}" if gap > 2 * spread else "no gap"
+                large = gap > 2 * _deviation(grid[best])
+                share = f"{float(np.mean(plain) - np.mean(found)) / gap:.0%}" if large else "no gap"
                 cells.append(f"{_mean(plain)} → {_mean(found)} ({share})")
             rows.append(cells)
     head = ["schedule", "task", "best of the grid", "from OneCycle's best/10", "at OneCycle's best", "from best×10"]
@@ -237,8 +237,13 @@ def _share(plain: Sequence[float], found: Sequence[float], goal: Sequence[float]
     return f"{(float(np.mean(plain)) - float(np.mean(found))) / gap:.0%}" if gap > 0 else "no gap"
 
 
+def _deviation(values: Sequence[float]) -> float:
+    """From seed to seed; 0 where there is one."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
 def _mean(values: Sequence[float]) -> str:
-    spread = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+    spread = f" ± {_deviation(values):.4f}" if len(values) > 1 else ""
     return f"{np.mean(values):.4f}{spread}"
 
 
