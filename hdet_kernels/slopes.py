@@ -67,7 +67,8 @@ class _SlopeController:
         beta: β, the momentum of the slope.
         rate: the most that one sync moves μ. Default: λ = 3 over the number of active syncs, at most 0.75, so that the
             controller can travel a factor of e³ ≈ 20 in all.
-        start_at: share of the run at which it becomes active.
+        start_at: share of the run at which it becomes active. Default for learning rates: 5 %, or the first sync where
+            losses are compared.
         stop_at: share of the run after which μ is frozen. Default for learning rates: the peak of the schedule, or 30 %
             if that is later. Near the end of a run a smaller step always looks better at once (short-horizon bias).
         limit: bound of |μ|.
