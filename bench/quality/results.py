@@ -9,6 +9,9 @@ from .pool import Job
 from .spec import Record
 from .suite import select
 
+#: What is recorded of a run over time.
+DRAWN = ("curve", "rates", "values")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -37,12 +40,12 @@ class Report:
         return not select(self.records, **wanted)
 
     def plain(self) -> dict[str, Any]:
-        """As it is written: five digits, and what each replica trained with only where it is drawn."""
+        """As it is written: five digits, and what a run went through only where that is drawn."""
         records = [
             {
                 key: value
                 for key, value in record.items()
-                if key != "spec" and (key != "values" or record["kind"] == "paper")
+                if key != "spec" and (key not in DRAWN or record["kind"] == "paper")
             }
             for record in self.records
         ]

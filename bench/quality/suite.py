@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,6 +16,15 @@ from .tasks import TASKS
 
 #: Where runs start, as factors of the best plain learning rate.
 STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)
+
+#: Those from which there may be next to nothing to gain.
+NEAR = (1 / 3, 1.0, 3.0)
+
+#: How many times longer long runs are, where they start, and at which learning rates plain ones are compared besides:
+#: factors of the best one for a run of the usual length.
+LONGER = 3
+LONG_STARTS = (1 / 10, 1.0, 10.0, 30.0)
+LONG_GRID = (1 / 4, 1 / 2, 2.0)
 
 #: The learning rates of the grid, as powers of two times the task's own.
 POWERS = range(-5, 5)
@@ -40,21 +49,28 @@ PAPER = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much of the suite: tasks, seeds, and which parts."""
+    """How much of the suite: tasks, seeds, parts, scalars; seeds from each start, and by task from near ones."""
 
     tasks: tuple[str, ...]
     seeds: int
     parts: tuple[str, ...]
     scalars: tuple[str, ...]
+    start_seeds: int
+    near_seeds: dict[str, int] = field(default_factory=dict)
+
+    def seeds_from(self, task: str, start: float) -> int:
+        return self.near_seeds.get(task, self.start_seeds) if start in NEAR else self.start_seeds
 
 
 SIZES = {
-    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay")),
+    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay"), 3),
     "full": Size(
         ("ratings", "language", "images"),
         5,
-        ("starts", "paper", "mixed", "scalars", "schedules", "peers"),
+        ("starts", "paper", "mixed", "scalars", "schedules", "long", "peers"),
         ("temperature",),
+        start_seeds=10,
+        near_seeds={"images": 64},  # where a start three times off costs half of what seeds differ by
     ),
 }
 
@@ -86,6 +102,7 @@ def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
         "mixed": _mixed,
         "peers": _peers,
         "schedules": _schedules,
+        "long": _long,
         "scalars": _scalars,
     }
     return [job for part in size.parts for job in parts[part](size, best)]
@@ -93,9 +110,11 @@ def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
 
 def _starts(size: Size, best: dict[str, float]) -> list[Job]:
     jobs = []
-    for seed in range(size.seeds):
+    for seed in range(max(size.start_seeds, *size.near_seeds.values(), 0)):
         for factor in STARTS:
             for task in size.tasks:
+                if seed >= size.seeds_from(task, factor):
+                    continue
                 lr = best[task] * factor
                 jobs.append(_job("start", Spec(task, "hdet", lr, seed), factor=factor))
                 jobs.append(_job("start", Spec(task, "plain", lr, seed), factor=factor))
@@ -156,6 +175,21 @@ def _schedules(size: Size, best: dict[str, float]) -> list[Job]:
                 for power in POWERS[::2]:
                     spec = Spec(task, "plain", TASKS[task].lr * 2.0**power, seed, schedule=schedule)
                     jobs.append(_job("schedule", spec))
+    return jobs
+
+
+def _long(size: Size, best: dict[str, float]) -> list[Job]:
+    """Longer runs: HDET and plain ones from wrong and right starts, and plain ones around the best of the usual length,
+    as the best of longer ones may be another."""
+    jobs = []
+    for seed in range(min(size.seeds, 3)):
+        for task in size.tasks:
+            steps = LONGER * TASKS[task].steps
+            starts = [(method, factor) for factor in LONG_STARTS for method in ("hdet", "plain")]
+            jobs += [
+                _job("long", Spec(task, method, best[task] * factor, seed, steps=steps), factor=factor)
+                for method, factor in (*starts, *(("plain", factor) for factor in LONG_GRID))
+            ]
     return jobs
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from .results import Report
 from .scalars import SCALARS
 from .spec import Record
-from .suite import MIXED, PAPER, STARTS, select
+from .suite import LONG_STARTS, LONGER, MIXED, PAPER, STARTS, select
 from .tasks import TASKS
 
 #: The least share of the gap that is to be recovered from each start.
@@ -32,6 +32,7 @@ def all_tables(report: Report) -> str:
         ("scalar", "Other scalars", lambda: scalars_table(report)),
         ("paper", "The paper's configurations", lambda: paper_table(report)),
         ("schedule", "Other schedules", lambda: schedules_table(report)),
+        ("long", f"Runs {LONGER} times as long", lambda: long_table(report)),
     ]
     kinds = {record["kind"] for record in report.records if "val" in record}
     made = [(title, table()) for kind, title, table in parts if kind in kinds]
@@ -208,26 +209,41 @@ def schedules_table(report: Report) -> str:
     rows = []
     for schedule in ("cosine", "constant"):
         for task in report.best:
-            wanted = {"kind": "schedule", "task": task, "schedule": schedule}
-            rates = {run["lr"] for run in select(report.records, **wanted, method="plain", factor=None)}
-            if not rates:
-                continue
-            grid = {lr: report.losses(**wanted, method="plain", factor=None, lr=lr) for lr in rates}
-            best = min(grid, key=lambda lr: float(np.mean(grid[lr])))
-            cells = [schedule, task, f"{best:.1e}: {_mean(grid[best])}"]
-            for start in (0.1, 1.0, 10.0):
-                plain = report.losses(**wanted, method="plain", factor=start)
-                found = report.losses(**wanted, method="hdet", factor=start)
-                if not plain or not found:
-                    cells.append("–")
-                    continue
-                gap = float(np.mean(plain) - np.mean(grid[best]))
-                large = gap > 2 * _deviation(grid[best])
-                share = f"{float(np.mean(plain) - np.mean(found)) / gap:.0%}" if large else "no gap"
-                cells.append(f"{_mean(plain)} → {_mean(found)} ({share})")
-            rows.append(cells)
+            cells = _against_grid(report, (0.1, 1.0, 10.0), kind="schedule", task=task, schedule=schedule)
+            rows += [[schedule, task, *cells]] if cells else []
     head = ["schedule", "task", "best of the grid", "from OneCycle's best/10", "at OneCycle's best", "from best×10"]
     return _table(head, rows)
+
+
+def long_table(report: Report) -> str:
+    rows = []
+    for task in report.best:
+        cells = _against_grid(report, LONG_STARTS, kind="long", task=task)
+        rows += [[task, f"{LONGER * TASKS[task].steps}", *cells]] if cells else []
+    starts = ["at its best" if start == 1.0 else f"from {_times(start)}" for start in LONG_STARTS]
+    return _table(["task", "steps", "best of the grid", *starts], rows)
+
+
+def _against_grid(report: Report, starts: Sequence[float], **wanted: object) -> list[str]:
+    """The best of all plain runs, and for each start what plain runs and HDET come to, with the share of the gap;
+    nothing without plain runs."""
+    rates = {run["lr"] for run in select(report.records, **wanted, method="plain")}
+    if not rates:
+        return []
+    grid = {lr: report.losses(**wanted, method="plain", lr=lr) for lr in rates}
+    best = min(grid, key=lambda lr: float(np.mean(grid[lr])))
+    cells = [f"{best:.1e}: {_mean(grid[best])}"]
+    for start in starts:
+        plain = report.losses(**wanted, method="plain", factor=start)
+        found = report.losses(**wanted, method="hdet", factor=start)
+        if not plain or not found:
+            cells.append("–")
+            continue
+        gap = float(np.mean(plain) - np.mean(grid[best]))
+        large = gap > 2 * _deviation(grid[best])
+        share = f"{float(np.mean(plain) - np.mean(found)) / gap:.0%}" if large else "no gap"
+        cells.append(f"{_mean(plain)} → {_mean(found)} ({share})")
+    return cells
 
 
 def _share(plain: Sequence[float], found: Sequence[float], goal: Sequence[float], start: float) -> str:
