@@ -241,8 +241,8 @@ def _drift(rank: int) -> dict[str, Any]:
 
 
 def test_error_feedback_keeps_a_thousand_averages_from_drifting() -> None:
-    results = run_ranks(3, _drift)
-    assert results[0] == results[1] == results[2]
+    results = run_ranks(2, _drift)
+    assert results[0] == results[1]
     drift, largest, furthest = (results[0][name] for name in ("drift", "largest", "furthest"))
     early = {name: max(values[: len(values) // 10]) for name, values in drift.items()}
     late = {name: max(values[-len(values) // 10 :]) for name, values in drift.items()}
