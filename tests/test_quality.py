@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,17 @@ class TestTables:
         assert "90%: missed" in row
         assert "| 1 |" in row, "the learning rate ended at the best"
 
+    def test_the_error_of_a_share_is_that_of_pairs(self) -> None:
+        """What a seed adds to all losses is no error of it; what it adds to one of them is."""
+        report = scripted({0.1: (2.0, 1.25)})
+        assert "| 75% ± 0% |" in tables.starts_table(report)
+        records = [
+            record | {"val": record["val"] + 0.2 * record["seed"] * (record["method"] == "hdet")}
+            for record in report.records
+        ]
+        # 0.75 and 0.55 of a gap of 1: the mean, and half of what they differ by.
+        assert "| 65% ± 10% |" in tables.starts_table(replace(report, records=records))
+
     @pytest.mark.parametrize(
         ("start", "plain", "found", "said"),
         [
@@ -164,6 +176,13 @@ class TestTables:
     )
     def test_bars(self, start: float, plain: float, found: float, said: str) -> None:
         assert said in tables.verdict(scripted({start: (plain, found)}), "digits", start)
+
+    def test_longer_runs_are_compared_with_the_best_of_their_length(self) -> None:
+        plain = {0.5: 1.0, 1.0: 1.2, 10.0: 3.0}
+        records = [_record("long", "plain", lr, 0, loss, factor=lr) for lr, loss in plain.items()]
+        records += [_record("long", "hdet", lr, 0, 1.1, factor=lr) for lr in (1.0, 10.0)]
+        table = tables.long_table(Report("command", "machine", "date", 1.0, "ci", {"digits": 1.0}, records))
+        assert "| digits | 900 | 5.0e-01: 1.0000 | – | 1.2000 → 1.1000 (50%) | 3.0000 → 1.1000 (95%) | – |" in table
 
     def test_report_from_a_file(self, tmp_path: Path) -> None:
         report = scripted({0.1: (2.0, 1.25), 10.0: (3.0, 1.1)})

@@ -53,8 +53,9 @@ def grid_table(report: Report) -> str:
 
 
 def starts_table(report: Report) -> str:
-    """Share of the gap to the grid's best that is recovered, from each start; with a probe, and from training losses
-    alone; and where the learning rate ended, as a factor of the best one (median)."""
+    """Share of the gap to the grid's best that is recovered, from each start, with the standard error of that mean over
+    seeds; with a probe, and from training losses alone; and where the learning rate ended, as a factor of the best one
+    (median)."""
     names = {True: "HDET, probe", False: "HDET, training loss"}
     probes = [probe for probe in names if select(report.records, kind="start", method="hdet", probe=probe)]
     rows = []
@@ -64,7 +65,7 @@ def starts_table(report: Report) -> str:
             plain = report.losses(kind="start", task=task, method="plain", factor=start)
             if not plain or not select(report.records, kind="start", task=task, method="hdet", factor=start):
                 continue
-            cells = [task, _times(start), _mean(plain)]
+            cells = [task, _times(start), f"{len(plain)}", _mean(plain)]
             for probe in probes:
                 runs = select(report.records, kind="start", task=task, method="hdet", factor=start, probe=probe)
                 if not runs:
@@ -72,11 +73,14 @@ def starts_table(report: Report) -> str:
                     continue
                 losses = [run["val"] for run in runs]
                 ends = [start * math.exp(run["mu"][0]) for run in runs]
-                cells += [_mean(losses), _share(plain, losses, goal, start), f"{float(np.median(ends)):.2g}"]
+                share = _share(plain, losses, goal, start)
+                if share.endswith("%"):
+                    share += _share_error(report, task, start, runs)
+                cells += [_mean(losses), share, f"{float(np.median(ends)):.2g}"]
             cells.append(verdict(report, task, start))
             rows.append(cells)
     found = [column for probe in probes for column in (names[probe], "recovered", "ends at")]
-    return _table(["task", "start", "plain", *found, "bar (probe)"], rows)
+    return _table(["task", "start", "seeds", "plain", *found, "bar (probe)"], rows)
 
 
 def verdict(report: Report, task: str, start: float) -> str:
@@ -106,12 +110,15 @@ def verdict(report: Report, task: str, start: float) -> str:
 
 def best_losses(report: Report, task: str) -> list[float]:
     """Validation losses of plain runs at the best learning rate, of all seeds."""
-    found = {
+    return list(_best_by_seed(report, task).values())
+
+
+def _best_by_seed(report: Report, task: str) -> dict[int, float]:
+    return {
         run["seed"]: run["val"]
         for run in select(report.records, task=task, method="plain", lr=report.best[task])
         if run["kind"] in ("grid", "start")
     }
-    return list(found.values())
 
 
 def peers_table(report: Report) -> str:
@@ -251,6 +258,21 @@ def _share(plain: Sequence[float], found: Sequence[float], goal: Sequence[float]
         return "–"
     gap = float(np.mean(plain) - np.mean(goal))
     return f"{(float(np.mean(plain)) - float(np.mean(found))) / gap:.0%}" if gap > 0 else "no gap"
+
+
+def _share_error(report: Report, task: str, start: float, runs: Sequence[Record]) -> str:
+    """The standard error of a share, by the seeds that plain runs at the start and at the best have as well, as a seed
+    that is hard for one is hard for all. Nothing where those are too few to tell, or have no gap."""
+    goal = _best_by_seed(report, task)
+    plain = {r["seed"]: r["val"] for r in select(report.records, kind="start", task=task, method="plain", factor=start)}
+    found = {run["seed"]: run["val"] for run in runs}
+    seeds = sorted(found.keys() & plain.keys() & goal.keys())
+    gained = np.array([plain[seed] - found[seed] for seed in seeds])
+    gap = np.array([plain[seed] - goal[seed] for seed in seeds])
+    if len(seeds) < 2 or gap.mean() <= 0:
+        return ""
+    left = gained - gained.mean() / gap.mean() * gap
+    return f" ± {_deviation(left) / math.sqrt(len(seeds)) / gap.mean():.0%}"
 
 
 def _deviation(values: Sequence[float]) -> float:
