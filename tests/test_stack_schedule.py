@@ -740,6 +740,28 @@ def test_other_scalars_are_explored_after_the_learning_rate(gradients: Any, seve
         assert history[-1].base["weight_decay/0"] != 0.1
 
 
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_a_replica_that_goes_bad_where_only_another_scalar_departs(gradients: Any) -> None:
+    """It is left out and healed; the learning rate stays, and weight decay goes by those that are sound."""
+    trainer = probed(**DECAY, gradients=gradients).train(79)
+    losses = trainer.stack.backward(loss_of, *data(79, 8))
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    with torch.no_grad():
+        next(trainer.stack.parameters())[2] = math.nan
+    before = trainer.scheduler.cycle.spread.control["mu"]
+    trainer.scheduler.step(losses)
+    now, after = trainer.scheduler.history[-1], trainer.scheduler.cycle.spread.control["mu"]
+    assert (now.step, now.excluded) == (80, [2])
+    assert len(set(now.values["lr/0"])) == 1
+    assert after[0] == before[0]
+    assert math.isfinite(after[1])
+    trainer.train(80)
+    assert [record.excluded for record in trainer.scheduler.history if record.step > 80] == [[]] * 5
+    assert trainer.parameters().isfinite().all()
+    assert 0 < trainer.scheduler.history[-1].base["weight_decay/0"] < math.inf
+
+
 def test_resumes_exactly_around_the_parts_of_the_run() -> None:
     """Before and at the steps where weight decay begins and ends to be explored, and where the learning rate does."""
     straight, saved = probed(**DECAY), {}
