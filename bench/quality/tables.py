@@ -227,7 +227,7 @@ def long_table(report: Report) -> str:
     for task in report.best:
         cells = _against_grid(report, LONG_STARTS, kind="long", task=task)
         rows += [[task, f"{LONGER * TASKS[task].steps}", *cells]] if cells else []
-    starts = ["at its best" if start == 1.0 else f"from {_times(start)}" for start in LONG_STARTS]
+    starts = ["at the usual best" if start == 1.0 else f"from {_times(start)}" for start in LONG_STARTS]
     return _table(["task", "steps", "best of the grid", *starts], rows)
 
 
