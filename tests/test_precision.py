@@ -29,7 +29,7 @@ def masters(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> lis
 
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 def test_masters_train_as_float32_parameters_do(backend: tuple[str, str], name: str, dtype: torch.dtype) -> None:
     where, device = backend
     ours = parameters(dtype, device)
@@ -51,7 +51,7 @@ def test_masters_train_as_float32_parameters_do(backend: tuple[str, str], name: 
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 def test_everything_in_bf16_is_as_accurate_as_torch(backend: tuple[str, str], name: str) -> None:
     where, device = backend
     ours, theirs = parameters(torch.bfloat16, device), parameters(torch.bfloat16)
