@@ -111,8 +111,9 @@ def rows_for(name: str, rows: int) -> list[dict[str, float]]:
 
 
 def combinations() -> Iterator[Any]:
-    """Every rule in every precision with three replicas, and every number of replicas in fp32; of Triton's interpreter
-    what differs most. Backend by backend, so that each is compared with the same plain replicas."""
+    """Every rule in every precision with three replicas, and other numbers in fp32, large ones with three rules; of
+    Triton's interpreter what differs most. Backend by backend, so that each is compared with the same plain replicas.
+    """
     for name in RULES:
         for label, precision in PRECISIONS.items():
             for count, (rows, extra) in REPLICAS.items():
@@ -129,7 +130,8 @@ def combinations() -> Iterator[Any]:
                         )
                         sizes = INTERPRETED_SIZES
                     else:
-                        taken, sizes = count == "three" or label == "fp32", SIZES
+                        several = rows < 8 or name in ("sgd-nesterov", "adamw-amsgrad", "lion")
+                        taken, sizes = count == "three" or (label == "fp32" and several), SIZES
                     if taken:
                         yield pytest.param(
                             *backend.values,
