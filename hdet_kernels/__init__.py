@@ -11,8 +11,9 @@ from .initialise import warm_noisy_init_
 from .ops.backends import backends, use_backend
 from .optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from .outer import Outer
+from .regression_controller import RegressionController
 from .schedule import HDETOneCycleLR, HDETScheduler
-from .slopes import HypergradientController, RegressionController
+from .slopes import HypergradientController
 from .softmax import SoftmaxController, paper_settings
 from .stack import ReplicaStack
 from .stacked import StackedParameter

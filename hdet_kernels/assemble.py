@@ -20,8 +20,9 @@ from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from .explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
 from .optimizer_state import StepCounts, averaged_state, why_not_averaged
 from .outer import Outer
+from .regression_controller import RegressionController
 from .rehearsal import Rehearsal
-from .slopes import HypergradientController, RegressionController
+from .slopes import HypergradientController
 from .softmax import SoftmaxController
 from .spread import Spread
 from .stack import StackEnsemble

@@ -32,6 +32,22 @@ def comparable(losses: Array) -> Array:
     return y
 
 
+def ordinary(losses: Array) -> Array:
+    """Those that are compared as they are, and NaN for the others: an explosion is no noise."""
+    return np.where(comparable(losses) == losses, losses, np.nan)
+
+
+def explodes(losses: Array) -> bool:
+    """Whether a loss is not finite, or so high that less than half of what it is above the best is compared."""
+    compared = comparable(losses)
+    return not bool((losses - compared <= np.ptp(compared)).all())
+
+
+def level_of(losses: Array) -> float | None:
+    """Where the replicas are; None if none is finite."""
+    return float(comparable(losses).mean()) if np.isfinite(losses).any() else None
+
+
 def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array:
     """The slopes b (shape [J]) of centred losses on centred log multipliers ([J, N]), all hyperparameters jointly.
 

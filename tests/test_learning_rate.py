@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from hdet_kernels import HypergradientController, RegressionController, multipliers, permutation
 from hdet_kernels.belief import turns_at
+from hdet_kernels.ceiling import STAYING
 from hdet_kernels.controller import Observation, Run, State
 from hdet_kernels.explore import Hyperparameter
 from hdet_kernels.fanout import pairs
-from hdet_kernels.slopes import LARGEST_MOVE, LATER_MOVE, STAYING
+from hdet_kernels.regression_controller import LATER_MOVE
+from hdet_kernels.slopes import LARGEST_MOVE
 from hdet_kernels.spread import Spread
 
 Array = NDArray[np.float64]
