@@ -242,7 +242,7 @@ def test_converge_averages_at_once_and_leaves_the_cycle_as_it_is() -> None:
     assert results[0]["records"] == [(2, 0, "manual"), (4, 0, "sync")]
 
 
-def _auto_lr(rank: int, probe: bool, explore: bool) -> dict[str, Any]:
+def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
     calls: list[int] = []
 
     def fixed_batch() -> Tensor:
@@ -251,10 +251,10 @@ def _auto_lr(rank: int, probe: bool, explore: bool) -> dict[str, Any]:
         return nn.functional.mse_loss(trainer.module(x), y)
 
     trainer = Trainer(
-        rank, max_lr=1e-4, total_steps=600, sync_every=15, probe=fixed_batch if probe else None, groups=True,
+        rank, max_lr=1e-4, total_steps=400, sync_every=10, probe=fixed_batch, groups=True,
         explore=[hk.Explore("weight_decay", base=0.01)] if explore else [],
     )  # fmt: skip
-    trainer.train(600)
+    trainer.train(400)
     return {
         "calls": calls, "mu": trainer.scheduler.cycle.spread.control["mu"], "history": trainer.scheduler.history,
         "parameters": trainer.parameters(),
@@ -263,12 +263,12 @@ def _auto_lr(rank: int, probe: bool, explore: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("explore", [False, True], ids=["lr", "lr+wd"])
 def test_auto_lr_raises_a_learning_rate_that_is_much_too_low(explore: bool) -> None:
-    results = run_ranks(4, _auto_lr, True, explore)
+    results = run_ranks(4, _auto_lr, explore)
     assert all(r["mu"] == results[0]["mu"] for r in results), "every rank computes the same base values"
     assert all(mu > 1.0 for mu in results[0]["mu"][:2])
     assert all_equal([r["parameters"] for r in results])
-    last = 540 if explore else 180
-    assert [step + 1 for step in results[0]["calls"]] == [2, 4, 8, *range(15, last + 1, 15)], (
+    last = 360 if explore else 120
+    assert [step + 1 for step in results[0]["calls"]] == [1, 2, 5, *range(10, last + 1, 10)], (
         "the probe runs where it is read"
     )
     record = results[0]["history"][1]
