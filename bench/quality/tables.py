@@ -73,10 +73,10 @@ def starts_table(report: Report) -> str:
                     continue
                 losses = [run["val"] for run in runs]
                 ends = [start * math.exp(run["mu"][0]) for run in runs]
-                share = _share(plain, losses, goal, start)
-                if share.endswith("%"):
-                    share += _share_error(report, task, start, runs)
-                cells += [_mean(losses), share, f"{float(np.median(ends)):.2g}"]
+                share = _share(plain, losses, goal)
+                error = "" if share is None else _share_error(report, task, start, runs)
+                recovered = "–" if start == 1.0 else f"{_percent(share)}{error}"
+                cells += [_mean(losses), recovered, f"{float(np.median(ends)):.2g}"]
             cells.append(verdict(report, task, start))
             rows.append(cells)
     found = [column for probe in probes for column in (names[probe], "recovered", "ends at")]
@@ -94,12 +94,11 @@ def verdict(report: Report, task: str, start: float) -> str:
     if start == 1.0:
         worse = float(np.mean(found) - np.mean(goal))
         return f"within one σ ({spread:.4f}): {'met' if worse <= spread else f'missed by {worse - spread:.4f}'}"
-    gap = float(np.mean(plain) - np.mean(goal))
-    if gap <= 0 or (start == 3.0 and gap <= 2 * spread):
+    gap, share = float(np.mean(plain) - np.mean(goal)), _share(plain, found, goal)
+    if share is None or (start == 3.0 and gap <= 2 * spread):
         worse = float(np.mean(found) - np.mean(plain))
-        size = "no gap" if gap <= 0 else "gap below 2 σ"
+        size = "no gap" if share is None else "gap below 2 σ"
         return f"{size}; not worse than plain by σ: {'met' if worse <= spread else 'missed'}"
-    share = (float(np.mean(plain)) - float(np.mean(found))) / gap
     size = f"; the gap is {gap / spread:.1f} σ" if spread else ""
     met = "met" if share >= BARS[start] else f"missed{size}"
     if start not in (1 / 30, 30.0):
@@ -137,7 +136,7 @@ def peers_table(report: Report) -> str:
                 if method in ("plain", "hdet"):
                     wanted |= {"kind": "start", "probe": True}
                 losses = report.losses(**wanted)
-                share = f" ({_share(plain, losses, goal, start)})" if losses and plain and start != 1.0 else ""
+                share = f" ({_percent(_share(plain, losses, goal))})" if losses and plain and start != 1.0 else ""
                 cells.append(f"{_mean(losses)}{share}" if losses else "same" if start != 1.0 else "–")
             rows.append(cells)
     return _table(["task", "method", "from best/10", "at the best", "from best×10"], rows)
@@ -160,7 +159,7 @@ def mixed_table(report: Report) -> str:
         stay = [name for name, factor in factors.items() if factor == 1.0]
         ends = [f"{name} by {_factor([run['mu'][run['groups'].index(name)] for run in runs])}" for name in stay]
         losses = [run["val"] for run in runs]
-        share = _share(plain, losses, best_losses(report, task), 0.1)
+        share = _percent(_share(plain, losses, best_losses(report, task)))
         rows.append([task, "; ".join(sides), "; ".join(ends), _mean(plain), _mean(losses), share])
     head = ["task", "moved to the right side", "started right, moved", "plain", "HDET", "recovered"]
     return _table(head, rows)
@@ -246,18 +245,20 @@ def _against_grid(report: Report, starts: Sequence[float], **wanted: object) -> 
         if not plain or not found:
             cells.append("–")
             continue
-        gap = float(np.mean(plain) - np.mean(grid[best]))
-        large = gap > 2 * _deviation(grid[best])
-        share = f"{float(np.mean(plain) - np.mean(found)) / gap:.0%}" if large else "no gap"
-        cells.append(f"{_mean(plain)} → {_mean(found)} ({share})")
+        large = float(np.mean(plain) - np.mean(grid[best])) > 2 * _deviation(grid[best])
+        share = _share(plain, found, grid[best]) if large else None
+        cells.append(f"{_mean(plain)} → {_mean(found)} ({_percent(share)})")
     return cells
 
 
-def _share(plain: Sequence[float], found: Sequence[float], goal: Sequence[float], start: float) -> str:
-    if start == 1.0:
-        return "–"
+def _share(plain: Sequence[float], found: Sequence[float], goal: Sequence[float]) -> float | None:
+    """Of the gap between plain losses and the goal; None where there is no gap."""
     gap = float(np.mean(plain) - np.mean(goal))
-    return f"{(float(np.mean(plain)) - float(np.mean(found))) / gap:.0%}" if gap > 0 else "no gap"
+    return (float(np.mean(plain)) - float(np.mean(found))) / gap if gap > 0 else None
+
+
+def _percent(share: float | None) -> str:
+    return "no gap" if share is None else f"{share:.0%}"
 
 
 def _share_error(report: Report, task: str, start: float, runs: Sequence[Record]) -> str:
