@@ -12,17 +12,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import command
 import pytest
+import run_report
+import suites
+import table
 
 from hdet_kernels.__main__ import main
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "bench"))  # last: some tests have the names of benchmarks
-
-import command  # noqa: E402
-import run_report  # noqa: E402
-import suites  # noqa: E402
-import table  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

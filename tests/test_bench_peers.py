@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import layout
+import peers
 import pytest
+import suites
 import torch
+import ways
 from torch import nn
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "bench"))  # last: some tests have the names of benchmarks
-
-import layout  # noqa: E402
-import peers  # noqa: E402
-import suites  # noqa: E402
-import ways  # noqa: E402
 
 DEVICES = ("cpu", "cuda")
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import compare
+import layout
+import plots
 import pytest
+import records
+import sections
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-sys.path.append(str(ROOT / "bench"))  # last: some tests have the names of benchmarks
 
-import compare  # noqa: E402
-import layout  # noqa: E402
-import plots  # noqa: E402
-import records  # noqa: E402
-import sections  # noqa: E402
 
 MACHINE = {"cpu": {"brand_raw": "a CPU"}, "machine": "x", "gpu": None, "torch": "2.11", "load before": 0.0}
 MACHINE |= {"command": "python -m pytest"}

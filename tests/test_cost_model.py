@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import cost_model as cm
 import pytest
-
-ROOT = Path(__file__).parents[1]
-
-
-sys.path.append(str(ROOT / "bench"))  # last: some tests have the names of benchmarks
-cm = importlib.import_module("cost_model")
 
 #: 1 ms a hop and 1 kB/ms.
 LINK = cm.Link("test", 1e-3, 1e6)
