@@ -162,6 +162,18 @@ class TestTables:
         # 0.75 and 0.55 of a gap of 1: the mean, and half of what they differ by.
         assert "| 65% ± 10% |" in tables.starts_table(replace(report, records=records))
 
+    def test_runs_are_compared_with_plain_ones_of_their_seeds(self) -> None:
+        """A seed that is easy, and that HDET was not run with, says nothing."""
+        report = scripted({0.1: (2.0, 1.25)})
+        easy = [_record("start", "plain", lr, 2, loss, factor=lr) for lr, loss in ((0.1, 1.0), (1.0, 0.9))]
+        table = tables.starts_table(replace(report, records=[*report.records, *easy]))
+        assert "| 75% ± 0% |" in table
+
+    def test_without_seeds_in_common_there_is_no_verdict(self) -> None:
+        report = scripted({0.1: (2.0, 1.25)})
+        records = [record for record in report.records if (record["method"] == "plain") == (record["seed"] == 0)]
+        assert tables.verdict(replace(report, records=records), "digits", 0.1) == "–"
+
     @pytest.mark.parametrize(
         ("start", "plain", "found", "said"),
         [
@@ -170,7 +182,8 @@ class TestTables:
             (3.0, 1.2, 1.25, "not worse than plain by σ: met"),
             (3.0, 1.2, 1.5, "not worse than plain by σ: missed"),
             (30.0, 3.0, 1.5, "70%, none diverged: met"),
-            (30.0, 3.0, 2.9, "none diverged: missed, 1 of 2 diverged"),
+            (30.0, 3.0, 2.9, "none diverged: missed, 2 of 2 diverged"),
+            (30.0, 3.0, math.nan, "none diverged: missed, 2 of 2 diverged"),
             (0.1, 0.9, 0.95, "no gap; not worse than plain by σ: met"),
         ],
     )
@@ -219,9 +232,39 @@ class TestSuite:
             assert all("spec" in job or job["kind"] == "scalar" for job in jobs)
             json.dumps(jobs)
 
+    def test_more_seeds_where_there_is_little_to_gain(self) -> None:
+        jobs = suite.jobs_after(suite.SIZES["full"], dict.fromkeys(("ratings", "language", "images"), 1.0))
+        starts = [job for job in jobs if job["kind"] == "start" and job["spec"].get("probe", True)]
+        for task in ("ratings", "images"):
+            for factor in suite.STARTS:
+                for method in ("hdet", "plain"):
+                    of = [j["spec"] for j in starts if j["task"] == task and j["factor"] == factor]
+                    seeds = sorted(spec["seed"] for spec in of if spec["method"] == method)
+                    many = task == "images" and factor in (1 / 3, 1.0, 3.0)
+                    assert seeds == list(range(192 if many else 10))
+
+    def test_parts(self) -> None:
+        """Only those that are asked for, in that order."""
+        size = replace(suite.SIZES["full"], parts=("mixed", "paper"))
+        kinds = [job["kind"] for job in suite.jobs_after(size, dict.fromkeys(size.tasks, 1.0))]
+        assert kinds == sorted(kinds)
+        assert set(kinds) == {"mixed", "paper"}
+
     def test_the_best_of_a_grid(self) -> None:
         records = [_record("grid", "plain", lr, seed, lr + 0.01 * seed) for lr in (3.0, 1.0, 2.0) for seed in (0, 1)]
         assert suite.best_rates(records) == {"digits": 1.0}
+
+    def test_what_had_no_time_left_is_not_waited_for(self) -> None:
+        """The queue of what nobody took is larger than what a pipe holds."""
+        code = (
+            "from bench.quality.pool import run_jobs\n"
+            "job = {'kind': 'start', 'task': 'digits', 'spec': {'note': 'x' * 1000}}\n"
+            "if __name__ == '__main__':\n"
+            "    assert run_jobs([job] * 1000, 'cpu', 1, seconds=0.1) == []\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "1000 of 1000 runs had no time left" in done.stderr
 
     def test_command_line(self) -> None:
         done = subprocess.run(

@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from .data import FOLDER, fetch, missing
 from .methods import PEERS
 from .pool import Job, run_jobs
 from .report import Report, write_report
-from .suite import SIZES, best_rates, grid_jobs, jobs_after
+from .suite import PARTS, SIZES, best_rates, grid_jobs, jobs_after
 from .tables import all_tables
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,6 +33,7 @@ def main() -> None:
     fetching.add_argument("tasks", nargs="*", default=["ratings", "language", "images"])
     running = commands.add_parser("run", help="run the suite, write a results file and print its tables")
     running.add_argument("--size", choices=sorted(SIZES), default="ci")
+    running.add_argument("--parts", nargs="+", choices=sorted(PARTS), help="only these, in this order; default: all")
     running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     running.add_argument("--workers", type=int, default=None, help="runs at a time; default: 2, on a GPU 14")
     running.add_argument("--seconds", type=float, default=float("inf"), help="leave out what takes longer")
@@ -55,6 +57,7 @@ def _read(path: Path) -> Report:
 
 def run(arguments: argparse.Namespace) -> None:
     size = SIZES[arguments.size]
+    size = replace(size, parts=tuple(arguments.parts or size.parts))
     absent = {task: why for task in size.tasks if (why := missing(task)) is not None and task != "language"}
     if absent:
         sys.exit(

@@ -50,6 +50,7 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
     for process in processes:
         process.terminate()
         process.join()
+    waiting.cancel_join_thread()  # what nobody took would be waited for at exit
     return records
 
 

@@ -70,7 +70,7 @@ SIZES = {
         ("starts", "paper", "mixed", "scalars", "schedules", "long", "peers"),
         ("temperature",),
         start_seeds=10,
-        near_seeds={"images": 64},  # where a start three times off costs half of what seeds differ by
+        near_seeds={"images": 192},  # where a start three times off costs half of what seeds differ by
     ),
 }
 
@@ -96,16 +96,7 @@ def best_rates(records: Iterable[Record]) -> dict[str, float]:
 
 def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
     """All other jobs, the most wanted first."""
-    parts: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
-        "starts": _starts,
-        "paper": _paper,
-        "mixed": _mixed,
-        "peers": _peers,
-        "schedules": _schedules,
-        "long": _long,
-        "scalars": _scalars,
-    }
-    return [job for part in size.parts for job in parts[part](size, best)]
+    return [job for part in size.parts for job in PARTS[part](size, best)]
 
 
 def _starts(size: Size, best: dict[str, float]) -> list[Job]:
@@ -203,6 +194,18 @@ def _scalars(size: Size, best: dict[str, float]) -> list[Job]:
             {**common, "value": v, "seed": seed, "explores": True} for seed in range(size.seeds) for v in scalar.starts
         ]
     return jobs
+
+
+#: What the jobs of each part are.
+PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
+    "starts": _starts,
+    "paper": _paper,
+    "mixed": _mixed,
+    "peers": _peers,
+    "schedules": _schedules,
+    "long": _long,
+    "scalars": _scalars,
+}
 
 
 def _groups(task: str) -> dict[str, float]:

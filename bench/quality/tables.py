@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .results import Report
 from .scalars import SCALARS
@@ -60,7 +62,6 @@ def starts_table(report: Report) -> str:
     probes = [probe for probe in names if select(report.records, kind="start", method="hdet", probe=probe)]
     rows = []
     for task in report.best:
-        goal = best_losses(report, task)
         for start in STARTS:
             plain = report.losses(kind="start", task=task, method="plain", factor=start)
             if not plain or not select(report.records, kind="start", task=task, method="hdet", factor=start):
@@ -73,9 +74,7 @@ def starts_table(report: Report) -> str:
                     continue
                 losses = [run["val"] for run in runs]
                 ends = [start * math.exp(run["mu"][0]) for run in runs]
-                share = _share(plain, losses, goal)
-                error = "" if share is None else _share_error(report, task, start, runs)
-                recovered = "–" if start == 1.0 else f"{_percent(share)}{error}"
+                recovered = "–" if start == 1.0 else _compared(report, task, start, runs).recovered
                 cells += [_mean(losses), recovered, f"{float(np.median(ends)):.2g}"]
             cells.append(verdict(report, task, start))
             rows.append(cells)
@@ -85,26 +84,23 @@ def starts_table(report: Report) -> str:
 
 def verdict(report: Report, task: str, start: float) -> str:
     """The bar for a start, and whether the runs with a probe met it."""
-    goal = best_losses(report, task)
-    plain = report.losses(kind="start", task=task, method="plain", factor=start)
-    found = report.losses(kind="start", task=task, method="hdet", factor=start, probe=True)
-    if not found:
+    runs = select(report.records, kind="start", task=task, method="hdet", factor=start, probe=True)
+    compared = _compared(report, task, start, runs)
+    if not len(compared.gaps):
         return "–"
-    spread = _deviation(goal)
+    spread = _deviation(best_losses(report, task))
+    gap, share, worse = compared.gap, compared.share, -float(np.mean(compared.gained))
     if start == 1.0:
-        worse = float(np.mean(found) - np.mean(goal))
         return f"within one σ ({spread:.4f}): {'met' if worse <= spread else f'missed by {worse - spread:.4f}'}"
-    gap, share = float(np.mean(plain) - np.mean(goal)), _share(plain, found, goal)
     if share is None or (start == 3.0 and gap <= 2 * spread):
-        worse = float(np.mean(found) - np.mean(plain))
         size = "no gap" if share is None else "gap below 2 σ"
         return f"{size}; not worse than plain by σ: {'met' if worse <= spread else 'missed'}"
     size = f"; the gap is {gap / spread:.1f} σ" if spread else ""
     met = "met" if share >= BARS[start] else f"missed{size}"
     if start not in (1 / 30, 30.0):
         return f"{BARS[start]:.0%}: {met}"
-    lost = sum(float(np.mean(plain)) - loss < DIVERGED * gap for loss in found)
-    return f"{BARS[start]:.0%}, none diverged: {f'missed, {lost} of {len(found)} diverged' if lost else met}"
+    lost = int((~(compared.gained >= DIVERGED * gap)).sum())  # also what is not a number
+    return f"{BARS[start]:.0%}, none diverged: {f'missed, {lost} of {len(runs)} diverged' if lost else met}"
 
 
 def best_losses(report: Report, task: str) -> list[float]:
@@ -261,19 +257,40 @@ def _percent(share: float | None) -> str:
     return "no gap" if share is None else f"{share:.0%}"
 
 
-def _share_error(report: Report, task: str, start: float, runs: Sequence[Record]) -> str:
-    """The standard error of a share, by the seeds that plain runs at the start and at the best have as well, as a seed
-    that is hard for one is hard for all. Nothing where those are too few to tell, or have no gap."""
+@dataclass(frozen=True)
+class _Compared:
+    """For each seed, what a run gained on the plain one from its start, and what the best plain one gained on that."""
+
+    gained: NDArray[np.float64]
+    gaps: NDArray[np.float64]
+
+    @property
+    def gap(self) -> float:
+        return float(self.gaps.mean()) if len(self.gaps) else 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Of the gap; None where there is none."""
+        return float(self.gained.mean()) / self.gap if self.gap > 0 else None
+
+    @property
+    def recovered(self) -> str:
+        """The share, with its standard error where seeds can tell."""
+        if self.share is None or len(self.gaps) < 2:
+            return _percent(self.share)
+        left = self.gained - self.share * self.gaps
+        return f"{self.share:.0%} ± {_deviation(left.tolist()) / math.sqrt(len(left)) / self.gap:.0%}"
+
+
+def _compared(report: Report, task: str, start: float, runs: Sequence[Record]) -> _Compared:
+    """By the seeds that runs and plain ones at the start and at the best have, as a seed that is hard for one is hard
+    for all."""
     goal = _best_by_seed(report, task)
     plain = {r["seed"]: r["val"] for r in select(report.records, kind="start", task=task, method="plain", factor=start)}
     found = {run["seed"]: run["val"] for run in runs}
     seeds = sorted(found.keys() & plain.keys() & goal.keys())
-    gained = np.array([plain[seed] - found[seed] for seed in seeds])
-    gap = np.array([plain[seed] - goal[seed] for seed in seeds])
-    if len(seeds) < 2 or gap.mean() <= 0:
-        return ""
-    left = gained - gained.mean() / gap.mean() * gap
-    return f" ± {_deviation(left) / math.sqrt(len(seeds)) / gap.mean():.0%}"
+    here = np.array([plain[seed] for seed in seeds])
+    return _Compared(here - [found[seed] for seed in seeds], here - [goal[seed] for seed in seeds])
 
 
 def _deviation(values: Sequence[float]) -> float:
