@@ -166,8 +166,9 @@ class TestTables:
         """A seed that is easy, and that HDET was not run with, says nothing."""
         report = scripted({0.1: (2.0, 1.25)})
         easy = [_record("start", "plain", lr, 2, loss, factor=lr) for lr, loss in ((0.1, 1.0), (1.0, 0.9))]
-        table = tables.starts_table(replace(report, records=[*report.records, *easy]))
-        assert "| 75% ± 0% |" in table
+        report = replace(report, records=[*report.records, *easy])
+        assert "| 75% ± 0% |" in tables.starts_table(report)
+        assert "(75%)" in tables.peers_table(report)
 
     def test_without_seeds_in_common_there_is_no_verdict(self) -> None:
         report = scripted({0.1: (2.0, 1.25)})

@@ -26,6 +26,7 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
     ``seconds`` is left out, and said."""
     context = mp.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()
+    waiting.cancel_join_thread()  # what nobody takes would be waited for at exit
     for job in jobs:
         waiting.put(job)
     processes = [
@@ -50,7 +51,6 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
     for process in processes:
         process.terminate()
         process.join()
-    waiting.cancel_join_thread()  # what nobody took would be waited for at exit
     return records
 
 

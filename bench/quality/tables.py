@@ -72,10 +72,9 @@ def starts_table(report: Report) -> str:
                 if not runs:
                     cells += ["–", "–", "–"]
                     continue
-                losses = [run["val"] for run in runs]
                 ends = [start * math.exp(run["mu"][0]) for run in runs]
-                recovered = "–" if start == 1.0 else _compared(report, task, start, runs).recovered
-                cells += [_mean(losses), recovered, f"{float(np.median(ends)):.2g}"]
+                recovered = "–" if start == 1.0 else _from_start(report, task, start, runs).recovered
+                cells += [_mean(_losses(runs)), recovered, f"{float(np.median(ends)):.2g}"]
             cells.append(verdict(report, task, start))
             rows.append(cells)
     found = [column for probe in probes for column in (names[probe], "recovered", "ends at")]
@@ -85,7 +84,7 @@ def starts_table(report: Report) -> str:
 def verdict(report: Report, task: str, start: float) -> str:
     """The bar for a start, and whether the runs with a probe met it."""
     runs = select(report.records, kind="start", task=task, method="hdet", factor=start, probe=True)
-    compared = _compared(report, task, start, runs)
+    compared = _from_start(report, task, start, runs)
     if not len(compared.gaps):
         return "–"
     spread = _deviation(best_losses(report, task))
@@ -100,20 +99,17 @@ def verdict(report: Report, task: str, start: float) -> str:
     if start not in (1 / 30, 30.0):
         return f"{BARS[start]:.0%}: {met}"
     lost = int((~(compared.gained >= DIVERGED * gap)).sum())  # also what is not a number
-    return f"{BARS[start]:.0%}, none diverged: {f'missed, {lost} of {len(runs)} diverged' if lost else met}"
+    return f"{BARS[start]:.0%}, none diverged: {f'missed, {lost} of {len(compared.gaps)} diverged' if lost else met}"
 
 
 def best_losses(report: Report, task: str) -> list[float]:
     """Validation losses of plain runs at the best learning rate, of all seeds."""
-    return list(_best_by_seed(report, task).values())
+    return list(_by_seed(_best_runs(report, task)).values())  # those of the grid are among those from starts
 
 
-def _best_by_seed(report: Report, task: str) -> dict[int, float]:
-    return {
-        run["seed"]: run["val"]
-        for run in select(report.records, task=task, method="plain", lr=report.best[task])
-        if run["kind"] in ("grid", "start")
-    }
+def _best_runs(report: Report, task: str) -> list[Record]:
+    runs = select(report.records, task=task, method="plain", lr=report.best[task])
+    return [run for run in runs if run["kind"] in ("grid", "start")]
 
 
 def peers_table(report: Report) -> str:
@@ -121,19 +117,18 @@ def peers_table(report: Report) -> str:
     methods = sorted({run["method"] for run in report.records if run["kind"] in ("peer", "sweep") and "val" in run})
     rows = []
     for task in report.best:
-        goal = best_losses(report, task)
         for method in ("plain", "hdet", *methods):
             if not select(report.records, task=task, method=method, factor=1.0):
                 continue
             cells = [task, "equal-compute sweep" if method == "sweep" else method]
             for start in (0.1, 1.0, 10.0):
-                plain = report.losses(kind="start", task=task, method="plain", factor=start)
                 wanted: dict[str, Any] = {"task": task, "method": method, "factor": start}
                 if method in ("plain", "hdet"):
                     wanted |= {"kind": "start", "probe": True}
-                losses = report.losses(**wanted)
-                share = f" ({_percent(_share(plain, losses, goal))})" if losses and plain and start != 1.0 else ""
-                cells.append(f"{_mean(losses)}{share}" if losses else "same" if start != 1.0 else "–")
+                runs = select(report.records, **wanted)
+                compared = _from_start(report, task, start, runs)
+                share = f" ({_percent(compared.share)})" if len(compared.gaps) and start != 1.0 else ""
+                cells.append(f"{_mean(_losses(runs))}{share}" if runs else "same" if start != 1.0 else "–")
             rows.append(cells)
     return _table(["task", "method", "from best/10", "at the best", "from best×10"], rows)
 
@@ -142,7 +137,7 @@ def mixed_table(report: Report) -> str:
     rows = []
     for task, factors in MIXED.items():
         runs = select(report.records, kind="mixed", task=task, method="hdet")
-        plain = report.losses(kind="mixed", task=task, method="plain")
+        plain = select(report.records, kind="mixed", task=task, method="plain")
         if not runs or not plain:
             continue
         sides = []
@@ -154,9 +149,8 @@ def mixed_table(report: Report) -> str:
             sides.append(f"{name} {_times(factor)}: {right} of {len(runs)}, by {_factor(moved)}")
         stay = [name for name, factor in factors.items() if factor == 1.0]
         ends = [f"{name} by {_factor([run['mu'][run['groups'].index(name)] for run in runs])}" for name in stay]
-        losses = [run["val"] for run in runs]
-        share = _percent(_share(plain, losses, best_losses(report, task)))
-        rows.append([task, "; ".join(sides), "; ".join(ends), _mean(plain), _mean(losses), share])
+        share = _percent(_compared(plain, runs, _best_runs(report, task)).share)
+        rows.append([task, "; ".join(sides), "; ".join(ends), _mean(_losses(plain)), _mean(_losses(runs)), share])
     head = ["task", "moved to the right side", "started right, moved", "plain", "HDET", "recovered"]
     return _table(head, rows)
 
@@ -232,25 +226,20 @@ def _against_grid(report: Report, starts: Sequence[float], **wanted: object) -> 
     rates = {run["lr"] for run in select(report.records, **wanted, method="plain")}
     if not rates:
         return []
-    grid = {lr: report.losses(**wanted, method="plain", lr=lr) for lr in rates}
-    best = min(grid, key=lambda lr: float(np.mean(grid[lr])))
-    cells = [f"{best:.1e}: {_mean(grid[best])}"]
+    grid = {lr: select(report.records, **wanted, method="plain", lr=lr) for lr in rates}
+    best = min(grid, key=lambda lr: float(np.mean(_losses(grid[lr]))))
+    goal = _losses(grid[best])
+    cells = [f"{best:.1e}: {_mean(goal)}"]
     for start in starts:
-        plain = report.losses(**wanted, method="plain", factor=start)
-        found = report.losses(**wanted, method="hdet", factor=start)
+        plain = select(report.records, **wanted, method="plain", factor=start)
+        found = select(report.records, **wanted, method="hdet", factor=start)
         if not plain or not found:
             cells.append("–")
             continue
-        large = float(np.mean(plain) - np.mean(grid[best])) > 2 * _deviation(grid[best])
-        share = _share(plain, found, grid[best]) if large else None
-        cells.append(f"{_mean(plain)} → {_mean(found)} ({_percent(share)})")
+        compared = _compared(plain, found, grid[best])
+        share = compared.share if compared.gap > 2 * _deviation(goal) else None
+        cells.append(f"{_mean(_losses(plain))} → {_mean(_losses(found))} ({_percent(share)})")
     return cells
-
-
-def _share(plain: Sequence[float], found: Sequence[float], goal: Sequence[float]) -> float | None:
-    """Of the gap between plain losses and the goal; None where there is no gap."""
-    gap = float(np.mean(plain) - np.mean(goal))
-    return (float(np.mean(plain)) - float(np.mean(found))) / gap if gap > 0 else None
 
 
 def _percent(share: float | None) -> str:
@@ -282,15 +271,26 @@ class _Compared:
         return f"{self.share:.0%} ± {_deviation(left.tolist()) / math.sqrt(len(left)) / self.gap:.0%}"
 
 
-def _compared(report: Report, task: str, start: float, runs: Sequence[Record]) -> _Compared:
-    """By the seeds that runs and plain ones at the start and at the best have, as a seed that is hard for one is hard
-    for all."""
-    goal = _best_by_seed(report, task)
-    plain = {r["seed"]: r["val"] for r in select(report.records, kind="start", task=task, method="plain", factor=start)}
-    found = {run["seed"]: run["val"] for run in runs}
-    seeds = sorted(found.keys() & plain.keys() & goal.keys())
-    here = np.array([plain[seed] for seed in seeds])
-    return _Compared(here - [found[seed] for seed in seeds], here - [goal[seed] for seed in seeds])
+def _compared(plain: Sequence[Record], found: Sequence[Record], goal: Sequence[Record]) -> _Compared:
+    """By the seeds that all of them have, as a seed that is hard for one is hard for all."""
+    here, there, best = _by_seed(plain), _by_seed(found), _by_seed(goal)
+    seeds = sorted(here.keys() & there.keys() & best.keys())
+    start = np.array([here[seed] for seed in seeds])
+    return _Compared(start - [there[seed] for seed in seeds], start - [best[seed] for seed in seeds])
+
+
+def _from_start(report: Report, task: str, start: float, runs: Sequence[Record]) -> _Compared:
+    """Runs from a start with plain ones there and at the best."""
+    plain = select(report.records, kind="start", task=task, method="plain", factor=start)
+    return _compared(plain, runs, _best_runs(report, task))
+
+
+def _by_seed(runs: Sequence[Record]) -> dict[int, float]:
+    return {run["seed"]: run["val"] for run in runs}
+
+
+def _losses(runs: Sequence[Record]) -> list[float]:
+    return [run["val"] for run in runs]
 
 
 def _deviation(values: Sequence[float]) -> float:
