@@ -2,7 +2,7 @@
 
 The learning rate that looks best over the next T steps falls as training goes on. In a run of S steps with cycles of
 1.25 % of it, a larger one looked better until the way that the parameters had gone, the sum of the learning rates of
-all steps and of one cycle more, was about 0.2·√S times the right peak, and a smaller one from then on: whatever the
+all steps and of one cycle more, was about 0.18·√S times the right peak, and a smaller one from then on: whatever the
 schedule and wherever it began (``docs/controller.md``). So every sync speaks for a right peak that is higher or lower
 than the way so far makes it.
 """
@@ -20,11 +20,11 @@ Array = NDArray[np.float64]
 
 #: The way at which a task turns, over the right peak and √S, where cycles are this share of the run; it grows with
 #: their length by about this power.
-WAY, USUAL, GROWTH = 0.2, 0.0125, 0.8
+WAY, USUAL, GROWTH = 0.18, 0.0125, 0.8
 
 #: In runs of more steps than these the way is longer by this power besides: prudence. The learning rate at which a task
 #: breaks is the same however long it is trained, and the right peak comes near it.
-LONG, LONGER = 2000, 0.3
+LONG, LONGER = 2000, 0.5
 
 #: How far off that may be, as a standard deviation of the logarithm: it differs from task to task, and not from sync to
 #: sync.
@@ -51,10 +51,11 @@ WHOLE = 0.0125
 #: for each that it is negative, with this standard deviation.
 AHEAD, BEHIND, BLUR = 3.0, 1.0, 0.5
 
-#: From this elasticity on the turn is so far ahead at least. Above the second one gains grow faster than the learning
-#: rate, as where a plateau is left: that says nothing. Below the third, noise is all there is, and only signs count.
+#: From this elasticity on the turn is so far ahead at least; from the other down, as far behind as that says at least:
+#: where next to nothing is gained its size is noise. Above the last, gains grow faster than the learning rate, as where
+#: a plateau is left: that says nothing.
 FAR, AT_LEAST = 0.6, 1.5
-FASTER, NOISE = 1.25, -0.5
+PAST, FASTER = -0.75, 1.25
 
 #: log θ, the right peak over the one given.
 GRID: Array = np.linspace(-6.0, 6.0, 241)
@@ -107,7 +108,7 @@ def updated(
     if elasticity is not None and elasticity > FASTER:
         return list(logs)
     before = np.asarray(logs) if len(logs) else np.zeros(len(GRID))
-    if elasticity is None or elasticity < NOISE:
+    if elasticity is None:
         too_high = 1 / (1 + np.exp(np.clip((GRID - turn) / JITTER, -50, 50)))
         likely = 0.5 + said * (too_high - 0.5)
     else:
@@ -120,6 +121,8 @@ def _around_turn(turn: float, elasticity: float) -> Array:
     """How likely what a cycle gained is, over the most likely, for each point of ``GRID``."""
     if elasticity >= FAR:
         off = np.minimum(GRID - turn - AT_LEAST, 0.0)
+    elif elasticity <= PAST:
+        off = np.maximum(GRID - turn - BEHIND * PAST, 0.0)
     else:
         off = GRID - turn - (AHEAD if elasticity > 0 else BEHIND) * elasticity
     found: Array = np.exp(-0.5 * (np.clip(off, -50, 50) / BLUR) ** 2)

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from . import belief
+from .brink import Brink
 from .ceiling import over_peak
 from .controller import EDGE, Array, Observation, Run, State, check_positive
 from .regression import (
@@ -23,7 +24,6 @@ from .regression import (
     unexplained,
 )
 from .slopes import LARGEST_MOVE, TRUSTED, Flags, SlopeController, countable, noise_gate
-from .stall import Stall
 
 #: What μ of a learning rate rises by at most in each percent of the run after a smaller one was better once, and so is
 #: near the turn; and what counts as having been better.
@@ -40,6 +40,9 @@ CONSISTENT = 0.5
 
 #: The mean square of the significances of a learning rate's slopes from which on they are heard: noise has 1.
 DEMAND = 1.5
+
+#: From which share of its part of the run on a learning rate may be held where it is near what breaks training.
+WATCHED_FROM = 0.25
 
 #: Shares of the first cycle at which learning rates are looked at besides.
 EARLY = (1 / 8, 1 / 4, 1 / 2)
@@ -104,7 +107,7 @@ class RegressionController(SlopeController):
 
     def start(self, count: int, run: Run | None = None) -> State:
         heard = {"belief": [[] for _ in range(count)], "way": [None] * count, "opposed": [False] * count}
-        seen = {"signs": [0.0] * count, "noise": [0.0, 0], "level": None, "stall": None}
+        seen = {"signs": [0.0] * count, "noise": [0.0, 0], "level": None, "brink": None}
         return {**super().start(count, run), **heard, **seen}
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
@@ -124,19 +127,20 @@ class RegressionController(SlopeController):
         rates = [index for index, peak in enumerate(run.peaks) if peak is not None]
         # What a cycle gained is the work of all learning rates, and of an explosion only the sign of a slope is known.
         tells_how_far = len(rates) == 1 and not explodes(seen.losses)
-        stall, entries = state["stall"], {name: list(state[name]) for name in ("belief", "way", "opposed")}
+        brink, entries = state["brink"], {name: list(state[name]) for name in ("belief", "way", "opposed")}
         entries["mu"] = list(moved["mu"])
         for index in rates:
             was = {name: state[name][index] for name in entries}
             said = belief.heard(slopes[index], sure[index], gate[index]) if explored[index] else None
             elasticity = _elasticity(slopes[index], sure[index], gain) if tells_how_far else None
             if tells_how_far and run.probed and said is not None and level is not None:
-                stall = _watched(run, seen, index, stall, level, said)
-            highest = math.inf if stall is None else Stall.of(stall).highest
+                found = {"level": level, "slope": float(slopes[index]), "said": said}
+                brink = self._watched(run, seen, brink, **found, value=over_peak(run, seen, index))
+            highest = math.inf if brink is None else Brink.of(brink).highest
             for name, entry in self._learned(run, seen, index, was, said, elasticity, highest).items():
                 entries[name][index] = entry
         level = before if level is None else level
-        return {**moved, **entries, "signs": signs.tolist(), "noise": known, "level": level, "stall": stall}
+        return {**moved, **entries, "signs": signs.tolist(), "noise": known, "level": level, "brink": brink}
 
     def _learned(
         self,
@@ -163,6 +167,15 @@ class RegressionController(SlopeController):
         rise = min(100 * LATER_MOVE * run.sync_every / total, LARGEST_MOVE) if opposed else LARGEST_MOVE
         mu = self._towards(min(belief.chosen(believed), math.log(highest)), was["mu"], rise)
         return {"mu": mu, "belief": believed, "way": gone, "opposed": opposed}
+
+    def _watched(self, run: Run, seen: Observation, brink: State | None, **found: float) -> State:
+        """What is known of how near a learning rate is to what breaks training, after what was found. The syncs of the
+        first cycle say only where it began."""
+        known = Brink(found["level"]) if brink is None else Brink.of(brink)
+        if seen.step < run.sync_every:
+            return known.state_dict()
+        early = seen.step < WATCHED_FROM * self.rates_window(run)[1] - EDGE
+        return known.after(**found, early=early).state_dict()
 
     def _jointly(self, seen: Observation, logs: Array) -> tuple[Array, Array, Flags]:
         """The slopes, how many errors each is from 0 (NaN where that cannot be told), and which there are: of all
@@ -198,14 +211,6 @@ class RegressionController(SlopeController):
 
 def _moves_rates(run: Run) -> bool:
     return any(peak is not None for peak in run.peaks)
-
-
-def _watched(run: Run, seen: Observation, index: int, stall: State | None, level: float, said: float) -> State:
-    """What is known of whether training stands still. The syncs of the first cycle say only where it began."""
-    known = Stall(level) if stall is None else Stall.of(stall)
-    if seen.step < run.sync_every:
-        return known.state_dict()
-    return known.after(level, said, over_peak(run, seen, index)).state_dict()
 
 
 def _consistency(slopes: Array, signs: Array, looks: Array) -> Array:

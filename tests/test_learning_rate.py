@@ -38,6 +38,10 @@ TOTAL, T, N = 2000, 25, 8
 REGRESSION = RegressionController()
 
 
+#: What a cycle gains over what the one before did: training slows down, and with what is gained what could be lost.
+SLOWER = 0.93
+
+
 def one_cycle(share: float) -> float:
     """OneCycleLR over its peak, at a share of the run."""
     if share < 0.3:
@@ -109,7 +113,8 @@ class Scripted:
         rho = fan(count, step // self.sync_every, self.seed)
         if self.run.in_pairs:
             rho = pairs(N, [(0.3, "linear")] * count, seed=self.seed, look=look)
-        losses = change(self.losses(self.past(base, step)[:, None] + np.log(rho)) - look, rho)
+        losses = self.losses(self.past(base, step)[:, None] + np.log(rho))
+        losses = change(SLOWER**look * losses - (1 - SLOWER**look) / (1 - SLOWER), rho)
         self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))
 
     @property
@@ -133,8 +138,7 @@ class Scripted:
 
 
 class Steep(Scripted):
-    """Slopes that grow with e^z above the turn and are those of a bowl below: how bad what is too high is says
-    nothing."""
+    """Slopes that grow with e^z above the turn and are those of a bowl below."""
 
     def losses(self, past: Array) -> Array:
         found: Array = np.where(past > 0, np.expm1(past) - past, bowl(past)).sum(axis=0)
@@ -158,21 +162,21 @@ def between(ended: float, measured: tuple[float, float]) -> bool:
 
 #: Where a start ended, over the best: lowest and highest of all shapes and 20 seeds; with steep slopes; with a probe
 #: that has noise; and without a probe, at twice the interval.
-ENDED = {1 / 30: (0.55, 0.56), 1 / 10: (0.56, 0.61), 1 / 3: (0.62, 0.63), 1.0: (0.82, 0.84), 3.0: (0.96, 0.97),
-         10.0: (0.81, 0.81), 30.0: (0.80, 0.81)}  # fmt: skip
-ENDED_STEEP = {1 / 30: (0.54, 0.56), 1 / 10: (0.55, 0.56), 1 / 3: (0.62, 0.63), 1.0: (0.82, 0.84), 3.0: (0.90, 0.97),
-               10.0: (0.78, 0.81), 30.0: (0.74, 0.76)}  # fmt: skip
-ENDED_NOISY = {1 / 30: (0.43, 0.52), 1 / 10: (0.46, 0.55), 1 / 3: (0.61, 0.66), 1.0: (0.74, 0.82), 3.0: (0.81, 0.93),
-               10.0: (0.84, 1.02), 30.0: (0.78, 1.01)}  # fmt: skip
-ENDED_UNPROBED = {1 / 30: (0.42, 0.55), 1 / 10: (0.46, 0.51), 1 / 3: (0.53, 0.55), 1.0: (0.53, 0.54),
-                  3.0: (0.12, 0.61), 10.0: (0.18, 0.61), 30.0: (0.55, 0.55)}  # fmt: skip
+ENDED = {1 / 30: (0.44, 0.55), 1 / 10: (0.53, 0.58), 1 / 3: (0.61, 0.63), 1.0: (0.83, 0.84), 3.0: (0.94, 0.97),
+         10.0: (0.78, 0.81), 30.0: (0.80, 0.82)}  # fmt: skip
+ENDED_STEEP = {1 / 30: (0.44, 0.49), 1 / 10: (0.52, 0.53), 1 / 3: (0.33, 0.60), 1.0: (0.30, 0.48), 3.0: (0.34, 0.46),
+               10.0: (0.29, 0.46), 30.0: (0.55, 0.75)}  # fmt: skip
+ENDED_NOISY = {1 / 30: (0.38, 0.50), 1 / 10: (0.49, 0.56), 1 / 3: (0.55, 0.62), 1.0: (0.73, 0.80), 3.0: (0.83, 0.98),
+               10.0: (0.96, 1.10), 30.0: (1.02, 1.05)}  # fmt: skip
+ENDED_UNPROBED = {1 / 30: (0.50, 0.66), 1 / 10: (0.54, 0.60), 1 / 3: (0.60, 0.62), 1.0: (0.59, 0.61),
+                  3.0: (0.49, 0.62), 10.0: (0.35, 0.69), 30.0: (0.55, 0.55)}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: int) -> None:
-    """At 0.55 to 0.97 of the best: prudently below it."""
+    """At 0.44 to 0.97 of the best: prudently below it."""
     run = Scripted([start], shape, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
@@ -182,18 +186,16 @@ def test_moves_towards_the_best_learning_rate(start: float, shape: str, seed: in
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_steep_slopes_end_where_others_do(start: float, shape: str, seed: int) -> None:
-    """How steep they are above the turn says nothing."""
-    run = Steep([start], shape, seed=seed).finish()
-    (ended,) = run.over_best
-    assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
+def test_steep_slopes_end_lower(start: float, shape: str, seed: int) -> None:
+    """They cost what was gained, and hold the peak near the brink."""
+    (ended,) = Steep([start], shape, seed=seed).finish().over_best
     assert between(ended, ENDED_STEEP[start])
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_a_probe_with_noise_ends_about_where_others_do(start: float, seed: int) -> None:
-    """Which replicas that are equal show: nothing is sure of the first syncs. At 0.43 to 1.02 of the best."""
+    """Which replicas that are equal show: nothing is sure of the first syncs. At 0.38 to 1.10 of the best."""
     run = Scripted([start], noise=0.01, seed=seed).finish()
     (ended,) = run.over_best
     assert to_the_right_side(run), f"from {start:.3g} to {ended:.3g}"
@@ -204,7 +206,7 @@ def test_a_probe_with_noise_ends_about_where_others_do(start: float, seed: int) 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_ends_lower_without_a_probe(start: float, shape: str, seed: int) -> None:
-    """Nothing is asked before the first cycle ends, and nothing says how far the turn is: at 0.12 to 0.61."""
+    """Nothing is asked before the first cycle ends, and nothing says how far the turn is: at 0.35 to 0.69."""
     run = Scripted([start], shape, seed=seed, sync_every=2 * T, probed=False).finish()
     (ended,) = run.over_best
     assert run.run.early == ()
@@ -227,10 +229,10 @@ def typical(values: Array) -> float:
 @pytest.mark.parametrize(
     ("shape", "lowest", "mean", "highest"),
     [
-        ("onecycle", 0.50, 0.73, 0.98),
-        ("cosine", 0.52, 0.74, 0.98),
-        ("constant", 0.54, 0.74, 0.98),
-        ("half", 0.52, 0.74, 0.98),
+        ("onecycle", 0.44, 0.71, 0.96),
+        ("cosine", 0.44, 0.72, 0.97),
+        ("constant", 0.51, 0.73, 0.97),
+        ("half", 0.44, 0.72, 0.97),
     ],
 )
 def test_where_all_starts_end(shape: str, lowest: float, mean: float, highest: float) -> None:
@@ -259,7 +261,7 @@ def test_cycles_four_times_as_short_end_about_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("sync_every", "lowest", "mean", "highest"),
-    [(5, 0.68, 0.82, 0.98), (12, 0.63, 0.80, 0.97), (50, 0.37, 0.70, 0.97), (100, 0.21, 0.64, 0.99)],
+    [(5, 0.65, 0.82, 1.01), (12, 0.56, 0.77, 0.99), (50, 0.37, 0.64, 0.90), (100, 0.23, 0.62, 1.03)],
     ids=["a fifth of the usual interval", "half", "twice", "four times"],
 )
 def test_moves_at_other_intervals(sync_every: int, lowest: float, mean: float, highest: float) -> None:
@@ -351,7 +353,7 @@ def test_rises_in_steps_and_falls_at_once() -> None:
     moves = rising_then_falling(REGRESSION)
     assert moves[1:5] == pytest.approx([LARGEST_MOVE] * 4, rel=1e-9)
     assert max(moves) <= LARGEST_MOVE + 1e-9
-    assert min(moves) == pytest.approx(-5.0, abs=0.1)
+    assert min(moves) == pytest.approx(-5.6, abs=0.1)
 
 
 @pytest.mark.parametrize("sync_every", [25, 50])
@@ -359,7 +361,7 @@ def test_rises_less_after_a_smaller_one_was_better(sync_every: int) -> None:
     """Two syncs surely up, one surely down, and up again, far above: by 0.2 in each percent of the run."""
     run, moves = Run(TOTAL, sync_every, 0.3, (None,), (1.0,), probed=False), []
     state = REGRESSION.start(1)
-    for look, (sign, value) in enumerate([(-1, 30.0), (-1, 30.0), (1, 30.0), (-1, 900.0), (-1, 900.0)]):
+    for look, (sign, value) in enumerate([(-1, 9.0), (-1, 9.0), (1, 9.0), (-1, 900.0), (-1, 900.0)]):
         rho, before = fan(1, look), state["mu"][0]
         seen = Observation(sign * np.log(rho[0]), rho, np.array([value]), (look + 1) * sync_every)
         state = REGRESSION.update(run, state, seen)
@@ -404,7 +406,7 @@ def test_where_nothing_was_gained_nothing_says_how_far(gain: float) -> None:
         seen = Observation(losses, rho, np.array([30.0]), (cycle + 1) * T)
         unprobed = REGRESSION.update(dataclasses.replace(run, probed=False), state, seen)
         state = REGRESSION.update(run, state, seen)
-    assert state | {"stall": None} == unprobed | {"stall": None}  # only a probe tells whether training stands still
+    assert state | {"brink": None} == unprobed | {"brink": None}  # only a probe tells how near what breaks is
     assert state["level"] == pytest.approx(0.0 if math.isnan(gain) else -gain, abs=0.1)
 
 
@@ -458,9 +460,9 @@ def noise(
 def test_noise_moves_an_ordinary_run_little(
     n: int, probed: bool, mean: float, aside: float, worst: float, shape: str
 ) -> None:
-    """Over 200 runs |μ| was 0.15, 0.02 and 0.03 in the mean with 4, 8 and 16 replicas and a probe that is nothing but
+    """Over 200 runs |μ| was 0.14, 0.02 and 0.03 in the mean with 4, 8 and 16 replicas and a probe that is nothing but
     noise, and 0.10, 0.22 and 0.30 by training losses; down a little more often than up. In the worst moment of the
-    worst run 2.7, 1.2 and 1.4, and 1.9, 3.2 and 3.4. Two and three replicas have no errors to go by: 0.2 in the
+    worst run 2.7, 1.1 and 1.3, and 1.9, 2.9 and 3.3. Two and three replicas have no errors to go by: 0.2 in the
     mean. From four on half of those runs are made here."""
     every, runs = T if probed else 2 * T, 200 if n < 4 else 100
     found = [noise(TOTAL, every, 1.0, seed, n=n, shape=shape, probed=probed) for seed in range(runs)]
@@ -540,8 +542,8 @@ def with_bad_losses(start: float, bad: float, at: Callable[[int], bool]) -> Scri
 @pytest.mark.parametrize("at", [50, 100, 150, 250])
 @pytest.mark.parametrize("start", [0.1, 1.0, 10.0])
 def test_a_replica_that_explodes_does_not_raise_it(start: float, at: int, bad: float) -> None:
-    """Where μ would rise it rises less or falls. Where it would fall it falls, but less (by 0.24 at most): it is less
-    sure. How bad a finite loss is says nothing."""
+    """Where μ would rise it rises less or falls. Where it would fall it falls, but less (by 0.24 at most, but for falls
+    from near the brink): it is less sure. How bad a finite loss is says nothing."""
     plain, exploded, ordinary = (Scripted([start]) for _ in range(3))
     for step in range(T, at, T):
         for run in (plain, exploded, ordinary):
@@ -553,7 +555,8 @@ def test_a_replica_that_explodes_does_not_raise_it(start: float, at: int, bad: f
     if plain.mu[0] > before:
         assert exploded.mu[0] < plain.mu[0]
     else:
-        assert exploded.mu[0] <= min(before, plain.mu[0] + 0.3)
+        assert exploded.mu[0] <= before
+        assert exploded.mu[0] <= plain.mu[0] + 0.3 or plain.state["brink"]["value"] is not None
     assert exploded.state == ordinary.state or not math.isfinite(bad)
 
 
