@@ -17,9 +17,6 @@ from .tasks import TASKS
 #: Where runs start, as factors of the best plain learning rate.
 STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)
 
-#: Those from which there may be next to nothing to gain.
-NEAR = (1 / 3, 1.0, 3.0)
-
 #: How many times longer long runs are, where they start, and at which learning rates plain ones are compared besides:
 #: factors of the best one for a run of the usual length.
 LONGER = 3
@@ -49,17 +46,15 @@ PAPER = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much of the suite: tasks, seeds, parts, scalars; seeds from each start, and by task from near ones."""
+    """How much of the suite: tasks, seeds, parts, scalars; seeds from each start, and by task and start where that is
+    too few."""
 
     tasks: tuple[str, ...]
     seeds: int
     parts: tuple[str, ...]
     scalars: tuple[str, ...]
     start_seeds: int
-    near_seeds: dict[str, int] = field(default_factory=dict)
-
-    def seeds_from(self, task: str, start: float) -> int:
-        return self.near_seeds.get(task, self.start_seeds) if start in NEAR else self.start_seeds
+    more_seeds: dict[str, dict[float, int]] = field(default_factory=dict)
 
 
 SIZES = {
@@ -67,10 +62,11 @@ SIZES = {
     "full": Size(
         ("ratings", "language", "images"),
         5,
-        ("starts", "paper", "mixed", "scalars", "schedules", "long", "peers"),
+        ("starts", "paper", "mixed", "scalars", "schedules", "long", "peers", "seeds"),
         ("temperature",),
         start_seeds=10,
-        near_seeds={"images": 192},  # where a start three times off costs half of what seeds differ by
+        # A start three times off costs less there than what seeds differ by.
+        more_seeds={"images": {1 / 3: 640, 1.0: 192, 3.0: 192}},
     ),
 }
 
@@ -101,17 +97,34 @@ def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
 
 def _starts(size: Size, best: dict[str, float]) -> list[Job]:
     jobs = []
-    for seed in range(max(size.start_seeds, *size.near_seeds.values(), 0)):
+    for seed in range(size.start_seeds):
         for factor in STARTS:
             for task in size.tasks:
-                if seed >= size.seeds_from(task, factor):
-                    continue
-                lr = best[task] * factor
-                jobs.append(_job("start", Spec(task, "hdet", lr, seed), factor=factor))
-                jobs.append(_job("start", Spec(task, "plain", lr, seed), factor=factor))
+                jobs += _from_start(task, best[task], factor, seed)
                 if seed < 3:
-                    jobs.append(_job("start", Spec(task, "hdet", lr, seed, probe=False), factor=factor))
+                    spec = Spec(task, "hdet", best[task] * factor, seed, probe=False)
+                    jobs.append(_job("start", spec, factor=factor))
     return jobs
+
+
+def _seeds(size: Size, best: dict[str, float]) -> list[Job]:
+    """More seeds where a few cannot tell, and for each of them plain training at the best, with which all are
+    compared."""
+    jobs = []
+    for task, seeds in size.more_seeds.items():
+        for seed in range(size.start_seeds, max(seeds.values())):
+            for factor, count in seeds.items():
+                if seed < count:
+                    jobs += _from_start(task, best[task], factor, seed)
+                elif factor == 1.0:
+                    jobs += _from_start(task, best[task], factor, seed, ("plain",))
+    return jobs
+
+
+def _from_start(
+    task: str, best: float, factor: float, seed: int, methods: Sequence[str] = ("hdet", "plain")
+) -> list[Job]:
+    return [_job("start", Spec(task, method, best * factor, seed), factor=factor) for method in methods]
 
 
 def _paper(size: Size, best: dict[str, float]) -> list[Job]:
@@ -205,6 +218,7 @@ PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
     "schedules": _schedules,
     "long": _long,
     "scalars": _scalars,
+    "seeds": _seeds,
 }
 
 

@@ -63,10 +63,14 @@ def starts_table(report: Report) -> str:
     rows = []
     for task in report.best:
         for start in STARTS:
-            plain = report.losses(kind="start", task=task, method="plain", factor=start)
-            if not plain or not select(report.records, kind="start", task=task, method="hdet", factor=start):
+            seeds = {
+                run["seed"] for run in select(report.records, kind="start", task=task, method="hdet", factor=start)
+            }
+            plain = select(report.records, kind="start", task=task, method="plain", factor=start)
+            plain = [run for run in plain if run["seed"] in seeds]
+            if not plain:
                 continue
-            cells = [task, _times(start), f"{len(plain)}", _mean(plain)]
+            cells = [task, _times(start), f"{len(plain)}", _mean(_losses(plain))]
             for probe in probes:
                 runs = select(report.records, kind="start", task=task, method="hdet", factor=start, probe=probe)
                 if not runs:
