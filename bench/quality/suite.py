@@ -58,7 +58,7 @@ class Size:
 
 
 SIZES = {
-    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay"), 3),
+    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay"), 10),
     "full": Size(
         ("ratings", "language", "images"),
         5,
