@@ -32,7 +32,7 @@ quality: $(VENV)/.quality
 	$(BIN)/python -m bench.quality run $(QUALITY_ARGS)
 
 $(VENV)/.quality: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[quality]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[quality]'
 	@touch $@
 
 setup: $(READY)
@@ -42,8 +42,8 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hdet_kernels needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version): make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy 'setuptools>=77' ninja
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch numpy 'setuptools>=77' ninja
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $(READY)
 
 clean:

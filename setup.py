@@ -19,6 +19,7 @@ DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 # A product and a sum are rounded each, never contracted into one operation: which ones are would be the compiler's
 # choice, kernel by kernel, and show in the results. So a rule gives the same bits however numbers are stored.
 CXX_FLAGS = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden"]
+CXX_FLAGS += ["-g0"]  # Python was built with symbols, and gives its flags to extensions: ten times the size
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-DUSE_CUDA"]
 
 
