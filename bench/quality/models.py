@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -117,3 +119,36 @@ class DigitsModel(nn.Module):
             hidden = hidden * keep
         logits: Tensor = self.head(F.relu(self.second(hidden)))
         return logits
+
+
+class FlightsModel(nn.Module):
+    """Categories [batch, fields] and numbers [batch, numbers] → one value each: embeddings and a network of tanh."""
+
+    def __init__(self, sizes: list[int], numbers: int, width: int = 16, hidden: int = 128) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(size, width) for size in sizes)
+        self.network = nn.Sequential(
+            nn.Linear(width * len(sizes) + numbers, hidden), nn.Tanh(),
+            nn.Linear(hidden, hidden), nn.Tanh(),
+            nn.Linear(hidden, 1),
+        )  # fmt: skip
+
+    def forward(self, categories: Tensor, numbers: Tensor) -> Tensor:
+        embedded = [table(categories[:, i]) for i, table in enumerate(self.tables)]
+        values: Tensor = self.network(torch.cat([*embedded, numbers], 1))
+        return values[:, 0]
+
+
+class Autoencoder(nn.Module):
+    """Images [batch, 1, 28, 28] → the same through sixteen numbers."""
+
+    def __init__(self, widths: tuple[int, ...] = (784, 256, 64, 16, 64, 256, 784)) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after), nn.SiLU()]
+        self.network = nn.Sequential(*layers[:-1])
+
+    def forward(self, images: Tensor) -> Tensor:
+        shown: Tensor = self.network(images.flatten(1))
+        return shown.view_as(images)

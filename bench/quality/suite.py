@@ -68,6 +68,8 @@ SIZES = {
         # A start three times off costs less there than what seeds differ by.
         more_seeds={"images": {1 / 3: 640, 1.0: 192, 3.0: 192}},
     ),
+    # Nothing was tuned on these; whatever is, belongs among those of "full".
+    "unseen": Size(("flights", "reconstruction"), 3, ("starts", "schedules", "long"), (), start_seeds=10),
 }
 
 

@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from .data import FOLDER, load, missing
-from .models import ByteModel, DigitsModel, ImageModel, RatingsModel
+from .models import Autoencoder, ByteModel, DigitsModel, FlightsModel, ImageModel, RatingsModel
 
 Batch = tuple[Tensor, ...]
 
 
 class Task(Protocol):
     """``steps`` optimizer steps on ``batch`` examples for each replica; the best plain learning rate is within a few
-    powers of two of ``lr``."""
+    powers of two of ``lr``. ``data`` is the name of what it loads."""
 
     name: ClassVar[str]
+    data: ClassVar[str]
     title: ClassVar[str]
     steps: ClassVar[int]
     batch: ClassVar[int]
@@ -67,6 +68,12 @@ class _Arrays:
 
     probes = 2048
 
+    @staticmethod
+    def group(name: str) -> str:
+        if name.startswith("tables"):
+            return "embedding"
+        return _no_decay(name) or ("transformer" if name.startswith("block") else "dense")
+
 
 class _Classes(_Arrays):
     """Inputs and the number of the class of each."""
@@ -76,22 +83,19 @@ class _Classes(_Arrays):
         inputs, classes = batch
         return F.cross_entropy(model(inputs), classes)
 
-    @staticmethod
-    def group(name: str) -> str:
-        return _no_decay(name) or "dense"
-
 
 class Ratings(_Arrays):
     """MovieLens-1M, about one pass; one rating in ten is held out, half of those for the probe and half to validate."""
 
     name: ClassVar[str] = "ratings"
+    data: ClassVar[str] = "ratings"
     title: ClassVar[str] = "MovieLens-1M, DLRM with three heads"
     steps: ClassVar[int] = 1600
     batch: ClassVar[int] = 64
     lr: ClassVar[float] = 4e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
-        found = load("ratings", folder)
+        found = load(self.data, folder)
         order = np.random.default_rng(0).permutation(len(found["user"]))
         user, film = found["user"][order].astype(np.int64), found["film"][order].astype(np.int64)
         categories = np.stack([user, film, *(found[key][user] for key in ("gender", "age", "occupation", "region"))], 1)
@@ -119,18 +123,13 @@ class Ratings(_Arrays):
         loved = F.binary_cross_entropy_with_logits(logits[:, 1], (stars == 5).float())
         return (liked + loved + F.cross_entropy(logits[:, 2:], stars - 1)) / 3
 
-    @staticmethod
-    def group(name: str) -> str:
-        if name.startswith("tables"):
-            return "embedding"
-        return _no_decay(name) or ("transformer" if name.startswith("block") else "dense")
-
 
 class Language:
     """The next byte of English documentation or, without it, of the standard library's source; whole files are held
     out."""
 
     name: ClassVar[str] = "language"
+    data: ClassVar[str] = "language"
     title: ClassVar[str] = "documentation of Linux 6.1, byte-level transformer"
     steps: ClassVar[int] = 1600
     batch: ClassVar[int] = 8
@@ -139,7 +138,7 @@ class Language:
     probes, validations = 64, 512
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
-        found = load("language" if missing("language", folder) is None else "source", folder)
+        found = load(self.data if missing(self.data, folder) is None else "source", folder)
         self.train = torch.tensor(found["train"], device=device)
         self.unseen = torch.tensor(found["held_out"], device=device)
 
@@ -181,13 +180,14 @@ class Images(_Classes):
     """Fashion-MNIST, five passes; the test images are held out."""
 
     name: ClassVar[str] = "images"
+    data: ClassVar[str] = "images"
     title: ClassVar[str] = "Fashion-MNIST, convolutional network"
     steps: ClassVar[int] = 1200
     batch: ClassVar[int] = 32
     lr: ClassVar[float] = 4e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
-        found = load("images", folder)
+        found = load(self.data, folder)
         self.train = _images(found["train_images"], found["train_classes"], device)
         self.unseen = _images(found["held_out_images"], found["held_out_classes"], device)
 
@@ -199,13 +199,14 @@ class Digits(_Classes):
     """scikit-learn's 1797 digits of 8×8 pixels; two in five are held out, half of those for the probe."""
 
     name: ClassVar[str] = "digits"
+    data: ClassVar[str] = "digits"
     title: ClassVar[str] = "scikit-learn's digits, MLP"
     steps: ClassVar[int] = 300
     batch: ClassVar[int] = 16
     lr: ClassVar[float] = 4e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
-        found = load("digits", folder)
+        found = load(self.data, folder)
         pixels, classes = torch.tensor(found["pixels"] / 16), torch.tensor(found["classes"])
         unseen = torch.arange(len(classes)) % 5 < 2
         self.train = (pixels[~unseen].to(device), classes[~unseen].to(device))
@@ -232,7 +233,66 @@ class FewDigits(Digits):
         return tuple(part[rows] for part in self.train)
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Ratings, Language, Images, Digits, FewDigits)}
+class Flights(_Arrays):
+    """By how much flights from New York are late, from the delay at departure, the plan and the day; about one pass.
+    One flight in ten is held out, half of those for the probe."""
+
+    name: ClassVar[str] = "flights"
+    data: ClassVar[str] = "flights"
+    title: ClassVar[str] = "delays of flights from New York, MLP, squared error"
+    steps: ClassVar[int] = 1200
+    batch: ClassVar[int] = 32
+    lr: ClassVar[float] = 1.6e-2
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        found = load(self.data, folder)
+        order = np.random.default_rng(0).permutation(len(found["day"]))
+        found = {key: array[order] for key, array in found.items()}
+        fields = ("day", "hour", "origin", "carrier", "dest")
+        self.sizes = [int(found[key].max()) + 1 for key in fields]
+        categories = np.stack([found[key] for key in fields], 1).astype(np.int64)
+        numbers = _standard(np.stack([found[key] for key in ("dep_delay", "distance", "minute")], 1))
+        tensors = [torch.tensor(part) for part in (categories, numbers, _standard(found["arr_delay"]))]
+        unseen = torch.arange(len(order)) % 10 == 0
+        self.train = tuple(tensor[~unseen].to(device) for tensor in tensors)
+        self.unseen = tuple(tensor[unseen].to(device) for tensor in tensors)
+
+    def model(self) -> nn.Module:
+        return FlightsModel(self.sizes, self.train[1].shape[1])
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        categories, numbers, late = batch
+        return F.mse_loss(model(categories, numbers), late)
+
+
+class Reconstruction(_Arrays):
+    """Fashion-MNIST again, of which now the images themselves are learned, through sixteen numbers."""
+
+    name: ClassVar[str] = "reconstruction"
+    data: ClassVar[str] = "images"
+    title: ClassVar[str] = "Fashion-MNIST, autoencoder, squared error"
+    steps: ClassVar[int] = 1200
+    batch: ClassVar[int] = 32
+    lr: ClassVar[float] = 4e-3
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        found = load(self.data, folder)
+        self.train = _images(found["train_images"], found["train_classes"], device)[:1]
+        self.unseen = _images(found["held_out_images"], found["held_out_classes"], device)[:1]
+
+    def model(self) -> nn.Module:
+        return Autoencoder()
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        (images,) = batch
+        return F.mse_loss(model(images), images)
+
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Ratings, Language, Images, Digits, FewDigits, Flights, Reconstruction)
+}
 
 
 def _no_decay(name: str) -> str | None:
@@ -251,6 +311,10 @@ def _dense_features(
     often = [np.log1p(np.bincount(who[seen], minlength=who.max() + 1))[who] for who in (user, film)]
     day = time / 86400
     columns = [*often, found["year"][film] / 10, day / 100, np.sin(2 * np.pi * day), np.cos(2 * np.pi * day)]
-    numbers = np.stack(columns, 1)
-    numbers = (numbers - numbers.mean(0)) / numbers.std(0)
-    return np.concatenate([numbers, found["genres"][film]], 1).astype(np.float32)
+    return np.concatenate([_standard(np.stack(columns, 1)), found["genres"][film]], 1).astype(np.float32)
+
+
+def _standard(columns: NDArray[Any]) -> NDArray[np.float32]:
+    """Of mean 0 and deviation 1."""
+    standard: NDArray[np.float32] = ((columns - columns.mean(0)) / columns.std(0)).astype(np.float32)
+    return standard
