@@ -117,6 +117,11 @@ def updated(
     return list((after - after.max()).tolist())
 
 
+def raised(logs: Sequence[float], by: float) -> list[float]:
+    """What is believed where the task turns later than all that was heard says, by so much of the logarithm."""
+    return list(np.interp(GRID - by, GRID, logs).tolist()) if len(logs) else []
+
+
 def _around_turn(turn: float, elasticity: float) -> Array:
     """How likely what a cycle gained is, over the most likely, for each point of ``GRID``."""
     if elasticity >= FAR:

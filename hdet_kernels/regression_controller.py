@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from . import belief
-from .brink import Brink
 from .ceiling import over_peak
 from .controller import EDGE, Array, Observation, Run, State, check_positive
 from .regression import (
@@ -24,6 +23,7 @@ from .regression import (
     unexplained,
 )
 from .slopes import LARGEST_MOVE, TRUSTED, Flags, SlopeController, countable, noise_gate
+from .terrain import SPAN, Terrain
 
 #: What μ of a learning rate rises by at most in each percent of the run after a smaller one was better once, and so is
 #: near the turn; and what counts as having been better.
@@ -41,8 +41,9 @@ CONSISTENT = 0.5
 #: The mean square of the significances of a learning rate's slopes from which on they are heard: noise has 1.
 DEMAND = 1.5
 
-#: From which share of its part of the run on a learning rate may be held where it is near what breaks training.
-WATCHED_FROM = 0.25
+#: From which share of its part of the run on a learning rate may be held where it is near what breaks training, and up
+#: to which it may be raised on a plateau: near the end all gain little.
+WATCHED_FROM, RAISED_UNTIL = 0.25, 0.8
 
 #: Shares of the first cycle at which learning rates are looked at besides.
 EARLY = (1 / 8, 1 / 4, 1 / 2)
@@ -107,7 +108,7 @@ class RegressionController(SlopeController):
 
     def start(self, count: int, run: Run | None = None) -> State:
         heard = {"belief": [[] for _ in range(count)], "way": [None] * count, "opposed": [False] * count}
-        seen = {"signs": [0.0] * count, "noise": [0.0, 0], "level": None, "brink": None}
+        seen = {"signs": [0.0] * count, "noise": [0.0, 0], "level": None, "terrain": None}
         return {**super().start(count, run), **heard, **seen}
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
@@ -127,7 +128,7 @@ class RegressionController(SlopeController):
         rates = [index for index, peak in enumerate(run.peaks) if peak is not None]
         # What a cycle gained is the work of all learning rates, and of an explosion only the sign of a slope is known.
         tells_how_far = len(rates) == 1 and not explodes(seen.losses)
-        brink, entries = state["brink"], {name: list(state[name]) for name in ("belief", "way", "opposed")}
+        terrain, entries = state["terrain"], {name: list(state[name]) for name in ("belief", "way", "opposed")}
         entries["mu"] = list(moved["mu"])
         for index in rates:
             was = {name: state[name][index] for name in entries}
@@ -135,12 +136,13 @@ class RegressionController(SlopeController):
             elasticity = _elasticity(slopes[index], sure[index], gain) if tells_how_far else None
             if tells_how_far and run.probed and said is not None and level is not None:
                 found = {"level": level, "slope": float(slopes[index]), "said": said}
-                brink = self._watched(run, seen, brink, **found, value=over_peak(run, seen, index))
-            highest = math.inf if brink is None else Brink.of(brink).highest
-            for name, entry in self._learned(run, seen, index, was, said, elasticity, highest).items():
+                found |= {"value": over_peak(run, seen, index), "noise": noise_scale(known, abs(level))[0]}
+                terrain = self._watched(run, seen, terrain, found)
+            ground = None if terrain is None else Terrain.of(terrain)
+            for name, entry in self._learned(run, seen, index, was, said, elasticity, ground).items():
                 entries[name][index] = entry
         level = before if level is None else level
-        return {**moved, **entries, "signs": signs.tolist(), "noise": known, "level": level, "brink": brink}
+        return {**moved, **entries, "signs": signs.tolist(), "noise": known, "level": level, "terrain": terrain}
 
     def _learned(
         self,
@@ -150,32 +152,34 @@ class RegressionController(SlopeController):
         was: State,
         said: float | None,
         elasticity: float | None,
-        highest: float,
+        terrain: Terrain | None,
     ) -> State:
-        """The entries of a learning rate after what was ``said`` on it, None if it was not looked at. ``highest``: what
-        it may be multiplied with."""
+        """The entries of a learning rate after what was ``said`` on it, None if it was not looked at."""
         total, cycle = run.total_steps or 1, run.steps_since_sync(seen.step)
         value = over_peak(run, seen, index)
         gone = belief.way(was["way"], value, seen.step, cycle)
         if said is None:
             return {**was, "way": gone}
-        believed = was["belief"]
-        if said != 0 and seen.step >= self.rates_window(run)[0] - EDGE:
-            turn = belief.turning_point(gone, value, cycle, total)
-            believed = belief.updated(believed, turn, said, run.sync_every / total, elasticity)
+        believed, (first, last) = was["belief"], self.rates_window(run)
         opposed = was["opposed"] or said > OPPOSED
         rise = min(100 * LATER_MOVE * run.sync_every / total, LARGEST_MOVE) if opposed else LARGEST_MOVE
+        if terrain is not None and terrain.flat and WATCHED_FROM * last - EDGE <= seen.step <= RAISED_UNTIL * last:
+            believed = belief.raised(believed, rise)
+        elif said != 0 and seen.step >= first - EDGE:
+            turn = belief.turning_point(gone, value, cycle, total)
+            believed = belief.updated(believed, turn, said, run.sync_every / total, elasticity)
+        highest = math.inf if terrain is None else terrain.highest
         mu = self._towards(min(belief.chosen(believed), math.log(highest)), was["mu"], rise)
         return {"mu": mu, "belief": believed, "way": gone, "opposed": opposed}
 
-    def _watched(self, run: Run, seen: Observation, brink: State | None, **found: float) -> State:
-        """What is known of how near a learning rate is to what breaks training, after what was found. The syncs of the
-        first cycle say only where it began."""
-        known = Brink(found["level"]) if brink is None else Brink.of(brink)
+    def _watched(self, run: Run, seen: Observation, terrain: State | None, found: dict[str, float]) -> State:
+        """What is known of the terrain after what was found. The syncs of the first cycle say only where it began."""
+        known = Terrain(found["level"]) if terrain is None else Terrain.of(terrain)
         if seen.step < run.sync_every:
             return known.state_dict()
         early = seen.step < WATCHED_FROM * self.rates_window(run)[1] - EDGE
-        return known.after(**found, early=early).state_dict()
+        span = max(round(SPAN * (run.total_steps or 0) / run.sync_every), 1)
+        return known.after(**found, early=early, span=span).state_dict()
 
     def _jointly(self, seen: Observation, logs: Array) -> tuple[Array, Array, Flags]:
         """The slopes, how many errors each is from 0 (NaN where that cannot be told), and which there are: of all

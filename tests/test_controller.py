@@ -943,7 +943,7 @@ class TestEveryController:
             at_rest |= {"looks": [0] * 3, "updates": [0] * 3, "ceilings": []}
         if kind is RegressionController:
             at_rest |= {"belief": [[], [], []], "way": [None] * 3, "opposed": [False] * 3}
-            at_rest |= {"signs": [0.0] * 3, "noise": [0.0, 0], "level": None, "brink": None}
+            at_rest |= {"signs": [0.0] * 3, "noise": [0.0, 0], "level": None, "terrain": None}
         assert kind().start(3) == at_rest
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:

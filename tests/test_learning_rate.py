@@ -114,7 +114,7 @@ class Scripted:
         if self.run.in_pairs:
             rho = pairs(N, [(0.3, "linear")] * count, seed=self.seed, look=look)
         losses = self.losses(self.past(base, step)[:, None] + np.log(rho))
-        losses = change(SLOWER**look * losses - (1 - SLOWER**look) / (1 - SLOWER), rho)
+        losses = change(later(losses, look), rho)
         self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))
 
     @property
@@ -135,6 +135,11 @@ class Scripted:
     def over_best(self) -> Array:
         """The peaks at the end over the best ones."""
         return np.array(self.starts) * np.exp(self.mu)
+
+
+def later(losses: Array, looks: int) -> Array:
+    """As they are after so many: lower, and less far apart."""
+    return SLOWER**looks * losses - (1 - SLOWER**looks) / (1 - SLOWER)
 
 
 class Steep(Scripted):
@@ -406,7 +411,7 @@ def test_where_nothing_was_gained_nothing_says_how_far(gain: float) -> None:
         seen = Observation(losses, rho, np.array([30.0]), (cycle + 1) * T)
         unprobed = REGRESSION.update(dataclasses.replace(run, probed=False), state, seen)
         state = REGRESSION.update(run, state, seen)
-    assert state | {"brink": None} == unprobed | {"brink": None}  # only a probe tells how near what breaks is
+    assert state | {"terrain": None} == unprobed | {"terrain": None}  # only a probe tells how near what breaks is
     assert state["level"] == pytest.approx(0.0 if math.isnan(gain) else -gain, abs=0.1)
 
 
@@ -556,7 +561,7 @@ def test_a_replica_that_explodes_does_not_raise_it(start: float, at: int, bad: f
         assert exploded.mu[0] < plain.mu[0]
     else:
         assert exploded.mu[0] <= before
-        assert exploded.mu[0] <= plain.mu[0] + 0.3 or plain.state["brink"]["value"] is not None
+        assert exploded.mu[0] <= plain.mu[0] + 0.3 or plain.state["terrain"]["near"] is not None
     assert exploded.state == ordinary.state or not math.isfinite(bad)
 
 
@@ -621,8 +626,8 @@ def test_bounds_hold_on_the_way_and_at_the_end() -> None:
             assert placed.values.min() >= 0.005
             assert placed.values.max() <= 0.05
             if REGRESSION.active(script.run, step):
-                losses = script.losses(script.past(placed.base, step)[:, None] + np.log(placed.applied))
-                spread.move(script.run, placed, losses, None, step)
+                past = script.past(placed.base, step)[:, None] + np.log(placed.applied)
+                spread.move(script.run, placed, later(script.losses(past), step // T), None, step)
             spread.fan_out(step // T)
     assert spread.control["mu"][0] > 0
 
