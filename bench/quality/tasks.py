@@ -266,20 +266,15 @@ class Flights(_Arrays):
         return F.mse_loss(model(categories, numbers), late)
 
 
-class Reconstruction(_Arrays):
+class Reconstruction(Images):
     """Fashion-MNIST again, of which now the images themselves are learned, through sixteen numbers."""
 
     name: ClassVar[str] = "reconstruction"
-    data: ClassVar[str] = "images"
     title: ClassVar[str] = "Fashion-MNIST, autoencoder, squared error"
-    steps: ClassVar[int] = 1200
-    batch: ClassVar[int] = 32
-    lr: ClassVar[float] = 4e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
-        found = load(self.data, folder)
-        self.train = _images(found["train_images"], found["train_classes"], device)[:1]
-        self.unseen = _images(found["held_out_images"], found["held_out_classes"], device)[:1]
+        super().__init__(device, folder)
+        self.train, self.unseen = self.train[:1], self.unseen[:1]
 
     def model(self) -> nn.Module:
         return Autoencoder()
