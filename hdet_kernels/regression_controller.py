@@ -128,8 +128,8 @@ class RegressionController(SlopeController):
         rates = [index for index, peak in enumerate(run.peaks) if peak is not None]
         # What a cycle gained is the work of all learning rates, and of an explosion only the sign of a slope is known.
         tells_how_far = len(rates) == 1 and not explodes(seen.losses)
-        terrain, entries = state["terrain"], {name: list(state[name]) for name in ("belief", "way", "opposed")}
-        entries["mu"] = list(moved["mu"])
+        terrain = None if state["terrain"] is None else Terrain.of(state["terrain"])
+        entries = {name: list(state[name]) for name in ("belief", "way", "opposed")} | {"mu": list(moved["mu"])}
         for index in rates:
             was = {name: state[name][index] for name in entries}
             said = belief.heard(slopes[index], sure[index], gate[index]) if explored[index] else None
@@ -138,11 +138,10 @@ class RegressionController(SlopeController):
                 found = {"level": level, "slope": float(slopes[index]), "said": said}
                 found |= {"value": over_peak(run, seen, index), "noise": noise_scale(known, abs(level))[0]}
                 terrain = self._watched(run, seen, terrain, found)
-            ground = None if terrain is None else Terrain.of(terrain)
-            for name, entry in self._learned(run, seen, index, was, said, elasticity, ground).items():
+            for name, entry in self._learned(run, seen, index, was, said, elasticity, terrain).items():
                 entries[name][index] = entry
-        level = before if level is None else level
-        return {**moved, **entries, "signs": signs.tolist(), "noise": known, "level": level, "terrain": terrain}
+        kept = {"level": before if level is None else level, "terrain": terrain and terrain.state_dict()}
+        return {**moved, **entries, **kept, "signs": signs.tolist(), "noise": known}
 
     def _learned(
         self,
@@ -163,7 +162,7 @@ class RegressionController(SlopeController):
         believed, (first, last) = was["belief"], self.rates_window(run)
         opposed = was["opposed"] or said > OPPOSED
         rise = min(100 * LATER_MOVE * run.sync_every / total, LARGEST_MOVE) if opposed else LARGEST_MOVE
-        if terrain is not None and terrain.flat and WATCHED_FROM * last - EDGE <= seen.step <= RAISED_UNTIL * last:
+        if terrain is not None and terrain.flat and seen.step <= RAISED_UNTIL * last + EDGE:
             believed = belief.raised(believed, rise)
         elif said != 0 and seen.step >= first - EDGE:
             turn = belief.turning_point(gone, value, cycle, total)
@@ -172,14 +171,14 @@ class RegressionController(SlopeController):
         mu = self._towards(min(belief.chosen(believed), math.log(highest)), was["mu"], rise)
         return {"mu": mu, "belief": believed, "way": gone, "opposed": opposed}
 
-    def _watched(self, run: Run, seen: Observation, terrain: State | None, found: dict[str, float]) -> State:
+    def _watched(self, run: Run, seen: Observation, terrain: Terrain | None, found: dict[str, float]) -> Terrain:
         """What is known of the terrain after what was found. The syncs of the first cycle say only where it began."""
-        known = Terrain(found["level"]) if terrain is None else Terrain.of(terrain)
+        terrain = terrain or Terrain(found["level"])
         if seen.step < run.sync_every:
-            return known.state_dict()
+            return terrain
         early = seen.step < WATCHED_FROM * self.rates_window(run)[1] - EDGE
         span = max(round(SPAN * (run.total_steps or 0) / run.sync_every), 1)
-        return known.after(**found, early=early, span=span).state_dict()
+        return terrain.after(**found, early=early, span=span)
 
     def _jointly(self, seen: Observation, logs: Array) -> tuple[Array, Array, Flags]:
         """The slopes, how many errors each is from 0 (NaN where that cannot be told), and which there are: of all

@@ -10,7 +10,7 @@ looked like the turn was the end of the former.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -40,7 +40,8 @@ REAL = 5.0
 class Terrain:
     """What was seen: the level of the losses when it was first known, what more would have cost in the last cycles over
     all that was gained, the learning rate that was near the brink, if any was, and the lowest that broke something; the
-    levels of the last cycles, and the lowest one before them; and whether the last cycle was on a plateau."""
+    levels of the last cycles, and the lowest one before them. ``flat``: whether the last cycle was on a plateau, which
+    is known when it was seen and not kept."""
 
     first: float
     costs: tuple[float, ...] = ()
@@ -48,7 +49,7 @@ class Terrain:
     broke: float | None = None
     levels: tuple[float, ...] = ()
     lowest: float | None = None
-    flat: bool = False
+    flat: bool = field(default=False, compare=False)
 
     def after(
         self, level: float, slope: float, said: float, value: float, *, early: bool, span: int, noise: float = 0.0
@@ -87,8 +88,9 @@ class Terrain:
         return near if self.broke is None else min(near, BELOW * self.broke)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "costs": list(self.costs), "levels": list(self.levels)}
+        kept = {name: value for name, value in asdict(self).items() if name != "flat"}
+        return kept | {"costs": list(self.costs), "levels": list(self.levels)}
 
     @staticmethod
     def of(state: dict[str, Any]) -> Terrain:
-        return Terrain(**{**state, "costs": tuple(state["costs"]), "levels": tuple(state.get("levels", ()))})
+        return Terrain(**{**state, "costs": tuple(state["costs"]), "levels": tuple(state["levels"])})

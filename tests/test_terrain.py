@@ -32,7 +32,7 @@ def after(*costs: float, first: float = 3.0, level: float = 1.0, said: float = 0
     return terrain
 
 
-#: What is near the terrain.
+#: What is near the brink.
 AT_IT = (1.01 * COSTS,) * CYCLES
 
 
@@ -179,22 +179,36 @@ def test_a_belief_that_is_raised_is_the_same_further_up(turn: float, by: float) 
     assert belief.raised([], by) == []
 
 
-FLAT = Terrain(3.0, (0.0,) * CYCLES, levels=(1.0,) * COUNT, lowest=1.0, flat=True).state_dict()
+FLAT = Terrain(3.0, (0.0,) * CYCLES, levels=(1.0,) * COUNT, lowest=1.0).state_dict()
+
+
+def on_a_plateau(step: int, worst: float | None = None) -> tuple[float, float]:
+    """μ before and after a sync of eight replicas on a plateau, on which a smaller learning rate looks better; the
+    highest loss may be another."""
+    controller, run = RegressionController(), Run(1000, 10, 0.3, (None,), (1.0,))
+    heard = belief.updated([], -1.0, 0.9, 0.01)
+    before = {"belief": [heard], "opposed": [True], "mu": [belief.chosen(heard)], "terrain": FLAT, "way": [0.3 * step]}
+    rho = multipliers(8, 0.3)[permutation(8, seed=0, cycle=0, hyperparameter="lr/0")][None]
+    losses = 1.0 + 0.05 * np.log(rho[0])
+    if worst is not None:
+        losses[losses.argmax()] = worst
+    state = controller.start(1, run) | before
+    after = controller.update(run, state, Observation(losses, rho, np.full(1, 0.3), step))
+    return state["mu"][0], after["mu"][0]
 
 
 @pytest.mark.parametrize("share", [WATCHED_FROM - 0.01, WATCHED_FROM, RAISED_UNTIL, RAISED_UNTIL + 0.01])
 def test_on_a_plateau_it_rises_in_steps_though_a_smaller_one_looks_better(share: float) -> None:
     """From some time on, and until near the end of its part of the run."""
-    controller, run = RegressionController(), Run(1000, 10, 0.3, (None,), (1.0,))
-    heard = {"belief": [belief.updated([], -1.0, 0.9, 0.01)], "opposed": [True], "mu": [-1.0]}
-    rho = multipliers(8, 0.3)[permutation(8, seed=0, cycle=0, hyperparameter="lr/0")][None]
-    losses, step = 1.0 + 0.05 * np.log(rho[0]), round(share * 300)
-    state = controller.start(1, run) | heard | {"terrain": FLAT, "way": [0.3 * step]}
-    state = state | {"mu": [belief.chosen(heard["belief"][0])]}
-    after = controller.update(run, state, Observation(losses, rho, np.full(1, 0.3), step))
-    rises = WATCHED_FROM <= share <= RAISED_UNTIL
-    assert (after["mu"][0] > state["mu"][0] + 0.5 * LATER_MOVE) is rises
-    assert after["mu"][0] <= state["mu"][0] + LATER_MOVE + 1e-9
+    before, after = on_a_plateau(round(share * 300))
+    assert (after > before + 0.5 * LATER_MOVE) is (WATCHED_FROM <= share <= RAISED_UNTIL)
+    assert after <= before + LATER_MOVE + 1e-9
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30, 1e3])
+def test_a_replica_that_explodes_on_a_plateau_does_not_raise_it(bad: float) -> None:
+    before, after = on_a_plateau(150, bad)
+    assert after <= before
 
 
 WAS_AT = 0.2
