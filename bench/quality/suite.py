@@ -68,7 +68,7 @@ SIZES = {
         # A start three times off costs less there than what seeds differ by.
         more_seeds={"images": {1 / 3: 640, 1.0: 192, 3.0: 192}},
     ),
-    # Nothing was tuned on these; whatever is, belongs among those of "full".
+    # The controller was made without these; two rules were found on flights since (README.md).
     "unseen": Size(("flights", "reconstruction"), 3, ("starts", "schedules", "long"), (), start_seeds=10),
 }
 

@@ -56,6 +56,11 @@ class _Arrays:
     train: Batch
     unseen: Batch
 
+    def _divide(self, unseen: Tensor, device: torch.device, *tensors: Tensor) -> None:
+        """Into what is learned and what is held out."""
+        self.train = tuple(tensor[~unseen].to(device) for tensor in tensors)
+        self.unseen = tuple(tensor[unseen].to(device) for tensor in tensors)
+
     def draw(self, count: int, generator: Generator) -> Batch:
         rows = torch.randint(len(self.train[0]), (count,), generator=generator, device=self.train[0].device)
         return tuple(part[rows] for part in self.train)
@@ -103,13 +108,10 @@ class Ratings(_Arrays):
         unseen = np.arange(len(user)) % 10 == 0
         dense = _dense_features(found, user, film, found["time"][order], ~unseen)
         self.dense = dense.shape[1]
-        tensors = [
-            torch.tensor(categories.astype(np.int64)),
-            torch.tensor(dense),
-            torch.tensor(found["stars"][order]).long(),
-        ]
-        self.train = tuple(tensor[torch.tensor(~unseen)].to(device) for tensor in tensors)
-        self.unseen = tuple(tensor[torch.tensor(unseen)].to(device) for tensor in tensors)
+        stars = torch.tensor(found["stars"][order]).long()
+        self._divide(
+            torch.tensor(unseen), device, torch.tensor(categories.astype(np.int64)), torch.tensor(dense), stars
+        )
 
     def model(self) -> nn.Module:
         return RatingsModel(self.sizes, self.dense)
@@ -208,9 +210,7 @@ class Digits(_Classes):
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
         pixels, classes = torch.tensor(found["pixels"] / 16), torch.tensor(found["classes"])
-        unseen = torch.arange(len(classes)) % 5 < 2
-        self.train = (pixels[~unseen].to(device), classes[~unseen].to(device))
-        self.unseen = (pixels[unseen].to(device), classes[unseen].to(device))
+        self._divide(torch.arange(len(classes)) % 5 < 2, device, pixels, classes)
 
     def model(self) -> nn.Module:
         return DigitsModel()
@@ -252,10 +252,8 @@ class Flights(_Arrays):
         self.sizes = [int(found[key].max()) + 1 for key in fields]
         categories = np.stack([found[key] for key in fields], 1).astype(np.int64)
         numbers = _standard(np.stack([found[key] for key in ("dep_delay", "distance", "minute")], 1))
-        tensors = [torch.tensor(part) for part in (categories, numbers, _standard(found["arr_delay"]))]
-        unseen = torch.arange(len(order)) % 10 == 0
-        self.train = tuple(tensor[~unseen].to(device) for tensor in tensors)
-        self.unseen = tuple(tensor[unseen].to(device) for tensor in tensors)
+        parts = (categories, numbers, _standard(found["arr_delay"]))
+        self._divide(torch.arange(len(order)) % 10 == 0, device, *(torch.tensor(part) for part in parts))
 
     def model(self) -> nn.Module:
         return FlightsModel(self.sizes, self.train[1].shape[1])
