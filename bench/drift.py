@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import hdet_kernels as hk
-from hdet_kernels.converge import Report
+from hdet_kernels.converge.converger import Report
 
 RANKS, ELEMENTS, SYNCS = 4, 2**16, 1000
 STEP, OWN = 1e-3, 1e-4

@@ -24,7 +24,7 @@ from torch import nn
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import RowEnsemble
-from hdet_kernels.stacked import StackedParameter
+from hdet_kernels.stack.parameter import StackedParameter
 
 #: Parameters of each replica.
 ELEMENTS = {"cuda": {"large": 2**28, "small": 2**24}, "cpu": {"large": 2**18, "small": 2**16}}

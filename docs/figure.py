@@ -12,8 +12,8 @@ import torch
 from matplotlib.figure import Figure
 
 import hdet_kernels as hk
-from hdet_kernels.belief import turns_at
-from hdet_kernels.controller import Observation, Run
+from hdet_kernels.controller.peak_posterior import turns_at
+from hdet_kernels.controller.protocol import Observation, Run
 
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
 #: The best peak learning rate of this figure's scripted run, and the one that it starts with.

@@ -1,22 +1,22 @@
 """Hyperparameter-Divergent Ensemble Training (HDET): find the learning rate while training."""
 
-from . import compat, report
-from .buckets import Buckets
-from .converge import Converger
-from .ensemble import ProcessEnsemble
-from .explore import Explore
-from .fanout import multipliers, permutation
-from .history import SyncRecord
-from .initialise import warm_noisy_init_
-from .ops.backends import backends, use_backend
-from .optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
-from .outer import Outer
-from .regression_controller import RegressionController
-from .schedule import HDETOneCycleLR, HDETScheduler
-from .slopes import HypergradientController
-from .softmax import SoftmaxController, paper_settings
-from .stack import ReplicaStack
-from .stacked import StackedParameter
+from hdet_kernels import compat, report
+from hdet_kernels.buckets import Buckets
+from hdet_kernels.controller.regression import RegressionController
+from hdet_kernels.controller.slopes import HypergradientController
+from hdet_kernels.controller.softmax import SoftmaxController, paper_settings
+from hdet_kernels.converge.converger import Converger
+from hdet_kernels.converge.outer import Outer
+from hdet_kernels.ensemble import ProcessEnsemble
+from hdet_kernels.fanout.explore import Explore
+from hdet_kernels.fanout.multipliers import multipliers, permutation
+from hdet_kernels.initialise import warm_noisy_init_
+from hdet_kernels.ops.backends import backends, use_backend
+from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
+from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
+from hdet_kernels.stack import ReplicaStack
+from hdet_kernels.stack.parameter import StackedParameter
 
 __version__ = "0.1.0"
 

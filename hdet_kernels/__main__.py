@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
+from hdet_kernels import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,9 +99,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from .demo.command import run_demo
-    from .demo.launch import RankFailed
-    from .demo.options import checked_options
+    from hdet_kernels.demo.command import run_demo
+    from hdet_kernels.demo.launch import RankFailed
+    from hdet_kernels.demo.options import checked_options
 
     try:
         options = checked_options(
@@ -163,8 +163,8 @@ def _bench_error(message: str) -> int:
 
 
 def _info(_: argparse.Namespace) -> int:
-    from .ops import native
-    from .ops.backends import backends
+    from hdet_kernels.ops import native
+    from hdet_kernels.ops.backends import backends
 
     missing = native.why_not()
     sections = {

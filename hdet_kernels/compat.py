@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
-from .ensemble import default_ensemble
-from .schedule import HDETOneCycleLR
-from .softmax import SoftmaxController
+from hdet_kernels.controller.softmax import SoftmaxController
+from hdet_kernels.ensemble import default_ensemble
+from hdet_kernels.schedule.schedulers import HDETOneCycleLR
 
 log = logging.getLogger("hdet_kernels")
 

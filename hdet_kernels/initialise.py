@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .buckets import Slot, has_overlap, unique, wide_dtype
-from .ensemble import Ensemble, default_ensemble
-from .ops.backends import resolve
-from .ops.chunks import ChunkTable
-from .ops.noise import add_noise_
+from hdet_kernels.ensemble import Ensemble, default_ensemble
+from hdet_kernels.ops.backends import resolve
+from hdet_kernels.ops.chunks import ChunkTable
+from hdet_kernels.ops.noise import add_noise_
+from hdet_kernels.tensors import Slot, has_overlap, unique, wide_dtype
 
 
 @torch.no_grad()

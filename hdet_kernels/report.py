@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .history import SyncRecord
+from hdet_kernels.schedule.history import SyncRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet_kernels import belief
-from hdet_kernels.belief import AHEAD, AT_LEAST, BEHIND, BLUR, FAR, GRID, JITTER, PAST, SLACK, WHOLE, WRONG, heard
+from hdet_kernels.controller import peak_posterior as belief
+from hdet_kernels.controller.peak_posterior import (
+    AHEAD,
+    AT_LEAST,
+    BEHIND,
+    BLUR,
+    FAR,
+    GRID,
+    JITTER,
+    PAST,
+    SLACK,
+    WHOLE,
+    WRONG,
+    heard,
+)
 
 PROPERTY = settings(deadline=None, max_examples=80)
 SURE = 1 - 2 * WRONG

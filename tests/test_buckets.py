@@ -31,7 +31,7 @@ from hdet_kernels.buckets import (
     unique,
     wide_dtype,
 )
-from hdet_kernels.stacked import StackedParameter
+from hdet_kernels.stack.parameter import StackedParameter
 
 ROOT = Path(hdet_kernels.__file__).parents[1]
 PROPERTY = settings(deadline=None, max_examples=60)

@@ -20,7 +20,7 @@ from training import batch, network
 
 import hdet_kernels as hk
 from hdet_kernels.compat import OneCycleAutoLR
-from hdet_kernels.softmax import published_decay
+from hdet_kernels.controller.softmax import published_decay
 
 PUBLISHED = {
     "auto_lr_warmup_steps": 100000,

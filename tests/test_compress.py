@@ -22,8 +22,8 @@ from training import Trainer, same
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
-from hdet_kernels.control import COLUMNS
-from hdet_kernels.converge import Asked, Report
+from hdet_kernels.converge.converger import Asked, Report
+from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.ops.wire import BLOCK, GRAIN
 from hdet_kernels.optim import FusedAdamW

@@ -25,12 +25,21 @@ from hdet_kernels import (
     paper_settings,
     permutation,
 )
-from hdet_kernels.belief import GRID
-from hdet_kernels.controller import Controller, Observation, Run
-from hdet_kernels.fanout import pairs
-from hdet_kernels.regression import EXACT, SURE, comparable, noise, noise_scale, normal, regress, significances
-from hdet_kernels.slopes import TRUSTED
-from hdet_kernels.softmax import decay_to_floor, published_decay, softmax_weights
+from hdet_kernels.controller.least_squares import (
+    EXACT,
+    SURE,
+    comparable,
+    noise,
+    noise_scale,
+    normal,
+    regress,
+    significances,
+)
+from hdet_kernels.controller.peak_posterior import GRID
+from hdet_kernels.controller.protocol import Controller, Observation, Run
+from hdet_kernels.controller.slopes import TRUSTED
+from hdet_kernels.controller.softmax import decay_to_floor, published_decay, softmax_weights
+from hdet_kernels.fanout.multipliers import pairs
 
 PROPERTY = settings(deadline=None, max_examples=80)
 NAN, INF = math.nan, math.inf

@@ -19,8 +19,8 @@ from training import Trainer
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
-from hdet_kernels.control import COLUMNS
-from hdet_kernels.converge import Report
+from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.optim import FusedAdamW
 
 OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}

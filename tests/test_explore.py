@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hdet_kernels import Explore, multipliers, permutation
-from hdet_kernels.explore import Hyperparameter, expand, read_entry, write_entry
+from hdet_kernels.fanout.explore import Hyperparameter, expand, read_entry, write_entry
 
 
 def adam_groups(count: int = 2, **entries: Any) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import hdet_kernels
 from hdet_kernels import multipliers, permutation
-from hdet_kernels.fanout import check_spread, pairs
+from hdet_kernels.fanout.multipliers import check_spread, pairs
 
 ROOT = Path(hdet_kernels.__file__).parents[1]
 PROPERTY = settings(deadline=None, max_examples=80)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.optim import FusedAdamW, FusedSGD
-from hdet_kernels.optim.glance import GLANCE
+from hdet_kernels.optim.spot_check import GLANCE
 
 
 def model() -> nn.Sequential:

@@ -15,7 +15,7 @@ from test_checkpoint import SETTINGS, load, result, save
 from training import Trainer, same
 
 import hdet_kernels as hk
-from hdet_kernels.converge import Report
+from hdet_kernels.converge.converger import Report
 from hdet_kernels.optim import FusedAdamW
 
 pytestmark = [

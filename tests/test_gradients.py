@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hdet_kernels.gradients import Displacement, fingerprint
+from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
 
 
 def group(*gradients: torch.Tensor | None) -> dict[str, list[nn.Parameter]]:

@@ -21,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from hdet_kernels import HypergradientController, RegressionController, multipliers, permutation
-from hdet_kernels.belief import turns_at
-from hdet_kernels.ceiling import STAYING
-from hdet_kernels.controller import Observation, Run, State
-from hdet_kernels.explore import Hyperparameter
-from hdet_kernels.fanout import pairs
-from hdet_kernels.regression_controller import LATER_MOVE
-from hdet_kernels.slopes import LARGEST_MOVE
-from hdet_kernels.spread import Spread
+from hdet_kernels.controller.peak_posterior import turns_at
+from hdet_kernels.controller.protocol import Observation, Run, State
+from hdet_kernels.controller.regression import LATER_MOVE
+from hdet_kernels.controller.slopes import LARGEST_MOVE
+from hdet_kernels.controller.warmup import STAYING
+from hdet_kernels.fanout.explore import Hyperparameter
+from hdet_kernels.fanout.multipliers import pairs
+from hdet_kernels.fanout.spread import Spread
 
 Array = NDArray[np.float64]
 Schedule = Callable[[float], float]

@@ -16,7 +16,7 @@ from training import Trainer, batch, loss_of, network, same
 
 import hdet_kernels as hk
 from hdet_kernels import Converger
-from hdet_kernels.converge import Report
+from hdet_kernels.converge.converger import Report
 from hdet_kernels.ensemble import RowEnsemble
 
 SYNC, TOTAL = 4, 8

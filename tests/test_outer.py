@@ -20,7 +20,7 @@ from training import batch, loss_of, network, same
 
 import hdet_kernels as hk
 from hdet_kernels import Converger
-from hdet_kernels.converge import Report
+from hdet_kernels.converge.converger import Report
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 
 SYNC, SYNCS = 3, 4

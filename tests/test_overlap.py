@@ -24,7 +24,7 @@ from training import Trainer, batch, network, same
 
 import hdet_kernels as hk
 from hdet_kernels import Converger, ProcessEnsemble
-from hdet_kernels.converge import Asked, Report
+from hdet_kernels.converge.converger import Asked, Report
 from hdet_kernels.optim import FusedAdamW, FusedSGD
 
 TOTAL, SYNC, LR = 11, 4, 0.05

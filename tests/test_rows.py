@@ -14,8 +14,8 @@ from test_compress import most_owed
 from torch import Tensor
 
 from hdet_kernels import Converger, ProcessEnsemble
-from hdet_kernels.control import COLUMNS
-from hdet_kernels.converge import Asked, Report
+from hdet_kernels.converge.converger import Asked, Report
+from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 
 ROWS, PROCESSES = 2, 2

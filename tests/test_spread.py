@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hdet_kernels import RegressionController, SoftmaxController
-from hdet_kernels.controller import Observation, Run, State
-from hdet_kernels.explore import Hyperparameter
-from hdet_kernels.spread import Spread
+from hdet_kernels.controller.protocol import Observation, Run, State
+from hdet_kernels.fanout.explore import Hyperparameter
+from hdet_kernels.fanout.spread import Spread
 
 RUN = Run(1000, 10, 0.3, (None, None))
 

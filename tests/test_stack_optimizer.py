@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.ops.chunks import ChunkTable
-from hdet_kernels.stacked import StackedParameter
+from hdet_kernels.stack.parameter import StackedParameter
 
 BACKENDS = [available(*pair) for pair in (("torch", "cpu"), ("cpp", "cpu"), ("cuda", "cuda"), ("triton", "cuda"))]
 SHAPES = ((3, 5), (1,), (2, 3, 4), (), (0,), (70, 40))

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet_kernels import RegressionController, belief, multipliers, permutation
-from hdet_kernels.controller import Observation, Run
-from hdet_kernels.regression_controller import LATER_MOVE, RAISED_UNTIL, WATCHED_FROM
-from hdet_kernels.terrain import ABOVE, BELOW, BREAKS, CHEAP, COSTS, CYCLES, LOST, REAL, STILL, Terrain
+from hdet_kernels import RegressionController, multipliers, permutation
+from hdet_kernels.controller import peak_posterior as belief
+from hdet_kernels.controller.protocol import Observation, Run
+from hdet_kernels.controller.regression import LATER_MOVE, RAISED_UNTIL, WATCHED_FROM
+from hdet_kernels.controller.stability import ABOVE, BELOW, BREAKS, CHEAP, COSTS, CYCLES, LOST, REAL, STILL, Terrain
 
 PROPERTY = settings(deadline=None, max_examples=80)
 

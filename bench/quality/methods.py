@@ -13,7 +13,7 @@ import numpy as np
 from torch.optim import Optimizer
 
 import hdet_kernels as hk
-from hdet_kernels.controller import Observation, Run, State
+from hdet_kernels.controller.protocol import Observation, Run, State
 
 from .spec import Spec
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from .. import report
-from .launch import place, run_ranks
-from .options import Options
-from .outcome import TITLES, comparison, gathered, verdict, write_json
-from .plots import plot_learning_rates, plot_training_losses
-from .progress import Bar
-from .tasks import TASKS
-from .training import Progress, train_both
+from hdet_kernels import report
+from hdet_kernels.demo.launch import place, run_ranks
+from hdet_kernels.demo.options import Options
+from hdet_kernels.demo.outcome import TITLES, comparison, gathered, verdict, write_json
+from hdet_kernels.demo.plots import plot_learning_rates, plot_training_losses
+from hdet_kernels.demo.progress import Bar
+from hdet_kernels.demo.tasks import TASKS
+from hdet_kernels.demo.training import Progress, train_both
 
 
 def run_demo(options: Options) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .tasks import TASKS
+from hdet_kernels.demo.tasks import TASKS
 
 #: With fewer steps the controller, which acts in the first 30 % of the run, would act a few times only.
 FEWEST_STEPS = 40

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import report
-from .options import Options
-from .training import RUNS, ReplicaRun, RunName
+from hdet_kernels import report
+from hdet_kernels.demo.options import Options
+from hdet_kernels.demo.training import RUNS, ReplicaRun, RunName
 
 TITLES: dict[RunName, str] = {"plain": "plain OneCycleLR", "hdet": "HDET"}
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import report
-from .options import Options
-from .outcome import TITLES, Run
-from .training import RunName
+from hdet_kernels import report
+from hdet_kernels.demo.options import Options
+from hdet_kernels.demo.outcome import TITLES, Run
+from hdet_kernels.demo.training import RunName
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

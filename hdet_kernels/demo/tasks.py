@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from .transformer import ByteTransformer
+from hdet_kernels.demo.transformer import ByteTransformer
 
 #: Inputs and targets of a classification: class numbers of any shape [..., ].
 Batch = tuple[Tensor, Tensor]

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ..schedule import HDETOneCycleLR
-from .options import Options
-from .tasks import TASKS, Batch, Task, loss_of
+from hdet_kernels.demo.options import Options
+from hdet_kernels.demo.tasks import TASKS, Batch, Task, loss_of
+from hdet_kernels.schedule.schedulers import HDETOneCycleLR
 
 RunName = Literal["plain", "hdet"]
 RUNS: tuple[RunName, ...] = ("plain", "hdet")

@@ -27,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.buckets import Slot, flat_view
 from hdet_kernels.ops.table import Staged
+from hdet_kernels.tensors import Slot, flat_view
 
 #: Elements of a chunk at most: what one thread block works on at a time. ``csrc/step_cuda.cu`` says how it was chosen.
 CHUNK = 2048

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.buckets import wide_dtype
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
+from hdet_kernels.tensors import wide_dtype
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import wide_dtype
+from hdet_kernels.tensors import wide_dtype
 
 NAMESPACE = "hdet_kernels"
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.buckets import Piece
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import GRADIENT_DTYPES, chunks_of
 from hdet_kernels.ops.table import Staged
+from hdet_kernels.tensors import Piece
 
 #: Rows at most: which of them are included is a number of 64 bits. ``kMostRows`` of ``csrc/pack.h``.
 MOST_ROWS = 64

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import in_full, wide_dtype
 from hdet_kernels.ops import STATES, Scalars, Work, operators
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, Gradients, flat_gradients
 from hdet_kernels.ops.reference_noise import add_noise_ as add_noise_
@@ -23,6 +22,7 @@ from hdet_kernels.ops.reference_rules import Numbers, Push, Scalar, States, choo
 from hdet_kernels.ops.reference_rules import Row as Row
 from hdet_kernels.ops.reference_wire import wire_operators as wire_operators
 from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
+from hdet_kernels.tensors import in_full, wide_dtype
 
 
 def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import wide_dtype
 from hdet_kernels.ops import operators
 from hdet_kernels.ops.chunks import ChunkTable, Gradients, flat_gradients
 from hdet_kernels.ops.rounding import _GOLDEN, _WORD, _mix
+from hdet_kernels.tensors import wide_dtype
 
 #: Elements whose noise is formed at a time: it takes some 50 bytes for each.
 PIECE = 2**20

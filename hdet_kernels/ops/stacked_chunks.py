@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.buckets import Slot
 from hdet_kernels.ops.chunks import EMPTY_GRADIENT, ChunkTable, Gradients
+from hdet_kernels.tensors import Slot
 
 
 class StackedTable(ChunkTable):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.buckets import wide_dtype
+from hdet_kernels.tensors import wide_dtype
 
 #: The columns of a row. A rule reads those that it knows; the others are zero. ``max_grad_norm`` is 0 for no clipping,
 #: ``seed`` (a whole number below 2³²) is that of stochastic rounding, and the last three are flags, 0 or 1.

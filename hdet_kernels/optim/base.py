@@ -14,19 +14,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from hdet_kernels import ops
-from hdet_kernels.buckets import Buckets, share_gradients
-from hdet_kernels.explore import PER_REPLICA
+from hdet_kernels.buckets import Buckets
+from hdet_kernels.fanout.explore import PER_REPLICA
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import Gradients
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_seed, check_shapes
 from hdet_kernels.optim.fixed import FixedGradients
-from hdet_kernels.optim.home import homes_of
+from hdet_kernels.optim.flat_group import homes_of
 from hdet_kernels.optim.hooks import hook_step, light_hooks
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.per_replica import drop_foreign, replica_groups, shares_moments, taken_over
 from hdet_kernels.optim.precision import in_its_precision, unwrapped
-from hdet_kernels.optim.state import ShownState
-from hdet_kernels.stacked import StackedParameter
+from hdet_kernels.optim.state_views import ShownState
+from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.tensors import share_gradients
 
 Closure = Callable[[], float]
 Group = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import replicas_of
 from hdet_kernels.ops import DTYPES
+from hdet_kernels.tensors import replicas_of
 
 
 def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:

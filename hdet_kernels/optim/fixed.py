@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import Gradients
-from hdet_kernels.optim.glance import Glance
-from hdet_kernels.optim.home import Home
+from hdet_kernels.optim.flat_group import Home
+from hdet_kernels.optim.spot_check import Glance
 
 
 class FixedGradients:

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import replicas_of
 from hdet_kernels.ops import MASTERED, STATE_DTYPES
+from hdet_kernels.tensors import replicas_of
 
 GradientHome = Literal["autograd", "fixed"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hdet_kernels.buckets import replicas_of
-from hdet_kernels.explore import PER_REPLICA, PER_REPLICA_BASE, read_entry, replaced_entry
+from hdet_kernels.fanout.explore import PER_REPLICA, PER_REPLICA_BASE, read_entry, replaced_entry
+from hdet_kernels.tensors import replicas_of
 
 Group = dict[str, Any]
 

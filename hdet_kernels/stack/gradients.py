@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import BUCKET_BYTES, flat_view, travel_dtype
+from hdet_kernels.buckets import BUCKET_BYTES
+from hdet_kernels.converge.transport import Courier
 from hdet_kernels.ensemble import Ensemble
-from hdet_kernels.stacked import StackedParameter
-from hdet_kernels.travel import Courier
+from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.tensors import flat_view, travel_dtype
 
 
 class Collector(Protocol):

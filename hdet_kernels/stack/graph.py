@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .batch import Batch
-from .gradients import Collector
-from .losses import Losses, LossFunction
+from hdet_kernels.stack.batch import Batch
+from hdet_kernels.stack.gradients import Collector
+from hdet_kernels.stack.losses import Losses, LossFunction
 
 log = logging.getLogger("hdet_kernels")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch.func import functional_call, vmap
 
-from .batch import Batch
-from .corrections import Corrected, no_hooks
-from .gradients import Collector
-from .hyper import StackHyper
-from .template import Places, Untouched, own_gradients
+from hdet_kernels.stack.batch import Batch
+from hdet_kernels.stack.corrections import Corrected, no_hooks
+from hdet_kernels.stack.gradients import Collector
+from hdet_kernels.stack.hyper import StackHyper
+from hdet_kernels.stack.template import Places, Untouched, own_gradients
 
 log = logging.getLogger("hdet_kernels")
 

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hdet_kernels.buckets import wide_dtype
-from hdet_kernels.content import described
-from hdet_kernels.control import check_alike
+from hdet_kernels.converge.handshake import check_alike
+from hdet_kernels.converge.payload import described
+from hdet_kernels.converge.transport import take_first, travel
 from hdet_kernels.ensemble import Ensemble, RowEnsemble, default_ensemble
-from hdet_kernels.stacked import StackedParameter
-from hdet_kernels.travel import take_first, travel
-
-from .batch import Batch
-from .gradients import Collector, LocalGradients, SharedGradients, empty_rows
-from .graph import Graphs
-from .hyper import StackHyper
-from .losses import Losses, LossFunction
-from .template import Member, members, named_tensors, trained_members
+from hdet_kernels.stack.batch import Batch
+from hdet_kernels.stack.gradients import Collector, LocalGradients, SharedGradients, empty_rows
+from hdet_kernels.stack.graph import Graphs
+from hdet_kernels.stack.hyper import StackHyper
+from hdet_kernels.stack.losses import Losses, LossFunction
+from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack.template import Member, members, named_tensors, trained_members
+from hdet_kernels.tensors import wide_dtype
 
 
 class ReplicaStack:

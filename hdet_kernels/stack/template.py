@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from hdet_kernels.buckets import distinct, has_overlap
+from hdet_kernels.tensors import distinct, has_overlap
 
 log = logging.getLogger("hdet_kernels")
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import Bucket, wide_dtype
-from .controller import check_positive, check_share
-from .travel import Courier, Regions
+from hdet_kernels.buckets import Bucket
+from hdet_kernels.controller.protocol import check_positive, check_share
+from hdet_kernels.converge.transport import Courier, Regions
+from hdet_kernels.tensors import wide_dtype
 
 log = logging.getLogger("hdet_kernels")
 

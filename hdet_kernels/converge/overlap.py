@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .buckets import travel_dtype
-from .content import Content
+from hdet_kernels.converge.payload import Content
+from hdet_kernels.tensors import travel_dtype
 
 T = TypeVar("T")
 

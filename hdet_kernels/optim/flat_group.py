@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.buckets import Buckets, Slot
+from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
 from hdet_kernels.ops.chunks import ChunkTable, Gradients
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.options import Options
+from hdet_kernels.tensors import Slot
 
 
 class Home:

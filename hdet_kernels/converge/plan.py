@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from .control import Verdict
+from hdet_kernels.converge.handshake import Verdict
 
 AverageState = Literal["auto"] | bool
 Merge = Literal["mean", "best"]

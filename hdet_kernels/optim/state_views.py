@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import Gradients
-from hdet_kernels.optim.glance import Glance
-from hdet_kernels.optim.home import Home
+from hdet_kernels.optim.flat_group import Home
 from hdet_kernels.optim.options import Options
+from hdet_kernels.optim.spot_check import Glance
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
 MASTER = "master"

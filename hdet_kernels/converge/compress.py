@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .buckets import Bucket
-from .ops.wire import FORMATS, Wire
-from .travel import Cost, Courier, Journey, Regions, Staging, travel
+from hdet_kernels.buckets import Bucket
+from hdet_kernels.converge.transport import Cost, Courier, Journey, Regions, Staging, travel
+from hdet_kernels.ops.wire import FORMATS, Wire
 
 Format = Literal["bf16", "int8"]
 

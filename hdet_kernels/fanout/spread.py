@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .controller import Controller, Observation, Run, State
-from .ensemble import Ensemble, held
-from .explore import Group, Hyperparameter, write_per_replica
-from .fanout import pairs
+from hdet_kernels.controller.protocol import Controller, Observation, Run, State
+from hdet_kernels.ensemble import Ensemble, held
+from hdet_kernels.fanout.explore import Group, Hyperparameter, write_per_replica
+from hdet_kernels.fanout.multipliers import pairs
 
 Array = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from .controller import Array, Observation, Run, State, check_positive, check_share
+from hdet_kernels.controller.protocol import Array, Observation, Run, State, check_positive, check_share
 
 
 @dataclass(frozen=True)

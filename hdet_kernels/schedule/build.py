@@ -11,21 +11,22 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import Buckets, replicas_of, share_gradients
-from .compress import Format
-from .controller import Controller, Run
-from .converge import AverageState, Converger, Merge
-from .cycle import Cycle, Gradients, Probe
-from .ensemble import Ensemble, ProcessEnsemble, default_ensemble
-from .explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
-from .optimizer_state import StepCounts, averaged_state, why_not_averaged
-from .outer import Outer
-from .regression_controller import RegressionController
-from .rehearsal import Rehearsal
-from .slopes import HypergradientController
-from .softmax import SoftmaxController
-from .spread import Spread
-from .stack import StackEnsemble
+from hdet_kernels.buckets import Buckets
+from hdet_kernels.controller.protocol import Controller, Run
+from hdet_kernels.controller.regression import RegressionController
+from hdet_kernels.controller.slopes import HypergradientController
+from hdet_kernels.controller.softmax import SoftmaxController
+from hdet_kernels.converge.compress import Format
+from hdet_kernels.converge.converger import AverageState, Converger, Merge
+from hdet_kernels.converge.optimizer_state import StepCounts, averaged_state, why_not_averaged
+from hdet_kernels.converge.outer import Outer
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
+from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
+from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.schedule.cycle import Cycle, Gradients, Probe
+from hdet_kernels.schedule.rehearsal import Rehearsal
+from hdet_kernels.stack import StackEnsemble
+from hdet_kernels.tensors import replicas_of, share_gradients
 
 log = logging.getLogger("hdet_kernels")
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from .buckets import Slot, flat_view, has_overlap, is_dense, local, wide_dtype
-from .ensemble import Ensemble, ProcessEnsemble
-from .ops.chunks import ChunkTable
-from .ops.stacked_chunks import StackedTable
+from hdet_kernels import ops
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
+from hdet_kernels.ops.chunks import ChunkTable
+from hdet_kernels.ops.stacked_chunks import StackedTable
+from hdet_kernels.tensors import Slot, flat_view, has_overlap, is_dense, local, wide_dtype
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import unique
+from hdet_kernels.tensors import unique
 
 
 def averaged_state(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .buckets import wide_dtype
-from .ensemble import Ensemble
+from hdet_kernels.ensemble import Ensemble
+from hdet_kernels.tensors import wide_dtype
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

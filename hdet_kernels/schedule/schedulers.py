@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from .assemble import Buffered, build_cycle, learning_rates, untouched_on_error
-from .compress import Format
-from .controller import Controller
-from .converge import AverageState, Merge
-from .cycle import Cycle, Gradients, Probe
-from .ensemble import Ensemble
-from .explore import Explore, write_entry
-from .history import SyncRecord
-from .outer import Outer
-from .rehearsal import rehearse
-from .window import Loss
+from hdet_kernels.controller.protocol import Controller
+from hdet_kernels.converge.compress import Format
+from hdet_kernels.converge.converger import AverageState, Merge
+from hdet_kernels.converge.outer import Outer
+from hdet_kernels.ensemble import Ensemble
+from hdet_kernels.fanout.explore import Explore, write_entry
+from hdet_kernels.schedule.build import Buffered, build_cycle, learning_rates, untouched_on_error
+from hdet_kernels.schedule.cycle import Cycle, Gradients, Probe
+from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.schedule.rehearsal import rehearse
 
 
 class _WithCycle:

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .controller import Run
-from .converge import Asked, AverageState, Converger, Outcome, Report
-from .ensemble import Ensemble, held
-from .gradients import Displacement, fingerprint, weakly
-from .history import Kind, SyncRecord
-from .overlap import Correction, Flight
-from .plan import compared
-from .spread import Placement, Spread
-from .window import Loss, LossWindow, checked_loss
+from hdet_kernels.controller.protocol import Run
+from hdet_kernels.converge.converger import Asked, AverageState, Converger, Outcome, Report
+from hdet_kernels.converge.overlap import Correction, Flight
+from hdet_kernels.converge.plan import compared
+from hdet_kernels.ensemble import Ensemble, held
+from hdet_kernels.fanout.spread import Placement, Spread
+from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, weakly
+from hdet_kernels.schedule.history import Kind, SyncRecord
+from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss
 
 log = logging.getLogger("hdet_kernels")
 

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .buckets import Bucket, cut
-from .content import Checksum
-from .ensemble import Ensemble, Work, held
-from .ops.pack import Pack
+from hdet_kernels.buckets import Bucket, cut
+from hdet_kernels.converge.payload import Checksum
+from hdet_kernels.ensemble import Ensemble, Work, held
+from hdet_kernels.ops.pack import Pack
 
 #: Buckets on their way at the same time, and so the staging buffers that exist at the same time.
 IN_FLIGHT = 2

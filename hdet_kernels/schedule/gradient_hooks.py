@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import local, one_replica, wide_dtype
+from hdet_kernels.tensors import local, one_replica, wide_dtype
 
 
 def weakly(call: Callable[[], None]) -> Callable[..., None]:

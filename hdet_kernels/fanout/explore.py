@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .fanout import Spacing, check_spread, multipliers, permutation
+from hdet_kernels.fanout.multipliers import Spacing, check_spread, multipliers, permutation
 
 Group = dict[str, Any]
 

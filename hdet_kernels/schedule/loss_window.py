@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .buckets import wide_dtype
+from hdet_kernels.tensors import wide_dtype
 
 #: Of one replica, or of several in one process.
 Loss = float | Tensor | Sequence[float]

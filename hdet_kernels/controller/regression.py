@@ -8,10 +8,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from . import belief
-from .ceiling import over_peak
-from .controller import EDGE, Array, Observation, Run, State, check_positive
-from .regression import (
+from hdet_kernels.controller import peak_posterior as belief
+from hdet_kernels.controller.least_squares import (
     explodes,
     level_of,
     noise,
@@ -22,8 +20,10 @@ from .regression import (
     significances,
     unexplained,
 )
-from .slopes import LARGEST_MOVE, TRUSTED, Flags, SlopeController, countable, noise_gate
-from .terrain import SPAN, Terrain
+from hdet_kernels.controller.protocol import EDGE, Array, Observation, Run, State, check_positive
+from hdet_kernels.controller.slopes import LARGEST_MOVE, TRUSTED, Flags, SlopeController, countable, noise_gate
+from hdet_kernels.controller.stability import SPAN, Terrain
+from hdet_kernels.controller.warmup import over_peak
 
 #: What μ of a learning rate rises by at most in each percent of the run after a smaller one was better once, and so is
 #: near the turn; and what counts as having been better.

@@ -21,16 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes, distinct, layout_hash, local, unique
-from .compress import Compression, Format, check_format
-from .content import Content, check_shards, check_tensor, described, flattener, integer_hash
-from .control import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
-from .ensemble import Ensemble, held
-from .ops.pack import MOST_ROWS
-from .outer import Outer, OuterStep, check_outer
-from .overlap import Correction, Flight
-from .plan import Asked, AverageState, Merge, Plan, check_merge, decide
-from .travel import Cost, Courier, take_first, take_largest, travel
+from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
+from hdet_kernels.converge.compress import Compression, Format, check_format
+from hdet_kernels.converge.handshake import Numbers, Report, Verdict, disagreement, meet, row_bytes, short_hash
+from hdet_kernels.converge.outer import Outer, OuterStep, check_outer
+from hdet_kernels.converge.overlap import Correction, Flight
+from hdet_kernels.converge.payload import Content, check_shards, check_tensor, described, flattener, integer_hash
+from hdet_kernels.converge.plan import Asked, AverageState, Merge, Plan, check_merge, decide
+from hdet_kernels.converge.transport import Cost, Courier, take_first, take_largest, travel
+from hdet_kernels.ensemble import Ensemble, held
+from hdet_kernels.ops.pack import MOST_ROWS
+from hdet_kernels.tensors import distinct, layout_hash, local, unique
 
 __all__ = ["Asked", "AverageState", "Converger", "Merge", "Outcome", "Report"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from .controller import Observation, Run
+from hdet_kernels.controller.protocol import Observation, Run
 
 #: How OneCycleLR climbs: from this share of its peak to all of it, in this share of the run.
 CLIMBS_FROM, CLIMBS_FOR = 1 / 25, 0.3
