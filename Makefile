@@ -1,5 +1,6 @@
 # make demo: set-up, then replicas train a small language model; ends in a table and plots (in demo-out/).
-# make test: set-up, then the linters and the whole test suite.
+# make test: set-up, then the linters and the tests.
+# make test-full: the tests that make test leaves out: more combinations, and everything that needs a GPU.
 # make bench: set-up, then every benchmark on what is there; report and plots in bench-out/ (bench/README.md).
 # make quality: set-up, then the small part of the quality suite; prints its tables (bench/quality/README.md).
 # All build .venv once; a second run installs nothing. PYTHON chooses the interpreter (3.11 or newer).
@@ -12,13 +13,18 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 QUALITY_ARGS ?=
 
-.PHONY: demo test lint bench quality setup clean
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: demo test test-full lint bench quality setup clean
 
 demo: $(READY)
 	$(BIN)/python -m hdet_kernels demo $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -m 'not full'
+
+test-full: $(READY)
+	$(PYTEST) -m full
 
 lint: $(READY)
 	$(BIN)/ruff check .

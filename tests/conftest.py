@@ -1,6 +1,7 @@
-"""Without a GPU the Triton kernels are tested in Triton's interpreter. Triton decides when it is first imported.
+"""Set up the test session: Triton's interpreter without a GPU, the benchmarks on the path, and the two test runs.
 
-Tests import the benchmarks as those import each other. Their folder is last on the path: some tests have their names.
+``make test`` runs what is not marked ``full``; ``make test-full`` runs the rest. Whatever needs a GPU belongs to the
+second, so that a machine without one prints the reason for each skip there.
 """
 
 from __future__ import annotations
@@ -9,9 +10,19 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+# The benchmarks import each other by their bare names. Last on the path: some tests have the same names.
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
+# Triton decides when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.full)

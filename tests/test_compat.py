@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, network
 
 import hdet_kernels as hk
 from hdet_kernels.compat import OneCycleAutoLR
 from hdet_kernels.controller.softmax import published_decay
+from tests.ranks import run_ranks
+from tests.training import batch, network
 
 PUBLISHED = {
     "auto_lr_warmup_steps": 100000,

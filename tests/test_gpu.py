@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_checkpoint import SETTINGS, load, result, save
-from training import Trainer, same
 
 import hdet_kernels as hk
 from hdet_kernels.converge.converger import Report
 from hdet_kernels.optim import FusedAdamW
+from tests.ranks import run_ranks
+from tests.schedule.checkpoints import SETTINGS, load, result, save
+from tests.training import Trainer, same
 
 pytestmark = [
     pytest.mark.gpu,

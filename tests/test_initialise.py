@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ops import BACKENDS, BF16, FP16, FP32, FP64, QUICK
 from torch import nn
 
 from hdet_kernels import Buckets, warm_noisy_init_
 from hdet_kernels.ensemble import RowEnsemble
+from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, QUICK
 
 COUNT = 40_000
 

@@ -114,13 +114,3 @@ class Controller(Protocol):
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
         """The base value of hyperparameter ``index`` where the schedule says ``scheduled``."""
-
-
-def check_share(name: str, value: float, *, below_one: bool = False) -> None:
-    if not (0 <= value < 1 or (value == 1 and not below_one)):
-        raise ValueError(f"{name} must lie between 0 and 1{' (excluded)' if below_one else ''}, got {value}")
-
-
-def check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number, got {value}")

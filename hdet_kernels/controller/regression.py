@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from hdet_kernels.checks import check_positive
 from hdet_kernels.controller import peak_posterior as belief
 from hdet_kernels.controller.least_squares import (
     explodes,
@@ -20,7 +21,7 @@ from hdet_kernels.controller.least_squares import (
     significances,
     unexplained,
 )
-from hdet_kernels.controller.protocol import EDGE, Array, Observation, Run, State, check_positive
+from hdet_kernels.controller.protocol import EDGE, Array, Observation, Run, State
 from hdet_kernels.controller.slopes import LARGEST_MOVE, TRUSTED, Flags, SlopeController, countable, noise_gate
 from hdet_kernels.controller.stability import SPAN, Terrain
 from hdet_kernels.controller.warmup import over_peak

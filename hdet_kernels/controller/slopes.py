@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet_kernels.controller.protocol import EDGE, Array, Observation, Run, State, check_positive, check_share
+from hdet_kernels.checks import check_positive, check_share
+from hdet_kernels.controller.protocol import EDGE, Array, Observation, Run, State
 from hdet_kernels.controller.warmup import CLIMBS_FOR, ceilings_at
 
 Flags = NDArray[np.bool_]

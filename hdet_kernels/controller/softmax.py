@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from hdet_kernels.controller.protocol import Array, Observation, Run, State, check_positive, check_share
+from hdet_kernels.checks import check_positive, check_share
+from hdet_kernels.controller.protocol import Array, Observation, Run, State
 
 
 @dataclass(frozen=True)

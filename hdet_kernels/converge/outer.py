@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
-from hdet_kernels.controller.protocol import check_positive, check_share
+from hdet_kernels.checks import check_positive, check_share
 from hdet_kernels.converge.transport import Courier, Regions
 from hdet_kernels.tensors import wide_dtype
 

@@ -1,0 +1,264 @@
+"""The cases that kernel tests share: backends, rules, precisions, and flat buffers with marked neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hdet_kernels import ops
+from hdet_kernels.buckets import Slot
+from hdet_kernels.ops import Scalars
+from hdet_kernels.ops import backends as registry
+from hdet_kernels.ops.chunks import ChunkTable
+from hdet_kernels.ops.table import HyperTable
+
+RULES: dict[str, tuple[str, dict[str, float]]] = {
+    "sgd": ("sgd", {"lr": 0.1}),
+    "sgd-decay": ("sgd", {"lr": 0.1, "weight_decay": 0.1}),
+    "sgd-momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "sgd-nesterov": ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": 1}),
+    "adam": ("adam", {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
+    "adam-amsgrad": ("adam", {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": 1}),
+    "adamw": ("adamw", {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}),
+    "adamw-amsgrad": ("adamw", {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "amsgrad": 1, "maximize": 1}),
+    "adagrad": ("adagrad", {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01, "eps": 1e-10}),
+    "lion": ("lion", {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "maximize": 1}),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``grads``: the gradients' dtypes, one slot after the other, from the start again where there are more slots."""
+
+    param: torch.dtype
+    state: torch.dtype
+    grads: tuple[torch.dtype, ...]
+    master: bool = False
+
+
+FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+PRECISIONS = {
+    "fp32": Precision(FP32, FP32, (FP32,)),
+    "fp64": Precision(FP64, FP64, (FP64,)),
+    "fp32-grad-bf16": Precision(FP32, FP32, (BF16,)),
+    "fp32-grad-mixed": Precision(FP32, FP32, (FP16, FP32, BF16)),
+    "fp32-state-bf16": Precision(FP32, BF16, (FP32,)),
+    "bf16-state-bf16": Precision(BF16, BF16, (BF16,)),
+    "bf16-state-fp32": Precision(BF16, FP32, (BF16,)),
+    "bf16-grad-mixed": Precision(BF16, BF16, (FP32, BF16)),
+    "bf16-master": Precision(BF16, FP32, (BF16,), master=True),
+    "bf16-master-state-bf16": Precision(BF16, BF16, (BF16,), master=True),
+    "fp16-state-fp32": Precision(FP16, FP32, (FP16,)),
+    "fp16-master": Precision(FP16, FP32, (FP16,), master=True),
+}
+
+
+NO_SCALARS = Scalars()
+
+
+#: Around gradients and states: what is read from there shows in the result.
+POISON = float("nan")
+
+
+#: Around parameters: what is written there shows by not being this any more (a NaN would stay a NaN).
+SENTINEL = 7.0
+
+
+def available(name: str, device: str) -> Any:
+    """The backend on the device as a test parameter; skipped, with the reason, where it cannot run."""
+    reason = registry.backends()[name]
+    if reason == "ok" and device == "cuda" and not torch.cuda.is_available():
+        reason = "torch finds no usable NVIDIA GPU"
+    if reason == "ok" and (name, device) == ("triton", "cpu") and not registry.interpreting():
+        reason = "the kernels are compiled for the GPU here (TRITON_INTERPRET is not set)"
+    marks = [pytest.mark.skipif(reason != "ok", reason=f"{name} on {device}: {reason}")]
+    if device == "cuda":
+        marks.append(pytest.mark.gpu)
+    if (name, device) == ("triton", "cpu"):
+        # The interpreter is numpy, which warns of quotients in lanes that are masked out.
+        marks.append(pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"))
+    return pytest.param((name, device), id=f"{name}-{device}", marks=marks)
+
+
+BACKENDS = [
+    available("torch", "cpu"),
+    available("torch", "cuda"),
+    available("cpp", "cpu"),
+    available("cuda", "cuda"),
+    available("triton", "cuda"),
+    available("triton", "cpu"),
+]
+
+
+#: Without Triton's interpreter, which takes a tenth of a second for a small step: for tests in which it is the
+#: optimizer that is tried, and the arithmetic has been elsewhere. (On a GPU, Triton's kernels take part.)
+QUICK = [backend for backend in BACKENDS if backend.id != "triton-cpu"]
+
+
+@dataclass
+class Case:
+    """Flat buffers with marked neighbours around every slot, and gradients with NaN around them, every other one at an
+    address that is no multiple of 16."""
+
+    rule: str
+    param: Tensor
+    states: list[Tensor | None]
+    steps: Tensor
+    chunks: ChunkTable
+    grads: list[Tensor | None]
+    gap: Tensor
+    master: Tensor | None = None
+    #: With more than one, parameters and master are [rows, n].
+    rows: int = 1
+
+    def flats(self) -> list[Tensor]:
+        return [flat for flat in (self.param, *self.states, self.master) if flat is not None]
+
+    def span(self, index: int) -> slice:
+        slot = self.chunks.entries[index]
+        return slice(slot.offset, slot.offset + slot.numel)
+
+    def assert_neighbours_untouched(self) -> None:
+        assert (self.param[self.gap] == SENTINEL).all(), "something was written beside a slot"
+        if self.master is not None:
+            assert (self.master[self.gap] == SENTINEL).all(), "something was written beside a slot of the master"
+        for state in self.states:
+            assert state is None or state[self.gap].isnan().all(), "something was written beside a slot of the state"
+
+    def bound(self, table: HyperTable, backend: str, *, stochastic_rounding: bool = False) -> ops.Step:
+        return ops.Step(
+            self.rule,
+            self.param,
+            self.states,
+            self.steps,
+            table.tensor,
+            self.chunks,
+            master=self.master,
+            stochastic_rounding=stochastic_rounding,
+            rows=self.rows,
+            backend=backend,
+        )
+
+    def step(
+        self,
+        table: HyperTable,
+        backend: str,
+        scalars: Scalars = NO_SCALARS,
+        *,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        step = self.bound(table, backend, stochastic_rounding=stochastic_rounding)
+        step(self.chunks.match(self.grads), scalars)
+
+    def in_float64(self) -> Case:
+        """The same numbers in float64, at the same offsets: parameters in full, and no master."""
+        chunks = ChunkTable(self.chunks.entries, self.chunks.rows, torch.device("cpu"), FP64)
+        return replace(
+            self,
+            param=(self.param if self.master is None else self.master).to(FP64, copy=True),
+            states=[None if state is None else state.to(FP64, copy=True) for state in self.states],
+            steps=self.steps.clone(),
+            chunks=chunks,
+            grads=[None if grad is None else grad.double() for grad in self.grads],
+            master=None,
+        )
+
+
+def make_case(
+    rule: str,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    optional: bool,
+    rows: tuple[int, ...] = (),
+    state: torch.dtype | None = None,
+    grads: Sequence[torch.dtype] = (),
+    master: bool = False,
+) -> Case:
+    """``optional``: with the states that a rule can do without. ``state`` and ``grads`` are ``dtype`` unless given."""
+    unit = 128 // dtype.itemsize
+    slots, end = [], unit
+    for size in sizes:
+        slots.append(Slot(0, end, size, (size,), (1,)))
+        end += -(-size // unit) * unit + unit
+    gap = torch.ones(end, dtype=torch.bool)
+    for slot in slots:
+        gap[slot.offset : slot.offset + slot.numel] = False
+    generator = torch.Generator().manual_seed(sum(sizes))
+
+    def flat(low: float, around: float, kind: torch.dtype) -> Tensor:
+        values = torch.rand(end, generator=generator, dtype=FP64) * 0.5 + low
+        return values.masked_fill(gap, around).to(device, kind)
+
+    in_full = flat(-0.25, SENTINEL, FP32 if master else dtype)
+    gradients: list[Tensor | None] = []
+    for index, size in enumerate(sizes):
+        kind = grads[index % len(grads)] if grads else dtype
+        start = 16 + index % 2
+        around = torch.full((size + 32,), POISON, dtype=FP64)
+        around[start : start + size] = torch.randn(size, generator=generator, dtype=FP64)
+        gradients.append(around.to(device, kind)[start : start + size])
+    names = ops.STATES[rule]
+    states = [
+        flat(0.1, POISON, state or dtype) if optional or name not in ops.OPTIONAL_STATES else None for name in names
+    ]
+    chunks = ChunkTable(slots, rows or (0,) * len(sizes), torch.empty(0, device=device).device, dtype)
+    steps = torch.zeros(len(sizes), device=device)
+    # Copied, not converted: a parameter must not share the memory of its master where they have the same dtype.
+    param = in_full.to(dtype, copy=True)
+    return Case(rule, param, states, steps, chunks, gradients, gap.to(device), in_full if master else None)
+
+
+def case_of(name: str, sizes: tuple[int, ...], precision: Precision, device: str) -> Case:
+    """For a row of RULES, with the optional states only if the row uses them."""
+    rule, row = RULES[name]
+    return make_case(
+        rule,
+        sizes,
+        precision.param,
+        device,
+        optional=bool(row.get("momentum") or row.get("amsgrad")),
+        state=precision.state,
+        grads=precision.grads,
+        master=precision.master,
+    )
+
+
+def make_table(device: str, *rows: dict[str, float]) -> HyperTable:
+    table = HyperTable(len(rows), torch.empty(0, device=device).device)
+    table.write(rows)
+    return table
+
+
+def assert_as_accurate(got: Case, plain: Case, truth: Case) -> None:
+    """At most twice the error of plain torch in the same precision, both against float64; a rounding of the arithmetic
+    more, for the case that plain torch happens to be exact.
+
+    In float64 the truth itself is rounded, in every operation: there, a few roundings of the result.
+    """
+    inside = ~plain.gap
+    got.assert_neighbours_untouched()
+    exact = [*truth.flats(), truth.param] if plain.master is not None else truth.flats()
+    for mine, theirs, true in zip(got.flats(), plain.flats(), exact, strict=True):
+        error = (mine.cpu().double() - true)[inside].abs().max()
+        theirs_error = (theirs.double() - true)[inside].abs().max()
+        largest = true[inside].abs().max()
+        if mine.dtype == FP64:
+            allowed = 8 * torch.finfo(FP64).eps * largest
+        else:
+            allowed = 2 * theirs_error + torch.finfo(FP32).eps * largest
+        assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def assert_same(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """To the bit, but for the payload of a NaN."""
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, check_device=False)

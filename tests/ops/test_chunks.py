@@ -1,0 +1,209 @@
+"""The tables that kernels walk: chunks, gradients, hyperparameters, and that C++ has the same layout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hdet_kernels.buckets import Slot
+from hdet_kernels.ops import STATES
+from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, flat_gradients
+from hdet_kernels.ops.reference import RULES, Row
+from hdet_kernels.ops.table import COLUMNS, HyperTable, Staged
+from tests.ops.cases import make_table
+
+CPU = torch.device("cpu")
+HEADERS = Path(__file__).parents[2] / "csrc"
+
+
+def table_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> ChunkTable:
+    slots, offset = [], 0
+    for shape in shapes:
+        plain = torch.empty(shape)
+        slots.append(Slot(0, offset, plain.numel(), shape, plain.stride()))
+        offset += plain.numel()
+    return ChunkTable(slots, range(len(slots)), CPU, dtype)
+
+
+def test_chunks_cover_every_slot_once() -> None:
+    sizes = (1, 0, CHUNK, CHUNK + 1, 3 * CHUNK)
+    table = table_of(*((size,) for size in sizes))
+    assert table.chunks.dtype == table.slots.dtype == torch.int64
+    offsets = [0, 1, 1, 1 + CHUNK, 2 + 2 * CHUNK]
+    assert table.slots.tolist() == [list(row) for row in zip(offsets, sizes, range(5), strict=True)]
+    assert table.chunks.tolist() == [
+        [0, 0, 1, 0],
+        [1, 0, CHUNK, 2],
+        [1 + CHUNK, 0, CHUNK, 3],
+        [1 + 2 * CHUNK, CHUNK, 1, 3],
+        [2 + 2 * CHUNK, 0, CHUNK, 4],
+        [2 + 3 * CHUNK, CHUNK, CHUNK, 4],
+        [2 + 4 * CHUNK, 2 * CHUNK, CHUNK, 4],
+    ]
+    assert (table.extent, table.row_count) == (2 + 5 * CHUNK, 5)
+
+
+def test_a_table_without_slots() -> None:
+    table = ChunkTable([], [], CPU, torch.float32)
+    assert (tuple(table.slots.shape), tuple(table.chunks.shape), table.extent, table.row_count) == (
+        (0, 3),
+        (0, 4),
+        0,
+        0,
+    )
+    assert not table.match([]).any
+    with pytest.raises(ValueError, match="0 slots and 1 rows"):
+        ChunkTable([], [0], CPU, torch.float32)
+
+
+def test_gradients_that_lie_in_order_are_taken_as_they_are() -> None:
+    table = table_of((4,), (2, 3))
+    grads = [torch.randn(4), torch.randn(2, 3)]
+    got = table.match(grads)
+    assert got.tensors is grads
+    assert got.table.tolist() == [[grad.data_ptr(), 0] for grad in grads]
+    assert not got.copied
+    assert torch.equal(table.point_at(got), torch.from_numpy(got.table))
+
+
+def test_missing_and_empty_gradients_are_told_apart() -> None:
+    table = table_of((4,), (0, 3), (2,))
+    full = torch.randn(4)
+    got = table.match([full, torch.randn(0, 3), None])
+    assert got.table[:, 0].tolist() == [full.data_ptr(), EMPTY_GRADIENT, NO_GRADIENT]
+    assert got.any
+    assert not table.match([None, None, None]).any
+    assert table.match([torch.randn(4), torch.randn(0, 3), torch.randn(2)]).table[1, 0] == EMPTY_GRADIENT
+
+
+def test_a_channels_last_parameter_takes_channels_last_gradients() -> None:
+    param = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    slots = [Slot(0, 0, 120, tuple(param.shape), param.stride()), Slot(0, 128, 4, (4,), (1,))]
+    table = ChunkTable(slots, [0, 0], CPU, torch.float32)
+    other = torch.randn(4)
+    kept = torch.randn_like(param)
+    assert table.match([kept, other]).tensors[0] is kept
+    contiguous = torch.randn(2, 3, 4, 5)
+    got = table.match([contiguous, other])
+    moved = got.tensors[0]
+    assert moved is not None
+    assert got.copied
+    assert moved.stride() == param.stride()
+    assert torch.equal(moved, contiguous)
+    assert got.tensors[1] is other
+    flat = flat_gradients(got)[0]
+    assert flat is not None
+    assert torch.equal(flat, contiguous.permute(0, 2, 3, 1).reshape(-1)), "in the order of the parameter's memory"
+
+
+def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:
+    table = ChunkTable([Slot(0, 0, 3, (3, 1), (1, 1))], [0], CPU, torch.float32)
+    column = torch.randn(3, 1).as_strided((3, 1), (1, 3))
+    assert table.match([column]).tensors[0] is column
+
+
+@pytest.mark.parametrize("param", GRADIENT_DTYPES, ids=str)
+@pytest.mark.parametrize("grad", GRADIENT_DTYPES, ids=str)
+def test_a_gradient_is_copied_only_if_kernels_do_not_read_its_dtype(param: torch.dtype, grad: torch.dtype) -> None:
+    table = table_of((4,), dtype=param)
+    given = torch.arange(4).to(grad)
+    got = table.match([given])
+    taken = got.tensors[0]
+    assert taken is not None
+    # Doubles stay among themselves; all narrower ones are widened in registers.
+    read = (grad == torch.float64) == (param == torch.float64)
+    assert (taken is given) == read == (not got.copied)
+    assert taken.dtype == (grad if read else param)
+    assert taken.tolist() == [0, 1, 2, 3]
+    assert got.table.tolist() == [[taken.data_ptr(), GRADIENT_DTYPES.index(taken.dtype)]]
+
+
+def test_gradients_of_several_dtypes_are_numbered_one_by_one() -> None:
+    table = table_of((2,), (2,), (2,))
+    got = table.match([torch.randn(2), torch.randn(2).half(), torch.randn(2).bfloat16()])
+    assert not got.copied
+    assert [GRADIENT_DTYPES[number] for number in got.table[:, 1]] == [torch.float32, torch.float16, torch.bfloat16]
+
+
+def test_gradients_that_cannot_be_used_are_refused() -> None:
+    table = table_of((4,))
+    with pytest.raises(RuntimeError, match=r"sparse=False"):
+        table.match([torch.ones(4).to_sparse()])
+    with pytest.raises(RuntimeError, match=r"\(2, 2\) on cpu; its parameter is \(4,\)"):
+        table.match([torch.ones(4, 4)[::2, ::2]])
+    with pytest.raises(RuntimeError, match=r"\(4,\) on meta; its parameter is \(4,\) on cpu"):
+        table.match([torch.ones(4, device="meta")])
+
+
+def test_the_gradient_table_is_written_only_when_an_address_changed() -> None:
+    table = table_of((4,))
+    grad, other = torch.randn(4), torch.randn(4)
+    on_device = table.point_at(table.match([grad]))
+    on_device.zero_()
+    assert table.point_at(table.match([grad])).tolist() == [[0, 0]], "equal addresses must not be copied again"
+    assert table.point_at(table.match([other])).tolist() == [[other.data_ptr(), 0]]
+    assert table.point_at(table.match([None])).tolist() == [[NO_GRADIENT, 0]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_staged_values_are_written_only_when_they_changed(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch finds no usable NVIDIA GPU")
+    staged = Staged((2, 2), torch.float64, torch.device(device))
+    values = np.array([[1.0, 2.0], [3.0, 4.0]])
+    assert staged.write(values)
+    assert not staged.write(values.copy())
+    staged.tensor.zero_()
+    assert not staged.write(values.copy()), "equal values must not be copied again"
+    seen = []
+    for value in range(2000):  # far more copies than are ever in flight: no staging buffer may be overwritten too early
+        staged.write(np.array([[float(value), 0.0], [0.0, 0.0]]))
+        seen.append(staged.tensor[0, 0].clone())
+    assert torch.stack(seen).tolist() == list(range(2000))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_tensor_learning_rate_follows_its_tensor(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch finds no usable NVIDIA GPU")
+    table = HyperTable(2, torch.device(device))
+    lr = torch.tensor([0.5], device=device)
+    rows = [{"lr": lr, "eps": 1e-8}, {"lr": 0.25}]
+    table.write(rows)
+    lr.fill_(0.125)
+    table.write(rows)
+    assert table.tensor[:, 0].tolist() == [0.125, 0.25]
+    assert table.tensor[:, COLUMNS.index("eps")].tolist() == [1e-8, 0.0]
+
+
+def test_a_seed_of_32_bits_is_kept_exactly() -> None:
+    assert make_table("cpu", {"seed": 2**32 - 1}).tensor[0, COLUMNS.index("seed")].item() == 2**32 - 1
+
+
+def test_the_layout_is_that_of_the_c_header() -> None:
+    header = (HEADERS / "table.h").read_text()
+
+    def fields(struct: str) -> list[tuple[str, str]]:
+        body = re.search(rf"struct (?:alignas\(\d+\) )?{struct} {{(.*?)\n}};", header, re.S)
+        assert body is not None, f"csrc/table.h has no struct {struct}"
+        return re.findall(r"^\s*(\w+) (\w+);", body.group(1), re.M)
+
+    assert fields("Row") == [("double", name) for name in COLUMNS]
+    assert Row._fields == COLUMNS
+    assert fields("Slot") == [("int64_t", name) for name in ("offset", "count", "row")]
+    assert fields("Chunk") == [("int64_t", name) for name in ("offset", "start", "count", "slot")]
+    assert fields("Gradient") == [("int64_t", "address"), ("GradientType", "type")]
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRADIENT_DTYPES)
+    assert f"enum class GradientType : int64_t {{ {names} }};" in header
+    assert f"kNoGradient = {NO_GRADIENT};" in header
+    assert f"kEmptyGradient = {EMPTY_GRADIENT};" in header
+    assert f"kColumns = {len(COLUMNS)};" in header
+
+
+def test_the_rules_are_those_of_the_c_header() -> None:
+    assert list(STATES) == list(RULES)
+    assert f"enum class Rule : int64_t {{ {', '.join(STATES)} }};" in (HEADERS / "rules.h").read_text()

@@ -1,0 +1,458 @@
+"""Packing and unpacking: every backend against a formula in plain torch, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hdet_kernels.buckets import Piece, cut
+from hdet_kernels.ops.chunks import CHUNK
+from hdet_kernels.ops.pack import MOST_ROWS, Pack
+from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, POISON, QUICK, SENTINEL, assert_same, available
+
+DTYPES = {
+    "fp32": (FP32, (FP32,)),
+    "bf16": (FP32, (BF16,)),
+    "fp16": (FP32, (FP16,)),
+    "mixed": (FP32, (FP32, BF16, FP16)),
+    "fp64": (FP64, (FP64,)),
+}
+#: Whole chunks where both sides allow vectors, where one does not, where neither does; an empty tensor; odd tails.
+SIZES = (CHUNK + 8, 2 * CHUNK + 9, 0, 1, 3, CHUNK - 1, 40)
+#: For Triton's interpreter, which takes its time: whole blocks of both shapes, with and without vectors, and tails.
+INTERPRETED_SIZES = (CHUNK + 8, 521, 0, 1, 3, 511)
+GAP = 8
+
+#: Rows, which of them are included, and the divisor.
+ROWS = {
+    "1": (1, None, 1.0),
+    "1-over-3": (1, None, 3.0),
+    "2": (2, None, 2.0),
+    "3-without-1": (3, (True, False, True), 2.0),
+    "8-over-3": (8, None, 3.0),
+    "8-one": (8, (False,) * 5 + (True, False, False), 1.0),
+    "8-without-3": (8, (False, True, True, False, True, True, False, True), 5.0),
+    "11": (11, (True,) * 10 + (False,), 10.0),
+}
+
+
+def combinations() -> Iterator[Any]:
+    """Every backend, dtype and choice of rows; in the interpreter every dtype with one choice, every choice once."""
+    for backend in BACKENDS:
+        for kind, dtypes in DTYPES.items():
+            for label, choice in ROWS.items():
+                if backend.id != "triton-cpu" or kind == "mixed" or label == "8-without-3":
+                    name = f"{backend.id}-{kind}-{label}"
+                    yield pytest.param(*backend.values, *dtypes, *choice, id=name, marks=backend.marks)
+
+
+def sizes_for(backend: tuple[str, str]) -> tuple[int, ...]:
+    return INTERPRETED_SIZES if backend == ("triton", "cpu") else SIZES
+
+
+@dataclass
+class Case:
+    """Tensors and a staging buffer in the midst of larger memory: around what is read stands NaN, around what is
+    written a sentinel, and every other tensor starts at an address that is no multiple of 16."""
+
+    tensors: list[Tensor]
+    around: list[Tensor]
+    staging: Tensor
+    around_staging: Tensor
+    pieces: list[Piece]
+    rows: int
+
+    @property
+    def numels(self) -> list[int]:
+        return [tensor.shape[-1] for tensor in self.tensors]
+
+    def pack(self, backend: str) -> Pack:
+        staging = self.staging
+        return Pack(self.numels, self.pieces, staging.device, staging.dtype, rows=self.rows, backend=backend)
+
+    def surround(self, tensors: float, staging: float) -> None:
+        """Fill what is around the tensors and around the staging buffer, and not what is inside."""
+        both = zip([*self.tensors, self.staging], [*self.around, self.around_staging], strict=True)
+        for inner, outer in both:
+            kept = inner.clone()
+            outer.fill_(staging if outer is self.around_staging else tensors)
+            inner.copy_(kept)
+
+    def assert_only_inside_written(self, what: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for inner, outer in what:
+            kept = inner.clone()
+            inner.fill_(SENTINEL)
+            assert (outer == SENTINEL).all(), "something was written beside"
+            inner.copy_(kept)
+
+
+def make_case(
+    sizes: Sequence[int],
+    kinds: Sequence[torch.dtype],
+    wide: torch.dtype,
+    device: str,
+    *,
+    rows: int = 1,
+    pieces: Sequence[Piece] | None = None,
+    shift: int = 0,
+) -> Case:
+    generator = torch.Generator().manual_seed(sum(sizes) + rows)
+    tensors, around = [], []
+    for index, size in enumerate(sizes):
+        start, count = GAP + index % 2, rows * size
+        values = torch.randn(count, generator=generator, dtype=FP64)
+        values[::7] *= 1e-3
+        values[1::11] = -0.0
+        outer = torch.zeros(count + 2 * GAP + 1, dtype=kinds[index % len(kinds)], device=device)
+        inner = outer[start : start + count]
+        inner.copy_(values)
+        tensors.append(inner if rows == 1 and index % 3 else inner.view(rows, size))
+        around.append(outer)
+    chosen = [Piece(i, 0, size) for i, size in enumerate(sizes)] if pieces is None else list(pieces)
+    total = sum(piece.stop - piece.start for piece in chosen)
+    outer = torch.zeros(total + 2 * GAP, dtype=wide, device=device)
+    return Case(tensors, around, outer[GAP + shift : GAP + shift + total], outer, chosen, rows)
+
+
+def packed(case: Case, included: Sequence[bool] | None, divisor: float) -> Tensor:
+    """What packing makes of the case, in plain torch, on the CPU."""
+    taken = [row for row in range(case.rows) if included is None or included[row]]
+    parts = [torch.zeros(0, dtype=case.staging.dtype)]
+    for piece in case.pieces:
+        values = case.tensors[piece.index].cpu().view(case.rows, -1) if piece.stop else torch.zeros(case.rows, 0)
+        wide = values[:, piece.start : piece.stop].to(case.staging.dtype)
+        total = torch.zeros_like(wide[0]) if not taken else wide[taken[0]].clone()
+        for row in taken[1:]:
+            total = total + wide[row]
+        parts.append(total / torch.tensor(divisor, dtype=wide.dtype))
+    return torch.cat(parts)
+
+
+def unpacked(case: Case, divisor: float) -> list[Tensor]:
+    """What unpacking makes of the case's tensors, in plain torch, on the CPU."""
+    tensors = [tensor.cpu().clone().view(case.rows, tensor.shape[-1]) for tensor in case.tensors]
+    values, offset = case.staging.cpu(), 0
+    for piece in case.pieces:
+        count = piece.stop - piece.start
+        quotient = values[offset : offset + count] / torch.tensor(divisor, dtype=values.dtype)
+        tensors[piece.index][:, piece.start : piece.stop] = quotient.to(tensors[piece.index].dtype)
+        offset += count
+    return [new.view(old.shape) for new, old in zip(tensors, case.tensors, strict=True)]
+
+
+def assert_bits(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """To the bit, the signs of zeros too."""
+    assert_same([tensor.cpu() for tensor in mine], theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a.cpu().signbit(), b.signbit()), "a zero has another sign"
+
+
+def round_trip(case: Case, backend: str, included: Sequence[bool] | None = None, divisor: float = 1.0) -> None:
+    """Pack with NaN around the tensors and in the rows that are left out; unpack other numbers to all rows."""
+    pack = case.pack(backend)
+    expected = packed(case, included, divisor)
+    case.surround(POISON, SENTINEL)
+    kept = [tensor.clone() for tensor in case.tensors]
+    for row, taken in enumerate([] if included is None else included):
+        for tensor in case.tensors:
+            if not taken and tensor.numel():
+                tensor.view(case.rows, -1)[row] = POISON
+    pack.pack(case.tensors, case.staging, included, divisor)
+    assert_bits([case.staging], [expected])
+    case.assert_only_inside_written([(case.staging, case.around_staging)])
+
+    case.staging.mul_(1.7)
+    for tensor, values in zip(case.tensors, kept, strict=True):
+        tensor.copy_(values)
+    restored = unpacked(case, divisor)
+    case.surround(SENTINEL, POISON)
+    pack.unpack(case.tensors, case.staging, divisor)
+    assert_bits(case.tensors, restored)
+    case.assert_only_inside_written(list(zip(case.tensors, case.around, strict=True)))
+
+
+@pytest.mark.parametrize(("backend", "wide", "kinds", "rows", "included", "divisor"), list(combinations()))
+def test_there_and_back(
+    backend: tuple[str, str],
+    wide: torch.dtype,
+    kinds: tuple[torch.dtype, ...],
+    rows: int,
+    included: tuple[bool, ...] | None,
+    divisor: float,
+) -> None:
+    where, device = backend
+    round_trip(make_case(sizes_for(backend), kinds, wide, device, rows=rows), where, included, divisor)
+
+
+@pytest.mark.parametrize(("wide", "kinds"), DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pieces_inside_tensors_and_a_staging_buffer_at_an_odd_address(
+    backend: tuple[str, str], wide: torch.dtype, kinds: tuple[torch.dtype, ...]
+) -> None:
+    where, device = backend
+    pieces = [
+        Piece(5, 3, 500),  # out of order, and at an odd element
+        Piece(0, 4, CHUNK + 5),
+        Piece(1, 1, 400),
+        Piece(1, 400, 400),
+        Piece(1, 401, 521),
+        Piece(2, 0, 0),
+        Piece(4, 1, 2),
+    ]
+    for rows, divisor, shift in ((1, 1.0, 0), (1, 3.0, 1), (2, 1.0, 1), (2, 3.0, 0)):
+        case = make_case(sizes_for(backend), kinds, wide, device, rows=rows, pieces=pieces, shift=shift)
+        round_trip(case, where, None, divisor)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rounding_is_to_the_nearest_even_once(backend: tuple[str, str]) -> None:
+    where, device = backend
+    halfway = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 65519.9, 65520.0, 1e-8, 3.4e38, -0.0, 1e-40])
+    values = torch.cat([halfway, halfway * 3, torch.tensor([float("inf"), float("-inf"), float("nan")])]).to(device)
+    for kind in (BF16, FP16, FP32):
+        for divisor in (1.0, 3.0, 0.1, 7.0):
+            pack = Pack([values.numel()], [Piece(0, 0, values.numel())], values.device, FP32, backend=where)
+            target = torch.zeros(values.numel(), dtype=kind, device=device)
+            pack.unpack([target], values, divisor)
+            expected = (values.cpu() / torch.tensor(divisor)).to(kind)
+            assert_same([target], [expected])
+            back = torch.zeros_like(values)
+            pack.pack([target], back, divisor=divisor)
+            assert_same([back], [expected.float() / torch.tensor(divisor)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_double_divisor_is_used_in_full(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case((17,), (FP64,), FP64, device)
+    round_trip(case, where, None, 1.1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_an_included_row_the_staging_buffer_is_zeros(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case((CHUNK + 3, 5), (FP32, BF16), FP32, device, rows=3)
+    for tensor in case.tensors:
+        tensor.fill_(POISON)
+    case.surround(POISON, SENTINEL)
+    case.staging.fill_(SENTINEL)
+    case.pack(where).pack(case.tensors, case.staging, (False, False, False), 4.0)
+    assert_bits([case.staging], [torch.zeros(CHUNK + 8)])
+    case.assert_only_inside_written([(case.staging, case.around_staging)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_many_rows_as_there_can_be(backend: tuple[str, str]) -> None:
+    where, device = backend
+    for included in (None, (False,) * (MOST_ROWS - 1) + (True,), (True, False) * (MOST_ROWS // 2)):
+        round_trip(make_case((37, 8), (FP32, BF16), FP32, device, rows=MOST_ROWS), where, included, 3.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(), (0, 0)], ids=["no-tensors", "empty-tensors"])
+def test_nothing_to_pack(backend: tuple[str, str], sizes: tuple[int, ...]) -> None:
+    where, device = backend
+    case = make_case(sizes, (FP32,), FP32, device)
+    assert case.pack(where).numel == 0
+    round_trip(case, where)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_buckets_of_any_size_carry_every_element_once(backend: tuple[str, str]) -> None:
+    where, device = backend
+    kinds = (FP32, BF16, FP64, FP16)
+    flats = [torch.randn(size).to(device, kinds[index % 4]) for index, size in enumerate((700, 1, 0, 333, 40, 9, 250))]
+    for bucket_bytes in (4 * 77, 4 * 10_000):
+        targets = [torch.full_like(flat, POISON) for flat in flats]
+        buckets = cut(flats, bucket_bytes)
+        assert {bucket.dtype for bucket in buckets} == {FP32, FP64}
+        for bucket in buckets:
+            pack = Pack([flat.numel() for flat in flats], bucket.pieces, bucket.device, bucket.dtype, backend=where)
+            assert pack.numel == bucket.numel
+            staging = torch.full((bucket.numel,), POISON, dtype=bucket.dtype, device=device)
+            pack.pack(flats, staging)
+            pack.unpack(targets, staging)
+        assert_same(targets, flats)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_that_move_and_change_their_dtype_are_followed(backend: tuple[str, str]) -> None:
+    where, device = backend
+    sizes = (CHUNK + 1, 0, 33)
+    pack = make_case(sizes, (FP32,), FP32, device).pack(where)
+    staging = torch.zeros(pack.numel, device=device)
+    alive = []  # otherwise the next tensors might come to lie at the addresses of the last
+    for value, kinds in enumerate(((FP32, FP32), (FP32, FP32), (BF16, FP16), (FP16, FP32), (FP32, FP32)), start=1):
+        tensors = [
+            torch.full((size,), float(value), dtype=kinds[index % 2], device=device) for index, size in enumerate(sizes)
+        ]
+        pack.pack(tensors, staging)
+        assert (staging == value).all()
+        pack.unpack(tensors, staging, 2.0)
+        assert all((tensor == value / 2).all() for tensor in tensors)
+        alive += tensors
+
+
+@pytest.mark.parametrize("backend", QUICK)
+def test_parameters_are_written_like_by_any_operation_in_place(backend: tuple[str, str]) -> None:
+    where, device = backend
+    param = torch.nn.Parameter(torch.ones(5, device=device))
+    other = torch.nn.Parameter(torch.ones(5, device=device))
+    pack = Pack([5, 5], [Piece(0, 0, 5)], param.device, FP32, backend=where)
+    staging = torch.zeros(5, device=device)
+    kept = param.square(), other.square()
+    pack.pack([param, other], staging)
+    pack.unpack([param, other], staging, 2.0)
+    assert param.tolist() == [0.5] * 5
+    assert not staging.requires_grad
+    kept[1].sum().backward()  # it has no piece and was not written
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept[0].sum().backward()
+
+
+@pytest.mark.parametrize("backend", [available("cpp", "cpu")])
+def test_threads_do_not_change_the_result(backend: tuple[str, str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            round_trip(make_case((100_000, 3, 50_001), (FP32, BF16), FP32, "cpu", rows=2), backend[0], None, 3.0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("backend", [available("cuda", "cuda"), available("triton", "cuda")])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_more_elements_than_32_bits_count(backend: tuple[str, str], rows: int) -> None:
+    where, device = backend
+    count = 2**31 + CHUNK + 5
+    tensor = torch.ones((rows, count), dtype=BF16, device=device)
+    tensor[:, -1] = 3
+    staging = torch.zeros(count, device=device)
+    pack = Pack([count], [Piece(0, 0, count)], staging.device, FP32, rows=rows, backend=where)
+    pack.pack([tensor], staging, divisor=float(rows))
+    assert staging[-1] == 3
+    assert (staging[:-1] == 1).all()
+    pack.unpack([tensor], staging, 2.0)
+    assert (tensor[:, -1] == 1.5).all()
+    assert (tensor[:, :-1] == 0.5).all()
+
+
+@pytest.mark.parametrize("backend", [available("cuda", "cuda"), available("triton", "cuda")])
+def test_nothing_waits_for_the_device(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case(SIZES, (FP32, BF16), FP32, device, rows=2)
+    pack = case.pack(where)
+    others = [tensor.clone() for tensor in case.tensors]
+    pack.pack(case.tensors, case.staging)  # Triton compiles
+    pack.unpack(case.tensors, case.staging)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tensors in (others, case.tensors):
+            pack.pack(tensors, case.staging, (True, False))
+            pack.unpack(tensors, case.staging)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+BAD_LAYOUTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "staging dtype": ({"dtype": BF16}, TypeError, r"float32 or torch\.float64, got torch\.bfloat16"),
+    "no rows": ({"rows": 0}, ValueError, "rows must be 1 to 64, got 0"),
+    "too many rows": ({"rows": 65}, ValueError, "rows must be 1 to 64, got 65"),
+    "index": ({"pieces": [Piece(2, 0, 1)]}, ValueError, "piece 0 is of tensor 2, and there are 2 tensors"),
+    "below": ({"pieces": [Piece(0, -1, 3)]}, ValueError, "piece 0 is elements -1 to 3 of tensor 0, which has 10"),
+    "beyond": ({"pieces": [Piece(0, 0, 1), Piece(1, 0, 6)]}, ValueError, "piece 1 .* 0 to 6 of tensor 1, which has 5"),
+    "reversed": ({"pieces": [Piece(0, 3, 2)]}, ValueError, "elements 3 to 2"),
+    "overlap": ({"pieces": [Piece(0, 4, 9), Piece(1, 0, 5), Piece(0, 0, 5)]}, ValueError, "overlap"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_LAYOUTS)
+def test_bad_layouts_name_what_was_given_and_expected(what: str) -> None:
+    change, kind, message = BAD_LAYOUTS[what]
+    arguments = {"pieces": [Piece(0, 0, 10), Piece(1, 0, 5)], "device": torch.device("cpu"), "dtype": FP32} | change
+    with pytest.raises(kind, match=message):
+        Pack([10, 5], **arguments)
+
+
+def _strided(rows: int, count: int) -> Tensor:
+    return torch.zeros(rows, 2 * count)[:, ::2]
+
+
+def _freed(rows: int, count: int) -> Tensor:
+    tensor = torch.zeros(rows, count)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+#: What is given instead of the second of the tensors, the staging buffer, what is included, the divisor.
+BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "shape": ({"tensor": torch.zeros(5, 2)}, ValueError, r"tensor 1 .*\(5, 2\).*2 rows of 5.*must be \(2, 5\)"),
+    "flat": ({"tensor": torch.zeros(10)}, ValueError, r"tensor 1 .*\(10,\).*must be \(2, 5\)"),
+    "scalar": ({"tensor": torch.zeros(())}, ValueError, r"tensor 1 .*shape \(\).*must be \(2, 5\)"),
+    "fp64": ({"tensor": torch.zeros(2, 5).double()}, TypeError, r"tensor 1 is torch\.float64.*takes torch\.float32"),
+    "int": ({"tensor": torch.zeros(2, 5).long()}, TypeError, r"tensor 1 is torch\.int64.*takes torch\.float32"),
+    "device": ({"tensor": torch.zeros(2, 5, device="meta")}, ValueError, "on meta; the staging buffer is on cpu"),
+    "strided": ({"tensor": _strided(2, 5)}, ValueError, "tensor 1 .*not contiguous.*flat_view"),
+    "sparse": ({"tensor": torch.zeros(2, 5).to_sparse()}, ValueError, "tensor 1 .*layout torch.sparse_coo"),
+    "freed": ({"tensor": _freed(2, 5)}, ValueError, "tensor 1 .*has no memory"),
+    "too few": ({"tensors": [torch.zeros(2, 10)]}, ValueError, "is of 2 tensors, got 1"),
+    "staging size": ({"staging": torch.zeros(16)}, ValueError, r"must be 15 contiguous .*got .*\(16,\).*slice"),
+    "staging dtype": (
+        {"staging": torch.zeros(15).double()},
+        ValueError,
+        r"float32 on cpu, got torch\.float64",
+    ),
+    "staging device": ({"staging": torch.zeros(15, device="meta")}, ValueError, "on cpu, got .* on meta"),
+    "staging strides": ({"staging": torch.zeros(30)[::2]}, ValueError, "15 contiguous"),
+    "included": ({"included": [True]}, ValueError, "an entry for each of 2 rows, got 1"),
+    "zero": ({"divisor": 0.0}, ValueError, "positive number .*got 0.0"),
+    "nan": ({"divisor": float("nan")}, ValueError, "positive number .*got nan"),
+    "vanishing": ({"divisor": 1e-50}, ValueError, r"torch\.float32 can hold, got 1e-50"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+@pytest.mark.parametrize("backend", [backend for backend in QUICK if backend.id.endswith("cpu")])
+def test_bad_calls_name_what_was_given_and_expected_and_write_nothing(backend: tuple[str, str], what: str) -> None:
+    change, kind, message = BAD_CALLS[what]
+    first = torch.ones(2, 10)
+    tensors = change.get("tensors", [first, change.get("tensor", torch.ones(2, 5))])
+    staging, divisor = change.get("staging", torch.full((15,), SENTINEL)), change.get("divisor", 1.0)
+    pack = Pack([10, 5], [Piece(0, 0, 10), Piece(1, 0, 5)], torch.device("cpu"), FP32, rows=2, backend=backend[0])
+    with pytest.raises(kind, match=message):
+        pack.pack(tensors, staging, change.get("included"), divisor)
+    if "staging" not in change:
+        assert (staging == SENTINEL).all()
+    if "included" not in change:
+        with pytest.raises(kind, match=message):
+            pack.unpack(tensors, staging, divisor)
+        assert (first == 1).all()
+
+
+@pytest.mark.parametrize("backend", QUICK)
+def test_the_elements_of_a_row_may_be_of_any_shape(backend: tuple[str, str]) -> None:
+    where, device = backend
+    for rows, shapes in ((1, [(), (3, 4), (1, 2, 2)]), (2, [(2,), (2, 3, 4), (2, 1, 2, 2)])):
+        tensors = [torch.randn(shape, device=device) for shape in shapes]
+        numels = [tensor.numel() // rows for tensor in tensors]
+        pieces = [Piece(index, 0, numel) for index, numel in enumerate(numels)]
+        staging = torch.zeros(sum(numels), device=device)
+        pack = Pack(numels, pieces, staging.device, FP32, rows=rows, backend=where)
+        expected = torch.cat([tensor.view(rows, -1).sum(0) for tensor in tensors])
+        pack.pack(tensors, staging)
+        assert_same([staging], [expected])
+        pack.unpack(tensors, staging)
+        assert_same([torch.cat([tensor.view(rows, -1)[-1] for tensor in tensors])], [expected])
+
+
+def test_tensors_without_a_piece_are_not_looked_at() -> None:
+    pack = Pack([10, 5], [Piece(1, 0, 5)], torch.device("cpu"), FP32, backend="torch")
+    staging = torch.zeros(5)
+    pack.pack([torch.zeros(3, device="meta"), torch.ones(1, 5)], staging)
+    assert staging.tolist() == [1.0] * 5

@@ -1,0 +1,242 @@
+"""What is stored in fewer bits than it was computed in: rounding to nearest, stochastic rounding, master weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hdet_kernels.ops.rounding import round_stochastically
+from tests.ops.cases import (
+    BACKENDS,
+    BF16,
+    FP16,
+    FP32,
+    PRECISIONS,
+    RULES,
+    Case,
+    Precision,
+    assert_same,
+    available,
+    case_of,
+    make_case,
+    make_table,
+)
+
+#: Two whole blocks, a whole block at an address that allows no vectors, odd tails.
+SIZES = (2048 + 3, 1024 + 1, 33)
+
+
+def on_a_grid(case: Case) -> None:
+    """Make every number of the case a multiple of 2⁻¹¹ below ½ (in bf16, one of its 8 bits): few enough bits for
+    float32 arithmetic to be exact, even where it squares, and too many for bf16 and fp16 after a step."""
+    generator = torch.Generator().manual_seed(5)
+    for flat in case.flats():
+        values = torch.randint(1, 2**10, flat.shape, generator=generator) * 2.0**-11
+        flat.copy_(torch.where(case.gap.cpu(), flat.cpu().float(), values))
+    for grad in case.grads:
+        assert grad is not None
+        grad.copy_(torch.randint(1, 2**10, grad.shape, generator=generator) * 2.0**-11)
+
+
+#: Rules whose float32 arithmetic is exact on a grid. Adam's update has a root and a quotient: there the learning rate
+#: is 0, and the states alone say something.
+EXACT: dict[str, tuple[str, dict[str, float]]] = {
+    "sgd": ("sgd", {"lr": 0.125}),
+    "sgd-momentum": ("sgd", {"lr": 0.125, "momentum": 0.5}),
+    "adam-states": ("adam", {"lr": 0.0, "beta1": 0.5, "beta2": 0.5, "eps": 1.0, "amsgrad": 1}),
+    "lion": ("lion", {"lr": 2.0**-10, "beta1": 0.5, "beta2": 0.5}),
+}
+KINDS = {
+    "bf16-stochastic": (BF16, BF16, True),
+    "fp32-state-bf16-stochastic": (FP32, BF16, True),
+    "bf16-nearest": (BF16, BF16, False),
+    "fp16-nearest": (FP16, FP32, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_rounds_exact_arithmetic_to_the_same_bits(
+    backend: tuple[str, str], name: str, kind: tuple[torch.dtype, torch.dtype, bool]
+) -> None:
+    (where, device), (rule, row), (dtype, state, stochastic) = backend, EXACT[name], kind
+    rows = (row | {"seed": 1}, row | {"seed": 2**32 - 1})
+    results = []
+    for run, place in ((where, device), ("torch", "cpu")):
+        case = make_case(rule, SIZES, dtype, place, optional=True, rows=(0, 1, 0), state=state, grads=(FP32,))
+        on_a_grid(case)
+        step = case.bound(make_table(place, *rows), run, stochastic_rounding=stochastic)
+        for _ in range(2):
+            step(case.chunks.match(case.grads))
+        case.assert_neighbours_untouched()
+        results.append([*case.flats(), case.steps])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stochastic_rounding_picks_one_of_the_two_neighbours(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("sgd", (2050,), BF16, device, optional=False, grads=(FP32,))
+    (grad,), span = case.grads, case.span(0)
+    assert grad is not None
+    exact = (case.param[span].float() - grad * 0.5).cpu()
+    case.step(make_table(device, {"lr": 0.5, "seed": 9}), where, stochastic_rounding=True)
+    got = case.param[span].float().cpu()
+    low = (exact.view(torch.int32) & -65536).view(FP32)
+    high = (low.view(torch.int32) + 65536).view(FP32)
+    up = got == high
+    assert ((got == low) | up).all()
+    assert up.any()
+    assert (got == low)[low != exact].any()
+    assert (got == low)[low == exact].all(), "what needs no rounding is not rounded"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5], ids=["sgd", "sgd-momentum"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_update_too_small_for_bf16_arrives_in_the_mean(backend: tuple[str, str], momentum: float) -> None:
+    where, device = backend
+    count, rounds, update, spacing = 8192, 6, 2.0**-12, 2.0**-7
+    moved = {}
+    for stochastic in (False, True):
+        case = make_case("sgd", (count,), BF16, device, optional=bool(momentum))
+        (grad,), span = case.grads, case.span(0)
+        assert grad is not None
+        case.param[span] = 1.5
+        grad.fill_(-1.0)  # upwards, where the spacing is the same all along
+        # The momentum reaches 1 at the first step and stays: dampening 0.5 replaces what decays.
+        row = {"lr": update, "momentum": momentum, "dampening": 0.5, "seed": 4}
+        step = case.bound(make_table(device, row), where, stochastic_rounding=stochastic)
+        for _ in range(rounds):
+            step(case.chunks.match(case.grads))
+        moved[stochastic] = (case.param[span].double() - 1.5).mean().item()
+    assert moved[False] == 0, "nearest loses every one of these updates"
+    chance = update / spacing
+    error = spacing * (rounds * chance * (1 - chance) / count) ** 0.5
+    assert abs(moved[True] - rounds * update) < 4 * error
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_bits_depend_on_seed_step_and_position_alone(backend: tuple[str, str]) -> None:
+    where, device = backend
+
+    def run(seed: int, *, steps: int = 1, sizes: tuple[int, ...] = (1030, 33)) -> Case:
+        case = make_case("adamw", sizes, BF16, device, optional=False)
+        for flat in case.flats():
+            flat.fill_(1.0)
+        for grad in case.grads:
+            assert grad is not None
+            grad.fill_(0.625)
+        row = {"lr": 0.001, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "seed": seed}
+        case.steps.fill_(steps - 1)
+        case.step(make_table(device, row), where, stochastic_rounding=True)
+        return case
+
+    first = run(1)
+    assert_same(first.flats(), run(1).flats())
+    for other in (run(2), run(1, steps=2)):
+        for mine, theirs in zip(first.flats(), other.flats(), strict=True):
+            assert not torch.equal(mine, theirs)
+    # As one slot instead of two: the same positions have the same bits.
+    joined = run(1, sizes=(first.span(1).stop - first.span(0).start,))
+    assert_same([joined.param[first.span(1)]], [first.param[first.span(1)]])
+    ups = [flat[first.span(0)] == flat[first.span(0)].max() for flat in first.flats()]
+    assert not torch.equal(ups[0], ups[1]), "parameters and states have bits of their own"
+    assert not torch.equal(ups[1], ups[2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stochastic_rounding_keeps_infinities_and_nan(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("sgd", (6,), BF16, device, optional=False, grads=(FP32,))
+    (grad,), span = case.grads, case.span(0)
+    assert grad is not None
+    case.param[span] = 0.0
+    nan = torch.tensor([0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(FP32)
+    grad.copy_(torch.cat([torch.tensor([float("inf"), float("-inf"), float("nan"), 3.4e38]), nan]))
+    case.step(make_table(device, {"lr": -1.0}), where, stochastic_rounding=True)
+    got = case.param[span].tolist()
+    assert got[:2] == [float("inf"), float("-inf")]
+    assert case.param[span].isnan().tolist() == [False, False, True, False, True, True]
+    assert got[3] == float("inf") or 3.3e38 < got[3] < 3.4e38
+
+
+def test_rounding_is_up_with_the_probability_of_what_is_cut_off() -> None:
+    noise = torch.arange(2**16)
+    for part in (0, 1, 0x4000, 0xFFFF):
+        value = torch.tensor(0x3F800000 + part, dtype=torch.int32).view(FP32).expand(2**16)
+        assert (round_stochastically(value, noise) > 1).sum().item() == part
+
+
+MASTERED = {name: precision for name, precision in PRECISIONS.items() if precision.master}
+
+
+@pytest.mark.parametrize("precision", MASTERED.values(), ids=MASTERED.keys())
+@pytest.mark.parametrize("name", ["sgd-momentum", "adamw-amsgrad", "adagrad", "lion"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_master_is_trained_like_fp32_parameters(backend: tuple[str, str], name: str, precision: Precision) -> None:
+    (where, device), (rule, row) = backend, RULES[name]
+    case = case_of(name, SIZES, precision, device)
+    assert case.master is not None
+    single = make_case(rule, SIZES, FP32, device, optional=case.states[-1] is not None)
+    spans = [(case.span(index), single.span(index)) for index in range(len(SIZES))]
+    single.states = [
+        None if state is None else torch.zeros_like(single.param, dtype=state.dtype) for state in case.states
+    ]
+    for mine, theirs in spans:
+        single.param[theirs] = case.master[mine]
+        for a, b in zip(single.states, case.states, strict=True):
+            if a is not None and b is not None:
+                a[theirs] = b[mine]
+    single.grads = case.grads
+    for one in (case, single):
+        step = one.bound(make_table(device, row), where)
+        for _ in range(3):
+            step(one.chunks.match(one.grads))
+    for mine, theirs in spans:
+        assert_same([case.master[mine]], [single.param[theirs]])
+        assert_same([case.param[mine]], [case.master[mine].to(case.param.dtype)])
+        for a, b in zip(single.states, case.states, strict=True):
+            if a is not None and b is not None:
+                assert_same([b[mine]], [a[theirs]])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_master_follows_a_parameter_that_someone_wrote(backend: tuple[str, str], dtype: torch.dtype) -> None:
+    where, device = backend
+    case = make_case("sgd", (1030, 5), dtype, device, optional=False, state=FP32, grads=(dtype,), master=True)
+    assert case.master is not None
+    row = make_table(device, {"lr": 2.0**-10})
+    for grad in case.grads:
+        assert grad is not None
+        grad.fill_(1.0)
+    case.step(row, where)
+    span, before = case.span(0), case.master.clone()
+    written = slice(span.start + 7, span.stop, 11)
+    case.param[written] = 0.5
+    case.param[span.start] = -0.0 if case.param[span.start] != 0 else 1.0
+    expected = before - 2.0**-10
+    expected[written] = 0.5 - 2.0**-10
+    expected[span.start] = case.param[span.start].float() - 2.0**-10
+    case.step(row, where)
+    for index in range(2):
+        assert_same([case.master[case.span(index)]], [expected[case.span(index)]])
+        assert_same([case.param[case.span(index)]], [expected[case.span(index)].to(dtype)])
+    case.assert_neighbours_untouched()
+
+
+@pytest.mark.parametrize("backend", [available("torch", "cpu"), available("cpp", "cpu"), available("triton", "cpu")])
+def test_small_updates_arrive_in_the_master(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("sgd", (64,), BF16, device, optional=False, master=True)
+    (grad,), span = case.grads, case.span(0)
+    assert grad is not None
+    assert case.master is not None
+    case.param[span] = 1.0
+    case.master[span] = 1.0
+    grad.fill_(1.0)
+    for _ in range(32):
+        case.step(make_table(device, {"lr": 2.0**-13}), where)
+    assert (case.master[span] == 1 - 2.0**-8).all()
+    assert (case.param[span] == 1 - 2.0**-8).all()

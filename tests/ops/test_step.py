@@ -1,0 +1,387 @@
+"""The step operation itself: every backend against the plain torch text, on hand-made flat buffers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hdet_kernels import ops
+from hdet_kernels.buckets import Slot
+from hdet_kernels.ops import Scalars, reference
+from hdet_kernels.ops.chunks import CHUNK, ChunkTable
+from hdet_kernels.ops.table import COLUMNS
+from tests.ops.cases import (
+    BACKENDS,
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    POISON,
+    PRECISIONS,
+    RULES,
+    Precision,
+    assert_as_accurate,
+    assert_same,
+    available,
+    case_of,
+    make_case,
+    make_table,
+)
+
+SIZES = {
+    "one": (1,),
+    "empty-between": (5, 0, 3),
+    "chunk": (CHUNK,),
+    "odd": (CHUNK + 1, CHUNK + 9, 2 * CHUNK - 1),
+}
+#: For Triton's interpreter, which takes its time, all in one: whole blocks, a whole block at an address that allows no
+#: vectors, a block that lacks one element, and three slots for the mixed gradients.
+INTERPRETED_SIZES = {"all": (CHUNK + 1, 1024 + 9, 1024 - 1)}
+#: Those rules in every precision there, the others in these: how a number is read and written is the same for all.
+INTERPRETED_RULES = ("sgd-nesterov", "adamw-amsgrad")
+INTERPRETED_PRECISIONS = ("fp32", "bf16-master-state-bf16")
+
+
+def combinations() -> Iterator[Any]:
+    """Every backend with every tuple of slot sizes, every rule and every precision. Triton's interpreter, which takes a
+    second for each, with one tuple: every rule in two precisions, and those with most states in all."""
+    for backend in BACKENDS:
+        interpreted = backend.id == "triton-cpu"
+        for label, sizes in (INTERPRETED_SIZES if interpreted else SIZES).items():
+            for name in RULES:
+                for kind, precision in PRECISIONS.items():
+                    if interpreted and name not in INTERPRETED_RULES and kind not in INTERPRETED_PRECISIONS:
+                        continue
+                    yield pytest.param(
+                        *backend.values,
+                        sizes,
+                        name,
+                        precision,
+                        id=f"{backend.id}-{label}-{name}-{kind}",
+                        marks=backend.marks,
+                    )
+
+
+@pytest.mark.parametrize(("backend", "sizes", "name", "precision"), list(combinations()))
+def test_step_is_as_accurate_as_plain_torch(
+    backend: tuple[str, str], sizes: tuple[int, ...], name: str, precision: Precision
+) -> None:
+    where, device = backend
+    got = case_of(name, sizes, precision, device)
+    plain = case_of(name, sizes, precision, "cpu")
+    truth = plain.in_float64()
+    row = RULES[name][1]
+    for case, place, run in ((got, device, where), (plain, "cpu", "torch"), (truth, "cpu", "torch")):
+        step = case.bound(make_table(place, row), run)
+        for _ in range(2):
+            step(case.chunks.match(case.grads))
+    assert_as_accurate(got, plain, truth)
+    counted = -2.0 if got.rule == "sgd" and not row.get("momentum") else 2.0
+    assert got.steps.tolist() == [counted] * len(sizes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bound_step_follows_gradients_that_move_come_and_go_and_change_dtype(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("sgd", (1030, 33), FP32, device, optional=False)
+    step = case.bound(make_table(device, {"lr": 0.5}), where)
+    expected = case.param.clone()
+    kinds = ((FP32, FP32), (FP32, FP32), (BF16, BF16), (None, FP16), (BF16, FP32), (FP16, None))
+    for value, pair in enumerate(kinds, start=1):
+        case.grads = [
+            None if kind is None else torch.full((slot.numel,), float(value), dtype=kind, device=device)
+            for slot, kind in zip(case.chunks.entries, pair, strict=True)
+        ]
+        step(case.chunks.match(case.grads))
+        for index, kind in enumerate(pair):
+            if kind is not None:
+                expected[case.span(index)] -= 0.5 * value
+        assert_same([case.param], [expected])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_slot_uses_the_row_of_its_group(backend: tuple[str, str]) -> None:
+    where, device = backend
+    plain = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    rows = (plain, plain | {"lr": 0.01, "amsgrad": 1, "maximize": 1})
+    both = make_case("adamw", (9, 9), FP64, device, optional=True, rows=(0, 1))
+    both.step(make_table(device, *rows), where)
+    for index, row in enumerate(rows):
+        alone = make_case("adamw", (9, 9), FP64, device, optional=True)
+        alone.step(make_table(device, row), where)
+        span = alone.span(index)
+        assert_same([flat[span] for flat in both.flats()], [flat[span] for flat in alone.flats()])
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_slot_without_gradient_and_a_skipped_step_change_nothing(backend: tuple[str, str], name: str) -> None:
+    (where, device), (rule, row) = backend, RULES[name]
+    case = make_case(rule, (33, 1100, 0), FP32, device, optional=True)
+    case.grads[1] = None
+    before = [flat.clone() for flat in case.flats()]
+    for skip in (torch.ones((), device=device), torch.full((1,), float("inf"), device=device)):
+        case.step(make_table(device, row), where, Scalars(found_inf=skip))
+        assert_same(case.flats(), before)
+        assert case.steps.tolist() == [0, 0, 0]
+
+    case.step(make_table(device, row), where, Scalars(found_inf=torch.zeros(1, device=device)))
+    assert not torch.equal(case.param[case.span(0)], before[0][case.span(0)])
+    for flat, old in zip(case.flats(), before, strict=True):
+        assert torch.equal(flat[case.span(1)], old[case.span(1)])
+    assert case.steps.abs().tolist() == [1, 0, 1], "an empty gradient counts as a step, a missing one does not"
+
+
+@pytest.mark.parametrize(
+    ("rule", "row", "flag"),
+    [
+        ("sgd", {"lr": 0.1, "momentum": 0.5}, "momentum"),
+        ("adamw", {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "amsgrad": 1}, "amsgrad"),
+    ],
+    ids=["momentum", "amsgrad"],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_that_does_without_the_optional_state_leaves_it_alone(
+    backend: tuple[str, str], rule: str, row: dict[str, float], flag: str
+) -> None:
+    where, device = backend
+    case = make_case(rule, (1030, 33), FP32, device, optional=True, rows=(0, 1))
+    alone = make_case(rule, (1030, 33), FP32, device, optional=False, rows=(0, 1))
+    optional = case.states[-1]
+    assert optional is not None
+    optional[case.span(0)] = POISON
+    without = row | {flag: 0.0}
+    case.step(make_table(device, without, row), where)
+    alone.step(make_table(device, without, without), where)
+    assert optional[case.span(0)].isnan().all()
+    assert not optional[case.span(1)].isnan().any()
+    assert_same([case.param[case.span(0)]], [alone.param[case.span(0)]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_step_with_momentum_is_without_dampening_whenever_it_comes(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("sgd", (8,), FP32, device, optional=True)
+    (grad,), (buffer,), span = case.grads, case.states, case.span(0)
+    assert grad is not None
+    assert buffer is not None
+    grad.fill_(1.0)
+    case.param[span] = 0.0
+    counts, buffers, params = [], [], [0.0]
+    for momentum in (0.0, 0.0, 0.5, 0.5, 0.0, 0.5):
+        case.step(make_table(device, {"lr": 0.125, "momentum": momentum, "dampening": 0.75}), where)
+        counts.append(case.steps.item())
+        buffers.append(buffer[span][0].item())
+        params.append(case.param[span][0].item())
+    assert counts == [-1, -2, 3, 4, 5, 6]
+    assert buffers[0] == buffers[1] != 1.0
+    assert buffers[2:] == [1.0, 0.5 * 1.0 + 0.25, 0.75, 0.5 * 0.75 + 0.25]
+    directions = [(before - after) / 0.125 for before, after in itertools.pairwise(params)]
+    assert directions == [1.0, 1.0, *buffers[2:4], 1.0, buffers[5]]
+
+
+def clipped_by_torch(grads: Sequence[Tensor | None], limit: float) -> tuple[list[Tensor], Tensor]:
+    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads if grad is not None]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = None if grad is None else grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(params, limit)
+    return [param.grad for param in params if param.grad is not None], norm
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("what", ["above", "below", "zero", "nan", "inf", "off"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_unscaled_and_clipped_as_torch_clips_them(
+    backend: tuple[str, str], what: str, scale: float | None
+) -> None:
+    where, device = backend
+    row = {"lr": 0.5}
+    case = make_case("sgd", (100, 7), FP64, device, optional=False)
+    plain = make_case("sgd", (100, 7), FP64, "cpu", optional=False)
+    for grad in (*case.grads, *plain.grads):
+        assert grad is not None
+        if what == "zero":
+            grad.zero_()
+        elif what in ("nan", "inf"):
+            grad[3] = float(what)
+    limit = {"above": 1.5, "below": 1e4}.get(what, 1.5)
+    plain.grads[:], _ = clipped_by_torch(plain.grads, limit if what != "off" else 1e30)
+    plain.step(make_table("cpu", row), "torch")
+
+    if scale is not None:
+        case.grads = [grad * scale for grad in case.grads if grad is not None]
+    norm = ops.grad_norm(case.chunks, case.chunks.match(case.grads), backend=where)
+    scalars = Scalars(None if scale is None else torch.tensor(scale, device=device), norm.reshape(1))
+    case.step(make_table(device, row | {"max_grad_norm": 0.0 if what == "off" else limit}), where, scalars)
+    torch.testing.assert_close(case.param.cpu(), plain.param, rtol=1e-14, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_scale_divides_the_gradient(backend: tuple[str, str], name: str) -> None:
+    (where, device), (rule, row) = backend, RULES[name]
+    scaled = make_case(rule, (100,), FP64, device, optional=True)
+    plain = make_case(rule, (100,), FP64, device, optional=True)
+    scaled.grads = [grad * 1024 for grad in scaled.grads if grad is not None]
+    scaled.step(make_table(device, row), where, Scalars(grad_scale=torch.tensor([1024.0], device=device)))
+    plain.step(make_table(device, row), where)
+    assert_same(scaled.flats(), plain.flats())
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("name", RULES)
+def test_plain_torch_computes_the_same_without_reading_on_the_host(
+    name: str, stochastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, row = RULES[name]
+    rows = (row, row | {"lr": 0.3, "momentum": 0.0, "amsgrad": 0, "maximize": 1, "weight_decay": 0.0, "seed": 3})
+    rows = tuple(row | {"max_grad_norm": 2.0} for row in rows)
+    results = []
+    for free in (True, False):
+        monkeypatch.setattr(reference, "_free_to_read", lambda tensor, free=free: free)
+        case = make_case(rule, (33, 7), FP32 if stochastic else FP64, "cpu", optional=True, rows=(0, 1))
+        case.states = [state.to(BF16) if state is not None and stochastic else state for state in case.states]
+        for found in (0.0, 1.0, 0.0):
+            scalars = Scalars(torch.tensor(2.0), torch.tensor(9.0, dtype=FP64), torch.tensor(found))
+            case.step(make_table("cpu", *rows), "torch", scalars, stochastic_rounding=stochastic)
+        results.append([*case.flats(), case.steps])
+    for host, device in zip(*results, strict=True):
+        tolerance = 1e-15 if host.dtype == FP64 else 1e-6 if host.dtype == FP32 else 0
+        torch.testing.assert_close(device, host, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinite_parameters_without_weight_decay_stay_infinite(backend: tuple[str, str]) -> None:
+    where, device = backend
+    for rule in ("sgd", "adam", "adagrad"):
+        case = make_case(rule, (4,), FP32, device, optional=True)
+        case.param.fill_(float("-inf"))
+        case.step(make_table(device, {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8}), where)
+        assert case.param.isneginf().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adam_corrects_its_bias_however_near_to_one_the_betas_are(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("adam", (5,), FP64, device, optional=False)
+    before, (grad,), span = case.param.clone(), case.grads, case.span(0)
+    assert grad is not None
+    for state in case.states[:2]:
+        assert state is not None
+        state.zero_()
+    case.step(make_table(device, {"lr": 0.25, "beta1": 1 - 1e-7, "beta2": 1 - 1e-9, "eps": 1e-30}), where)
+    torch.testing.assert_close(before[span] - case.param[span], 0.25 * grad.sign(), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lion_stays_where_its_direction_is_zero(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("lion", (5,), FP32, device, optional=True)
+    before = case.param.clone()
+    for tensor in (case.states[0], case.grads[0]):
+        assert tensor is not None
+        tensor.zero_()
+    case.step(make_table(device, {"lr": 0.1, "beta1": 0.9, "beta2": 0.9}), where)
+    assert torch.equal(case.param, before)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16], ids=["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_gradients_reach_the_largest_second_moment(backend: tuple[str, str], dtype: torch.dtype) -> None:
+    where, device = backend
+    case = make_case("adam", (4,), dtype, device, optional=True)
+    grad = case.grads[0]
+    assert grad is not None
+    grad[2] = float("nan")
+    row = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "amsgrad": 1}
+    for _ in range(2):
+        case.step(make_table(device, row), where)
+        grad.zero_()
+    for flat in case.flats():
+        assert flat[case.span(0)].isnan().tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("backend", [available("cuda", "cuda"), available("triton", "cuda")])
+def test_more_elements_than_32_bits_count(backend: tuple[str, str]) -> None:
+    where, device = backend
+    count = 2**31 + CHUNK + 5
+    chunks = ChunkTable([Slot(0, 0, count, (count,), (1,))], [0], torch.device("cuda", 0), BF16)
+    param = torch.zeros(count, dtype=BF16, device=device)
+    grads = chunks.match([torch.ones_like(param)])
+    table = make_table("cuda:0", {"lr": 0.5}).tensor
+    step = ops.Step("sgd", param, [None], torch.zeros(1, device=device), table, chunks, backend=where)
+    step(grads)
+    assert (param == -0.5).all()
+    assert ops.grad_norm(chunks, grads, backend=where).item() == pytest.approx(count**0.5, rel=1e-12)
+    tensor = grads.tensors[0]
+    assert tensor is not None
+    tensor[-1] = float("nan")
+    assert not ops.all_finite(chunks, grads, backend=where)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "rule": (lambda case: {"rule": "adamax"}, "unknown update rule 'adamax'"),
+    "states": (lambda case: {"states": case.states[:1]}, r"exp_avg_sq.*got 1"),
+    "missing state": (lambda case: {"states": [None, *case.states[1:]]}, "needs its state buffer 'exp_avg'"),
+    "short state": (lambda case: {"states": [case.param[:-1], *case.states[1:]]}, "exp_avg must be a contiguous"),
+    "fp16 state": (
+        lambda case: {"states": [state.half() for state in case.states]},
+        r"exp_avg must be .*float32 or torch\.bfloat16.*got torch\.float16",
+    ),
+    "states of two dtypes": (
+        lambda case: {"states": [case.states[0].to(BF16), *case.states[1:]]},
+        r"one dtype, got \[torch\.bfloat16, torch\.float32",
+    ),
+    "steps": (lambda case: {"steps": case.steps.double()}, "contiguous float32 counts"),
+    "columns": (lambda case: {"table": torch.zeros(1, 3).double()}, r"columns.*\(1, 3\)"),
+    "rows": (lambda case: {"table": torch.zeros(0, len(COLUMNS)).double()}, "at least 1 rows"),
+    "extent": (lambda case: {"param": case.param[:64], "states": [s[:64] for s in case.states]}, "reaches to element"),
+    "chunks": (lambda case: {"param": case.param.half()}, "parameters of torch.float32, got torch.float16"),
+    "master of fp32": (lambda case: {"master": case.param.clone()}, "only bf16 and fp16 parameters have a master"),
+    "both precisions": (
+        lambda case: {"param": case.param.to(BF16), "master": case.param, "stochastic_rounding": True},
+        "bf16 parameters without master, got torch.bfloat16 with master",
+    ),
+    "stochastic fp16": (
+        lambda case: {"param": case.param.half(), "stochastic_rounding": True},
+        "bf16 parameters without master, got torch.float16 without master",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_name_what_was_given_and_expected(what: str) -> None:
+    case = make_case("adamw", (100,), FP32, "cpu", optional=True)
+    change, message = BAD[what]
+    arguments = {
+        "rule": case.rule,
+        "param": case.param,
+        "states": case.states,
+        "steps": case.steps,
+        "table": make_table("cpu", {"lr": 0.1}).tensor,
+        "chunks": case.chunks,
+    } | change(case)
+    with pytest.raises(ValueError, match=message):
+        ops.Step(**arguments)
+
+
+def test_bad_gradients_and_scalars_name_what_was_given_and_expected() -> None:
+    case = make_case("adamw", (100,), FP32, "cpu", optional=True)
+    step = case.bound(make_table("cpu", {"lr": 0.1}), "torch")
+    grads = case.chunks.match(case.grads)
+    two = make_case("adamw", (3, 4), FP32, "cpu", optional=True)
+    with pytest.raises(ValueError, match="has 1 slots, got 2 gradients"):
+        step(two.chunks.match(two.grads))
+    for scalars, message in (
+        (Scalars(grad_scale=torch.ones(2)), r"grad_scale must be one element.*shape \(2,\)"),
+        (Scalars(norm=torch.ones(())), "norm must be one element of torch.float64, got torch.float32"),
+        (Scalars(found_inf=torch.ones(1).double()), "found_inf must be one element of torch.float32"),
+        (Scalars(found_inf=torch.ones(1, device="meta")), "found_inf is on meta and the parameters on cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(grads, scalars)

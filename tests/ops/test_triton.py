@@ -1,0 +1,294 @@
+"""The Triton kernels where no GPU is needed: what the compiler makes of them, and positions that no test can fill.
+
+Run as a program it compiles them and prints what the test asks of the result. That is a process of its own because
+Triton decides between its compiler and its interpreter once, when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hdet_kernels.buckets import Slot
+from hdet_kernels.ops import OPTIONAL_STATES, STATES, backends
+from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES, ChunkTable
+from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
+from tests.ops.cases import (
+    BF16,
+    FP32,
+    FP64,
+    PRECISIONS,
+    RULES,
+    Precision,
+    assert_same,
+    available,
+    make_case,
+    make_table,
+)
+
+triton = pytest.importorskip("triton", reason=f"triton: {backends.backends()['triton']}")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from hdet_kernels.ops import triton_kernels, triton_noise, triton_pack, triton_reduce, triton_wire  # noqa: E402
+from hdet_kernels.ops.triton_rounding import key_of, random_base, write  # noqa: E402
+
+TRITON = [available("triton", "cuda"), available("triton", "cpu")]
+
+#: Compute capabilities: A100, H100 and H200, B200.
+TARGETS = (80, 90, 100)
+WIRE = (triton_wire._encode, triton_wire._merge, triton_wire._decode)
+_POINTERS = {FP32: "*fp32", FP64: "*fp64", BF16: "*bf16", torch.float16: "*fp16"}
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
+    """Identifier, kernel, type of each argument that is not a constant (``None``: there is none), constants, target."""
+    everywhere = {"fp32", "bf16-master"}
+    for name, (rule, row) in RULES.items():
+        for label, precision in PRECISIONS.items():
+            for target in TARGETS:
+                # All rules in the precisions that differ most, all precisions with one rule, one of each elsewhere.
+                if (label in everywhere or name == "adamw") if target == 90 else (name, label) == ("adamw", "fp32"):
+                    types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
+                    constants = _walk_constants(rule, precision, stochastic=label == "bf16-state-bf16")
+                    yield f"{name}-{label}-sm{target}", triton_kernels._walk, types, constants, target
+    yield (
+        "adamw-bf16-nearest",
+        triton_kernels._walk,
+        _flat_types("adamw", PRECISIONS["bf16-state-bf16"], False),
+        _walk_constants("adamw", PRECISIONS["bf16-state-bf16"], stochastic=False),
+        90,
+    )
+    for name, label in (("adamw", "fp32"), ("sgd-decay", "fp32"), ("adam", "bf16-master"), ("lion", "bf16-state-bf16")):
+        (rule, row), precision = RULES[name], PRECISIONS[label]
+        types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
+        constants = _walk_constants(rule, precision, stochastic=label == "bf16-state-bf16")
+        constants |= {"SHARED": True, "BLOCK": triton_kernels.block_of_rows(constants["VECTOR"])}
+        yield f"rows-{name}-{label}", triton_kernels._walk, types, constants, 90
+    scalars = {"scale": "*fp32", "norm": "*fp64", "found_inf": "*fp32"}
+    tables = {"steps": "*fp32", "table": "*fp64", "slots": "*i64", "gradients": "*i64", "plan": "*i64", "count": "i32"}
+    tables |= {"rows": "i32", "groups": "i32", "rows_per_norm": "i32"}
+    for rule in STATES:
+        constants = {"RULE": rule, "STOCHASTIC": rule != "adagrad", "SLOTS": triton_kernels.SLOTS}
+        numbers = {"numbers": "*fp64" if rule == "adam" else "*fp32"}
+        given = dict.fromkeys(scalars) if rule == "lion" else scalars
+        yield f"advance-{rule}", triton_kernels._advance, tables | numbers | given, constants, 90
+    for finite in (False, True):
+        types = {"chunks": "*i64", "gradients": "*i64", "partials": "*fp64", "count": "i32", "each": "i32"}
+        types["programs"] = "i32"
+        yield f"reduce-{finite}", triton_reduce._reduce, types, {"FINITE": finite}, 90
+        types = {"partials": "*fp64", "result": "*u8" if finite else "*fp64", "count": "i32"}
+        constants = {"FINITE": finite, "PROGRAMS": triton_reduce.PROGRAMS}
+        yield f"finish-{finite}", triton_reduce._finish, types, constants, 90
+    yield from _packing()
+    yield from _wire_kernels()
+    yield from _noise_kernels()
+
+
+def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
+    for format, codes in (("bf16", "*bf16"), ("int8", "*i8")):
+        scales = None if format == "bf16" else "*fp32"
+        wire, sizes = {"codes": codes, "scales": scales}, {"tiles": "i32", "numel": "i64"}
+        flats = dict.fromkeys(("x", "consensus", "error", "target"), "*fp32")
+        merged = {"to_codes": codes, "to_scales": scales, "rows": "i32", "divisor": "fp32"}
+        yield f"encode-{format}", triton_wire._encode, wire | sizes | flats, {}, 90
+        yield f"merge-{format}", triton_wire._merge, wire | sizes | flats | merged, {}, 90
+        yield f"decode-{format}", triton_wire._decode, wire | sizes | flats, {}, 90
+
+
+def _noise_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
+    types: dict[str, str | None] = {"chunks": "*i64", "tensors": "*i64", "keys": "*i64", "scales": "*fp64"}
+    for wide in (False, True):
+        constants: dict[str, object] = {"WIDE": wide, "BLOCK": triton_noise.BLOCK}
+        yield f"noise-{'fp64' if wide else 'fp32'}", triton_noise._noise_chunk, types, constants, 90
+
+
+def _packing() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
+    tables: dict[str, str | None] = {"chunks": "*i64", "places": "*i64", "strides": "*i64", "divisor": "i64"}
+    for dtype in (FP32, FP64):
+        types = tables | {"staging": _POINTERS[dtype], "first": "i32", "others": "i32", "rows": "i32"}
+        for divide in (False, True):
+            constants: dict[str, object] = {"DIVIDE": divide, "BLOCK": triton_pack.BLOCK}
+            label = f"{str(dtype).removeprefix('torch.')}-{'over' if divide else 'as-is'}"
+            yield f"unpack-{label}", triton_pack._unpack_chunk, types, constants, 90
+            for many in (False, True):
+                shape = {"MANY": many, "BLOCK": triton_pack.BLOCK_OF_ROWS if many else triton_pack.BLOCK}
+                yield f"pack-{'rows' if many else 'one'}-{label}", triton_pack._pack_chunk, types, constants | shape, 90
+
+
+def _flat_types(rule: str, precision: Precision, optional: bool) -> dict[str, str | None]:
+    states = [optional or name not in OPTIONAL_STATES for name in STATES[rule]]
+    return {
+        "param": _POINTERS[precision.param],
+        "master": "*fp32" if precision.master else None,
+        **{f"state{i}": _POINTERS[precision.state] if [*states, False, False][i] else None for i in range(3)},
+        "numbers": "*fp64" if precision.param == FP64 else "*fp32",
+        "plan": "*i64",
+        "chunks": "*i64",
+        "rows": "i32",
+        "row_size": "i64",
+        "slot_count": "i32",
+    }
+
+
+def _walk_constants(rule: str, precision: Precision, *, stochastic: bool) -> dict[str, Any]:
+    case = make_case(rule, (1,), precision.param, "cpu", optional=True, state=precision.state, master=precision.master)
+    grad = precision.grads[0]
+    return {
+        "NUMBER": GRADIENT_DTYPES.index(grad),
+        "TYPE": triton_kernels._TYPES[grad],
+        "RULE": rule,
+        "STOCHASTIC": stochastic,
+        "VECTOR": triton_kernels.vector_of(grad, *case.flats()),
+        "SHARED": False,
+        "BLOCK": triton_kernels.BLOCK,
+    }
+
+
+def compile_kernels() -> dict[str, dict[str, int]]:
+    made = {}
+    for name, kernel, types, constants, target in kernels():
+        arguments = dict(enumerate(kernel.arg_names))
+        signature = {argument: types.get(argument) or "constexpr" for argument in arguments.values()}
+        constexprs = {(i,): constants.get(argument) for i, argument in arguments.items() if not types.get(argument)}
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, a in arguments.items() if (types.get(a) or "").startswith("*")
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+        options = triton_wire.OPTIONS if kernel in WIRE else {"num_warps": 4}
+        options = triton_noise.OPTIONS if kernel is triton_noise._noise_chunk else options
+        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+        whole_blocks = compiled.asm["ttgir"].split("} else {")[0]
+        made[name] = {
+            "loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", compiled.asm["ptx"])),
+            "stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32", compiled.asm["ptx"])),
+            "moves": whole_blocks.count("ttg.convert_layout"),
+            "shared": compiled.metadata.shared,
+            "inexact": len(re.findall(r"\bfma\.|\.ftz|div\.(?!rn)|\.approx", compiled.asm["ptx"])),
+            "values": len([p for p in kernel.params if types.get(p.name) == "i32" and not p.do_not_specialize]),
+        }
+    return made
+
+
+def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    made = json.loads(done.stdout)
+    assert len(made) >= 60
+    # 1024 elements and 4 warps: 8 for each thread, two vectors of fp32 or one of bf16, for each buffer.
+    for target in TARGETS:
+        assert (made[f"adamw-fp32-sm{target}"]["loads"], made[f"adamw-fp32-sm{target}"]["stores"]) == (8, 6)
+    for name in ("adamw-bf16-nearest", "adamw-bf16-state-bf16-sm90"):
+        assert (made[name]["loads"], made[name]["stores"]) == (4, 3)
+    # One vector for each thread, of the gradient and the states, and of one row after the other.
+    assert (made["rows-adamw-fp32"]["loads"], made["rows-adamw-fp32"]["stores"]) == (3 + 1, 2 + 1)
+    assert (made["rows-lion-bf16-state-bf16"]["loads"], made["rows-lion-bf16-state-bf16"]["stores"]) == (2 + 1, 1 + 1)
+    # 512 elements and one warp: 16 for each thread, four vectors of each buffer.
+    for name in ("bf16", "int8"):
+        encoding, merging, decoding = (made[f"{part}-{name}"] for part in ("encode", "merge", "decode"))
+        assert (encoding["loads"], encoding["stores"]) == (12, 4)
+        assert merging["loads"] >= 4
+        assert (decoding["loads"], decoding["stores"]) == (4, 8)
+        for part in (encoding, merging, decoding):
+            assert part["shared"] == 0, "elements of a block move between threads"
+            assert part["inexact"] == 0, "the bits would not be those of plain torch"
+    # 2048 elements of one row: four vectors for each thread. 512 of several: one of each of nine rows.
+    for divided in ("as-is", "over"):
+        assert (made[f"pack-one-float32-{divided}"]["loads"], made[f"unpack-float32-{divided}"]["stores"]) == (4, 4)
+        assert made[f"pack-rows-float32-{divided}"]["loads"] == 9
+    # 1024 elements and 4 warps: two vectors of fp32 for each thread.
+    assert (made["noise-fp32"]["loads"], made["noise-fp32"]["stores"]) == (2, 2)
+    for kind in ("fp32", "fp64"):
+        assert made[f"noise-{kind}"]["shared"] == 0, "elements of a block move between threads"
+        assert made[f"noise-{kind}"]["inexact"] == 0, "the bits would not be those of plain torch"
+    for name, seen in made.items():
+        assert seen["moves"] == 0, f"{name}: elements of a whole block move between threads"
+        assert seen["values"] == 0, f"{name} would be compiled again for another count"
+
+
+def test_a_chunk_is_whole_blocks() -> None:
+    for block in (triton_kernels.BLOCK, triton_pack.BLOCK, triton_pack.BLOCK_OF_ROWS, triton_noise.BLOCK):
+        assert CHUNK % block == 0
+    for vector in (2, 4, 8):
+        assert CHUNK % triton_kernels.block_of_rows(vector) == 0
+    assert CHUNK & (CHUNK - 1) == 0, "Triton's ranges are powers of two"
+
+
+@triton.jit
+def _round_at(values, rounded, where):
+    """Round 64 values stochastically, as those of stream 3 from a flat position on. ``where``: position, seed, t."""
+    offset = tl.load(where)
+    lanes = tl.arange(0, 64)
+    at = offset + lanes
+    base = random_base(at >> 1, key_of(tl.load(where + 1).to(tl.float64), tl.load(where + 2).to(tl.float64)))
+    write(rounded - offset, at, tl.load(values + lanes), lanes < 64, base, 3, True)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 17, 2**32 - 40, 2**33 - 4, 2**33 + 2**32 + 5], ids=hex)
+@pytest.mark.parametrize("backend", TRITON)
+def test_random_bits_are_those_of_plain_torch_at_any_position(backend: tuple[str, str], offset: int) -> None:
+    device, seed, t = backend[1], 2**32 - 3, 77
+    values = torch.rand(64, generator=torch.Generator().manual_seed(0))
+    got = torch.empty(64, dtype=BF16, device=device)
+    _round_at[(1,)](values.to(device), got, torch.tensor([offset, seed, t], device=device))
+    key = rounding_key(torch.tensor(seed, dtype=FP64), torch.tensor(t, dtype=FP64))
+    expected = round_stochastically(values, random_bits(key, 3, offset, values))
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("backend", TRITON)
+def test_the_correction_of_the_bias_keeps_its_digits(backend: tuple[str, str]) -> None:
+    """βᵗ rounded, and taken from 1, would leave eight of them."""
+    where, device = backend
+    case = make_case("adam", (5,), FP64, device, optional=False)
+    before, (grad,), span, t = case.param.clone(), case.grads, case.span(0), 5
+    beta1, beta2 = 1 - 1e-7, 1 - 1e-9
+    assert grad is not None
+    for state in case.states[:2]:
+        assert state is not None
+        state.zero_()
+    case.steps.fill_(t - 1)
+    case.step(make_table(device, {"lr": 0.25, "beta1": beta1, "beta2": beta2, "eps": 1e-30}), where)
+    first, second = (math.expm1(t * math.log(beta)) / (beta - 1) for beta in (beta1, beta2))
+    update = 0.25 / first * second**0.5 * grad.sign()
+    torch.testing.assert_close(before[span] - case.param[span], update, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("backend", TRITON)
+def test_slots_at_odd_offsets(backend: tuple[str, str], stochastic: bool) -> None:
+    """Buckets align every slot; a table of someone else need not."""
+    where, device = backend
+    results = []
+    for run, place in ((where, device), ("torch", "cpu")):
+        case = make_case("sgd", (3000,), BF16, place, optional=False, grads=(FP32,))
+        slots = [Slot(0, 65, 1027, (1027,), (1,)), Slot(0, 1101, 1030, (1030,), (1,))]
+        case.chunks = ChunkTable(slots, [0, 0], case.param.device, BF16)
+        (grad,) = case.grads
+        assert grad is not None
+        case.grads = [grad[:1027], grad[1028 : 1028 + 1030]]
+        case.steps = torch.zeros(2, device=place)
+        case.step(make_table(place, {"lr": 0.5, "seed": 3}), run, stochastic_rounding=stochastic)
+        results.append([case.param])
+    assert_same(*results)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_kernels()))

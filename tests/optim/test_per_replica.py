@@ -1,0 +1,314 @@
+"""The fused optimizers on stacked parameters, against R separate optimizers on plain ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hdet_kernels as hk
+from hdet_kernels.ops.chunks import ChunkTable
+from hdet_kernels.stack.parameter import StackedParameter
+from tests.ops.cases import available
+
+BACKENDS = [available(*pair) for pair in (("torch", "cpu"), ("cpp", "cpu"), ("cuda", "cuda"), ("triton", "cuda"))]
+SHAPES = ((3, 5), (1,), (2, 3, 4), (), (0,), (70, 40))
+REPLICAS = 3
+
+#: What each replica has for itself: of the entries that do not touch the moments, and of all.
+OWN_RATES = {"lr": (0.01, 0.02, 0.04)}
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, tuple[float, ...]]]] = {
+    "sgd": (hk.FusedSGD, {"weight_decay": 0.1}, {"weight_decay": (0.1, 0.2, 0.3)}),
+    "sgd-momentum": (hk.FusedSGD, {"momentum": 0.9, "nesterov": True}, {}),
+    "sgd-momentum-decay": (hk.FusedSGD, {"momentum": 0.9, "weight_decay": 0.1}, {}),
+    "adam": (hk.FusedAdam, {"amsgrad": True}, {"eps": (1e-8, 1e-6, 1e-4)}),
+    "adam-decay": (hk.FusedAdam, {"weight_decay": 0.1}, {}),
+    "adamw": (hk.FusedAdamW, {}, {"weight_decay": (0.01, 0.1, 0.5)}),
+    "adamw-betas": (hk.FusedAdamW, {}, {"betas[1]": (0.9, 0.99, 0.999)}),
+    "adamw-clip": (hk.FusedAdamW, {"max_grad_norm": 0.5}, {}),
+    "adagrad": (hk.FusedAdagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}, {}),
+    "lion": (hk.FusedLion, {"weight_decay": 0.1, "maximize": True}, {"weight_decay": (0.1, 0.2, 0.3)}),
+}
+#: Where replicas with one gradient have moments of their own all the same.
+PARTED = {"sgd-momentum-decay", "adam-decay", "adamw-betas"}
+
+
+def plain_params(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
+
+
+def stacked_params(shares_gradient: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [
+        StackedParameter(p.detach().expand(REPLICAS, *p.shape).clone(), shares_gradient)
+        for p in plain_params(device, dtype)
+    ]
+
+
+def give_gradients(params: list[Tensor], singles: list[list[nn.Parameter]], step: int, *, shared: bool) -> None:
+    """The same gradients to the stack and to its replicas one by one; the second parameter has none at step 1."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for index, param in enumerate(params):
+        rows = 1 if shared else REPLICAS
+        drawn = torch.randn(rows, *param.shape[1:], generator=generator).to(param.device, param.dtype)
+        grad = None if (step, index) == (1, 1) else drawn.expand_as(param)
+        param.grad = grad if shared or grad is None else grad.clone()
+        for row, single in enumerate(singles):
+            single[index].grad = None if grad is None else grad[row].clone()
+
+
+def of_replica(options: dict[str, Any], own: dict[str, tuple[float, ...]], row: int) -> dict[str, Any]:
+    mine = dict(options)
+    for key, values in own.items():
+        if key == "betas[1]":
+            mine["betas"] = (0.9, values[row])
+        else:
+            mine[key] = values[row]
+    return mine
+
+
+def pair(name: str, shared: bool, device: str, backend: str | None, **more: Any) -> tuple[Any, list[Any], Any, Any]:
+    """A stack and its optimizer, and R plain ones."""
+    make, options, own = OPTIMIZERS[name]
+    own = {**OWN_RATES, **own}
+    dtype = more.pop("dtype", torch.float32)
+    params = stacked_params(shared, device, dtype)
+    singles = [plain_params(device, dtype) for _ in range(REPLICAS)]
+    optimizer = make(params, backend=backend, **options, **more)
+    optimizer.param_groups[0]["per_replica"] = own
+    others = [make(s, backend=backend, **of_replica(options, own, r), **more) for r, s in enumerate(singles)]
+    return optimizer, others, params, singles
+
+
+def check_equal(params: list[Tensor], singles: list[list[nn.Parameter]]) -> None:
+    for index, param in enumerate(params):
+        for row, single in enumerate(singles):
+            torch.testing.assert_close(param[row], single[index], rtol=2e-6, atol=1e-7, msg=f"{index}, row {row}")
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "local"])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stack_steps_like_its_replicas_one_by_one(backend: tuple[str, str], name: str, shared: bool) -> None:
+    optimizer, others, params, singles = pair(name, shared, backend[1], backend[0])
+    for step in range(4):
+        give_gradients(params, singles, step, shared=shared)
+        for each in (optimizer, *others):
+            each.step()
+    check_equal(params, singles)
+    moments = [state.shape == p.shape for p in params for state in tensors_of(optimizer.state[p])]
+    assert all(moments) if not shared or name in PARTED else not any(moments)
+
+
+def tensors_of(state: dict[str, Any]) -> list[Tensor]:
+    return [value for key, value in state.items() if key != "step"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stochastic_rounding": True, "state_dtype": torch.bfloat16}, {"master_weights": True}, {"master_weights": False}],
+    ids=["stochastic", "master", "rounded"],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stack_of_bfloat16_steps_like_its_replicas(backend: tuple[str, str], options: dict[str, Any]) -> None:
+    optimizer, others, params, singles = pair("adamw", True, backend[1], backend[0], dtype=torch.bfloat16, **options)
+    for step in range(3):
+        give_gradients(params, singles, step, shared=True)
+        for each in (optimizer, *others):
+            each.step()
+    for index, param in enumerate(params):
+        for row, single in enumerate(singles):
+            # To the bit, but where the last bits of the float32 arithmetic decide between two neighbours.
+            differs = (param[row] != single[index]).float().mean() if param.numel() else torch.zeros(())
+            assert differs <= 0.01
+            torch.testing.assert_close(param[row], single[index], rtol=2**-7, atol=1e-3)
+
+
+def test_moments_part_when_weight_decay_begins_to_go_through_them() -> None:
+    """What was shared so far is each replica's own from then on."""
+    optimizer, others, params, singles = pair("adam", True, "cpu", None)
+    groups = [each.param_groups[0] for each in (optimizer, *others)]
+    for step in range(6):
+        if step == 3:
+            assert optimizer.state[params[0]]["exp_avg"].shape == params[0].shape[1:]
+            for group in groups:
+                group["weight_decay"] = 0.1
+        give_gradients(params, singles, step, shared=True)
+        for each in (optimizer, *others):
+            each.step()
+    check_equal(params, singles)
+    state = optimizer.state[params[0]]
+    assert state["exp_avg"].shape == params[0].shape
+    assert state["step"].tolist() == [6.0] * REPLICAS
+    for row, single in enumerate(singles):
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            torch.testing.assert_close(state[key][row], others[row].state[single[0]][key], rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "local"])
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam-decay", "adamw", "adagrad", "lion"])
+def test_a_checkpoint_goes_on_to_the_bit(name: str, shared: bool) -> None:
+    optimizer, _, params, singles = pair(name, shared, "cpu", None)
+    for step in range(2):
+        give_gradients(params, singles, step, shared=shared)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed, _, again, _ = pair(name, shared, "cpu", None)
+    with torch.no_grad():
+        for mine, theirs in zip(again, params, strict=True):
+            mine.copy_(theirs)
+    resumed.load_state_dict(saved)
+    for step in (2, 3):
+        for each, own in ((optimizer, params), (resumed, again)):
+            give_gradients(own, [], step, shared=shared)
+            each.step()
+    assert all(map(torch.equal, again, params))
+
+
+@pytest.mark.parametrize("how", ["loaded", "added"])
+def test_parted_moments_are_those_of_all_parameters(how: str) -> None:
+    """Of another dtype, and so in another buffer, are parameters that have no state yet."""
+
+    def params() -> tuple[list[Tensor], list[Tensor]]:
+        found = stacked_params(True), stacked_params(True, dtype=torch.float64)
+        for param in (*found[0], *found[1]):
+            param.data += torch.arange(REPLICAS).view(-1, *[1] * (param.dim() - 1))
+        return found
+
+    def train(optimizer: Any, some: list[Tensor], steps: range) -> None:
+        for step in steps:
+            give_gradients(some, [], step, shared=True)
+            optimizer.step()
+
+    def whole(singles: list[Tensor], doubles: list[Tensor]) -> Any:
+        return hk.FusedAdam([{"params": singles}, {"params": doubles}], lr=0.01, weight_decay=0.1)
+
+    expected = params()
+    optimizer = whole(*expected)
+    train(optimizer, expected[0], range(2))
+    singles, doubles = params()
+    if how == "loaded":
+        for param, value in zip(singles, expected[0], strict=True):
+            param.data.copy_(value)
+        resumed = whole(singles, doubles)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        resumed = hk.FusedAdam(singles, lr=0.01, weight_decay=0.1)
+        train(resumed, singles, range(2))
+        resumed.add_param_group({"params": doubles})
+    train(optimizer, [*expected[0], *expected[1]], range(2, 5))
+    train(resumed, [*singles, *doubles], range(2, 5))
+    for param, value in zip((*singles, *doubles), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(param, value)
+
+
+def test_the_state_of_plain_training_becomes_that_of_all_replicas() -> None:
+    plain = plain_params()
+    before = torch.optim.AdamW(plain, lr=0.01)
+    for param in plain:
+        param.grad = torch.ones_like(param)
+    before.step()
+    for shared in (True, False):
+        params = stacked_params(shared)
+        optimizer = hk.FusedAdamW(params, lr=0.01)
+        optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+        for param, single in zip(params, plain, strict=True):
+            moment = optimizer.state[param]["exp_avg_sq"]
+            torch.testing.assert_close(
+                moment.expand_as(param), before.state[single]["exp_avg_sq"].expand_as(param), rtol=0, atol=0
+            )
+            assert (optimizer.state[param]["step"] == 1).all()
+
+
+def test_shared_moments_go_on_in_plain_training() -> None:
+    optimizer, _, params, singles = pair("adamw", True, "cpu", None)
+    give_gradients(params, singles, 0, shared=True)
+    optimizer.step()
+    plain = plain_params()
+    alone = torch.optim.AdamW(plain)
+    alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ours = hk.FusedAdamW(plain_params())
+    ours.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert "per_replica" not in ours.param_groups[0]
+    for param, single in zip(params, plain, strict=True):
+        assert torch.equal(alone.state[single]["exp_avg"], optimizer.state[param]["exp_avg"])
+
+
+def test_found_inf_skips_all_replicas() -> None:
+    optimizer, _, params, singles = pair("adamw", False, "cpu", None)
+    give_gradients(params, singles, 0, shared=False)
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.ones(1)
+    optimizer.step()
+    assert all(map(torch.equal, params, before))
+    assert optimizer.state[params[0]]["step"].tolist() == [1.0] * REPLICAS
+
+
+def test_every_replica_with_its_own_gradient_is_clipped_by_its_own_norm() -> None:
+    params = [StackedParameter(torch.zeros(2, 4), shares_gradient=False)]
+    optimizer = hk.FusedSGD(params, lr=1.0, max_grad_norm=1.0)
+    params[0].grad = torch.tensor([[3.0, 4.0, 0.0, 0.0], [0.3, 0.4, 0.0, 0.0]])
+    optimizer.step()
+    torch.testing.assert_close(params[0].detach(), torch.tensor([[-0.6, -0.8, 0, 0], [-0.3, -0.4, 0, 0]]))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_gradients_in_another_order_of_memory_are_seen_at_once(gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a line of Python for each tensor, as others are."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1)).to(memory_format=torch.channels_last)
+    stack = hk.ReplicaStack(module, REPLICAS, gradients=gradients)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    stack.backward(lambda model, x: model(x).square().mean(), torch.randn(2 * REPLICAS, 3, 3, 3))
+    monkeypatch.setattr(ChunkTable, "_match_one_by_one", lambda *_: pytest.fail("one by one"))
+    optimizer.step()
+
+
+def test_rows_of_their_own_where_one_gradient_is_shared() -> None:
+    params = stacked_params(True)
+    optimizer = hk.FusedAdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(RuntimeError, match=r'stack shares one: build it with ReplicaStack\(…, gradients="local"\)'):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
+def test_stacks_and_plain_parameters_in_one_optimizer() -> None:
+    with pytest.raises(ValueError, match="parameter 0 is a stack of 3 replicas and parameter 6 a plain one"):
+        hk.FusedAdamW([*stacked_params(True), *plain_params()])
+
+
+def test_fixed_gradients_of_a_stack() -> None:
+    with pytest.raises(ValueError, match=r'parameter 0 is a stack of 3 replicas, and gradients="fixed"'):
+        hk.FusedAdamW(stacked_params(True), gradients="fixed")
+
+
+def test_values_of_other_replicas() -> None:
+    params = stacked_params(True)
+    optimizer = hk.FusedAdamW(params)
+    optimizer.param_groups[0]["per_replica"] = {"lr": (0.1, 0.2)}
+    for param in params:
+        param.grad = torch.ones(param.shape[1:]).expand_as(param)
+    with pytest.raises(ValueError, match=r"2 values of 'lr' in 'per_replica', .* a stack of 3 replicas"):
+        optimizer.step()
+
+
+def test_a_state_of_another_model() -> None:
+    params = stacked_params(True)
+    optimizer = hk.FusedAdamW(params)
+    other = hk.FusedAdamW([nn.Parameter(torch.ones(7, 7)) for _ in params])
+    for param in other.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    other.step()
+    with pytest.raises(ValueError, match=r"the loaded state 'exp_avg' has shape \(7, 7\), its parameter \(3, 3, 5\)"):
+        optimizer.load_state_dict(other.state_dict())

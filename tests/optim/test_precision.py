@@ -1,0 +1,228 @@
+"""Precision modes of the optimizers: masters, stochastic rounding, bf16 state and bf16 gradients."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hdet_kernels.optim import FusedAdamW, FusedLion, FusedSGD
+from tests.ops.cases import BACKENDS, QUICK
+from tests.optim.cases import FUSED, PAIRS, fused_optimizer, give_gradients, parameters, run, torch_optimizer
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+
+
+def masters(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    return [optimizer.state[param]["master"] for param in params]
+
+
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("backend", QUICK)
+def test_masters_train_as_float32_parameters_do(backend: tuple[str, str], name: str, dtype: torch.dtype) -> None:
+    where, device = backend
+    ours = parameters(dtype, device)
+    wide = [nn.Parameter(param.detach().float().cpu()) for param in ours]
+    exact = [nn.Parameter(param.detach().double().cpu()) for param in ours]
+    fused = fused_optimizer(name, ours, backend=where)
+    run(fused, ours, range(5))
+    run(torch_optimizer(name, wide), wide, range(5))
+    run(torch_optimizer(name, exact), exact, range(5))
+    for master, param, plain, true in zip(masters(fused, ours), ours, wide, exact, strict=True):
+        assert master.dtype == torch.float32
+        assert torch.equal(param, master.to(dtype)), "a parameter is the rounding of its master"
+        if true.numel():
+            error = (master.cpu().double() - true).abs().max()
+            rounding = torch.finfo(torch.float32).eps * true.abs().max()
+            assert error <= 2 * (plain.double() - true).abs().max() + rounding
+    for flat in fused.state_flats().values():
+        assert flat.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("backend", QUICK)
+def test_everything_in_bf16_is_as_accurate_as_torch(backend: tuple[str, str], name: str) -> None:
+    where, device = backend
+    ours, theirs = parameters(torch.bfloat16, device), parameters(torch.bfloat16)
+    truth = [nn.Parameter(param.detach().double().clone()) for param in theirs]
+    fused = fused_optimizer(name, ours, backend=where, master_weights=False, state_dtype=torch.bfloat16)
+    run(fused, ours, range(5))
+    run(torch_optimizer(name, theirs), theirs, range(5))
+    run(torch_optimizer(name, truth), truth, range(5))
+    assert all(flat.dtype == torch.bfloat16 for flat in fused.state_flats().values())
+    assert not any("master" in entries for entries in fused.state.values())
+    for mine, plain, true in zip(ours, theirs, truth, strict=True):
+        if true.numel():
+            rounding = torch.finfo(torch.bfloat16).eps * true.abs().max()
+            allowed = 2 * (plain.double() - true).abs().max() + rounding
+            assert (mine.detach().cpu().double() - true).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_that_someone_writes_is_followed(backend: tuple[str, str]) -> None:
+    where, device = backend
+    model = nn.Linear(5, 3).to(device, torch.bfloat16)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3, weight_decay=0.0, backend=where)
+    run(optimizer, list(model.parameters()), range(2))
+    kept = [master.clone() for master in masters(optimizer, list(model.parameters()))]
+    model.load_state_dict({"weight": torch.full((3, 5), 2.0), "bias": model.bias.detach()})
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    weight, bias = masters(optimizer, list(model.parameters()))
+    assert torch.equal(weight, torch.full_like(weight, 2.0)), "the loaded values went into the master"
+    assert torch.equal(bias, kept[1]), "what nobody wrote kept all of its digits"
+
+
+def moved_on_average(rounding: bool, make: Any, **options: Any) -> tuple[Tensor, nn.Parameter]:
+    """256 steps of 1/16 of the distance to the next bf16 number: 16 such distances in the mean."""
+    param = nn.Parameter(torch.full((4096,), 1.0, dtype=torch.bfloat16))
+    optimizer = make([param], stochastic_rounding=rounding, master_weights=False, **options)
+    for _ in range(256):
+        param.grad = torch.full_like(param, -1.0)
+        optimizer.step()
+    return (param.detach().double() - 1.0) / 2.0**-7, param
+
+
+@pytest.mark.parametrize("make", [FusedSGD, FusedLion], ids=["sgd", "lion"])
+def test_small_updates_arrive_on_average_by_stochastic_rounding(make: Any) -> None:
+    lr = 2.0**-7 / 16
+    lost, _ = moved_on_average(False, make, lr=lr)
+    assert (lost == 0).all(), "to the nearest, every one of these updates is lost"
+    moved, _ = moved_on_average(True, make, lr=lr)
+    # 256 draws with probability 1/16 each: mean 16, variance 15.
+    assert abs(moved.mean() - 16) < 5 * (15 / 4096) ** 0.5
+    assert 13 < moved.var() < 17
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["fp32-state", "bf16-state"])
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("backend", QUICK)
+class TestResuming:
+    """Train 4 = train 2, save, load, train 2: to the bit, in every precision."""
+
+    def check(self, backend: tuple[str, str], name: str, dtype: torch.dtype, **options: Any) -> None:
+        where, device = backend
+        options |= {"backend": where}
+        straight, resumed = parameters(dtype, device), parameters(dtype, device)
+        torch.manual_seed(1)
+        whole = fused_optimizer(name, straight, **options)
+        first = fused_optimizer(name, resumed, **options)
+        run(whole, straight, range(4))
+        run(first, resumed, range(2))
+        torch.manual_seed(2)
+        second = fused_optimizer(name, resumed, **options)
+        second.load_state_dict(through_a_file(first.state_dict()))
+        run(second, resumed, range(2, 4))
+        for a, b in zip(straight, resumed, strict=True):
+            assert torch.equal(a, b)
+            for key, value in whole.state[a].items():
+                assert torch.equal(value, second.state[b][key]), key
+
+    def test_masters(self, backend: tuple[str, str], name: str, state: torch.dtype) -> None:
+        self.check(backend, name, torch.bfloat16, state_dtype=state)
+
+    def test_stochastic_rounding(self, backend: tuple[str, str], name: str, state: torch.dtype) -> None:
+        self.check(backend, name, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
+
+    def test_float32(self, backend: tuple[str, str], name: str, state: torch.dtype) -> None:
+        self.check(backend, name, torch.float32, state_dtype=state)
+
+
+def test_stochastic_rounding_has_a_seed_of_its_own() -> None:
+    """Not torch's: under DDP every rank has another one of those, and the ranks would drift apart."""
+    results = []
+    for torch_seed, own in ((1, 0), (2, 0), (1, 7)):
+        torch.manual_seed(torch_seed)
+        before = torch.get_rng_state()
+        params = parameters(torch.bfloat16)
+        optimizer = FusedAdamW(params, lr=1e-4, stochastic_rounding=True)
+        optimizer.param_groups[0]["rounding_seed"] = own
+        run(optimizer, params, range(3))
+        assert torch.equal(torch.get_rng_state(), before)
+        results.append(torch.cat([param.detach().flatten() for param in params]))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_checkpoints_of_half_precision_models_go_both_ways(name: str) -> None:
+    ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    fused, torchs = fused_optimizer(name, ours), torch_optimizer(name, theirs)
+    run(fused, ours, range(2))
+    run(torchs, theirs, range(2))
+    into_torch, into_fused = torch_optimizer(name, theirs), fused_optimizer(name, ours)
+    into_torch.load_state_dict(through_a_file(fused.state_dict()))
+    into_fused.load_state_dict(through_a_file(torchs.state_dict()))
+    for mine, other in zip(ours, theirs, strict=True):
+        for key, value in torchs.state[other].items():
+            assert torch.equal(into_fused.state[mine][key].to(value), value), key
+            assert torch.equal(into_torch.state[other][key], fused.state[mine][key].to(value)), key
+    run(into_torch, theirs, range(2, 4))
+    run(into_fused, ours, range(2, 4))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_gradients_of_float32_parameters_are_read_where_they_are(backend: tuple[str, str]) -> None:
+    where, device = backend
+    narrow, wide = parameters(device=device), parameters(device=device)
+    for param in narrow:
+        param.grad_dtype = torch.bfloat16
+    give_gradients(wide, seed=0)
+    for mine, other in zip(narrow, wide, strict=True):
+        assert other.grad is not None
+        mine.grad = other.grad.to(torch.bfloat16)  # give_gradients rounds to bf16: nothing is lost here
+    ours, plain = FusedAdamW(narrow, backend=where), FusedAdamW(wide, backend=where)
+    assert not any(present.copied for present in ours._gradients())
+    ours.step()
+    plain.step()
+    for mine, other in zip(narrow, wide, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (torch.bfloat16, {"master_weights": True, "stochastic_rounding": True}, "exclude each other.*choose one"),
+        (torch.float16, {"stochastic_rounding": True}, "parameter 0 is torch.float16.*bfloat16"),
+        (torch.float16, {"state_dtype": torch.bfloat16}, "parameter 0 is torch.float16, whose state"),
+        (torch.float64, {"state_dtype": torch.bfloat16}, "parameter 0 is torch.float64, whose state"),
+        (torch.float32, {"state_dtype": torch.float16}, "state_dtype must be torch.float32 or torch.bfloat16, got"),
+        (torch.float32, {"gradients": "flat"}, "gradients must be 'autograd' or 'fixed', got 'flat'"),
+        (torch.float32, {"master_weights": "yes"}, "master_weights must be True, False or None"),
+        (torch.float32, {"stochastic_rounding": None}, "stochastic_rounding must be True or False, got None"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_options_that_cannot_be_are_refused_before_anything_moves(
+    dtype: torch.dtype, options: dict[str, Any], message: str
+) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=dtype))
+    home = param.data_ptr()
+    with pytest.raises(ValueError, match=message):
+        FusedAdamW([param], **options)
+    assert param.data_ptr() == home
+
+
+def test_float32_and_float64_parameters_have_no_master() -> None:
+    for dtype in (torch.float32, torch.float64):
+        param = nn.Parameter(torch.ones(3, dtype=dtype))
+        optimizer = FusedAdamW([param], master_weights=True)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert optimizer.state[param]["exp_avg"].dtype == dtype

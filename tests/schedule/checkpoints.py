@@ -1,0 +1,48 @@
+"""Saving and loading a small run, as the checkpoint tests share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hdet_kernels as hk
+from tests.training import Trainer
+
+TOTAL, SYNC = 40, 5
+
+
+#: The controller acts at steps 5, 10, 15 and 20; the spread is wide, so that a wrong place in it shows.
+SETTINGS: dict[str, Any] = {
+    "total_steps": TOTAL,
+    "sync_every": SYNC,
+    "spread": 0.5,
+    "auto_lr": hk.RegressionController(start_at=0.1, stop_at=0.5),
+    "groups": True,
+}
+
+
+def result(trainer: Trainer) -> dict[str, Any]:
+    history = [{**r.to_dict(), "seconds": 0.0} for r in trainer.scheduler.history]
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.optimizer.param_groups]
+    return {
+        "parameters": trainer.parameters(), "moments": trainer.moments(), "rates": trainer.rates, "history": history,
+        "groups": groups, "last_lr": trainer.scheduler.get_last_lr(), "control": trainer.scheduler.cycle.spread.control,
+    }  # fmt: skip
+
+
+def save(trainer: Trainer, path: Path) -> None:
+    parts = (trainer.module, trainer.optimizer, trainer.scheduler)
+    torch.save([part.state_dict() for part in parts], path)
+
+
+def load(trainer: Trainer, path: Path, scheduler_first: bool = False) -> Trainer:
+    model, optimizer, scheduler = torch.load(path, weights_only=True)
+    trainer.module.load_state_dict(model)
+    if scheduler_first:
+        trainer.scheduler.load_state_dict(scheduler)
+    trainer.optimizer.load_state_dict(optimizer)
+    if not scheduler_first:
+        trainer.scheduler.load_state_dict(scheduler)
+    return trainer
