@@ -32,6 +32,6 @@ def check_whole(name: str, value: object, *, at_least: int | None = None) -> Non
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``; strings compare by value, everything else by identity."""
+    """Raise ValueError unless ``value`` is one of ``choices``: strings by value, everything else by identity."""
     if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
