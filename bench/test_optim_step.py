@@ -25,7 +25,7 @@ import yardstick
 
 
 @dataclass(frozen=True)
-class Work:
+class StepCase:
     """``read`` and ``written`` are bytes a parameter; ``options`` are our optimizer's; ``beside`` are torch's ways.
     ``sizes``: only models of one size and another, where every model would say the same again."""
 
@@ -45,23 +45,23 @@ SIZES = {"cuda": ("gpt2-124M", "llama-1.2B"), "cpu": ("transformer-5M",)}
 BF16, FP16 = torch.bfloat16, torch.float16
 ALL_BF16 = {"state_dtype": BF16, "master_weights": False}
 WORKS = {
-    "adamw-fp32": Work("adamw", 16, 12, ("torch-foreach", "torch-fused"), small_too=True),
-    "adamw-fp32-clip": Work("adamw", 20, 12, ("torch-fused",), max_grad_norm=1.0, small_too=True),
-    "adamw-fp32-bf16-state": Work("adamw", 12, 8, options={"state_dtype": BF16}),
-    "adamw-bf16": Work("adamw", 8, 6, ("torch-fused",), BF16, ALL_BF16),
-    "adamw-bf16-stochastic": Work("adamw", 8, 6, (), BF16, {"state_dtype": BF16, "stochastic_rounding": True}),
+    "adamw-fp32": StepCase("adamw", 16, 12, ("torch-foreach", "torch-fused"), small_too=True),
+    "adamw-fp32-clip": StepCase("adamw", 20, 12, ("torch-fused",), max_grad_norm=1.0, small_too=True),
+    "adamw-fp32-bf16-state": StepCase("adamw", 12, 8, options={"state_dtype": BF16}),
+    "adamw-bf16": StepCase("adamw", 8, 6, ("torch-fused",), BF16, ALL_BF16),
+    "adamw-bf16-stochastic": StepCase("adamw", 8, 6, (), BF16, {"state_dtype": BF16, "stochastic_rounding": True}),
     # θ is read too: a parameter that is not the rounding of its master was written by someone else.
-    "adamw-bf16-master": Work("adamw", 16, 14, (), BF16, {"master_weights": True}),
-    "adamw-fp16-master": Work("adamw", 16, 14, (), FP16, {"master_weights": True}, sizes=True),
-    "adam-fp32": Work("adam", 16, 12, ("torch-fused",), sizes=True),
-    "adam-amsgrad-fp32": Work("adam-amsgrad", 20, 16, ("torch-fused",), sizes=True),
-    "sgd-momentum-fp32": Work("sgd-momentum", 12, 8, ("torch-fused",)),
-    "sgd-momentum-bf16": Work("sgd-momentum", 6, 4, ("torch-fused",), BF16, ALL_BF16, sizes=True),
-    "sgd-fp32": Work("sgd", 8, 4, ("torch-fused",), sizes=True),
-    "adagrad-fp32": Work("adagrad", 12, 8, ("torch-foreach", "torch-fused")),
-    "adagrad-bf16": Work("adagrad", 6, 4, ("torch-foreach",), BF16, ALL_BF16, sizes=True),
-    "lion-fp32": Work("lion", 12, 8),
-    "lion-bf16": Work("lion", 6, 4, (), BF16, ALL_BF16, sizes=True),
+    "adamw-bf16-master": StepCase("adamw", 16, 14, (), BF16, {"master_weights": True}),
+    "adamw-fp16-master": StepCase("adamw", 16, 14, (), FP16, {"master_weights": True}, sizes=True),
+    "adam-fp32": StepCase("adam", 16, 12, ("torch-fused",), sizes=True),
+    "adam-amsgrad-fp32": StepCase("adam-amsgrad", 20, 16, ("torch-fused",), sizes=True),
+    "sgd-momentum-fp32": StepCase("sgd-momentum", 12, 8, ("torch-fused",)),
+    "sgd-momentum-bf16": StepCase("sgd-momentum", 6, 4, ("torch-fused",), BF16, ALL_BF16, sizes=True),
+    "sgd-fp32": StepCase("sgd", 8, 4, ("torch-fused",), sizes=True),
+    "adagrad-fp32": StepCase("adagrad", 12, 8, ("torch-foreach", "torch-fused")),
+    "adagrad-bf16": StepCase("adagrad", 6, 4, ("torch-foreach",), BF16, ALL_BF16, sizes=True),
+    "lion-fp32": StepCase("lion", 12, 8),
+    "lion-bf16": StepCase("lion", 6, 4, (), BF16, ALL_BF16, sizes=True),
 }
 
 

@@ -26,7 +26,7 @@ from trainings import TRAININGS, Steps, one_rank
 
 import hdet_kernels as hk
 from hdet_kernels.converge.converger import Report
-from hdet_kernels.ensemble import Work
+from hdet_kernels.ensemble import Collective
 
 KINDS = ("without", "waited for", "behind the steps")
 #: Steps of a lap, and after how many of them the sync lands.
@@ -37,7 +37,7 @@ SLOW = 0.05
 
 
 class SlowEnsemble(hk.ProcessEnsemble):
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
         if tensor.is_cuda:
             torch.cuda._sleep(int(SLOW * 1.98e9))  # cycles, at the clock of an H200 under load
             return super().all_reduce(tensor, operation)
@@ -48,7 +48,7 @@ class SlowEnsemble(hk.ProcessEnsemble):
 
 
 class _Late:
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Collective) -> None:
         self.work = work
 
     def wait(self) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Work(Protocol):
+class Collective(Protocol):
     """A collective on its way."""
 
     def wait(self) -> Any:
@@ -55,16 +55,16 @@ class Ensemble(Protocol):
     def averages(self, device: torch.device) -> bool:
         """Whether :meth:`all_reduce` can divide by the number of processes as it adds."""
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
         """Start to replace ``tensor`` by its ``"sum"``, ``"mean"`` or ``"max"`` over the processes."""
 
-    def broadcast(self, tensor: Tensor, replica: int) -> Work:
+    def broadcast(self, tensor: Tensor, replica: int) -> Collective:
         """Start to replace ``tensor`` by that of the process which holds ``replica``."""
 
-    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
         """Start to send row p of ``sent`` to process p, and to receive its row into row p of ``received``."""
 
-    def collect(self, gathered: Tensor, own: Tensor) -> Work:
+    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
         """Start to gather every process's ``own`` into the rows of ``gathered``."""
 
     def confirm(self) -> None:
@@ -91,17 +91,17 @@ class SingleReplica:
     def averages(self, device: torch.device) -> bool:
         return True
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
         return _Done()
 
-    def broadcast(self, tensor: Tensor, replica: int) -> Work:
+    def broadcast(self, tensor: Tensor, replica: int) -> Collective:
         return _Done()
 
-    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
         received.copy_(sent)
         return _Done()
 
-    def collect(self, gathered: Tensor, own: Tensor) -> Work:
+    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
         gathered[0].copy_(own)
         return _Done()
 
@@ -172,17 +172,17 @@ class ProcessEnsemble:
     def averages(self, device: torch.device) -> bool:
         return self.backends.get(device.type) == "nccl"
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
         kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}[operation]
         return self._started(dist.all_reduce(tensor, op=kind, group=self.group, async_op=True), tensor)
 
-    def broadcast(self, tensor: Tensor, replica: int) -> Work:
+    def broadcast(self, tensor: Tensor, replica: int) -> Collective:
         return self._started(dist.broadcast(tensor, group=self.group, group_src=replica, async_op=True), tensor)
 
-    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
         return self._started(dist.all_to_all_single(received, sent, group=self.group, async_op=True), sent)
 
-    def collect(self, gathered: Tensor, own: Tensor) -> Work:
+    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
         return self._started(_all_gather(gathered.view(-1), own.view(-1), group=self.group, async_op=True), own)
 
     def confirm(self) -> None:
@@ -197,7 +197,7 @@ class ProcessEnsemble:
         """The global ranks of the processes that hold this part."""
         return dist.get_process_group_ranks(self.group)
 
-    def _started(self, work: dist.Work | None, tensor: Tensor) -> Work:
+    def _started(self, work: dist.Work | None, tensor: Tensor) -> Collective:
         if work is None:
             return _Done()
         # NCCL's wait() orders streams and returns; with a timeout it waits, and raises if the collective failed.
@@ -269,16 +269,16 @@ class RowEnsemble:
     def averages(self, device: torch.device) -> bool:
         return self.among.averages(device)
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
         return self.among.all_reduce(tensor, operation)
 
-    def broadcast(self, tensor: Tensor, replica: int) -> Work:
+    def broadcast(self, tensor: Tensor, replica: int) -> Collective:
         return self.among.broadcast(tensor, replica // self.rows)
 
-    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
         return self.among.exchange(received, sent)
 
-    def collect(self, gathered: Tensor, own: Tensor) -> Work:
+    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
         return self.among.collect(gathered, own)
 
     def confirm(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hdet_kernels.buckets import Bucket, cut
 from hdet_kernels.converge.payload import Checksum
-from hdet_kernels.ensemble import Ensemble, Work, held
+from hdet_kernels.ensemble import Collective, Ensemble, held
 from hdet_kernels.ops.pack import Pack
 
 #: Buckets on their way at the same time, and so the staging buffers that exist at the same time.
@@ -27,7 +27,7 @@ MOST_PACKS = 256
 Regions = Sequence[Sequence[Tensor]]
 
 #: The steps of one bucket: it starts a collective, yields it, and goes on when that has arrived.
-Journey = Generator[Work, None, None]
+Journey = Generator[Collective, None, None]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Courier:
 def travel(journeys: Iterable[tuple[Journey, int]]) -> Cost:
     """Bring all to their ends, with at most :data:`IN_FLIGHT` on their way. If one fails the others are waited for,
     so that nothing writes to their tensors any more, and then it raises."""
-    active: deque[tuple[Journey, Work]] = deque()
+    active: deque[tuple[Journey, Collective]] = deque()
     size = collectives = 0
 
     def advance() -> int:

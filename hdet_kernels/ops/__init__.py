@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.chunks import ChunkTable, Gradients
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
 from hdet_kernels.ops.table import COLUMNS
 
 #: The rules and the names of their state buffers, which are torch.optim's. The order is that of ``csrc/rules.h``.
@@ -52,7 +52,7 @@ MASTERED = (torch.bfloat16, torch.float16)
 class Scalars(NamedTuple):
     """What a step reads on the device beside the tables, each one element or ``None``.
 
-    Gradients are divided by ``grad_scale`` (float32). ``norm`` (dtype of the table) is that of the gradients as they
+    MatchedGradients are divided by ``grad_scale`` (float32). ``norm`` (dtype of the table) is that of the gradients as they
     are stored; where it is given and the row's ``max_grad_norm`` is not 0, they are also multiplied by
     ``min(1, max_grad_norm / (norm/grad_scale + 1e-6))``. It may have K elements, each for a K-th of the rows of the
     table: slots with row q are clipped by ``norm[q // (len(table) / K)]``. If ``found_inf`` (float32) is above zero
@@ -72,7 +72,7 @@ class Scalars(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class StepArguments:
     """What a step works on, the gradients apart; :class:`Step` says what each is."""
 
     rule: str
@@ -129,20 +129,22 @@ class Step:
         rows: int = 1,
         backend: str | None = None,
     ) -> None:
-        work = Work(rule, param, states, steps, table, chunks, master, stochastic_rounding, rows)
+        work = StepArguments(rule, param, states, steps, table, chunks, master, stochastic_rounding, rows)
         _check(work)
         self.chunks, self._table, self._rows = chunks, table, rows
         self.backend = resolve(param.device, backend)
-        self._run: Callable[[Gradients, Scalars], None] = _implementation(self.backend).bind_step(work)
+        self._run: Callable[[MatchedGradients, Scalars], None] = _implementation(self.backend).bind_step(work)
 
-    def __call__(self, grads: Gradients, scalars: Scalars = Scalars()) -> None:  # noqa: B008 (frozen)
+    def __call__(self, grads: MatchedGradients, scalars: Scalars = Scalars()) -> None:  # noqa: B008 (frozen)
         if len(grads.table) != len(self.chunks.entries):
             raise ValueError(f"the chunk table has {len(self.chunks.entries)} slots, got {len(grads.table)} gradients")
         _check_scalars(scalars, self._table, self._rows)
         self._run(grads, scalars)
 
 
-def grad_norm(chunks: ChunkTable, grads: Gradients, *, rows: int | None = None, backend: str | None = None) -> Tensor:
+def grad_norm(
+    chunks: ChunkTable, grads: MatchedGradients, *, rows: int | None = None, backend: str | None = None
+) -> Tensor:
     """√(Σ g²) over all gradients, a scalar on their device, summed in float64 (float32 on devices without it), in the
     same order every time. With ``rows``: [rows], over the gradients of each; the slots come row by row, equally many
     for each."""
@@ -151,7 +153,9 @@ def grad_norm(chunks: ChunkTable, grads: Gradients, *, rows: int | None = None, 
     return norms.squeeze(0) if rows is None else norms
 
 
-def all_finite(chunks: ChunkTable, grads: Gradients, *, rows: int | None = None, backend: str | None = None) -> Tensor:
+def all_finite(
+    chunks: ChunkTable, grads: MatchedGradients, *, rows: int | None = None, backend: str | None = None
+) -> Tensor:
     """A bool scalar on the device of the gradients: whether every element of them is finite. With ``rows``: [rows], as
     of :func:`grad_norm`."""
     _check_rows(chunks, rows)
@@ -165,7 +169,7 @@ def _implementation(backend: str) -> ModuleType:
     return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
 
 
-def _check(work: Work) -> None:
+def _check(work: StepArguments) -> None:
     rule, param, states, master = work.rule, work.param, work.states, work.master
     steps, table, chunks, rows = work.steps, work.table, work.chunks, work.rows
     if rule not in STATES:

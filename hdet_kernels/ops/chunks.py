@@ -46,7 +46,7 @@ _dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
-class Gradients:
+class MatchedGradients:
     """Gradients (``None`` where there is none) whose elements lie in memory in the order of their slots, and their
     rows of the table. Made by :meth:`ChunkTable.match`, which makes it safe to hand the addresses to a kernel."""
 
@@ -91,7 +91,7 @@ class ChunkTable:
         self._permuted = [i for i, slot in enumerate(slots) if not _is_contiguous(slot)]
         self._strides = [slots[i].stride for i in self._permuted]
 
-    def match(self, grads: Sequence[Tensor | None]) -> Gradients:
+    def match(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
         """Check one gradient a slot. One that lies in another order than its parameter, or whose dtype the kernels
         do not read, is copied."""
         # The usual case, without a line of Python for each tensor: in order, and all of one size and dtype. (That a
@@ -123,7 +123,7 @@ class ChunkTable:
             self._known = addresses, where, number, layout, self._for_all_replicas(table, grads)
         return self._matched(grads, self._known[4], any=True)
 
-    def point_at(self, grads: Gradients) -> Tensor:
+    def point_at(self, grads: MatchedGradients) -> Tensor:
         """The gradients' rows on the device, written only if one changed."""
         # A captured graph writes the addresses that it was captured with: other steps may have written others since.
         if grads.table is not self._pointed or (not grads.permanent and self._gradients.capturing):
@@ -161,14 +161,14 @@ class ChunkTable:
 
     def _matched(
         self, grads: Sequence[Tensor | None], table: NDArray[np.int64], any: bool, copied: bool = False
-    ) -> Gradients:
-        return Gradients(grads, table, any, copied)
+    ) -> MatchedGradients:
+        return MatchedGradients(grads, table, any, copied)
 
     def _for_all_replicas(self, table: NDArray[np.int64], grads: Sequence[Tensor | None]) -> NDArray[np.int64]:
         """The table of the gradients, given where each begins."""
         return table
 
-    def _match_one_by_one(self, grads: Sequence[Tensor | None]) -> Gradients:
+    def _match_one_by_one(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
         tensors: list[Tensor | None] = []
         table = np.zeros((len(self._expected), 2), dtype=np.int64)
         copied = False
@@ -205,7 +205,7 @@ class ChunkTable:
         return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=self.device).copy_(grad)
 
 
-def flat_gradients(grads: Gradients) -> list[Tensor | None]:
+def flat_gradients(grads: MatchedGradients) -> list[Tensor | None]:
     """The gradients as 1-D tensors in the order of their slots' elements."""
     if grads.replicas is None:
         return [None if grad is None else flat_view(grad) for grad in grads.tensors]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import Scalars, Work, operators
-from hdet_kernels.ops.chunks import ChunkTable, Gradients
+from hdet_kernels.ops import Scalars, StepArguments, operators
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
 from hdet_kernels.ops.pack import Matched, PieceTable
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -65,23 +65,23 @@ def has_kernels(dispatch_key: str) -> bool:
     )
 
 
-def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
+def bind_step(work: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
     chunks, rounding, rows = work.chunks, work.stochastic_rounding, work.rows
     # Of zeros: a kernel that loads a whole row of it loads the gaps between its numbers too.
     scratch = torch.zeros(SCRATCH_BYTES * rows * len(chunks.entries), dtype=torch.uint8, device=work.param.device)
     operator = partial(torch.ops.hdet_kernels.step_.default, *work.flats, chunks.slots, chunks.chunks)
 
-    def run(grads: Gradients, scalars: Scalars) -> None:
+    def run(grads: MatchedGradients, scalars: Scalars) -> None:
         operator(chunks.point_at(grads), scratch, *scalars, rounding, rows)
 
     return run
 
 
-def grad_norm(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
     return torch.ops.hdet_kernels.grad_norm(chunks.chunks, chunks.point_at(grads), rows)
 
 
-def all_finite(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+def all_finite(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
     return torch.ops.hdet_kernels.all_finite(chunks.chunks, chunks.point_at(grads), rows)
 
 
@@ -98,5 +98,5 @@ def wire_operators() -> tuple[Any, Any, Any]:
     return library.encode.default, library.merge.default, library.decode.default
 
 
-def add_noise_(table: ChunkTable, tensors: Gradients, keys: Tensor, scales: Tensor) -> None:
+def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
     torch.ops.hdet_kernels.add_noise_(table.chunks, table.point_at(tensors), keys, scales)

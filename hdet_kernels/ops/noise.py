@@ -18,13 +18,13 @@ from torch import Tensor
 
 from hdet_kernels import ops
 from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.chunks import ChunkTable, Gradients
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
 from hdet_kernels.tensors import wide_dtype
 
 
 @torch.no_grad()
 def add_noise_(
-    table: ChunkTable, tensors: Gradients, keys: Tensor, scales: Tensor, *, backend: str | None = None
+    table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor, *, backend: str | None = None
 ) -> None:
     """θ ← θ + scale·z, z ~ N(0, 1), for every element of ``tensors``, which ``table.match`` made; ``None`` is skipped.
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import STATES, Scalars, Work, operators
-from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, Gradients, flat_gradients
+from hdet_kernels.ops import STATES, Scalars, StepArguments, operators
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, flat_gradients
 from hdet_kernels.ops.reference_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.reference_pack import pack as pack
 from hdet_kernels.ops.reference_pack import unpack as unpack
@@ -25,22 +25,22 @@ from hdet_kernels.ops.rounding import random_bits, round_stochastically, roundin
 from hdet_kernels.tensors import in_full, wide_dtype
 
 
-def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
+def bind_step(work: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
     chunks, rounding, rows = work.chunks, work.stochastic_rounding, work.rows
     offsets = [slot.offset for slot in chunks.entries]
     operator = partial(_operators()[0], *work.flats, chunks.slots)
 
-    def run(grads: Gradients, scalars: Scalars) -> None:
+    def run(grads: MatchedGradients, scalars: Scalars) -> None:
         operator(chunks.point_at(grads), offsets, flat_gradients(grads), *scalars, rounding, rows)
 
     return run
 
 
-def grad_norm(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
     return _operators()[1](chunks.chunks, flat_gradients(grads), rows)
 
 
-def all_finite(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+def all_finite(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
     return _operators()[2](chunks.chunks, flat_gradients(grads), rows)
 
 

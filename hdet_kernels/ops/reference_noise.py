@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops import operators
-from hdet_kernels.ops.chunks import ChunkTable, Gradients, flat_gradients
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients, flat_gradients
 from hdet_kernels.ops.rounding import _GOLDEN, _WORD, _mix
 from hdet_kernels.tensors import wide_dtype
 
@@ -90,7 +90,7 @@ def cos_of_turn(word: Tensor) -> Tensor:
     return torch.where((quarter + 1) >> 1 & 1 != 0, -value, value)
 
 
-def add_noise_(table: ChunkTable, tensors: Gradients, keys: Tensor, scales: Tensor) -> None:
+def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
     flats = flat_gradients(tensors)
     slots = [slot for slot, flat in enumerate(flats) if flat is not None]
     _operator()([flats[slot] for slot in slots], slots, keys, scales)

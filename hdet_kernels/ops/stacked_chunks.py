@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.ops.chunks import EMPTY_GRADIENT, ChunkTable, Gradients
+from hdet_kernels.ops.chunks import EMPTY_GRADIENT, ChunkTable, MatchedGradients
 from hdet_kernels.tensors import Slot
 
 
@@ -59,8 +59,8 @@ class StackedTable(ChunkTable):
 
     def _matched(
         self, grads: Sequence[Tensor | None], table: NDArray[np.int64], any: bool, copied: bool = False
-    ) -> Gradients:
-        return Gradients(grads, table, any, copied, replicas=len(self.entries) // max(len(self._expected), 1))
+    ) -> MatchedGradients:
+        return MatchedGradients(grads, table, any, copied, replicas=len(self.entries) // max(len(self._expected), 1))
 
     def _for_all_replicas(self, table: NDArray[np.int64], grads: Sequence[Tensor | None]) -> NDArray[np.int64]:
         if self.shares_state:

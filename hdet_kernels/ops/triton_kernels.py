@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops import STATES, Scalars, Work, operators, triton_reduce
-from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, Gradients
+from hdet_kernels.ops import STATES, Scalars, StepArguments, operators, triton_reduce
+from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, MatchedGradients
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.triton_pack import pack as pack
@@ -253,12 +253,12 @@ def _random(pair, mine, STOCHASTIC: tl.constexpr):
     return random
 
 
-def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
+def bind_step(work: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
     chunks, rounding, rows = work.chunks, work.stochastic_rounding, work.rows
     operator = partial(_operators()[0], *work.flats, chunks.slots, chunks.chunks)
     known: tuple[object, list[int]] = (None, [])  # the table of the last step, and what occurs in it
 
-    def run(grads: Gradients, scalars: Scalars) -> None:
+    def run(grads: MatchedGradients, scalars: Scalars) -> None:
         nonlocal known
         if grads.table is not known[0]:
             known = grads.table, dtypes_of(grads)
@@ -267,18 +267,18 @@ def bind_step(work: Work) -> Callable[[Gradients, Scalars], None]:
     return run
 
 
-def dtypes_of(grads: Gradients) -> list[int]:
+def dtypes_of(grads: MatchedGradients) -> list[int]:
     """The numbers of the dtypes that occur: ``_walk`` is launched once for each."""
     to_read = grads.table[grads.table[:, 0] > EMPTY_GRADIENT, 1]
     return np.flatnonzero(np.bincount(to_read)).tolist()
 
 
-def grad_norm(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
     norms: Tensor = _operators()[1](chunks.chunks, chunks.point_at(grads), rows)
     return norms
 
 
-def all_finite(chunks: ChunkTable, grads: Gradients, rows: int) -> Tensor:
+def all_finite(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
     finite: Tensor = _operators()[2](chunks.chunks, chunks.point_at(grads), rows)
     return finite
 

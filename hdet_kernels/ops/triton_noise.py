@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hdet_kernels.ops import operators
-from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, ChunkTable, Gradients
+from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, ChunkTable, MatchedGradients
 from hdet_kernels.ops.triton_rounding import _GOLDEN, _mix, nearest, widened
 
 #: Elements of one program: 8 a thread. Not measured: this runs once. Products and sums are rounded each, as elsewhere.
@@ -125,7 +125,7 @@ def _cos_of_turn(word):
     return tl.where((((quarter + 1) >> 1) & 1) != 0, -value, value)
 
 
-def add_noise_(table: ChunkTable, tensors: Gradients, keys: Tensor, scales: Tensor) -> None:
+def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
     _operator()(table.chunks, table.point_at(tensors), keys, scales, table.dtype == torch.float64)
 
 

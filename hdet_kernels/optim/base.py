@@ -17,7 +17,7 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.fanout.explore import PER_REPLICA
 from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.chunks import Gradients
+from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_seed, check_shapes
 from hdet_kernels.optim.fixed import FixedGradients
 from hdet_kernels.optim.flat_group import homes_of
@@ -201,7 +201,7 @@ class FusedOptimizer(Optimizer):
 
     def attach_gradients(self) -> None:
         """With ``gradients="fixed"``: bring the permanent gradients in line with the parameters after ``requires_grad``
-        or ``grad`` of some of them was changed. Gradients in other tensors are copied; ``None`` becomes zeros."""
+        or ``grad`` of some of them was changed. MatchedGradients in other tensors are copied; ``None`` becomes zeros."""
         self.buckets.rehome()
         for fixed in self._fixed:
             fixed.attach()
@@ -344,7 +344,7 @@ class FusedOptimizer(Optimizer):
                 "gradient_as_bucket_view"
             )
 
-    def _gradients(self) -> list[Gradients]:
+    def _gradients(self) -> list[MatchedGradients]:
         if self._fixed:
             return [fixed.gradients() for fixed in self._fixed]
         grads = [home.gradients() for home in self._homes]
@@ -353,7 +353,7 @@ class FusedOptimizer(Optimizer):
             grads = [home.gradients() for home in self._homes]
         return grads
 
-    def _norm(self, grads: list[Gradients]) -> Tensor | None:
+    def _norm(self, grads: list[MatchedGradients]) -> Tensor | None:
         """The norm of all gradients as they are stored, on the device of the first of them; that of each replica where
         they have their own state."""
         norms = [home.norm(present) for home, present in zip(self._homes, grads, strict=True) if present.any]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.chunks import Gradients
+from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import Home
 from hdet_kernels.optim.spot_check import Glance
 
@@ -52,7 +52,7 @@ class FixedGradients:
         self._gradients = replace(self.home.chunks.match(stepped), permanent=True)
         return replaced
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> MatchedGradients:
         return self._gradients
 
     def disturbed(self) -> bool:

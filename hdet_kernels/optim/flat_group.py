@@ -10,7 +10,7 @@ from torch import Tensor
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
-from hdet_kernels.ops.chunks import ChunkTable, Gradients
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.options import Options
@@ -101,7 +101,7 @@ class Home:
     def _is_parted(self) -> bool:
         return self.replicas is not None and not self.shares_state
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> MatchedGradients:
         grads = [param.grad for param in self._single]
         for index in self._tied:
             # The gradient of memory that several parameters share is the sum of theirs.
@@ -109,12 +109,12 @@ class Home:
             grads[index] = sum(parts[1:], start=parts[0]) if parts else None
         return self.chunks.match(grads)
 
-    def norm(self, grads: Gradients) -> Tensor:
+    def norm(self, grads: MatchedGradients) -> Tensor:
         """The norm of all gradients as they are stored: one number, or [replicas] where each has its own state."""
         rows = self.replicas if self._is_parted else None
         return ops.grad_norm(self.chunks, grads, rows=rows, backend=self.options.backend)
 
-    def step(self, grads: Gradients, scalars: ops.Scalars) -> None:
+    def step(self, grads: MatchedGradients, scalars: ops.Scalars) -> None:
         if self._step is None or self._chosen != chosen():
             self._chosen = chosen()
             # A parted stack is stepped as one long row of parameters: its tables say which replica each belongs to.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.chunks import Gradients
+from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import Home
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import Glance
@@ -78,7 +78,7 @@ class ShownState:
         self._remember()
         self._names = [optimizer.state_names(group) for group in optimizer.param_groups]
 
-    def publish(self, home: Home, grads: Gradients) -> None:
+    def publish(self, home: Home, grads: MatchedGradients) -> None:
         """Show the state of parameters that step for the first time, as torch.optim does."""
         fresh = [index for index in home.unpublished if grads.tensors[index] is not None]
         if not fresh:  # parameters that never get a gradient

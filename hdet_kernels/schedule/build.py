@@ -23,7 +23,7 @@ from hdet_kernels.converge.outer import Outer
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
 from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.schedule.cycle import Cycle, Gradients, Probe
+from hdet_kernels.schedule.cycle import Cycle, GradientMode, Probe
 from hdet_kernels.schedule.rehearsal import Rehearsal
 from hdet_kernels.stack import StackEnsemble
 from hdet_kernels.tensors import replicas_of, share_gradients
@@ -61,7 +61,7 @@ def build_cycle(
     auto_lr: bool | Controller,
     probe: Probe | None,
     explore: Sequence[Explore],
-    gradients: Gradients,
+    gradients: GradientMode,
     ensemble: Ensemble | None,
     average_state: AverageState,
     average_buffers: bool,
@@ -195,7 +195,7 @@ def _ensemble_of(groups: Sequence[Group]) -> Ensemble:
     )
 
 
-def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: Gradients) -> Gradients:
+def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: GradientMode) -> GradientMode:
     """Check that the optimizer's parameters are those of the replicas that this process holds, and say what their
     gradients are: a stack knows."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -219,7 +219,7 @@ def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: Gradients
             f"{type(optimizer).__name__} has one learning rate for all replicas of a stack: use an optimizer of "
             "hdet_kernels, such as FusedAdamW(stack.parameters())"
         )
-    found: Gradients = "shared" if share_gradients(params) else "local"
+    found: GradientMode = "shared" if share_gradients(params) else "local"
     if gradients not in ("auto", found):
         raise ValueError(
             f"gradients={gradients!r}, but the stack has {found} ones: leave gradients= out, or build "

@@ -30,7 +30,7 @@ from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss
 
 log = logging.getLogger("hdet_kernels")
 
-Gradients = Literal["auto", "shared", "local"]
+GradientMode = Literal["auto", "shared", "local"]
 Probe = Callable[[], Loss]
 
 
@@ -58,7 +58,7 @@ class Cycle:
         converger: Converger,
         *,
         probe: Probe | None,
-        gradients: Gradients,
+        gradients: GradientMode,
         average_state: AverageState,
         overlap_steps: int,
         step: int,

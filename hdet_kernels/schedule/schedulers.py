@@ -18,7 +18,7 @@ from hdet_kernels.converge.outer import Outer
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.explore import Explore, write_entry
 from hdet_kernels.schedule.build import Buffered, build_cycle, learning_rates, untouched_on_error
-from hdet_kernels.schedule.cycle import Cycle, Gradients, Probe
+from hdet_kernels.schedule.cycle import Cycle, GradientMode, Probe
 from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.rehearsal import rehearse
@@ -146,7 +146,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         auto_lr: bool | Controller = True,
         probe: Probe | None = None,
         explore: Iterable[Explore] = (),
-        gradients: Gradients = "auto",
+        gradients: GradientMode = "auto",
         ensemble: Ensemble | None = None,
         average_state: AverageState = "auto",
         average_buffers: bool = True,
@@ -255,7 +255,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
         auto_lr: bool | Controller = True,
         probe: Probe | None = None,
         explore: Iterable[Explore] = (),
-        gradients: Gradients = "auto",
+        gradients: GradientMode = "auto",
         ensemble: Ensemble | None = None,
         average_state: AverageState = "auto",
         average_buffers: bool = True,
