@@ -2,8 +2,8 @@
 
 from hdet_kernels import compat, report
 from hdet_kernels.buckets import Buckets
+from hdet_kernels.controller.hypergradient import HypergradientController
 from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.controller.slopes import HypergradientController
 from hdet_kernels.controller.softmax import SoftmaxController, paper_settings
 from hdet_kernels.converge.converger import Converger
 from hdet_kernels.converge.outer import Outer

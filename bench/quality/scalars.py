@@ -106,5 +106,5 @@ def train_scalar(
         scheduler.step(losses)
     found = {"val": validation_loss(task, stack.module()), "seconds": time.perf_counter() - start}
     if explores:
-        found["end"] = value * math.exp(scheduler.cycle.spread.control["mu"][-1])
+        found["end"] = value * math.exp(scheduler.cycle.spread.controller_state["mu"][-1])
     return {"task": scalar.task, "scalar": name, "value": value, "seed": seed, "explores": explores, **found}

@@ -141,7 +141,7 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
         if len(scheduler.history) > before:
             rates.append([float(rate) for rate in scheduler.get_base_lr()])
     history = scheduler.history
-    control = scheduler.cycle.spread.control
+    control = scheduler.cycle.spread.controller_state
     names = [group["name"] for group in optimizer.param_groups]
     return {
         "val": validation_loss(task, replicas.mean()),

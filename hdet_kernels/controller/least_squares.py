@@ -1,4 +1,4 @@
-"""The slopes of the replicas' losses in the logarithms of their hyperparameters, and how sure they are."""
+"""Slopes of the replicas' losses in the logarithms of their hyperparameters, and their statistical significance."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from hdet_kernels.controller.protocol import Array
+from hdet_kernels.controller.settings import RegressionSettings
 
 
-def comparable(losses: Array) -> Array:
-    """The losses [N] as they are compared: how bad a bad one is says nothing, and must not drown what the others say.
+def clipped_losses(losses: Array, settings: RegressionSettings) -> Array:
+    """Return the losses [N] with outliers clipped, so that one bad replica does not dominate a regression.
 
-    From four finite ones on, the highest quarter of them counts as at most twice as far above the next lower one as
-    that is above the best. One that is not finite counts as worse than the worst finite one, by the range of those.
-    All equal to 0 if none is finite.
+    With four finite losses or more, the highest quarter is clipped to at most twice as far above the next lower loss as
+    that one is above the best. A loss that is not finite counts as worse than the worst finite one, by the range of the
+    finite ones. All are 0 if none is finite.
     """
     finite = np.isfinite(losses)
     if not finite.any():
@@ -24,40 +24,41 @@ def comparable(losses: Array) -> Array:
     found = losses[finite]
     if len(found) > 3:
         ranked = np.sort(found)
-        best, usual = ranked[0], ranked[-1 - max(len(found) // 4, 1)]
-        found = np.minimum(found, usual + 2 * (usual - best))
+        best, usual = ranked[0], ranked[-1 - max(int(len(found) * settings.outlier_share), 1)]
+        found = np.minimum(found, usual + settings.outlier_distance * (usual - best))
     worst = found.max()
-    y = np.full(len(losses), worst + max(worst - found.min(), abs(worst) * 1e-3, 1e-12))
-    y[finite] = found
-    return y
+    margin = max(worst - found.min(), abs(worst) * settings.bad_loss_margin, 1e-12)
+    clipped = np.full(len(losses), worst + margin)
+    clipped[finite] = found
+    return clipped
 
 
-def ordinary(losses: Array) -> Array:
-    """Those that are compared as they are, and NaN for the others: an explosion is no noise."""
-    return np.where(comparable(losses) == losses, losses, np.nan)
+def without_outliers(losses: Array, settings: RegressionSettings) -> Array:
+    """Return the losses with NaN in place of those that :func:`clipped_losses` changes."""
+    return np.where(clipped_losses(losses, settings) == losses, losses, np.nan)
 
 
-def explodes(losses: Array) -> bool:
-    """Whether a loss is not finite, or so high that less than half of what it is above the best is compared."""
-    compared = comparable(losses)
-    return not bool((losses - compared <= np.ptp(compared)).all())
+def has_explosion(losses: Array, settings: RegressionSettings) -> bool:
+    """Return whether a loss is not finite, or is clipped by more than the range of the clipped losses."""
+    clipped = clipped_losses(losses, settings)
+    return not bool((losses - clipped <= np.ptp(clipped)).all())
 
 
-def level_of(losses: Array) -> float | None:
-    """Where the replicas are; None if none is finite."""
-    return float(comparable(losses).mean()) if np.isfinite(losses).any() else None
+def mean_level(losses: Array, settings: RegressionSettings) -> float | None:
+    """Return the mean of the clipped losses; None if no loss is finite."""
+    return float(clipped_losses(losses, settings).mean()) if np.isfinite(losses).any() else None
 
 
-def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array:
-    """The slopes b (shape [J]) of centred losses on centred log multipliers ([J, N]), all hyperparameters jointly.
+def regress(losses: Array, log_multipliers: Array, ridge: float, settings: RegressionSettings) -> Array:
+    """Return the slopes b [J] of the losses [N] on the log multipliers [J, N], all hyperparameters jointly.
 
-    With J ≥ N − 1 the system has no unique solution: then ``ridge``, relative to the mean square of a column, is added.
-    Losses count as :func:`comparable` says.
+    Both sides are centred, and losses are clipped by :func:`clipped_losses`. With J ≥ N − 1 the system has no unique
+    solution: then ``ridge``, relative to the mean square of a column, is added to its diagonal.
     """
-    y = comparable(losses)
+    y = clipped_losses(losses, settings)
     x = log_multipliers.T - log_multipliers.mean(axis=1)
     replicas, count = x.shape
-    if (y == y[0]).all():  # their mean may be another by a rounding, and of that only the sign would be seen
+    if (y == y[0]).all():  # centring equal losses may leave a rounding error, whose sign would count
         return np.zeros(count)
     y = y - y.mean()
     if count < replicas - 1:
@@ -67,66 +68,67 @@ def regress(losses: Array, log_multipliers: Array, ridge: float = 1e-3) -> Array
     return np.linalg.solve(gram + penalty * np.eye(count), x.T @ y) if penalty > 0 else np.zeros(count)
 
 
-def significances(losses: Array, log_multipliers: Array, slopes: Array) -> Array:
-    """How far each of :func:`regress`'s slopes [J] is from 0, in standard deviations of a normal distribution, by what
-    they leave unexplained: of few replicas that is known less surely. NaN where there are too few to tell."""
-    spare = _spare(log_multipliers)
-    if spare < 2:
+def significances(losses: Array, log_multipliers: Array, slopes: Array, settings: RegressionSettings) -> Array:
+    """Return how many standard errors each slope [J] of :func:`regress` is away from 0, from the residuals.
+
+    The result is that of a normal distribution: with few replicas, Student's t is converted. NaN where there are too
+    few replicas to estimate an error.
+    """
+    freedom = _degrees_of_freedom(log_multipliers)
+    if freedom < 2:
         return np.full(len(slopes), np.nan)
     x = log_multipliers.T - log_multipliers.mean(axis=1)
-    errors = np.sqrt(np.diag(np.linalg.pinv(x.T @ x))) * unexplained(losses, log_multipliers, slopes)
-    return normal(slopes, errors, spare)
+    scale = residual_deviation(losses, log_multipliers, slopes, settings)
+    errors = np.sqrt(np.diag(np.linalg.pinv(x.T @ x))) * scale
+    return normal_significance(slopes, errors, freedom)
 
 
-def unexplained(losses: Array, log_multipliers: Array, slopes: Array) -> float:
-    """The standard deviation of what slopes leave of losses; 0 where there are as many of them as losses less one."""
-    spare = _spare(log_multipliers)
-    if spare < 1:
+def residual_deviation(losses: Array, log_multipliers: Array, slopes: Array, settings: RegressionSettings) -> float:
+    """Return the standard deviation of the residuals; 0 without a degree of freedom."""
+    freedom = _degrees_of_freedom(log_multipliers)
+    if freedom < 1:
         return 0.0
-    y = comparable(losses)
-    left = y - y.mean() - (log_multipliers.T - log_multipliers.mean(axis=1)) @ slopes
-    return float(np.linalg.norm(left)) / math.sqrt(spare)
+    y = clipped_losses(losses, settings)
+    residual = y - y.mean() - (log_multipliers.T - log_multipliers.mean(axis=1)) @ slopes
+    return float(np.linalg.norm(residual)) / math.sqrt(freedom)
 
 
-def _spare(log_multipliers: Array) -> int:
-    """How many replicas there are more than are needed for slopes and a mean."""
+def _degrees_of_freedom(log_multipliers: Array) -> int:
+    """Return the number of replicas beyond those that the slopes and the mean use up."""
     count, replicas = log_multipliers.shape
     return replicas - 1 - count
 
 
-def normal(slopes: Array, errors: Array, spare: float) -> Array:
-    """How far slopes are from 0, in standard deviations of a normal distribution, where their errors are known with so
-    many degrees of freedom: Student's t as a normal variable. Where that is 1.96, within 2.5 % from six degrees of
-    freedom on, lower by 5 % with four and by 19 % with two."""
-    most = math.sqrt(2 * spare)
+def normal_significance(slopes: Array, errors: Array, freedom: float) -> Array:
+    """Return Student's t of the slopes as the equivalent number of normal standard deviations.
+
+    The approximation t·(1 − 1/(4ν))/√(1 + t²/(2ν)) is, where the exact value is 1.96, within 2.5 % from ν = 6 degrees
+    of freedom on, 5 % low at ν = 4 and 19 % low at ν = 2.
+    """
+    most = math.sqrt(2 * freedom)
     t = np.divide(np.abs(slopes), errors, out=np.where(slopes != 0, np.inf, 0.0), where=errors > 0)
     t = np.minimum(t, 1e9 * most)
-    found: Array = t * (1 - 0.25 / spare) / np.sqrt(1 + (t / most) ** 2)
+    found: Array = t * (1 - 0.25 / freedom) / np.sqrt(1 + (t / most) ** 2)
     return found
 
 
-#: Losses of equal replicas that differ by less than this share of themselves do so by rounding.
-EXACT = 1e-5
+def updated_noise(noise: Sequence[float], losses: Array, settings: RegressionSettings) -> list[float]:
+    """Return the noise estimate after the losses of replicas that trained with the same values.
 
-#: The degrees of freedom with which the error of losses is known that never differed by more.
-SURE = 20
-
-
-def noise(known: Sequence[float], losses: Array) -> list[float]:
-    """What is known of the noise of losses after those of some replicas that had the same values: the sum of squares of
-    their deviations and its degrees of freedom, both decaying."""
+    The estimate is [sum of squared deviations, degrees of freedom], both decaying from sync to sync.
+    """
     found = losses[np.isfinite(losses)]
-    squares, spare = known
+    squares, freedom = noise
     if len(found) < 2:
-        return [squares, spare]
-    return [0.9 * squares + float(((found - found.mean()) ** 2).sum()), 0.9 * spare + len(found) - 1]
+        return [squares, freedom]
+    decay = settings.noise_decay
+    return [decay * squares + float(((found - found.mean()) ** 2).sum()), decay * freedom + len(found) - 1]
 
 
-def noise_scale(known: Sequence[float], size: float) -> tuple[float, float]:
-    """The standard deviation of a loss of this size, and with how many degrees of freedom it is known: 0 if it is
-    not."""
-    squares, spare = known
-    if not spare:
+def noise_deviation(noise: Sequence[float], level: float, settings: RegressionSettings) -> tuple[float, float]:
+    """Return the standard deviation of a loss of this level and its degrees of freedom (0: not known)."""
+    squares, freedom = noise
+    if not freedom:
         return 0.0, 0
-    found = math.sqrt(squares / spare)
-    return (size * EXACT, SURE) if found <= size * EXACT else (found, spare)
+    found, rounding = math.sqrt(squares / freedom), level * settings.rounding_noise
+    return (rounding, settings.rounding_freedom) if found <= rounding else (found, freedom)

@@ -1,10 +1,12 @@
-"""What is believed of the right peak of a learning rate, from the slopes of the losses while it climbs.
+"""The posterior over the right peak learning rate, from the slopes of the losses while the learning rate climbs.
 
-The learning rate that looks best over the next T steps falls as training goes on. In a run of S steps with cycles of
-1.25 % of it, a larger one looked better until the way that the parameters had gone, the sum of the learning rates of
-all steps and of one cycle more, was about 0.18·√S times the right peak, and a smaller one from then on: whatever the
-schedule and wherever it began (``docs/controller.md``). So every sync speaks for a right peak that is higher or lower
-than the way so far makes it.
+The learning rate that looks best over the next T steps falls as training goes on. In runs of S steps with cycles of
+1.25 % of the run, a larger one looked better until the path length (the sum of the learning rates of all steps, and of
+one cycle more) was about 0.18·√S times the right peak, and a smaller one from then on. That held for every schedule and
+start that was measured (``docs/controller.md``). So the sign of the slope at a sync is evidence that the right peak is
+higher or lower than the one for which this path length would be the turning point.
+
+θ is the right peak over the given one. Likelihoods are tabulated as logarithms over a grid of log θ.
 """
 
 from __future__ import annotations
@@ -14,138 +16,135 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-
-#: The way at which a task turns, over the right peak and √S, where cycles are this share of the run; it grows with
-#: their length by about this power.
-WAY, USUAL, GROWTH = 0.18, 0.0125, 0.8
-
-#: In runs of more steps than these the way is longer by this power besides: prudence. The learning rate at which a task
-#: breaks is the same however long it is trained, and the right peak comes near it.
-LONG, LONGER = 2000, 0.5
-
-#: How far off that may be, as a standard deviation of the logarithm: it differs from task to task, and not from sync to
-#: sync.
-SLACK = 0.4
-
-#: How far off a sign may be from where its task turns, as a scale of the logarithm.
-JITTER = 0.2
-
-#: How far off a start may be before anything was heard: the mean of |log θ| where it is too high and where it is too
-#: low.
-TOO_HIGH, TOO_LOW = 2.0, 3.0
-
-#: The share of what is believed that is below the peak that is chosen: one that is too high costs more than one that is
-#: too low by as much, and can break what is trained.
-PRUDENT = 0.35
-
-#: Signs that are wrong however sure they look.
-WRONG = 0.03
-
-#: A sync counts in full if its cycle is at least this share of the run: many short ones tell no more than a few.
-WHOLE = 0.0125
-
-#: How far ahead the turn is, as a logarithm, for each unit of the elasticity of what a cycle gains, and how far behind
-#: for each that it is negative, with this standard deviation.
-AHEAD, BEHIND, BLUR = 3.0, 1.0, 0.5
-
-#: From this elasticity on the turn is so far ahead at least; from the other down, as far behind as that says at least:
-#: where next to nothing is gained its size is noise. Above the last, gains grow faster than the learning rate, as where
-#: a plateau is left: that says nothing.
-FAR, AT_LEAST = 0.6, 1.5
-PAST, FASTER = -0.75, 1.25
-
-#: log θ, the right peak over the one given.
-GRID: Array = np.linspace(-6.0, 6.0, 241)
-
-
-def _before_anything_was_heard() -> Array:
-    lower, higher = np.exp(GRID / TOO_HIGH) * (GRID < 0), np.exp(-GRID / TOO_LOW) * (GRID > 0)
-    believed: Array = PRUDENT * lower / lower.sum() + (1 - PRUDENT) * higher / higher.sum()
-    return believed
-
-
-#: How likely each of them is before anything was heard: such that the start is what is chosen.
-AT_FIRST = _before_anything_was_heard()
-
-
-def way(before: float | None, value: float, step: int, cycle: int) -> float:
-    """The way gone after ``step`` steps, the last ``cycle`` of them with this learning rate; ``before`` them, if that
-    is known. Steps with a higher one count as made with this: they went to and fro."""
-    steps = value * (step - cycle)
-    return (steps if before is None else min(before, steps)) + value * cycle
-
-
-def turns_at(cycle: int, total_steps: int) -> float:
-    """The way at which a task turns, over its right peak, where a sync follows so many steps on the one before."""
-    longer = max(total_steps / LONG, 1.0) ** LONGER
-    return WAY * math.sqrt(total_steps) * longer * (cycle / (USUAL * total_steps)) ** GROWTH
-
-
-def turning_point(gone: float, value: float, cycle: int, total_steps: int) -> float:
-    """log θ for which a task turns here, after a way ``gone`` whose last ``cycle`` steps were made with ``value``, both
-    over the peak of the schedule."""
-    return math.log(max((gone + value * cycle) / turns_at(cycle, total_steps), 1e-300))
-
-
-def heard(slope: float, significance: float, gate: float) -> float:
-    """What a slope says, from −1 (a larger value would surely have been better) to 1 (a smaller one)."""
-    return math.copysign((1 - 2 * WRONG) * gate * math.erf(significance / math.sqrt(2)), slope)
-
-
-def updated(
-    logs: Sequence[float], turn: float, said: float, cycle: float, elasticity: float | None = None
-) -> list[float]:
-    """How likely all that was heard is, as a logarithm, for each point of ``GRID`` at which the task may turn, none
-    before anything was heard: after one thing more was :func:`heard` at a turning point, from a cycle that lasts this
-    share of the run.
-
-    ``elasticity``, where it is known: the share of what the cycle gained by which it would have gained more for each
-    e-fold of the learning rate, which tells how far away the turn is.
-    """
-    if elasticity is not None and elasticity > FASTER:
-        return list(logs)
-    before = np.asarray(logs) if len(logs) else np.zeros(len(GRID))
-    if elasticity is None:
-        too_high = 1 / (1 + np.exp(np.clip((GRID - turn) / JITTER, -50, 50)))
-        likely = 0.5 + said * (too_high - 0.5)
-    else:
-        likely = 0.5 * (1 - abs(said)) + abs(said) * _around_turn(turn, elasticity)
-    after = before + min(cycle / WHOLE, 1.0) * np.log(likely)
-    return list((after - after.max()).tolist())
-
-
-def raised(logs: Sequence[float], by: float) -> list[float]:
-    """What is believed where the task turns later than all that was heard says, by so much of the logarithm."""
-    return list(np.interp(GRID - by, GRID, logs).tolist()) if len(logs) else []
-
-
-def _around_turn(turn: float, elasticity: float) -> Array:
-    """How likely what a cycle gained is, over the most likely, for each point of ``GRID``."""
-    if elasticity >= FAR:
-        off = np.minimum(GRID - turn - AT_LEAST, 0.0)
-    elif elasticity <= PAST:
-        off = np.maximum(GRID - turn - BEHIND * PAST, 0.0)
-    else:
-        off = GRID - turn - (AHEAD if elasticity > 0 else BEHIND) * elasticity
-    found: Array = np.exp(-0.5 * (np.clip(off, -50, 50) / BLUR) ** 2)
-    return found
-
-
-def chosen(logs: Sequence[float]) -> float:
-    """The prudent quantile of what is believed of log θ: where the task turns is off from it by ``SLACK``. 0 before
-    anything was heard."""
-    if not len(logs):
-        return 0.0
-    weights = AT_FIRST * (_around(SLACK) @ np.exp(np.asarray(logs)))
-    below = np.cumsum(weights) - 0.5 * weights
-    return float(np.interp(PRUDENT * weights.sum(), below, GRID))
+from hdet_kernels.controller.protocol import Array
+from hdet_kernels.controller.settings import RegressionSettings
 
 
 @cache
-def _around(deviation: float) -> Array:
-    """For each point of ``GRID`` a normal distribution around it, over all of them."""
-    found: Array = np.exp(-0.5 * ((GRID[:, None] - GRID) / deviation) ** 2)
+def grid(settings: RegressionSettings) -> Array:
+    """Return the tabulated values of log θ."""
+    points: Array = np.linspace(-settings.grid_reach, settings.grid_reach, settings.grid_points)
+    return points
+
+
+@cache
+def prior(settings: RegressionSettings) -> Array:
+    """Return the prior over the grid, made so that the chosen quantile of it is the given learning rate, log θ = 0."""
+    points = grid(settings)
+    lower = np.exp(points / settings.prior_below) * (points < 0)
+    higher = np.exp(-points / settings.prior_above) * (points > 0)
+    weights: Array = settings.quantile * lower / lower.sum() + (1 - settings.quantile) * higher / higher.sum()
+    return weights
+
+
+def path_length(before: float | None, rate: float, step: int, cycle: int) -> float:
+    """Return the path length after ``step`` steps, the last ``cycle`` of them with learning rate ``rate``.
+
+    Args:
+        before: path length at the sync before; None at the first one.
+        rate: learning rate of the last cycle. Earlier steps with a higher one count as made with this one: such steps
+            oscillate and do not add up.
+        step: steps so far.
+        cycle: steps since the sync before.
+    """
+    steps = rate * (step - cycle)
+    return (steps if before is None else min(before, steps)) + rate * cycle
+
+
+def turning_length(cycle: int, total_steps: int, settings: RegressionSettings) -> float:
+    """Return the path length, over the right peak, at which a smaller learning rate begins to look better."""
+    longer = max(total_steps / settings.long_run, 1.0) ** settings.long_run_exponent
+    relative_cycle = cycle / (settings.reference_cycle * total_steps)
+    return settings.path_coefficient * math.sqrt(total_steps) * longer * relative_cycle**settings.cycle_exponent
+
+
+def turning_point(length: float, rate: float, cycle: int, total_steps: int, settings: RegressionSettings) -> float:
+    """Return the log θ for which the favoured direction turns at this sync.
+
+    Args:
+        length: path length so far, over the peak of the schedule.
+        rate: learning rate of the last cycle, over that peak.
+        cycle: steps of the last cycle.
+        total_steps: steps of the run.
+        settings: the controller's constants.
+    """
+    return math.log(max((length + rate * cycle) / turning_length(cycle, total_steps, settings), 1e-300))
+
+
+def evidence(slope: float, significance: float, gate: float, settings: RegressionSettings) -> float:
+    """Return the evidence of a slope, from −1 (a larger value is certainly better) to 1 (a smaller one is)."""
+    certainty = (1 - 2 * settings.sign_error) * gate * math.erf(significance / math.sqrt(2))
+    return math.copysign(certainty, slope)
+
+
+def updated(
+    log_likelihood: Sequence[float],
+    turn: float,
+    found: float,
+    cycle: float,
+    elasticity: float | None,
+    settings: RegressionSettings,
+) -> list[float]:
+    """Return the log-likelihood over the grid after one more observation.
+
+    Args:
+        log_likelihood: before it; empty before the first one.
+        turn: turning point at this sync, see :func:`turning_point`.
+        found: the evidence, see :func:`evidence`.
+        cycle: share of the run that the cycle lasted.
+        elasticity: relative gain in what the cycle gained for each e-fold of the learning rate, if it is known. It
+            tells how far away the turning point is.
+        settings: the controller's constants.
+    """
+    if elasticity is not None and elasticity > settings.uninformative_elasticity:
+        return list(log_likelihood)
+    points = grid(settings)
+    before = np.asarray(log_likelihood) if len(log_likelihood) else np.zeros(len(points))
+    if elasticity is None:
+        too_high = 1 / (1 + np.exp(np.clip((points - turn) / settings.sign_scale, -50, 50)))
+        likelihood = 0.5 + found * (too_high - 0.5)
+    else:
+        likelihood = 0.5 * (1 - abs(found)) + abs(found) * _elasticity_likelihood(turn, elasticity, settings)
+    after = before + min(cycle / settings.reference_cycle, 1.0) * np.log(likelihood)
+    return list((after - after.max()).tolist())
+
+
+def shifted(log_likelihood: Sequence[float], by: float, settings: RegressionSettings) -> list[float]:
+    """Return the log-likelihood moved by so much of log θ: every observation so far came that much too early."""
+    points = grid(settings)
+    return list(np.interp(points - by, points, log_likelihood).tolist()) if len(log_likelihood) else []
+
+
+def _elasticity_likelihood(turn: float, elasticity: float, settings: RegressionSettings) -> Array:
+    """Return the likelihood of an elasticity over the grid, relative to its maximum."""
+    points = grid(settings)
+    if elasticity >= settings.far_elasticity:
+        off = np.minimum(points - turn - settings.far_distance, 0.0)
+    elif elasticity <= settings.past_elasticity:
+        off = np.maximum(points - turn - settings.distance_behind * settings.past_elasticity, 0.0)
+    else:
+        distance = settings.distance_ahead if elasticity > 0 else settings.distance_behind
+        off = points - turn - distance * elasticity
+    found: Array = np.exp(-0.5 * (np.clip(off, -50, 50) / settings.distance_deviation) ** 2)
+    return found
+
+
+def chosen(log_likelihood: Sequence[float], settings: RegressionSettings) -> float:
+    """Return the chosen quantile of the posterior of log θ; 0 before the first observation.
+
+    Tasks differ in where they turn: the likelihood is blurred by ``task_deviation`` first.
+    """
+    if not len(log_likelihood):
+        return 0.0
+    weights = prior(settings) * (_blur(settings) @ np.exp(np.asarray(log_likelihood)))
+    below = np.cumsum(weights) - 0.5 * weights
+    return float(np.interp(settings.quantile * weights.sum(), below, grid(settings)))
+
+
+@cache
+def _blur(settings: RegressionSettings) -> Array:
+    """Return, for each grid point, the weights of a normal distribution around it over all grid points."""
+    points = grid(settings)
+    found: Array = np.exp(-0.5 * ((points[:, None] - points) / settings.task_deviation) ** 2)
     return found / found.sum(axis=1, keepdims=True)

@@ -1,8 +1,13 @@
-"""What a controller is: from the losses and values of all replicas to new base values.
+"""The interface between the scheduler and a controller: a description of the run, an observation, and a protocol.
 
-A controller is a frozen set of constants and a few pure functions of numbers. Its state is a dict of plain lists that
-the scheduler keeps and saves. At every sync in its active window ``update`` returns the next state from an
-:class:`Observation`; ``base`` turns the state and the scheduled value into the base value η_j that is fanned out.
+A controller turns the losses and values of all replicas into new base values. It is a frozen dataclass of constants
+with a few pure functions of numbers. Its state is a dict of plain lists that the scheduler keeps and saves.
+
+1. :meth:`Controller.prepare` receives the :class:`Run` and returns it with the controller's wishes: extra syncs in the
+   first cycle, replicas that come in pairs, and the steps between which replicas differ.
+2. At every sync for which :meth:`Controller.active` is true, :meth:`Controller.update` returns the next state from an
+   :class:`Observation`.
+3. :meth:`Controller.base` turns the state and the scheduled value into the base value η_j that is fanned out.
 """
 
 from __future__ import annotations
@@ -17,26 +22,36 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 State = dict[str, Any]
 
-#: Shares of a run become steps by a product that may be off by a rounding: 0.29·100 is a little less than 29.
-EDGE = 1e-6
+#: Tolerance, in steps, for shares of a run that become steps: the product 0.29·100 is a little less than 29.
+STEP_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a controller knows of the run. Of several hyperparameters, in their order:
+    """A run as a controller sees it. Tuples have one entry for each hyperparameter, in the scheduler's order.
 
-    total_steps, sync_every: its length and sync interval in steps.
-    peak: the share of it at which the schedule peaks.
-    floors: the values that the schedule ends at; None where that is not known.
-    peaks: the highest that it has; None where there is none to move: weight decay, dropout, a frozen group, …
-    end: the share of its peak at which the schedule ends: 0 where it anneals, 1 where it is constant.
-    probed: whether losses are those of a probe, the same examples at every sync.
-    early: the steps of the first cycle at which there are syncs besides, ascending.
-    in_pairs: whether replicas depart from the base values in one hyperparameter at most.
-    departs: the steps from which and until which they depart in it; None, or nothing at all: they always do.
-    reach: the lowest and the highest logarithm of what its bounds let its base be multiplied with; nothing at all:
-        there are none.
-    others: whether there are scalars besides learning rates to move.
+    Facts that the scheduler gives:
+
+    Args:
+        total_steps: length of the run in steps; None if it is not known.
+        sync_every: steps between two syncs.
+        peak: share of the run at which the schedule peaks.
+        floors: values that the schedule ends at; None where the schedule does not say.
+        peaks: highest value of the schedule; None for what has no peak to move (weight decay, dropout, a frozen group,
+            a learning rate without spread where losses are compared).
+        end: share of its peak at which the schedule ends: 0 if it anneals, 1 if it is constant.
+        probed: whether the losses come from a probe, which sees the same examples at every sync.
+        gradients: ``"shared"``, ``"local"``, or ``"auto"``: found out at every sync.
+        reach: lowest and highest logarithm of the factor by which bounds let a base value change. Empty: no bounds.
+        others: whether scalars besides learning rates are explored.
+
+    Wishes of the controller, set by :meth:`Controller.prepare`:
+
+    Args:
+        early: steps of the first cycle that also have a sync, ascending.
+        in_pairs: whether every replica departs from the base values in at most one hyperparameter.
+        departs: for each hyperparameter the steps (first, last) between which replicas differ in it; None: always.
+            Empty: always, for all of them.
     """
 
     total_steps: int | None
@@ -46,45 +61,54 @@ class Run:
     peaks: tuple[float | None, ...] = ()
     end: float = 0.0
     probed: bool = True
+    gradients: Literal["auto", "shared", "local"] = "auto"
+    reach: tuple[tuple[float, float], ...] = ()
+    others: bool = False
     early: tuple[int, ...] = ()
     in_pairs: bool = False
     departs: tuple[tuple[int, int] | None, ...] = ()
-    reach: tuple[tuple[float, float], ...] = ()
-    others: bool = False
+
+    @property
+    def moves_rates(self) -> bool:
+        """Whether there is a learning rate whose peak can be moved."""
+        return any(peak is not None for peak in self.peaks)
 
     def syncs(self, first: float, last: float) -> int:
-        """How many syncs (multiples of ``sync_every``) fall on steps ``first`` to ``last``, both included."""
-        first_sync = max(math.ceil((first - EDGE) / self.sync_every), 1)
-        return max(math.floor((last + EDGE) / self.sync_every) - first_sync + 1, 0)
+        """Count the regular syncs (multiples of ``sync_every``) on steps ``first`` to ``last``, both included."""
+        first_sync = max(math.ceil((first - STEP_TOLERANCE) / self.sync_every), 1)
+        return max(math.floor((last + STEP_TOLERANCE) / self.sync_every) - first_sync + 1, 0)
 
     def syncs_at(self, step: int) -> bool:
+        """Return whether a sync follows ``step``."""
         return step % self.sync_every == 0 or step in self.early or step == self.total_steps
 
     def syncs_before(self, step: int) -> int:
-        """How many syncs there are up to ``step``, those at the end of the run left out."""
+        """Count the syncs up to ``step``, regular and early ones, without the one at the end of the run."""
         return step // self.sync_every + sum(early <= step for early in self.early)
 
     def departs_at(self, step: int) -> tuple[bool, ...] | None:
-        """In which hyperparameters replicas differ in the cycle after ``step`` steps; None: in all."""
+        """Return in which hyperparameters replicas differ in the cycle that begins after ``step``; None: in all."""
         if not self.departs:
             return None
         return tuple(steps is None or steps[0] <= step < steps[1] for steps in self.departs)
 
     def steps_since_sync(self, step: int) -> int:
-        """How many steps the cycle has that ends with ``step``."""
+        """Return the number of steps of the cycle that ends with ``step``."""
         before = max((early for early in self.early if early < step), default=0)
         return step - max(before, (step - 1) // self.sync_every * self.sync_every)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One sync, before averaging. N replicas, J hyperparameters.
+    """One sync, seen before the replicas are averaged. N replicas, J hyperparameters.
 
-    losses: [N], the replicas' losses (on the probe, or the mean training loss of the window); not finite where bad.
-    multipliers: [J, N], value over base of each replica in the cycle that ends here.
-    base: [J], the base values η_j at this step.
-    step: the step that the sync follows.
-    slopes: [J], ⟨gradient, last cycle's displacement⟩, for the hypergradient controller alone.
+    Args:
+        losses: [N], loss of each replica on the probe, or mean training loss since the last sync. Not finite where a
+            replica is bad.
+        multipliers: [J, N], value over base of each replica in the cycle that ends here.
+        base: [J], base values η_j at this step.
+        step: the step that the sync follows.
+        slopes: [J], ⟨gradient, last cycle's displacement⟩; only for controllers that read slopes.
     """
 
     losses: Array
@@ -96,21 +120,44 @@ class Observation:
 
 @runtime_checkable
 class Controller(Protocol):
+    """What a scheduler needs of a controller. ``docs/extending.md`` shows a small one.
+
+    A controller should be a frozen dataclass: its fields, nested dataclasses included, are saved in checkpoints, and a
+    run that resumes under other values raises.
+    """
+
     @property
     def reads(self) -> Literal["losses", "slopes"]:
-        """What it is told at a sync: the replicas' losses, or the slopes of the hypergradient."""
+        """Which observation it needs: the replicas' losses, or the hypergradient's slopes."""
 
-    def check(self, run: Run) -> None:
-        """Raise if the controller cannot work in this run."""
+    def prepare(self, run: Run) -> Run:
+        """Return ``run`` with the controller's wishes (``early``, ``in_pairs``, ``departs``).
+
+        Raises:
+            ValueError: if the controller cannot work in this run.
+        """
 
     def active(self, run: Run, step: int) -> bool:
-        """Whether the sync at ``step`` updates the state."""
+        """Return whether the sync after ``step`` updates the state."""
 
     def start(self, count: int, run: Run | None = None) -> State:
-        """The state before the first update, for ``count`` hyperparameters."""
+        """Return the state before the first update, for ``count`` hyperparameters."""
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
-        """The state after a sync."""
+        """Return the state after a sync."""
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
-        """The base value of hyperparameter ``index`` where the schedule says ``scheduled``."""
+        """Return the base value of hyperparameter ``index`` where the schedule says ``scheduled``."""
+
+
+def check_controller(controller: object) -> None:
+    """Raise TypeError unless ``controller`` implements :class:`Controller`, and say what it lacks."""
+    if isinstance(controller, type):
+        raise TypeError(f"auto_lr is the class {controller.__name__}: pass an instance, {controller.__name__}()")
+    if not isinstance(controller, Controller):
+        members = ("reads", "prepare", "active", "start", "update", "base")
+        missing = [name for name in members if not hasattr(controller, name)]
+        raise TypeError(
+            "auto_lr must be True, False or a controller such as RegressionController(), got "
+            f"{controller!r}, which has no {', '.join(missing)}"
+        )

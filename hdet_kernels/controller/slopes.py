@@ -1,30 +1,23 @@
-"""Controllers that move against the slopes of the loss in the logarithms of the hyperparameters, and ride on the
-schedule."""
+"""The base class of controllers that move hyperparameters against the slopes of the loss in their logarithms.
+
+They ride on the schedule: η_j(t) = schedule_j(t)·exp(μ_j), and only μ moves.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hdet_kernels.checks import check_positive, check_share
-from hdet_kernels.controller.protocol import EDGE, Array, Observation, Run, State
-from hdet_kernels.controller.warmup import CLIMBS_FOR, ceilings_at
+from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Observation, Run, State
+from hdet_kernels.controller.settings import SlopeSettings
+from hdet_kernels.controller.warmup import caps_at
 
 Flags = NDArray[np.bool_]
-
-#: What one sync moves μ by, at most.
-LARGEST_MOVE = 0.75
-
-#: How many errors a slope counts as being from 0 at most where scalars follow it, and that of the hypergradient always,
-#: where nothing tells.
-TRUSTED = 4.0
-
-#: Slopes count up to here: their squares must not overflow.
-HUGE = 1e150
 
 
 @dataclass(frozen=True)
@@ -34,9 +27,9 @@ class SlopeController:
     m ← β·m + (1−β)·x;  q ← 0.9·q + 0.1·x²;  s ← 0.9·s + 0.1·(b/error)², all bias-corrected;
     μ ← clip(μ − λ·max(1 − 1/s, 0)·clip(m/(√q + 1e-12), −1, 1), −limit, limit).
 
-    x is b, or where its error is known b/error, no larger than 4: slopes are large where the loss falls fast, which
-    makes them no surer. max(1 − 1/s, 0) is the noise gate: slopes that are no larger than their errors move nothing.
-    Syncs before the first one at which it acts count for q and s alone. Bounds hold for μ, too.
+    x is b/error, at most 4 in size, where the error is known, and b otherwise: slopes are large where the loss falls
+    fast, and no more certain for that. max(1 − 1/s, 0) is the noise gate: slopes no larger than their errors move
+    nothing. The sync before the first active one updates q and s only. Bounds of a hyperparameter hold for μ too.
 
     Args:
         beta: β, the momentum of the slope.
@@ -45,17 +38,17 @@ class SlopeController:
         start_at: share of the run at which it becomes active. Default for learning rates: 5 %, or the first sync where
             losses are compared.
         stop_at: share of the run after which μ is frozen. Default for learning rates: the peak of the schedule, or 30 %
-            if that is later. Near the end of a run a smaller step always looks better at once (short-horizon bias).
+            if that is later. Near the end of a run a smaller step always looks better (short-horizon bias).
         limit: bound of |μ|.
+        settings: the remaining constants.
     """
-
-    begins: ClassVar[float] = 0.05  #: the default of start_at, for learning rates
 
     beta: float = 0.9
     rate: float | None = None
     start_at: float | None = None
     stop_at: float | None = None
     limit: float = 4.0
+    settings: SlopeSettings = field(default_factory=SlopeSettings, kw_only=True)
 
     def __post_init__(self) -> None:
         check_share("beta", self.beta, below_one=True)
@@ -69,102 +62,113 @@ class SlopeController:
             check_positive("rate", self.rate)
         check_positive("limit", self.limit)
 
-    def check(self, run: Run) -> None:
+    def prepare(self, run: Run) -> Run:
+        """Return ``run`` as it is; raise if its length is not known."""
         if run.total_steps is None:
             raise ValueError(
                 f"{type(self).__name__} acts in a part of the run and needs its length: pass total_steps= to the "
                 "scheduler, or auto_lr=False"
             )
+        return run
 
     @property
     def _start_at(self) -> float:
-        return self.begins if self.start_at is None else self.start_at
+        return self.settings.begins if self.start_at is None else self.start_at
 
-    def rates_window(self, run: Run) -> tuple[float, float]:
-        """First and last step at which it may move learning rates."""
+    def rate_steps(self, run: Run) -> tuple[float, float]:
+        """Return the first and the last step at which learning rates are moved."""
         total = run.total_steps or 0
-        return self._start_at * total, (max(run.peak, CLIMBS_FOR) if self.stop_at is None else self.stop_at) * total
+        until = max(run.peak, self.settings.warmup_share) if self.stop_at is None else self.stop_at
+        return self._start_at * total, until * total
 
-    def window(self, run: Run) -> tuple[float, float]:
-        """The same of all that follows slopes."""
-        return self.rates_window(run)
+    def slope_steps(self, run: Run) -> tuple[float, float]:
+        """Return the first and the last step at which hyperparameters follow their slopes."""
+        return self.rate_steps(run)
 
     def active(self, run: Run, step: int) -> bool:
-        first, last = self.rates_window(run)
-        return first - run.sync_every - EDGE <= step <= last + EDGE
+        """Return whether the sync after ``step`` updates the state."""
+        first, last = self.rate_steps(run)
+        return first - run.sync_every - STEP_TOLERANCE <= step <= last + STEP_TOLERANCE
 
     def start(self, count: int, run: Run | None = None) -> State:
-        ceilings: list[float | None] = []
-        if run is not None and run.total_steps is not None and run.syncs(*self.rates_window(run)) > 0:
-            ceilings = ceilings_at(run, run.sync_every / run.total_steps)
+        """Return the state before the first update, for ``count`` hyperparameters."""
+        caps: list[float | None] = []
+        if run is not None and run.total_steps is not None and run.syncs(*self.rate_steps(run)) > 0:
+            caps = caps_at(run, run.sync_every / run.total_steps, self.settings)
         per_scalar: State = {name: [0.0] * count for name in ("mu", "m", "q", "s")}
-        return {**per_scalar, "looks": [0] * count, "updates": [0] * count, "ceilings": ceilings}
+        return {**per_scalar, "observations": [0] * count, "updates": [0] * count, "caps": caps}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
-        ceiling = state["ceilings"][index] if index < len(state["ceilings"]) else None
-        if ceiling is not None:
-            scheduled = min(scheduled, ceiling) if isinstance(scheduled, float) else scheduled.clamp(max=ceiling)
+        """Return the base value of hyperparameter ``index`` where the schedule says ``scheduled``."""
+        cap = state["caps"][index] if index < len(state["caps"]) else None
+        if cap is not None:
+            scheduled = min(scheduled, cap) if isinstance(scheduled, float) else scheduled.clamp(max=cap)
         return scheduled * math.exp(state["mu"][index])
 
-    def _moved(self, run: Run, state: State, said: Array, sure: Array, explored: Flags, seen: Observation) -> State:
-        """By what is ``said`` of each hyperparameter: x above. ``sure``: how many errors each slope is from 0. What was
-        not ``explored`` stays."""
-        was = {name: np.asarray(state[name]) for name in ("mu", "m", "q", "s", "looks", "updates")}
-        now = {
-            "looks": was["looks"] + 1,
-            "q": 0.9 * was["q"] + 0.1 * said**2,
-            "s": 0.9 * was["s"] + 0.1 * sure**2,
-        }
-        if seen.step >= self.window(run)[0] - EDGE:
-            now["updates"] = was["updates"] + 1
-            now["m"] = self.beta * was["m"] + (1 - self.beta) * said
-            mean, square = now["m"] / (1 - self.beta ** now["updates"]), now["q"] / _fresh(now["looks"])
-            direction = np.clip(mean / (np.sqrt(square) + 1e-12), -1, 1)
-            move = self._rate(run) * noise_gate(now["s"], now["looks"]) * direction
-            low, high = np.transpose(run.reach or [(-math.inf, math.inf)] * len(said))
-            now["mu"] = np.clip(was["mu"] - move, np.maximum(low, -self.limit), np.minimum(high, self.limit))
-        known = {name: np.where(explored, value, was[name]).tolist() for name, value in now.items()}
-        return {**state, **known, "ceilings": self._next_ceilings(run, seen.step)}
+    def _moved(
+        self, run: Run, state: State, signal: Array, significance: Array, explored: Flags, seen: Observation
+    ) -> State:
+        """Return the state after one step of the equations above.
 
-    def _next_ceilings(self, run: Run, step: int) -> list[float | None]:
-        """Those of the cycle after ``step``; none after the last sync at which learning rates are moved."""
-        then = (step // run.sync_every + 1) * run.sync_every
-        return ceilings_at(run, then / (run.total_steps or 1)) if then <= self.rates_window(run)[1] + EDGE else []
+        Args:
+            signal: x of each hyperparameter.
+            significance: standard errors that each slope is away from 0.
+            explored: which hyperparameters were explored; the others keep their entries.
+        """
+        weight = self.settings.moment_weight
+        names = ("mu", "m", "q", "s", "observations", "updates")
+        before = {name: np.asarray(state[name]) for name in names}
+        now = {
+            "observations": before["observations"] + 1,
+            "q": (1 - weight) * before["q"] + weight * signal**2,
+            "s": (1 - weight) * before["s"] + weight * significance**2,
+        }
+        if seen.step >= self.slope_steps(run)[0] - STEP_TOLERANCE:
+            now["updates"] = before["updates"] + 1
+            now["m"] = self.beta * before["m"] + (1 - self.beta) * signal
+            mean = now["m"] / (1 - self.beta ** now["updates"])
+            square = now["q"] / bias_correction(now["observations"], weight)
+            direction = np.clip(mean / (np.sqrt(square) + 1e-12), -1, 1)
+            move = self._rate(run) * noise_gate(now["s"], now["observations"], weight) * direction
+            low, high = np.transpose(run.reach or [(-math.inf, math.inf)] * len(signal))
+            now["mu"] = np.clip(before["mu"] - move, np.maximum(low, -self.limit), np.minimum(high, self.limit))
+        entries = {name: np.where(explored, value, before[name]).tolist() for name, value in now.items()}
+        return {**state, **entries, "caps": self._next_caps(run, seen.step)}
+
+    def _next_caps(self, run: Run, step: int) -> list[float | None]:
+        """Return the caps of the cycle after ``step``; none after the last sync at which learning rates are moved."""
+        following = (step // run.sync_every + 1) * run.sync_every
+        if following > self.rate_steps(run)[1] + STEP_TOLERANCE:
+            return []
+        return caps_at(run, following / (run.total_steps or 1), self.settings)
 
     def _rate(self, run: Run) -> float:
         if self.rate is not None:
             return self.rate
-        return min(3 / max(run.syncs(*self.window(run)), 1), LARGEST_MOVE)
+        syncs = max(run.syncs(*self.slope_steps(run)), 1)
+        return min(self.settings.total_travel / syncs, self.settings.largest_move)
 
 
-@dataclass(frozen=True)
-class HypergradientController(SlopeController):
-    """Moves learning rates by b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩ over the parameters of group j: the next gradient times the
-    last cycle's displacement. Needs no spread and works with a single replica; with several it needs shared gradients.
-    It keeps up to two copies of the parameters."""
-
-    reads: ClassVar[Literal["slopes"]] = "slopes"
-
-    def update(self, run: Run, state: State, seen: Observation) -> State:
-        if seen.slopes is None:  # the first cycle has none before it
-            return {**state, "ceilings": self._next_ceilings(run, seen.step)}
-        slopes = countable(seen.slopes)
-        return self._moved(run, state, slopes, np.where(slopes != 0, TRUSTED, 0.0), np.ones(len(slopes), bool), seen)
+def bias_correction(observations: Array, weight: float) -> Array:
+    """Return the sum of the weights in a running mean of that many values that began at 0."""
+    total: Array = 1 - (1 - weight) ** observations
+    return total
 
 
-def _fresh(looks: Array) -> Array:
-    """What running means of so many numbers are short of, having begun at 0."""
-    found: Array = 1 - 0.9**looks
-    return found
+def noise_gate(s: Array, observations: Array, weight: float, demand: float = 1.0) -> Array:
+    """Return by how much slopes count, from 0 to 1.
 
-
-def noise_gate(s: Array, looks: Array, demand: float = 1.0) -> Array:
-    """How much slopes count that were looked at so often, with s the running mean of their squared significances, which
-    has to be above ``demand``."""
-    gate: Array = 1 - np.minimum(demand * _fresh(looks) / np.maximum(s, 1e-12), 1)
+    Args:
+        s: running mean of squared significances.
+        observations: number of values in that mean.
+        weight: weight of the newest value in it.
+        demand: value of the mean up to which slopes count as noise.
+    """
+    gate: Array = 1 - np.minimum(demand * bias_correction(observations, weight) / np.maximum(s, 1e-12), 1)
     return gate
 
 
-def countable(slopes: Array) -> Array:
-    """An overflowed gradient says nothing, and no square may overflow."""
-    return np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -HUGE, HUGE)
+def usable_slopes(slopes: Array, settings: SlopeSettings) -> Array:
+    """Return the slopes with 0 for those that are not finite, clipped so that their squares do not overflow."""
+    largest = settings.largest_slope
+    return np.clip(np.where(np.isfinite(slopes), slopes, 0.0), -largest, largest)

@@ -1,15 +1,19 @@
-"""The paper's controller: softmax weights of the losses."""
+"""The paper's controller: move each base value towards the replicas with the lower losses, by softmax weights."""
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from hdet_kernels.checks import check_positive, check_share
 from hdet_kernels.controller.protocol import Array, Observation, Run, State
+from hdet_kernels.controller.settings import SoftmaxSettings
+
+log = logging.getLogger("hdet_kernels")
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class SoftmaxController:
         decay: ``"floor"``: γ by :func:`decay_to_floor`; ``"published"``: γ by :func:`published_decay`, negative at
             torch's default factors (the learning rate then grows); or a number.
         div_factor, final_div_factor: OneCycleLR's, for ``decay="published"``.
+        settings: the remaining constants.
     """
 
     warmup_steps: int = 100_000
@@ -36,6 +41,7 @@ class SoftmaxController:
     decay: Literal["floor", "published"] | float = "floor"
     div_factor: float = 25.0
     final_div_factor: float = 1e4
+    settings: SoftmaxSettings = field(default_factory=SoftmaxSettings, kw_only=True)
 
     reads: ClassVar[Literal["losses"]] = "losses"
 
@@ -49,39 +55,54 @@ class SoftmaxController:
         if not number and self.decay not in ("floor", "published"):
             raise ValueError(f"decay must be 'floor', 'published' or a number below 1, got {self.decay!r}")
 
-    def check(self, run: Run) -> None:
-        if run.total_steps is None and not isinstance(self.decay, float | int):
+    def prepare(self, run: Run) -> Run:
+        """Return ``run`` as it is; raise if its length is needed and not known."""
+        if isinstance(self.decay, float | int):
+            return run
+        if run.total_steps is None:
             raise ValueError(
                 f"SoftmaxController(decay={self.decay!r}) needs the length of the run: pass total_steps= to the "
                 "scheduler, or a number as decay"
             )
+        if run.floors[0] is None:
+            log.warning(
+                "SoftmaxController replaces the schedule and decays to its floor, and only OneCycleLR says where that "
+                "is: the learning rate will not decay; pass decay= as a number"
+            )
+        return run
 
     def active(self, run: Run, step: int) -> bool:
+        """Return whether the sync after ``step`` updates η̄."""
         return step >= self.warmup_steps
 
     def start(self, count: int, run: Run | None = None) -> State:
+        """Return the state before the first update: the schedule still gives η̄."""
         return {"eta": [], "velocity": [0.0] * count, "gamma": []}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
+        """Return η̄ of hyperparameter ``index``, or ``scheduled`` before the first update."""
         return state["eta"][index] if state["eta"] else scheduled
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
+        """Return the state after a sync, by the equations of the class."""
         gamma = state["gamma"] or self._gammas(run, seen.base)
-        eta = seen.base  # the state's, moved into the bounds
+        eta = seen.base  # equal to the state's, but within the bounds
         values = eta[:, None] * seen.multipliers
         delta = values @ softmax_weights(seen.losses, self.scale) - values.mean(axis=1)
         velocity = self.beta * np.asarray(state["velocity"]) + (1 - self.beta) * delta
         moved = eta * (1 - np.asarray(gamma)) + self.rate * velocity
-        eta = np.maximum(moved, 0.01 * eta)  # a rate far beyond the paper's must not turn the sign
+        # A rate far beyond the paper's must not turn the sign.
+        eta = np.maximum(moved, self.settings.smallest_step * eta)
         return {"eta": eta.tolist(), "velocity": velocity.tolist(), "gamma": list(gamma)}
 
     def _gammas(self, run: Run, base: Array) -> list[float]:
+        """Return γ of every hyperparameter; 0 for those that the schedule does not bring down."""
         if isinstance(self.decay, float | int):
             return [float(self.decay)] * len(base)
         syncs = ((run.total_steps or 0) - self.warmup_steps) / run.sync_every
         gammas = []
         for value, floor in zip(base.tolist(), run.floors, strict=True):
-            if floor is None:  # nothing that the schedule would bring down: weight decay, dropout, …
+            if floor is None:  # weight decay, dropout, …
                 gammas.append(0.0)
             elif self.decay == "published":
                 gammas.append(published_decay(self.div_factor, self.final_div_factor, syncs))
@@ -91,20 +112,22 @@ class SoftmaxController:
 
 
 def decay_to_floor(base: float, floor: float, syncs: float) -> float:
-    """γ = 1 − (floor/base)^{1/K}: what brings ``base`` to ``floor`` in K = ``syncs`` syncs."""
+    """Return γ = 1 − (floor/base)^{1/K}, which brings ``base`` to ``floor`` in K = ``syncs`` syncs."""
     if not (base > 0 and floor > 0):
         raise ValueError(f"a geometric decay needs a positive base and floor, got base={base} and floor={floor}")
     return max(1 - (floor / base) ** (1 / max(syncs, 1.0)), 0.0)
 
 
 def published_decay(div_factor: float, final_div_factor: float, syncs: float) -> float:
-    """γ = 1 − exp(−log(div_factor/final_div_factor)/K), as published. It is negative, so that the learning rate
-    grows, whenever ``div_factor < final_div_factor``, as in torch's defaults."""
+    """Return γ = 1 − exp(−log(div_factor/final_div_factor)/K), as published.
+
+    It is negative, so that the learning rate grows, whenever ``div_factor < final_div_factor``, as in torch's defaults.
+    """
     return 1 - math.exp(-math.log(div_factor / final_div_factor) / max(syncs, 1.0))
 
 
 def softmax_weights(losses: Array, scale: float) -> Array:
-    """w = softmax((L̄ − L_r)/σ) over the finite losses; a replica whose loss is not finite has weight 0."""
+    """Return w = softmax((L̄ − L_r)/σ) over the finite losses; a replica whose loss is not finite has weight 0."""
     finite = np.isfinite(losses)
     if not finite.any():
         return np.full(len(losses), 1 / len(losses))
@@ -114,9 +137,10 @@ def softmax_weights(losses: Array, scale: float) -> Array:
 
 
 def paper_settings(total_steps: int) -> dict[str, Any]:
-    """The scheduler's keywords as the paper set them: α = 1/9, T = 1000, S_warm = 100 000, β = 0.9, λ = 0.5, σ = 0.1.
+    """Return the scheduler's keywords as the paper set them.
 
-    A run of under 200 000 steps keeps their proportions: S_warm is half of it and T a hundredth of S_warm.
+    α = 1/9, T = 1000, S_warm = 100 000, β = 0.9, λ = 0.5, σ = 0.1. A run of under 200 000 steps keeps their
+    proportions: S_warm is half of it and T a hundredth of S_warm.
     """
     if total_steps < 2:
         raise ValueError(f"total_steps must be at least 2, got {total_steps}")

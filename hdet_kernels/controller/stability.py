@@ -1,10 +1,13 @@
-"""What the losses say of the terrain that a learning rate climbs in: a brink ahead, one that was passed, or a plateau.
+"""Judge whether the learning rate is near instability, has passed it, or sits on a plateau of the loss.
 
-Past the turn a smaller learning rate always looks better, so signs say no more; what a larger one would cost does.
-Where that is a good part of all that was gained, cycle after cycle, training breaks not much above: the peak is held
-near where that was seen first. Where much is lost at once it is breaking, and the peak is lowered. Where a larger one
-costs little, and nothing is gained either, the task has learned what is learned fast, and not begun with the rest: what
-looked like the turn was the end of the former.
+After the turning point a smaller learning rate always looks better, so the signs of slopes say nothing more. Their size
+does:
+
+- Where an e-fold larger learning rate would cost a good part of the total gain, cycle after cycle, training breaks
+  not far above. The peak is held near where that was first seen (the edge).
+- Where much is lost within one cycle, training is diverging. The peak is lowered.
+- Where a larger one costs little and nothing is gained, the loss is on a plateau: the task has learned what is learned
+  fast and has not begun with the rest. The turning point that was seen belonged to the fast part.
 """
 
 from __future__ import annotations
@@ -14,83 +17,99 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-#: What an e-fold more would cost in a cycle, over all that was gained, in the median of so many; and how sure it must
-#: be that a smaller one is better, for this and all else.
-COSTS, CYCLES, SURELY = 0.15, 4, 0.5
-
-#: What the peak may be over the learning rate at which that was seen.
-ABOVE = 1.5
-
-#: A larger one that would have been better by as much as this says ends it.
-BETTER = -0.25
-
-#: What was lost at once, over all that was gained, where training begins to break; and what the peak may be over the
-#: learning rate at which it did.
-BREAKS, BELOW = 0.2, 0.5
-
-#: A plateau: all cycles in this share of the run came lower by less than the second of all that was gained, and lost
-#: less than the third; and in the mean of the last ``CYCLES`` an e-fold more would have cost less than the fourth.
-SPAN, STILL, LOST, CHEAP = 0.1, 0.0075, 0.05, 0.1
-
-#: What was gained is more than chance, over the standard deviation of the noise of a loss.
-REAL = 5.0
+from hdet_kernels.controller.settings import RegressionSettings
 
 
 @dataclass(frozen=True)
-class Terrain:
-    """What was seen: the level of the losses when it was first known, what more would have cost in the last cycles over
-    all that was gained, the learning rate that was near the brink, if any was, and the lowest that broke something; the
-    levels of the last cycles, and the lowest one before them. ``flat``: whether the last cycle was on a plateau, which
-    is known when it was seen and not kept."""
+class Cycle:
+    """What one cycle showed.
 
-    first: float
+    Args:
+        level: mean loss of the replicas at its end.
+        slope: slope of the losses in the logarithm of the learning rate.
+        evidence: that of the slope, see :func:`.peak_posterior.evidence`.
+        rate: learning rate over the given peak.
+        noise: standard deviation of a loss.
+    """
+
+    level: float
+    slope: float
+    evidence: float
+    rate: float
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stability:
+    """What the cycles so far showed.
+
+    Args:
+        initial_level: level of the losses when it was first known.
+        costs: cost of an e-fold larger learning rate in the last cycles, over the total gain.
+        edge: learning rate at which the edge of stability was first seen; None if it was not.
+        diverged_at: lowest learning rate at which training diverged; None if it did not.
+        levels: levels of the last cycles, as many as a plateau lasts.
+        lowest_before: lowest level before those; None if there is none.
+        plateau: whether the last cycle was on a plateau. Known at the sync that sees it only, and not saved.
+    """
+
+    initial_level: float
     costs: tuple[float, ...] = ()
-    near: float | None = None
-    broke: float | None = None
+    edge: float | None = None
+    diverged_at: float | None = None
     levels: tuple[float, ...] = ()
-    lowest: float | None = None
-    flat: bool = field(default=False, compare=False)
+    lowest_before: float | None = None
+    plateau: bool = field(default=False, compare=False)
 
-    def after(
-        self, level: float, slope: float, said: float, value: float, *, early: bool, span: int, noise: float = 0.0
-    ) -> Terrain:
-        """After a cycle with learning rate ``value`` that came to this level, with this slope of the losses, of which
-        this was ``said`` (see :func:`.belief.heard`). ``early``: too early to tell, as little was gained. ``span``: how
-        many cycles make a plateau. ``noise``: of a loss."""
-        gained = self.first - level
-        costs = (*self.costs, slope / gained if gained > 0 else 0.0)[-CYCLES:]
-        levels, lowest = (*self.levels, level), self.lowest
+    def after(self, cycle: Cycle, *, early: bool, span: int, settings: RegressionSettings) -> Stability:
+        """Return the judgement after one more cycle.
+
+        Args:
+            cycle: what it showed.
+            early: whether it is too early to judge, because little was gained so far.
+            span: number of cycles that a plateau lasts.
+            settings: the controller's constants.
+        """
+        gained = self.initial_level - cycle.level
+        costs = (*self.costs, cycle.slope / gained if gained > 0 else 0.0)[-settings.cost_cycles :]
+        levels, lowest = (*self.levels, cycle.level), self.lowest_before
         for left in levels[:-span]:
             lowest = left if lowest is None else min(lowest, left)
-        near, broke, flat = self.near, self.broke, False
-        if said > SURELY and not early and len(costs) == CYCLES:
-            if near is None and median(costs) > COSTS:
-                near = value
-            if self.first - self._lowest > REAL * noise:
-                if level - self._lowest > BREAKS * (self.first - self._lowest):
-                    broke = value if broke is None else min(broke, value)
-                flat = lowest is not None and sum(costs) < CYCLES * CHEAP and self._still(levels[-span:], lowest)
-        return Terrain(self.first, costs, None if said < BETTER else near, broke, levels[-span:], lowest, flat)
+        edge, diverged_at, plateau = self.edge, self.diverged_at, False
+        if cycle.evidence > settings.stability_evidence and not early and len(costs) == settings.cost_cycles:
+            if edge is None and median(costs) > settings.edge_cost:
+                edge = cycle.rate
+            best_gain = self.initial_level - self._lowest
+            if best_gain > settings.real_gain * cycle.noise:
+                if cycle.level - self._lowest > settings.divergence_loss * best_gain:
+                    diverged_at = cycle.rate if diverged_at is None else min(diverged_at, cycle.rate)
+                cheap = sum(costs) < settings.cost_cycles * settings.plateau_cost
+                plateau = lowest is not None and cheap and self._stands_still(levels[-span:], lowest, settings)
+        if cycle.evidence < settings.edge_release:
+            edge = None
+        return Stability(self.initial_level, costs, edge, diverged_at, levels[-span:], lowest, plateau)
 
     @property
     def _lowest(self) -> float:
         """The lowest level so far."""
-        return min(*self.levels, self.first, self.first if self.lowest is None else self.lowest)
+        before = self.initial_level if self.lowest_before is None else self.lowest_before
+        return min(*self.levels, self.initial_level, before)
 
-    def _still(self, levels: tuple[float, ...], lowest: float) -> bool:
-        came, gained = lowest - min(levels), self.first - min(lowest, *levels)
-        return -LOST * gained < came < STILL * gained
+    def _stands_still(self, levels: tuple[float, ...], lowest: float, settings: RegressionSettings) -> bool:
+        came_down, gained = lowest - min(levels), self.initial_level - min(lowest, *levels)
+        return -settings.plateau_loss * gained < came_down < settings.plateau_gain * gained
 
-    @property
-    def highest(self) -> float:
-        """What the peak may be."""
-        near = math.inf if self.near is None else ABOVE * self.near
-        return near if self.broke is None else min(near, BELOW * self.broke)
+    def highest_rate(self, settings: RegressionSettings) -> float:
+        """Return the highest peak that is allowed, over the given one."""
+        edge = math.inf if self.edge is None else settings.edge_margin * self.edge
+        return edge if self.diverged_at is None else min(edge, settings.divergence_cut * self.diverged_at)
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {name: value for name, value in asdict(self).items() if name != "flat"}
+        """Return the fields as plain values, without ``plateau``."""
+        kept = {name: value for name, value in asdict(self).items() if name != "plateau"}
         return kept | {"costs": list(self.costs), "levels": list(self.levels)}
 
     @staticmethod
-    def of(state: dict[str, Any]) -> Terrain:
-        return Terrain(**{**state, "costs": tuple(state["costs"]), "levels": tuple(state["levels"])})
+    def of(state: dict[str, Any]) -> Stability:
+        """Return the judgement that :meth:`state_dict` saved."""
+        return Stability(**{**state, "costs": tuple(state["costs"]), "levels": tuple(state["levels"])})

@@ -1,33 +1,31 @@
-"""What a learning rate may be while it climbs, where the schedule does not climb by itself: it tells by where it turns
-from too low to too high."""
+"""Cap learning rates early in the run under schedules that have no warm-up of their own.
+
+The controller learns from where a rising learning rate turns from too low to too high. A schedule that starts at its
+peak never shows that, so its learning rate is held under a cap that climbs as OneCycleLR does.
+"""
 
 from __future__ import annotations
 
 import math
 
 from hdet_kernels.controller.protocol import Observation, Run
-
-#: How OneCycleLR climbs: from this share of its peak to all of it, in this share of the run.
-CLIMBS_FROM, CLIMBS_FOR = 1 / 25, 0.3
-
-#: The best constant learning rate was a quarter of the best peak of a schedule that anneals: 1 + this.
-STAYING = 3.0
+from hdet_kernels.controller.settings import SlopeSettings
 
 
-def annealed(peak: float, run: Run) -> float:
-    """The peak that a schedule which anneals would have in its place."""
-    return peak * (1 + STAYING * run.end)
+def annealed_peak(peak: float, run: Run, settings: SlopeSettings) -> float:
+    """Return the peak that a schedule which anneals would need in place of one that ends at ``run.end`` of it."""
+    return peak * (1 + settings.constant_factor * run.end)
 
 
-def over_peak(run: Run, seen: Observation, index: int) -> float:
-    """A learning rate over the peak that was given."""
-    return float(seen.base[index]) / annealed(run.peaks[index] or 1.0, run)
+def relative_rate(run: Run, seen: Observation, index: int, settings: SlopeSettings) -> float:
+    """Return the learning rate at a sync over the peak that the user gave."""
+    return float(seen.base[index]) / annealed_peak(run.peaks[index] or 1.0, run, settings)
 
 
-def ceilings_at(run: Run, share: float) -> list[float | None]:
-    """What the learning rates may be at this share of the run where the schedule does not climb itself."""
-    if run.peak >= 0.5 * CLIMBS_FOR:
+def caps_at(run: Run, share: float, settings: SlopeSettings) -> list[float | None]:
+    """Return the highest allowed learning rates at ``share`` of the run; empty where the schedule warms up itself."""
+    if run.peak >= settings.early_peak:
         return []
-    climbed = 0.5 - 0.5 * math.cos(math.pi * min(share / CLIMBS_FOR, 1.0))
-    part = CLIMBS_FROM + (1 - CLIMBS_FROM) * climbed
-    return [None if peak is None else annealed(peak, run) * part for peak in run.peaks]
+    climbed = 0.5 - 0.5 * math.cos(math.pi * min(share / settings.warmup_share, 1.0))
+    part = settings.warmup_from + (1 - settings.warmup_from) * climbed
+    return [None if peak is None else annealed_peak(peak, run, settings) * part for peak in run.peaks]

@@ -58,7 +58,7 @@ class Spread:
     ) -> None:
         self.hyperparameters = tuple(hyperparameters)
         self.controller = controller
-        self.control: State = controller.start(len(self.hyperparameters), run) if controller else {}
+        self.controller_state: State = controller.start(len(self.hyperparameters), run) if controller else {}
         self.seed = seed
         self.scheduled = list(scheduled)
         self._size, self._held = ensemble.size, held(ensemble)
@@ -94,7 +94,7 @@ class Spread:
         """The base value η of a hyperparameter now."""
         hyper = self.hyperparameters[index]
         start = self.scheduled[index] if hyper.base is None else hyper.base
-        return hyper.bounded(self.controller.base(self.control, index, start) if self.controller else start)
+        return hyper.bounded(self.controller.base(self.controller_state, index, start) if self.controller else start)
 
     def values(self, index: int) -> tuple[Any, ...]:
         """What each of the replicas held here trains with."""
@@ -139,7 +139,7 @@ class Spread:
             return
         padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(placed.base) - len(slopes))])
         observed = Observation(losses, placed.applied, placed.base, step, padded)
-        self.control = self.controller.update(run, self.control, observed)
+        self.controller_state = self.controller.update(run, self.controller_state, observed)
 
     def config(self) -> list[dict[str, Any]]:
         """What must be equal on all replicas, as plain values."""
@@ -151,11 +151,11 @@ class Spread:
     def state_dict(self) -> dict[str, Any]:
         # Tensors stay tensors: the product of an fp32 rate and a multiplier is rounded otherwise than that of floats.
         scheduled = [value.detach().clone() if isinstance(value, Tensor) else float(value) for value in self.scheduled]
-        return {"scheduled": scheduled, "controller": copy.deepcopy(self.control)}
+        return {"scheduled": scheduled, "controller": copy.deepcopy(self.controller_state)}
 
     def load_state_dict(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
         self.scheduled = [
             value.to(group["lr"].device) if isinstance(value, Tensor) and isinstance(group["lr"], Tensor) else value
             for value, group in zip(state["scheduled"], groups, strict=True)
         ]
-        self.control = copy.deepcopy(state["controller"])
+        self.controller_state = copy.deepcopy(state["controller"])

@@ -1,5 +1,16 @@
-"""The schedulers that a training loop steps, and the cycle of HDET that they drive."""
+"""The schedulers that a training loop steps, and the cycle of HDET that they drive.
 
+``schedulers.py`` has the two classes; ``options.py`` their keywords, each written once. ``build.py`` checks them and
+puts a cycle together; for a schedule that does not tell its peak, ``rehearsal.py`` plays a copy of it.
+
+``cycle.py`` is the method: after every step the loss goes into ``loss_window.py``; every T steps a sync reports on the
+replicas held here (``gradient_hooks.py`` tells whether gradients are shared, and measures the hypergradient), averages
+them with the others (folder ``converge/``), notes the sync in ``history.py``, and lets the controller (folder
+``controller/``) move the base values that folder ``fanout/`` spreads over the replicas of the next cycle.
+``overlapping.py`` is an average that runs beside the training. ``checkpoint.py`` saves and restores all of it.
+"""
+
+from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 
-__all__ = ["HDETOneCycleLR", "HDETScheduler"]
+__all__ = ["HDETOneCycleLR", "HDETScheduler", "SyncRecord"]

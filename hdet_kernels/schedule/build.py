@@ -1,188 +1,180 @@
-"""From a scheduler's arguments to its cycle: check everything, then put the parts together."""
+"""Build the cycle of a scheduler: check every argument, then put the parts together.
+
+Nothing of the optimizer changes before all checks have passed, except that base values are noted in its groups.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.buckets import Buckets
-from hdet_kernels.controller.protocol import Controller, Run
+from hdet_kernels.checks import check_choice, check_whole
+from hdet_kernels.controller.protocol import Controller, Run, check_controller
 from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.controller.slopes import HypergradientController
-from hdet_kernels.controller.softmax import SoftmaxController
-from hdet_kernels.converge.compress import Format
-from hdet_kernels.converge.converger import AverageState, Converger, Merge
+from hdet_kernels.converge.converger import Converger
 from hdet_kernels.converge.optimizer_state import StepCounts, averaged_state, why_not_averaged
-from hdet_kernels.converge.outer import Outer
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
-from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, forget_per_replica, remember_bases
+from hdet_kernels.fanout.explore import (
+    Explore,
+    Group,
+    Hyperparameter,
+    expand,
+    forget_per_replica,
+    remember_bases,
+)
 from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.schedule.cycle import Cycle, GradientMode, Probe
+from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.options import GradientMode, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal
-from hdet_kernels.stack import StackEnsemble
+from hdet_kernels.stack import ReplicaStack, StackEnsemble
 from hdet_kernels.tensors import replicas_of, share_gradients
 
 log = logging.getLogger("hdet_kernels")
 
-
-class Buffered(Protocol):
-    """What of a model is needed here."""
-
-    def buffers(self) -> Iterable[Tensor]: ...
-
-
-#: What other scalars than learning rates do is not seen in fewer steps: the optimizer remembers a part of them.
+#: Fewest steps of a cycle that explores scalars other than learning rates: the optimizer's moments remember them.
 FEWEST_STEPS = 30
 
 
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What is known of the schedule that HDET rides on.
+
+    Args:
+        name: as it is saved in checkpoints.
+        step: steps that it has made so far.
+        total_steps: length of the run, if it is known.
+        peak: share of the run at which it peaks.
+        cycle_momentum: whether it sets the momentum at every step.
+        rehearse: plays a copy of it for so many steps, for a schedule that does not tell its peak and end.
+    """
+
+    name: str
+    step: int
+    total_steps: int | None
+    peak: float
+    cycle_momentum: bool
+    rehearse: Callable[[int], Rehearsal | None] | None = None
+
+
 def default_sync_every(total_steps: int, *, probed: bool, rates_alone: bool) -> int:
-    """T where none is given: 2.5 % of the run, or half of that, between 1 and 1000 steps. Half of it where a probe
-    compares learning rates alone: training losses, which are of other examples on every replica, and other scalars take
-    longer to tell the replicas apart; the latter at least ``FEWEST_STEPS``, but for a tenth of the run."""
+    """Return T where none is given: 2.5 % of the run, or half of that, between 1 and 1000 steps.
+
+    Half of it where a probe compares learning rates alone. Training losses are of other examples on every replica, and
+    other scalars act slowly: both need longer to tell replicas apart. Other scalars get at least ``FEWEST_STEPS``, or a
+    tenth of the run.
+    """
     share = 0.0125 if probed and rates_alone else 0.025
     fewest = 1 if rates_alone else min(FEWEST_STEPS, total_steps // 10)
     return min(max(round(share * total_steps), fewest, 1), 1000)
 
 
-def build_cycle(
-    optimizer: Optimizer,
-    *,
-    step: int,
-    total_steps: int | None,
-    peak: float,
-    spread: float,
-    sync_every: int | None,
-    auto_lr: bool | Controller,
-    probe: Probe | None,
-    explore: Sequence[Explore],
-    gradients: GradientMode,
-    ensemble: Ensemble | None,
-    average_state: AverageState,
-    average_buffers: bool,
-    model: Buffered | None,
-    bucket_bytes: int | None,
-    compress: Format | None,
-    overlap_steps: int,
-    backup: bool,
-    outer: Outer | None,
-    merge: Merge,
-    seed: int,
-    schedule: str,
-    rehearse: Callable[[int], Rehearsal | None] | None = None,
-) -> Cycle:
-    """Check the arguments and put the parts together. Writes base values to the optimizer's groups, nothing else.
-
-    ``rehearse`` plays the schedule for that many steps, where there is one that does not say what it will do."""
+def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOptions) -> Cycle:
+    """Check the options and return the cycle that they describe."""
     groups = optimizer.param_groups
+    explore = explored(options, cycle_momentum=schedule.cycle_momentum)
+    sync_every = _sync_every(schedule.total_steps, options, explore)
+    _check_options(options, sync_every)
+    ensemble = _ensemble_of(groups) if options["ensemble"] is None else options["ensemble"]
+    gradients = _gradients_of(optimizer, ensemble, options["gradients"])
+    stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
+    hyperparameters = expand(explore, groups, options["spread"], stack.hyper.set if stack is not None else None)
+    _check_stack(stack, options, hyperparameters, gradients)
+    run = Run(
+        schedule.total_steps,
+        sync_every,
+        schedule.peak,
+        floors=tuple(_floor(hyper, groups) for hyper in hyperparameters),
+        probed=options["probe"] is not None,
+        gradients=gradients,
+        reach=tuple(hyper.reach for hyper in hyperparameters),
+        others=any(hyper.base is not None and hyper.spread for hyper in hyperparameters),
+    )
+    controller = _controller_of(options["auto_lr"], any(hyper.spread for hyper in hyperparameters))
+    if controller is not None:
+        run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
+        run = controller.prepare(run)
+        _check_controller_in(run, controller, options["overlap_steps"])
+    if ensemble.size == 1:
+        log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
+    converger = _converger_of(optimizer, ensemble, gradients, options, stack)
+    remember_bases(hyperparameters, groups)
+    forget_per_replica(groups)
+    spread = Spread(
+        hyperparameters, controller, ensemble, seed=options["seed"], scheduled=learning_rates(optimizer), run=run
+    )
+    return Cycle(
+        optimizer,
+        spread,
+        run,
+        ensemble,
+        converger,
+        probe=options["probe"],
+        gradients=gradients,
+        average_state=options["average_state"],
+        overlap_steps=options["overlap_steps"] if ensemble.talks else 0,
+        step=schedule.step,
+        schedule=schedule.name,
+    )
+
+
+def _sync_every(total_steps: int | None, options: HDETOptions, explore: Sequence[Explore]) -> int:
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
-    if sync_every is None:
-        if total_steps is None:
-            raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
-        rates_alone = all(isinstance(each, Explore) and each.name == "lr" for each in explore)
-        sync_every = default_sync_every(total_steps, probed=probe is not None, rates_alone=rates_alone)
-    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-        raise ValueError(f"sync_every must be a whole number of steps, at least 1, got {sync_every!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed must be a whole number, got {seed!r}")
-    _check_choice("gradients", gradients, ("auto", "shared", "local"))
-    _check_choice("average_state", average_state, ("auto", True, False))
-    _check_choice("backup", backup, (True, False))
-    if isinstance(overlap_steps, bool) or not isinstance(overlap_steps, int) or not 0 <= overlap_steps < sync_every:
+    given = options["sync_every"]
+    if given is not None:
+        check_whole("sync_every", given, at_least=1)
+        return given
+    if total_steps is None:
+        raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
+    rates_alone = all(isinstance(each, Explore) and each.name == "lr" for each in explore)
+    return default_sync_every(total_steps, probed=options["probe"] is not None, rates_alone=rates_alone)
+
+
+def _check_options(options: HDETOptions, sync_every: int) -> None:
+    check_whole("seed", options["seed"])
+    check_choice("gradients", options["gradients"], ("auto", "shared", "local"))
+    check_choice("average_state", options["average_state"], ("auto", True, False))
+    check_choice("backup", options["backup"], (True, False))
+    steps, probe = options["overlap_steps"], options["probe"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < sync_every:
         raise ValueError(
-            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {overlap_steps!r}: "
-            "an average has to land before the next one starts"
+            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {steps!r}: an "
+            "average has to land before the next one starts"
         )
     if probe is not None and not callable(probe):
         raise TypeError(f"probe must be callable without arguments and return a loss, got {probe!r}")
-    ensemble = _ensemble_of(groups) if ensemble is None else ensemble
-    gradients = _gradients_of(optimizer, ensemble, gradients)
-    stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
-    if stack is not None and model is not None and model is not stack:
+
+
+def _check_stack(
+    stack: ReplicaStack | None,
+    options: HDETOptions,
+    hyperparameters: Sequence[Hyperparameter],
+    gradients: GradientMode,
+) -> None:
+    if stack is None:
+        return
+    if options["model"] is not None and options["model"] is not stack:
         raise ValueError(
-            f"model= is a {type(model).__name__}, but the buffers that are averaged are those of the stack: leave "
-            "model= out with ensemble=stack.ensemble"
+            f"model= is a {type(options['model']).__name__}, but the buffers that are averaged are those of the stack: "
+            "leave model= out with ensemble=stack.ensemble"
         )
-    model = stack if model is None else model
-    hyperparameters = expand(explore, groups, spread, stack.hyper.set if stack is not None else None)
     in_the_loss = [hyper.name for hyper in hyperparameters if hyper.group is None]
-    if stack is not None and in_the_loss and gradients == "shared":
+    if in_the_loss and gradients == "shared":
         log.warning(
             "%s cannot be explored with shared gradients if it acts in the loss: all replicas take the same step, "
             "whatever its value; build ReplicaStack(…, gradients='local')",
             ", ".join(in_the_loss),
         )
-    floors = tuple(_floor(h, groups) for h in hyperparameters)
-    reach = tuple(h.reach for h in hyperparameters)
-    others = any(h.base is not None and h.spread for h in hyperparameters)
-    run = Run(total_steps, sync_every, peak, floors, others=others, probed=probe is not None, reach=reach)
-    controller = _chosen_controller(auto_lr, any(h.spread for h in hyperparameters), run)
-    if isinstance(controller, RegressionController | HypergradientController):
-        run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, rehearse)
-    if isinstance(controller, RegressionController):
-        in_pairs = probe is not None and gradients != "local"
-        run = replace(run, early=controller.early_syncs(run), in_pairs=in_pairs, departs=controller.departs(run))
-    if controller is not None:
-        _warn_if_idle(controller, run)
-    if controller is not None and controller.reads == "slopes" and gradients == "local":
-        raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
-    if controller is not None and controller.reads == "slopes" and overlap_steps:
-        raise ValueError(
-            f"{type(controller).__name__} needs the averaged parameters at the sync itself, got "
-            f"overlap_steps={overlap_steps}: use overlap_steps=0, or the regression controller"
-        )
-    if ensemble.size == 1:
-        log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
-
-    def state() -> dict[str, Tensor]:
-        if (why_not := why_not_averaged(optimizer)) is None:
-            return averaged_state(optimizer)
-        if gradients == "shared" or average_state is False:
-            return {}
-        raise TypeError(why_not)
-
-    buckets = getattr(optimizer, "buckets", None)
-    converger = Converger(
-        buckets if isinstance(buckets, Buckets) else [p for group in groups for p in group["params"]],
-        ensemble,
-        state=state,
-        counts=StepCounts(optimizer),
-        # Looked up at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
-        buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],
-        bucket_bytes=bucket_bytes,
-        compress=compress,
-        backup=backup,
-        outer=outer,
-        merge=merge,
-    )
-    if overlap_steps:
-        converger.check_overlap()
-    remember_bases(hyperparameters, groups)
-    forget_per_replica(groups)
-    return Cycle(
-        optimizer,
-        Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=learning_rates(optimizer), run=run),
-        run,
-        ensemble,
-        converger,
-        probe=probe,
-        gradients=gradients,
-        average_state=average_state,
-        overlap_steps=overlap_steps if ensemble.talks else 0,
-        step=step,
-        schedule=schedule,
-    )
 
 
 def _ensemble_of(groups: Sequence[Group]) -> Ensemble:
-    """The replicas where the user has not said who they are: the default group's, unless the parameters are sharded
-    over it."""
+    """Return the replicas where none are given: the default group, unless parameters are sharded over it."""
     meshes = {param.device_mesh for group in groups for param in group["params"] if hasattr(param, "device_mesh")}
     if not meshes:
         return default_ensemble()
@@ -196,12 +188,11 @@ def _ensemble_of(groups: Sequence[Group]) -> Ensemble:
 
 
 def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: GradientMode) -> GradientMode:
-    """Check that the optimizer's parameters are those of the replicas that this process holds, and say what their
-    gradients are: a stack knows."""
+    """Return the gradient mode, which a stack knows; raise if parameters and ensemble differ in replicas."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     replicas = {replicas_of(param) for param in params}
     if not replicas:
-        return gradients  # nothing to average, which is said there
+        return gradients  # the converger refuses an optimizer without parameters
     if replicas == {None}:
         if ensemble.rows > 1:
             raise ValueError(
@@ -228,41 +219,38 @@ def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: GradientM
     return found
 
 
-def _chosen_controller(auto_lr: bool | Controller, diverges: bool, run: Run) -> Controller | None:
-    if not isinstance(auto_lr, bool | Controller):
-        raise TypeError(f"auto_lr must be True, False or a controller such as RegressionController(), got {auto_lr!r}")
-    if isinstance(auto_lr, type):
-        raise TypeError(f"auto_lr is the class {auto_lr.__name__}: pass an instance, {auto_lr.__name__}()")
-    controller: Controller | None = None if isinstance(auto_lr, bool) else auto_lr
-    if auto_lr is True:
-        controller = RegressionController()
-    if controller is None or (controller.reads == "losses" and not diverges):
+def _controller_of(auto_lr: bool | Controller, diverges: bool) -> Controller | None:
+    """Return the controller; None where it is off, or would compare replicas that do not differ."""
+    if auto_lr is False:
         return None
-    controller.check(run)
-    if isinstance(controller, SoftmaxController) and isinstance(controller.decay, str) and run.floors[0] is None:
-        log.warning(
-            "SoftmaxController replaces the schedule and decays to its floor, and only OneCycleLR says where that is: "
-            "the learning rate will not decay; pass decay= as a number"
-        )
-    return controller
+    controller: Controller = RegressionController() if isinstance(auto_lr, bool) else auto_lr
+    check_controller(controller)
+    return controller if diverges or controller.reads == "slopes" else None
 
 
-def _warn_if_idle(controller: Controller, run: Run) -> None:
-    if run.total_steps is None:
-        return
-    syncs = (*run.early, *range(run.sync_every, run.total_steps + 1, run.sync_every))
-    if not any(controller.active(run, step) for step in syncs):
-        log.warning(
-            "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
-            "schedule will not be changed",
-            type(controller).__name__,
-            run.sync_every,
-            run.total_steps,
+def _check_controller_in(run: Run, controller: Controller, overlap_steps: int) -> None:
+    """Raise if the run cannot give the controller what it reads; warn if no sync falls into its part of the run."""
+    if run.total_steps is not None:
+        syncs = (*run.early, *range(run.sync_every, run.total_steps + 1, run.sync_every))
+        if not any(controller.active(run, step) for step in syncs):
+            log.warning(
+                "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
+                "schedule will not be changed",
+                type(controller).__name__,
+                run.sync_every,
+                run.total_steps,
+            )
+    if controller.reads == "slopes" and run.gradients == "local":
+        raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
+    if controller.reads == "slopes" and overlap_steps:
+        raise ValueError(
+            f"{type(controller).__name__} needs the averaged parameters at the sync itself, got "
+            f"overlap_steps={overlap_steps}: use overlap_steps=0, or the regression controller"
         )
 
 
 def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
-    """Where the schedule ends: OneCycleLR says so in the group, others do not."""
+    """Return the value that the schedule ends at: OneCycleLR notes it in the group, others do not."""
     if hyper.key != "lr" or hyper.group is None or "min_lr" not in groups[hyper.group]:
         return None
     return float(groups[hyper.group]["min_lr"])
@@ -276,16 +264,18 @@ def _with_peaks(
     replicas: int,
     rehearse: Callable[[int], Rehearsal | None] | None,
 ) -> Run:
-    """``run`` with the highest learning rates of the schedule, for those that can be moved, and its end."""
+    """Return ``run`` with the peaks of the learning rates that the controller can move, and the schedule's end."""
     compares = controller.reads == "losses"
-    found = [
-        h.base is None and h.group is not None and not (compares and (replicas == 1 or not h.spread))
-        for h in hyperparameters
+    movable = [
+        hyper.base is None and hyper.group is not None and not (compares and (replicas == 1 or not hyper.spread))
+        for hyper in hyperparameters
     ]
-    played = rehearse(run.total_steps) if rehearse is not None and run.total_steps is not None and any(found) else None
+    played: Rehearsal | None = None
+    if rehearse is not None and run.total_steps is not None and any(movable):
+        played = rehearse(run.total_steps)
     peaks: list[float | None] = [None] * len(hyperparameters)
     for index, hyper in enumerate(hyperparameters):
-        if found[index] and hyper.group is not None:
+        if movable[index] and hyper.group is not None:
             highest = _highest(groups[hyper.group]) if played is None else played.highest[hyper.group]
             peaks[index] = highest if highest > 0 else None  # a frozen group stays frozen
     if played is None:
@@ -294,18 +284,49 @@ def _with_peaks(
 
 
 def _highest(group: Group) -> float:
-    """The highest value of a schedule that was not played: OneCycleLR's peak, or where others begin or warm up to."""
+    """Return the peak of a schedule that was not played: OneCycleLR's, or the value that others begin or warm up to."""
     return float(group[next(key for key in ("max_lr", "initial_lr", "lr") if key in group)])
 
 
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+def _converger_of(
+    optimizer: Optimizer,
+    ensemble: Ensemble,
+    gradients: GradientMode,
+    options: HDETOptions,
+    stack: ReplicaStack | None,
+) -> Converger:
+    model = stack if options["model"] is None else options["model"]
+    average_buffers, average_state = options["average_buffers"], options["average_state"]
+
+    def state() -> dict[str, Tensor]:
+        if (why_not := why_not_averaged(optimizer)) is None:
+            return averaged_state(optimizer)
+        if gradients == "shared" or average_state is False:
+            return {}
+        raise TypeError(why_not)
+
+    buckets = getattr(optimizer, "buckets", None)
+    converger = Converger(
+        buckets if isinstance(buckets, Buckets) else [p for group in optimizer.param_groups for p in group["params"]],
+        ensemble,
+        state=state,
+        counts=StepCounts(optimizer),
+        # Read at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
+        buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],
+        bucket_bytes=options["bucket_bytes"],
+        compress=options["compress"],
+        backup=options["backup"],
+        outer=options["outer"],
+        merge=options["merge"],
+    )
+    if options["overlap_steps"]:
+        converger.check_overlap()
+    return converger
 
 
 @contextlib.contextmanager
 def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Put the optimizer's groups back as they were if the block raises: a refused argument changes nothing."""
+    """Restore the optimizer's groups if the block raises, so that a refused argument changes nothing."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     before = [
@@ -325,6 +346,6 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
 
 
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    """The groups' learning rates; tensors as copies."""
+    """Return the learning rates of the groups; tensors as copies."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]

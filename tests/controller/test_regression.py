@@ -629,7 +629,7 @@ def test_bounds_hold_on_the_way_and_at_the_end() -> None:
                 past = script.past(placed.base, step)[:, None] + np.log(placed.applied)
                 spread.move(script.run, placed, later(script.losses(past), step // T), None, step)
             spread.fan_out(step // T)
-    assert spread.control["mu"][0] > 0
+    assert spread.controller_state["mu"][0] > 0
 
 
 # Ceilings

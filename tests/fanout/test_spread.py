@@ -65,7 +65,7 @@ def test_softmax_goes_on_from_the_bounded_base() -> None:
     for _ in range(30):
         values.move(RUN, values.placement(), losses * 100, None, 70)
     assert values.base(0) == 0.101
-    assert values.control["eta"][0] < 0.101 * 1.2, "no winding up beyond the bound"
+    assert values.controller_state["eta"][0] < 0.101 * 1.2, "no winding up beyond the bound"
 
 
 def test_softmax_never_turns_the_sign() -> None:

@@ -28,7 +28,7 @@ def result(trainer: Trainer) -> dict[str, Any]:
     groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.optimizer.param_groups]
     return {
         "parameters": trainer.parameters(), "moments": trainer.moments(), "rates": trainer.rates, "history": history,
-        "groups": groups, "last_lr": trainer.scheduler.get_last_lr(), "control": trainer.scheduler.cycle.spread.control,
+        "groups": groups, "last_lr": trainer.scheduler.get_last_lr(), "control": trainer.scheduler.cycle.spread.controller_state,
     }  # fmt: skip
 
 

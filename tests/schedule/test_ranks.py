@@ -256,7 +256,7 @@ def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train(400)
     return {
-        "calls": calls, "mu": trainer.scheduler.cycle.spread.control["mu"], "history": trainer.scheduler.history,
+        "calls": calls, "mu": trainer.scheduler.cycle.spread.controller_state["mu"], "history": trainer.scheduler.history,
         "parameters": trainer.parameters(),
     }  # fmt: skip
 
@@ -279,7 +279,7 @@ def test_auto_lr_raises_a_learning_rate_that_is_much_too_low(explore: bool) -> N
 
 def _hypergradient(rank: int, ddp: bool) -> list[float]:
     trainer = Trainer(rank, ddp=ddp, max_lr=1e-4, total_steps=200, sync_every=5, auto_lr=hk.HypergradientController())
-    mu: list[float] = trainer.train(200).scheduler.cycle.spread.control["mu"]
+    mu: list[float] = trainer.train(200).scheduler.cycle.spread.controller_state["mu"]
     return mu
 
 
