@@ -1,4 +1,4 @@
-"""The published reference's class, same arguments and names, working."""
+"""The class that the paper's authors published, with its arguments and names, and without its defects."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger("hdet_kernels")
 class OneCycleAutoLR(HDETOneCycleLR):
     """``OneCycleAutoLR`` of the paper's authors, as a thin layer over :class:`hdet_kernels.HDETOneCycleLR`.
 
-    Arguments, their order and their defaults are the published ones, and so is ``step(loss)``. What differs is what
-    the published class meant to do and did not: the spread reaches the optimizer from the first step, replicas are
-    averaged also with ``enable_auto_lr=False``, the learning rate decays to OneCycle's floor, every rank draws the
+    Arguments, their order and their defaults are the published ones, and so is ``step(loss)``. It differs where the
+    published class does not do what it was meant to do: the spread reaches the optimizer from the first step, replicas
+    are averaged also with ``enable_auto_lr=False``, the learning rate decays to OneCycle's floor, every rank draws the
     same permutation, no global generator is reseeded, and the average takes a few collectives.
 
     ``rank`` and ``world_size`` are those of the process group if one is initialised, whatever is passed.

@@ -1,4 +1,4 @@
-"""A scalar hyperparameter that is explored: where it lives, its base, spread and bounds.
+"""Explored scalars: which hyperparameter, where it lives, its base value, spread and bounds.
 
 :class:`Explore` is what the user writes. :func:`expand` turns it into one :class:`Hyperparameter` for every parameter
 group that it covers; each of them has its own base, permutation and place in the controller.
@@ -27,7 +27,7 @@ PER_REPLICA = "per_replica"
 #: The key under which it has the values that those are spread around, as the schedulers wrote them.
 PER_REPLICA_BASE = "per_replica_base"
 
-#: Takes a name and the values of the replicas held here.
+#: A function that takes a name and the values of the replicas held here.
 Sink = Callable[[str, Sequence[float]], object]
 
 
@@ -42,8 +42,8 @@ class Explore:
         spread: α, the half width of the multipliers: values lie in base·[1 − α, 1 + α].
         base: the value to explore around. Default for a group key: what the group holds.
         apply: called with this replica's value whenever it changes, for scalars that do not live in the optimizer:
-            ``lambda p: setattr(model.dropout, "p", p)``. With a stack of several: with a tuple, the values of all.
-        bounds: (lowest, highest) value that a replica may ever get.
+            ``lambda p: setattr(model.dropout, "p", p)``. With a stack it gets a tuple with the values of all replicas.
+        bounds: (lowest, highest) value that a replica may get.
         spacing: ``"linear"`` or ``"log"``, see :func:`hdet_kernels.multipliers`.
         groups: indices of the parameter groups that are explored. Default: all.
 
@@ -80,9 +80,9 @@ class Explore:
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """One explored scalar: entry ``key`` of parameter group ``group``, or whatever ``apply`` sets.
+    """One explored scalar: entry ``key`` of parameter group ``group``, or the value that ``apply`` sets.
 
-    ``base`` is None for a learning rate: then the schedule gives it at every step.
+    ``base`` is None for a learning rate, which the schedule gives at every step.
     """
 
     name: str
@@ -95,20 +95,20 @@ class Hyperparameter:
     apply: Callable[[Any], object] | None = None
 
     def multipliers(self, n: int, *, seed: int, cycle: int) -> NDArray[np.float64]:
-        """ρ_{π(r)} of every replica r in this cycle."""
+        """Return ρ_{π(r)} of every replica r in this cycle."""
         order = permutation(n, seed=seed, cycle=cycle, hyperparameter=self.name)
         return multipliers(n, self.spread, self.spacing)[order]
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The logarithms of what the bounds let ``base`` be multiplied with; a learning rate has no single one."""
+        """Logarithms of the smallest and largest factor that the bounds allow; unbounded for a learning rate."""
         if self.base is None or self.bounds is None:
             return -math.inf, math.inf
         low, high = self.bounds
         return math.log(low / self.base) if low > 0 else -math.inf, math.log(high / self.base)
 
     def bounded(self, value: Any) -> Any:
-        """``value`` (a number, an array or a tensor) moved into the bounds."""
+        """Return ``value`` (a number, an array or a tensor) clipped to the bounds."""
         if self.bounds is None:
             return value
         low, high = self.bounds
@@ -117,14 +117,14 @@ class Hyperparameter:
         return np.clip(value, low, high) if isinstance(value, np.ndarray) else min(max(value, low), high)
 
     def write(self, groups: Sequence[Group], value: float) -> None:
-        """Give this replica's value to the optimizer group or to the user's setter."""
+        """Write this replica's value to the optimizer group or to the user's setter."""
         if self.apply is not None:
             self.apply(value)
         elif self.group is not None:
             write_entry(groups[self.group], self.key, value)
 
     def write_several(self, groups: Sequence[Group], base: float, values: tuple[float, ...]) -> None:
-        """Give the optimizer group the base and the values of several replicas, or the values to the user's setter."""
+        """Write the base and the values of several replicas to the group, or the values to the user's setter."""
         if self.apply is not None:
             self.apply(values)
         elif self.group is not None:
@@ -135,9 +135,17 @@ class Hyperparameter:
 def expand(
     explores: Iterable[Explore], groups: Sequence[Group], lr_spread: float, elsewhere: Sink | None = None
 ) -> list[Hyperparameter]:
-    """One :class:`Hyperparameter` for every group and scalar: first the learning rates of all groups, in order (those
-    that no ``Explore("lr", …)`` covers have spread ``lr_spread``), then the others. ``elsewhere`` takes the values of
-    scalars that are in no group. Touches nothing."""
+    """Return one :class:`Hyperparameter` for every scalar and group that it covers; nothing is modified.
+
+    Args:
+        explores: the user's.
+        groups: the optimizer's parameter groups.
+        lr_spread: spread of the learning rates that no ``Explore("lr", …)`` covers.
+        elsewhere: takes the values of scalars that are in no group.
+
+    Returns:
+        First the learning rates of all groups, in order, then the others.
+    """
     check_spread(lr_spread, "linear")
     by_group: dict[int, Explore] = {}
     others: list[Hyperparameter] = []
@@ -163,7 +171,7 @@ def expand(
                 by_group[group] = explore
             else:
                 base = explore.base
-                if base is None:  # what the group began with, if it has been spread before: see remember_bases
+                if base is None:  # a group that was spread before holds a replica's value: see remember_bases
                     base = read_entry(groups[group], explore.name)
                     base = groups[group].get(f"initial_{explore.name}", base)
                 check_base(f"{explore.name} of parameter group {group}", base)
@@ -179,15 +187,17 @@ def expand(
 
 
 def remember_bases(hyperparameters: Iterable[Hyperparameter], groups: Sequence[Group]) -> None:
-    """Keep base values in the groups beside torch's ``initial_lr``: a group that was saved, loaded or scheduled again
-    holds this replica's value, not the base."""
+    """Note the base values in the groups, beside torch's ``initial_lr``.
+
+    The entry itself is this replica's value, and a group that was saved, loaded or scheduled again must tell the base.
+    """
     for hyper in hyperparameters:
         if hyper.group is not None and hyper.base is not None:
             groups[hyper.group][f"initial_{hyper.key}"] = hyper.base
 
 
 def check_base(name: str, base: float) -> None:
-    """Raise unless multipliers of ``base`` differ from each other: it must be a positive finite number."""
+    """Raise unless ``base`` is a positive finite number, so that its multiples differ."""
     if not (math.isfinite(base) and base > 0):
         raise ValueError(
             f"the base value of {name} must be a positive number, got {base}: its replicas train with multiples of it; "

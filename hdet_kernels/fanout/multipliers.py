@@ -1,6 +1,6 @@
-"""Fan-out: which multiplier of the base value each replica trains with.
+"""Multipliers of the base values and the permutations that deal them to the replicas.
 
-Replica r of N uses η_j · ρ_{π_{j,k}(r)}: the multipliers ρ are symmetric around 1, and a permutation π for every
+Replica r of N trains with η_j · ρ_{π_{j,k}(r)}: the multipliers ρ are symmetric around 1, and a permutation π for every
 hyperparameter j and cycle k decides who has which, so that several hyperparameters are explored without confounding.
 """
 
@@ -17,7 +17,7 @@ Spacing = Literal["linear", "log"]
 
 
 def multipliers(n: int, spread: float, spacing: Spacing = "linear") -> NDArray[np.float64]:
-    """The multipliers ρ_0 … ρ_{n−1}, in increasing order.
+    """Return the multipliers ρ_0 … ρ_{n−1}, in increasing order.
 
     With u_r = (r − (n−1)/2) / max((n−1)/2, ½), which runs from −1 to 1:
 
@@ -32,32 +32,38 @@ def multipliers(n: int, spread: float, spacing: Spacing = "linear") -> NDArray[n
 
 
 def permutation(n: int, *, seed: int, cycle: int, hyperparameter: str) -> NDArray[np.int64]:
-    """The permutation π_{j,k} of 0 … n−1: replica r takes multiplier ρ_{π(r)}.
+    """Return the permutation π_{j,k} of 0 … n−1: replica r takes multiplier ρ_{π(r)}.
 
-    A function of its arguments alone, so every rank computes the same one without talking. It sorts n 64-bit words of
-    a SHAKE-128 stream keyed by (seed, cycle, hyperparameter): the result depends on no generator's state and on no
-    library's version, and no global generator is touched.
+    It is a function of its arguments alone, so every rank computes the same one without communication. It sorts n
+    64-bit words of a SHAKE-128 stream keyed by (seed, cycle, hyperparameter): the result depends on no generator's
+    state and on no library's version, and no global generator is touched.
     """
     _check_count(n)
     stream = hashlib.shake_128(f"{seed}/{cycle}/{hyperparameter}".encode()).digest(8 * n)
     return np.argsort(np.frombuffer(stream, dtype="<u8"), kind="stable")
 
 
-def pairs(n: int, spreads: Sequence[tuple[float, Spacing]], *, seed: int, look: int) -> NDArray[np.float64]:
-    """Multipliers [J, n] in which every replica departs from the base values in one hyperparameter at most.
+def pairs(n: int, spreads: Sequence[tuple[float, Spacing]], *, seed: int, sync: int) -> NDArray[np.float64]:
+    """Return multipliers [J, n] in which every replica departs from the base values in at most one hyperparameter.
 
-    Replicas come in pairs, one below the base value and one as far above. A pair is dealt to one of the hyperparameters
-    that have a spread; where there are fewer pairs than those, to the next of them in the cycle after the next sync
-    (``look`` counts them). The pairs of one hyperparameter have the multipliers of so many replicas. Where there are
-    two pairs or more, the last is left out: its replicas are equal, and what tells them apart is noise.
+    Replicas come in pairs, one below the base value and one as far above. The pairs are dealt in turn to the
+    hyperparameters that have a spread; where there are fewer pairs than hyperparameters, the next cycle goes on with
+    the next ones. The k pairs of one hyperparameter take the multipliers of 2·k replicas. With four replicas or more,
+    the last pair trains with the base values: its replicas differ by noise only, which measures the noise.
+
+    Args:
+        n: number of replicas.
+        spreads: spread and spacing of each hyperparameter.
+        seed: of the permutation.
+        sync: number of syncs before this cycle.
     """
     found = np.ones((len(spreads), n))
     wanted = [index for index, (spread, _) in enumerate(spreads) if spread > 0]
     count = n // 2 - (n >= 4)
     if not wanted or not count:
         return found
-    seats = permutation(n, seed=seed, cycle=look, hyperparameter="pairs")[: 2 * count].reshape(count, 2)
-    dealt = [wanted[(look * count + pair) % len(wanted)] for pair in range(count)]
+    seats = permutation(n, seed=seed, cycle=sync, hyperparameter="pairs")[: 2 * count].reshape(count, 2)
+    dealt = [wanted[(sync * count + pair) % len(wanted)] for pair in range(count)]
     for index in set(dealt):
         mine = seats[[pair for pair in range(count) if dealt[pair] == index]]
         rho = multipliers(2 * len(mine), *spreads[index])

@@ -1,4 +1,4 @@
-"""What every replica trains with in a cycle: the base values, moved by the controller, times the multipliers."""
+"""The values that every replica trains with in a cycle: base values, moved by the controller, times multipliers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Placement:
-    """What the replicas trained with at some moment: [J] base values, [J, N] values, and [J, N] what each was times
-    its base, which is not always the multiplier: bounds may have cut it."""
+    """The values that all replicas trained with in one cycle.
+
+    Args:
+        base: [J], base values.
+        values: [J, N], value of each replica.
+        applied: [J, N], value over base; it differs from the multiplier where a bound cut the value.
+    """
 
     base: Array
     values: Array
@@ -39,11 +44,16 @@ class Placement:
 class Spread:
     """The values of all hyperparameters on all replicas.
 
-    A process that holds one replica gives its values to the optimizer. One that holds several gives the base values,
-    and beside them the values of each of its replicas.
+    A process that holds one replica writes that replica's values to the optimizer. A process that holds several writes
+    the base values, and beside them the values of each of its replicas.
 
-    ``hyperparameters`` begin with one learning rate for each parameter group, in order; ``scheduled`` is what the
-    schedule says of those now.
+    Args:
+        hyperparameters: first the learning rate of each parameter group, in order, then the other scalars.
+        controller: moves the base values; None: they are the scheduled ones.
+        ensemble: the replicas.
+        seed: of the permutations.
+        scheduled: the schedule's learning rates now.
+        run: the run, as the controller prepared it.
     """
 
     def __init__(
@@ -72,46 +82,56 @@ class Spread:
 
     @property
     def reads_losses(self) -> bool:
+        """Whether the controller compares the replicas' losses."""
         return self.controller is not None and self.controller.reads == "losses"
 
     def fan_out(
-        self, cycle: int, look: int = 0, *, in_pairs: bool = False, departs: Sequence[bool] | None = None
+        self, cycle: int, sync: int = 0, *, in_pairs: bool = False, departs: Sequence[bool] | None = None
     ) -> None:
-        """Take the places of a cycle, the one after ``look`` syncs: multipliers [J, N] of all replicas, and those of
-        the replicas held here. They are 1 for hyperparameters in which none ``departs`` (None: in all some do)."""
+        """Deal the multipliers [J, N] of a cycle to the replicas.
+
+        Args:
+            cycle: number of the cycle, which decides the permutations.
+            sync: number of syncs before it, which decides the pairs.
+            in_pairs: whether every replica departs in at most one hyperparameter, see :func:`.multipliers.pairs`.
+            departs: in which hyperparameters replicas differ; the others have multiplier 1. None: in all.
+        """
         n, hyperparameters = self._size, self.hyperparameters
         departs = [True] * len(hyperparameters) if departs is None else departs
         chosen = list(zip(hyperparameters, departs, strict=True))
         self._spreads = [(hyper.spread if wanted else 0.0, hyper.spacing) for hyper, wanted in chosen]
         if in_pairs:
-            self._multipliers = pairs(n, self._spreads, seed=self.seed, look=look)
+            self._multipliers = pairs(n, self._spreads, seed=self.seed, sync=sync)
         else:
-            rows = [h.multipliers(n, seed=self.seed, cycle=cycle) if wanted else np.ones(n) for h, wanted in chosen]
-            self._multipliers = np.stack(rows)
+            each = [h.multipliers(n, seed=self.seed, cycle=cycle) if wanted else np.ones(n) for h, wanted in chosen]
+            self._multipliers = np.stack(each)
         self._own: list[list[float]] = self._multipliers[:, self._held].tolist()
 
     def base(self, index: int) -> Any:
-        """The base value η of a hyperparameter now."""
+        """Return the base value η of a hyperparameter now."""
         hyper = self.hyperparameters[index]
         start = self.scheduled[index] if hyper.base is None else hyper.base
         return hyper.bounded(self.controller.base(self.controller_state, index, start) if self.controller else start)
 
     def values(self, index: int) -> tuple[Any, ...]:
-        """What each of the replicas held here trains with."""
+        """Return the value of each of the replicas held here."""
         hyper, base = self.hyperparameters[index], self.base(index)
         return tuple(hyper.bounded(base * multiplier) for multiplier in self._own[index])
 
     def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
-        """The learning rates for the optimizer where the schedule says ``scheduled``: this replica's own, or those that
-        several are spread around."""
+        """Take the schedule's learning rates and return those for the optimizer's groups.
+
+        They are this replica's own, or the base values where this process holds several replicas.
+        """
         self.scheduled = list(scheduled)
         return self.base_rates() if self._several else [self.values(index)[0] for index in range(len(self.scheduled))]
 
     def base_rates(self) -> list[float | Tensor]:
+        """Return the base learning rate of every parameter group now."""
         return [self.base(index) for index in range(len(self.scheduled))]
 
     def write(self, groups: Sequence[Group]) -> None:
-        """Give the optimizer's groups and the user's setters the values of the replicas held here."""
+        """Write the values of the replicas held here to the optimizer's groups and the user's setters."""
         for index, hyper in enumerate(self.hyperparameters):
             if self._several:
                 hyper.write_several(groups, self.base(index), self.values(index))
@@ -119,22 +139,29 @@ class Spread:
                 hyper.write(groups, self.values(index)[0])
 
     def write_rates(self, groups: Sequence[Group]) -> None:
-        """Where there are several replicas, give the groups the learning rates of each: the schedule has moved on."""
+        """Write the learning rate of each replica to the groups, where this process holds several replicas."""
         if self._several:
             for index, group in enumerate(groups):
                 write_per_replica(group, "lr", self.base(index), self.values(index))
 
     def placement(self) -> Placement:
-        """What all replicas train with now."""
+        """Return the values that all replicas train with now."""
         base = np.array([float(self.base(index)) for index in range(len(self.hyperparameters))])
-        rows = zip(self.hyperparameters, base[:, None] * self._multipliers, strict=True)
-        values = np.stack([hyper.bounded(row) for hyper, row in rows])
+        unbounded = zip(self.hyperparameters, base[:, None] * self._multipliers, strict=True)
+        values = np.stack([hyper.bounded(each) for hyper, each in unbounded])
         applied = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
         return Placement(base, values, applied)
 
     def move(self, run: Run, placed: Placement, losses: Array, slopes: Sequence[float] | None, step: int) -> None:
-        """Let the controller move the base values after ``step``. ``losses`` [N], of replicas ``placed`` so, are NaN
-        where one is bad; ``slopes`` are those of the learning rates, other hyperparameters have none."""
+        """Let the controller move the base values at the sync after ``step``.
+
+        Args:
+            run: the run.
+            placed: the values that the replicas trained with.
+            losses: [N], NaN where a replica is bad.
+            slopes: hypergradients of the learning rates, if the controller reads them; other scalars have none.
+            step: the step that the sync followed.
+        """
         if self.controller is None:
             return
         padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(placed.base) - len(slopes))])
@@ -142,7 +169,7 @@ class Spread:
         self.controller_state = self.controller.update(run, self.controller_state, observed)
 
     def config(self) -> list[dict[str, Any]]:
-        """What must be equal on all replicas, as plain values."""
+        """Return the settings that must be equal on all replicas, as plain values."""
         return [
             {"name": h.name, "spread": h.spread, "spacing": h.spacing, "bounds": list(h.bounds or ()), "base": h.base}
             for h in self.hyperparameters

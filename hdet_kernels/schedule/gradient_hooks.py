@@ -1,7 +1,7 @@
-"""What the gradients tell: whether all replicas have the same ones, and the hypergradient's slopes.
+"""Read the gradients before a step: whether all replicas have the same ones, and the hypergradient's slopes.
 
-Both are read in a hook just before ``optimizer.step()``, the one moment at which the gradients are certainly there,
-and stay on their device until the next sync.
+Both run in a hook of the optimizer just before its step, when the gradients are certainly there. The results stay on
+their device until the next sync.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hdet_kernels.tensors import local, one_replica, wide_dtype
 
 
 def weakly(call: Callable[[], None]) -> Callable[..., None]:
-    """A hook for an optimizer that runs bound method ``call`` for as long as its object lives."""
+    """Return a hook for an optimizer that calls the bound method ``call`` as long as its object lives."""
     method = weakref.WeakMethod(call)
 
     def hook(*_: Any) -> None:
@@ -29,9 +29,11 @@ def weakly(call: Callable[[], None]) -> Callable[..., None]:
 
 
 def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
-    """A number that is equal on two replicas exactly, but for luck, if their gradients are equal to the bit: norms
-    and sums of elements, in fp64 (clipping tensor by tensor makes norms equal). All-reduced gradients are equal; local
-    ones are not. None where there is no gradient."""
+    """Return a number that is equal on two replicas if, and almost surely only if, their gradients are bit-equal.
+
+    All-reduced gradients are equal; local ones are not. It adds norms and sums of elements in fp64: norms alone would
+    be equal after clipping tensor by tensor. None if there is no gradient.
+    """
     gradients = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     real = [torch.view_as_real(g) if g.is_complex() else g for g in dense if g.numel()]
@@ -46,11 +48,13 @@ def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
 class Displacement:
     """The hypergradient's slopes b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩, one for each parameter group.
 
-    :meth:`turn` is called at every sync, with the averaged parameters in place; :meth:`measure` before every
+    :meth:`turn` is called at every sync, with the averaged parameters in place. :meth:`measure` is called before every
     optimizer step, and only the first one after a sync does anything.
 
-    apart: replicas may start apart (warm noisy initialisation), so that none knows θ̄(0): the first displacement is then
-    that of the second cycle.
+    Args:
+        optimizer: its parameters are measured.
+        apart: whether replicas may start apart (warm noisy initialisation). Then none knows θ̄(0), and the first
+            displacement is that of the second cycle.
     """
 
     def __init__(self, optimizer: Optimizer, *, apart: bool = False) -> None:
@@ -60,7 +64,7 @@ class Displacement:
         self.measured: Tensor | None = None
 
     def _parameters(self) -> list[list[Tensor]]:
-        # All replicas of a stack have the same when they are asked for.
+        # The first row of a stack stands for all: they are equal after a sync.
         return [[local(one_replica(p)) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _copy(self) -> list[list[Tensor]]:
@@ -70,7 +74,7 @@ class Displacement:
         return next(param.device for group in self.last for param in group)
 
     def turn(self) -> list[float] | None:
-        """End a cycle: returns the slopes measured in it, if any, and takes the displacement that it made."""
+        """End a cycle: return the slopes that were measured in it, if any, and note its displacement."""
         slopes = None if self.measured is None else self.measured.tolist()
         now = self._parameters()
         moved = [list(torch._foreach_sub(new, old)) if new else [] for new, old in zip(now, self.last, strict=True)]
@@ -80,6 +84,7 @@ class Displacement:
         return slopes
 
     def measure(self) -> None:
+        """Take the product of the gradients with the last displacement, if that was not done in this cycle."""
         if self.moved is None:
             return
         device = self._device()
@@ -93,7 +98,7 @@ class Displacement:
             slopes.append(torch.stack(dots).sum() if dots else torch.zeros((), dtype=wide, device=device))
         self.measured = torch.stack(slopes)
         if (scale := getattr(self.optimizer, "grad_scale", None)) is not None:
-            self.measured = self.measured / scale.to(device)  # GradScaler left unscaling to a fused optimizer
+            self.measured = self.measured / scale.to(device)  # GradScaler leaves unscaling to a fused optimizer
         self.moved = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +107,7 @@ class Displacement:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         device = self._device()
-        self.apart = state.get("apart", False)
+        self.apart = state["apart"]
         self.last = [_placed(saved, here) for saved, here in zip(state["last"], self.last, strict=True)]
         moved = state["moved"]
         self.moved = moved and [_placed(saved, here) for saved, here in zip(moved, self.last, strict=True)]

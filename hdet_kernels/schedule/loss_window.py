@@ -11,14 +11,16 @@ from torch import Tensor
 
 from hdet_kernels.tensors import wide_dtype
 
-#: Of one replica, or of several in one process.
+#: The loss of one replica, or the losses of several in one process.
 Loss = float | Tensor | Sequence[float]
 
 
 class LossWindow:
     """Sum and number of the losses recorded since the last sync. Recording never waits for the device.
 
-    Of a process that holds several replicas (``rows``) every recorded loss is [rows], and so is their sum."""
+    Args:
+        rows: replicas that this process holds. With several, every recorded loss and the sum are [rows].
+    """
 
     def __init__(self, rows: int = 1) -> None:
         self.rows = rows
@@ -27,6 +29,7 @@ class LossWindow:
         self.ever = False
 
     def record(self, loss: Loss) -> None:
+        """Add a loss; raise if it is not a real number, or not one for each replica."""
         loss = checked_loss(loss, "the loss", self.rows)
         if not isinstance(loss, Tensor):
             self.sum += loss
@@ -39,6 +42,7 @@ class LossWindow:
         self.ever = True
 
     def clear(self) -> None:
+        """Forget the losses, but not that there ever was one."""
         if isinstance(self.sum, Tensor):
             self.sum.zero_()
         else:
@@ -46,10 +50,11 @@ class LossWindow:
         self.count = 0
 
     def mark(self) -> tuple[float | Tensor, int, bool]:
-        """What :meth:`reset` takes to come back to this moment."""
+        """Return a copy of the current sums, to which :meth:`reset` goes back."""
         return self.sum.clone() if isinstance(self.sum, Tensor) else self.sum, self.count, self.ever
 
     def reset(self, mark: tuple[float | Tensor, int, bool]) -> None:
+        """Go back to the sums that :meth:`mark` returned."""
         saved, self.count, self.ever = mark
         self.sum = saved.clone() if isinstance(saved, Tensor) else saved
 
@@ -59,14 +64,22 @@ class LossWindow:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count, self.ever = state["count"], state["ever"]
-        # Nothing recorded is nothing for any number of replicas.
+        # An empty window fits any number of replicas.
         total = state["sum"] if self.count else 0.0
         self.sum = torch.tensor(total, dtype=torch.float64, device="cpu") if isinstance(total, list) else total
 
 
 def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
-    """One real number as a float, or as a detached tensor of no dimensions; of several replicas a detached tensor
-    [rows]. Raises if ``value`` is anything else."""
+    """Return a loss as a float or a detached scalar tensor; for several replicas as a detached tensor [rows].
+
+    Args:
+        value: the user's loss.
+        what: how a message names it.
+        rows: number of replicas.
+
+    Raises:
+        TypeError, ValueError: if it is not a real number, or not one for each replica.
+    """
     if rows > 1:
         return _of_several(value, what, rows)
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What a schedule will do, found by playing a copy of it: its highest learning rates, and where it ends."""
+"""Play a copy of a schedule ahead, to find its highest learning rates and where it ends."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 log = logging.getLogger("hdet_kernels")
 
-#: Longer runs are not played: a step takes about 10 µs.
+#: Runs of more steps are not played: a step takes about 10 µs.
 LONGEST = 100_000
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """highest: the highest learning rate of every parameter group. end: the share of it at the last step of the run,
-    the mean over the groups. peak: the share of the run after which the first of them is almost reached."""
+    """The outcome of playing a schedule.
+
+    Args:
+        highest: highest learning rate of every parameter group.
+        end: learning rate at the last step over the highest one, as a mean over the groups.
+        peak: share of the run after which the first group has reached 99 % of its highest learning rate.
+    """
 
     highest: tuple[float, ...]
     end: float
@@ -32,19 +37,22 @@ class Rehearsal:
 
 
 def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
-    """Play a copy of ``scheduler`` from where it is to the last of ``total_steps`` steps, on a stand-in for its
-    optimizer. Optimizer, scheduler and generators stay as they are.
+    """Play a copy of ``scheduler`` from its current step to step ``total_steps``, on a stand-in for its optimizer.
 
-    None where that cannot be known: the run has over 100 000 steps, or the schedule cannot be copied or played."""
+    Optimizer, scheduler and random generators are not modified.
+
+    Returns:
+        None if the run has more than 100 000 steps, or the schedule cannot be copied or played.
+    """
     if total_steps > LONGEST:
         return None
     try:
         with warnings.catch_warnings(), _same_generators():
-            warnings.simplefilter("ignore")  # that the stand-in takes no steps
+            warnings.simplefilter("ignore")  # torch warns that the stand-in takes no steps
             stand_in = _stand_in(scheduler.optimizer)
             played = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
             rates, step = [_rates(stand_in)], getattr(scheduler, "last_epoch", 0)
-            if step > 0:  # its first part is over: that began here
+            if step > 0:  # its first part is over; it began at initial_lr
                 rates.insert(0, [float(group.get("initial_lr", 0.0)) for group in stand_in.param_groups])
             for _ in range(step, total_steps - 1):
                 played.step()
@@ -63,7 +71,7 @@ def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
 
 
 def _stand_in(optimizer: Optimizer) -> SGD:
-    """An optimizer with the same groups but for their parameters."""
+    """Return an optimizer whose groups have the same entries, but one dummy parameter each."""
     entries = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     stand_in = SGD([{"params": [torch.zeros(1, device="cpu")]} for _ in entries], lr=0.0)
     for group, own in zip(stand_in.param_groups, copy.deepcopy(entries), strict=True):
@@ -77,7 +85,7 @@ def _rates(optimizer: Optimizer) -> list[float]:
 
 @contextlib.contextmanager
 def _same_generators() -> Iterator[None]:
-    """Put the global generators back: a schedule may draw from them."""
+    """Restore the global random generators after the block: a schedule may draw from them."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         try:
