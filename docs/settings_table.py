@@ -36,8 +36,8 @@ def _table(lines: list[str]) -> str:
             comment = f"{comment} {line.removeprefix('#:').strip()}".strip()
         elif ":" in line and "=" in line and not line.startswith(('"', "#")):
             name, default = line.split(":")[0], line.split("=")[1].strip()
-            # A field without a comment of its own shares the sentence of the one above.
-            rows.append(f"| `{name}` | {default} | {comment or 'as above'} |")
+            meaning = comment.replace("``", "`").replace("|", "\\|")
+            rows.append(f"| `{name}` | {default} | {meaning} |")
             comment = ""
     return "\n".join(rows)
 

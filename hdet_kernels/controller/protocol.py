@@ -120,7 +120,7 @@ class Observation:
 
 @runtime_checkable
 class Controller(Protocol):
-    """What a scheduler needs of a controller. ``docs/extending.md`` shows a small one.
+    """The methods that a scheduler calls on its controller. ``docs/extending.md`` shows a small one.
 
     A controller should be a frozen dataclass: its fields, nested dataclasses included, are saved in checkpoints, and a
     run that resumes under other values raises.

@@ -42,9 +42,9 @@ class RegressionSettings(SlopeSettings):
     They were fitted on three tasks (``docs/controller-experiments.md``).
     """
 
-    begins: float = 0.0
-
     # When it acts.
+    #: Default of ``start_at`` for learning rates: the first sync counts.
+    begins: float = 0.0
     #: Shares of the first cycle after which learning rates are compared on a probe.
     early_syncs: tuple[float, ...] = (1 / 8, 1 / 4, 1 / 2)
     #: Default of ``stop_at`` for scalars other than learning rates.
@@ -85,38 +85,39 @@ class RegressionSettings(SlopeSettings):
     reference_cycle: float = 0.0125
     #: The turning point grows with the length of a cycle by this power.
     cycle_exponent: float = 0.8
-    #: Number of steps above which the turning point grows further, as a precaution,
+    #: Number of steps above which the turning point grows with the length of the run beyond its square root.
     long_run: int = 2000
-    #: by this power of the number of steps.
+    #: Power by which it then grows further, as a precaution.
     long_run_exponent: float = 0.5
     #: Standard deviation, between tasks, of the logarithm of the turning point.
     task_deviation: float = 0.4
     #: Scale of the logarithm over which the sign of a slope changes around the turning point.
     sign_scale: float = 0.2
-    #: Prior mean of |log θ| where the given learning rate is too high,
+    #: Prior mean of −log θ where the given learning rate is too high.
     prior_below: float = 2.0
-    #: and where it is too low.
+    #: Prior mean of log θ where the given learning rate is too low.
     prior_above: float = 3.0
     #: Posterior quantile that is chosen: a peak that is too high costs more than one that is too low.
     quantile: float = 0.35
     #: Share of signs that are wrong however significant they look.
     sign_error: float = 0.03
-    #: Distance to the turning point, as a logarithm, for each unit of positive elasticity,
+    #: Distance to a turning point ahead, as a logarithm, for each unit of positive elasticity.
     distance_ahead: float = 3.0
-    #: and for each unit of negative elasticity.
+    #: Distance to a turning point behind, as a logarithm, for each unit of negative elasticity.
     distance_behind: float = 1.0
-    #: Standard deviation of that distance.
+    #: Standard deviation of these distances.
     distance_deviation: float = 0.5
     #: Elasticity from which the turning point is only known to be at least ``far_distance`` ahead.
     far_elasticity: float = 0.6
+    #: Least distance to the turning point, as a logarithm, from that elasticity on.
     far_distance: float = 1.5
-    #: Elasticity below which the turning point is only known to be at least that far behind.
+    #: Elasticity below which the turning point is only known to be at least that elasticity's distance behind.
     past_elasticity: float = -0.75
     #: Elasticity above which a cycle says nothing: gains that grow faster than the learning rate leave a plateau.
     uninformative_elasticity: float = 1.25
-    #: log θ is tabulated from −this to this,
+    #: Largest |log θ| of the grid on which likelihoods are tabulated.
     grid_reach: float = 6.0
-    #: at this many points.
+    #: Number of points of that grid.
     grid_points: int = 241
 
     # Stability and plateaus (stability.py). Costs and gains are shares of all that was gained since the start.
@@ -138,11 +139,11 @@ class RegressionSettings(SlopeSettings):
     divergence_cut: float = 0.5
     #: Share of the run that a plateau lasts at least.
     plateau_span: float = 0.1
-    #: Gain over that span below which it is a plateau,
+    #: Largest gain over a plateau.
     plateau_gain: float = 0.0075
-    #: provided no more than this was lost
+    #: Largest loss over a plateau.
     plateau_loss: float = 0.05
-    #: and the mean cost of an e-fold larger learning rate is below this.
+    #: Largest mean cost, on a plateau, of an e-fold larger learning rate.
     plateau_cost: float = 0.1
     #: Share of the part of the run in which learning rates move, after which a plateau raises nothing.
     plateau_until: float = 0.8

@@ -22,7 +22,7 @@ from hdet_kernels.controller.settings import RegressionSettings
 
 @dataclass(frozen=True)
 class Cycle:
-    """What one cycle showed.
+    """The measurements of one cycle.
 
     Args:
         level: mean loss of the replicas at its end.
@@ -41,7 +41,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Stability:
-    """What the cycles so far showed.
+    """The judgement after all cycles so far.
 
     Args:
         initial_level: level of the losses when it was first known.
@@ -65,7 +65,7 @@ class Stability:
         """Return the judgement after one more cycle.
 
         Args:
-            cycle: what it showed.
+            cycle: its measurements.
             early: whether it is too early to judge, because little was gained so far.
             span: number of cycles that a plateau lasts.
             settings: the controller's constants.

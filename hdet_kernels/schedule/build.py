@@ -43,7 +43,7 @@ FEWEST_STEPS = 30
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What is known of the schedule that HDET rides on.
+    """The schedule that HDET rides on, as far as it is known.
 
     Args:
         name: as it is saved in checkpoints.
