@@ -16,7 +16,8 @@ from hdet_kernels.converge.compress import Format
 from hdet_kernels.converge.converger import AverageState, Merge
 from hdet_kernels.converge.outer import Outer
 from hdet_kernels.ensemble import Ensemble
-from hdet_kernels.fanout.explore import Explore, write_entry
+from hdet_kernels.fanout.explore import Explore
+from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule.build import Buffered, build_cycle, learning_rates, untouched_on_error
 from hdet_kernels.schedule.cycle import Cycle, GradientMode, Probe
 from hdet_kernels.schedule.history import SyncRecord
