@@ -98,7 +98,7 @@ def _key(seed: int, replica: int, position: int) -> int:
 
 
 def _rms(tensors: Sequence[Tensor], together: int) -> list[float]:
-    """Return ‖θ‖/√d for each tensor, where ``together`` tensors in a row count as one."""
+    """Return ‖θ‖/√d for each tensor, where ``together`` consecutive tensors count as one."""
     norms = [torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor.device)) for tensor in tensors]
     # Read for a whole device at once: the host waits once for each device, not for each tensor.
     devices = {norm.device for norm in norms}
