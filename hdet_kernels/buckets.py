@@ -1,8 +1,8 @@
-"""The flat home of parameters, and the buckets in which tensors travel.
+"""Flat buffers for parameters, and buckets of bounded size for collectives.
 
 :class:`Buckets` moves parameters into one contiguous buffer per device and dtype and makes them views of it, so that
-one kernel or one collective can walk all of them. :func:`cut` slices any tensors, homed or loose, into buckets of a
-bounded size: what one collective carries.
+one kernel or one collective can process all of them. :func:`cut` divides any tensors into buckets of a bounded size,
+one for each collective.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdet_kernels.checks import check_whole
 from hdet_kernels.tensors import (
     Piece,
     Slot,
@@ -57,25 +58,30 @@ __all__ = [
     "wide_dtype",
 ]
 
-#: Bytes that one collective carries. A 124 M-parameter fp32 model travels in one. Between two gloo ranks the size
-#: decides little: 64 MB in place took 89 to 96 ms in buckets of 1 to 512 MiB (``bench/test_converge.py``; packed, 89
-#: to 112 ms in buckets of 4 to 32 MiB, and 159 in one, which has nothing to overlap with). With many replicas it does:
-#: every bucket pays the hops of its collective again (``bench/cost_model.py``).
+#: Bytes of one collective. A 124 M-parameter fp32 model fits into one. Between two gloo ranks the size matters little:
+#: averaging 64 MB in place took 89 to 96 ms in buckets of 1 to 512 MiB (``bench/test_converge.py``). Packed, it took 89
+#: to 112 ms in buckets of 4 to 32 MiB, and 159 ms in one bucket, which leaves nothing to overlap with. With many
+#: replicas the size matters more: every bucket pays the latency of all hops again (``bench/cost_model.py``).
 BUCKET_BYTES = 512 * 2**20
 
-#: Every tensor starts at a multiple of this in its flat buffer: one cache line of the GPU, 8 of its 16-byte accesses.
+#: Every tensor starts at a multiple of this in its flat buffer: one GPU cache line, or 8 accesses of 16 bytes.
 ALIGN_BYTES = 128
 
 
 class Buckets:
-    """Parameters re-homed into one contiguous buffer per (device, dtype), each of them a view with its own strides.
+    """Parameters in one contiguous buffer per (device, dtype), each of them a view with its own strides.
 
-    ``params`` keep their identity: ``model.load_state_dict``, autograd, DDP and ``torch.compile`` see the same
-    ``Parameter`` objects. A parameter given twice, or tied to another one (same memory, shape and strides), has one
-    slot. Gaps between tensors are zeros. Stacked parameters, [replicas, …] each, share buffers [replicas, n].
+    The ``Parameter`` objects stay the same, so that ``model.load_state_dict``, autograd, DDP and ``torch.compile`` keep
+    working. A parameter given twice, or tied to another one (same memory, shape and strides), has one slot. Gaps
+    between tensors are zeros. Stacked parameters, [replicas, …] each, share buffers [replicas, n].
 
-    Raises before anything is moved if a parameter cannot be re-homed: not a dense strided tensor, overlapping
-    memory, a distributed tensor, or memory shared in part with another parameter.
+    Args:
+        params: the parameters to move.
+        bucket_bytes: the most bytes that one collective on them carries.
+
+    Raises:
+        ValueError, TypeError: before anything is moved, if a parameter cannot be: not a dense strided tensor,
+            overlapping memory, a distributed tensor, or memory shared in part with another parameter.
     """
 
     def __init__(self, params: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -84,8 +90,8 @@ class Buckets:
             raise ValueError("Buckets got no parameters: pass model.parameters() or an optimizer's parameters")
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
         for index, param in enumerate(self.params):
-            _check_can_be_homed(index, param)
-        #: How many replicas the parameters are stacks of; None for plain parameters.
+            _check_movable(index, param)
+        #: The number of replicas of stacked parameters; None for plain parameters.
         self.replicas = _common_replicas(self.params)
         one = [one_replica(param) for param in self.params]
         owner = _tied_to(one)
@@ -105,12 +111,12 @@ class Buckets:
             slots.append(Slot(flat, ends[flat], param.numel(), tuple(param.shape), tuple(param.stride())))
             ends[flat] = _aligned(ends[flat] + param.numel(), param.element_size())
         self.slots: tuple[Slot, ...] = tuple(slots)
-        rows = () if self.replicas is None else (self.replicas,)
+        leading = () if self.replicas is None else (self.replicas,)
         self.flats: tuple[Tensor, ...] = tuple(
-            torch.zeros((*rows, end), device=device, dtype=dtype)
+            torch.zeros((*leading, end), device=device, dtype=dtype)
             for end, (device, dtype) in zip(ends, keys, strict=True)
         )
-        #: Float32 copies of half-precision buffers that keep what rounding takes away, where there are any.
+        #: Float32 masters of half-precision buffers; None for buffers without one.
         self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)
         self._views = self.views(self.flats)
         with torch.no_grad():
@@ -119,38 +125,39 @@ class Buckets:
                 param.data = view
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """One view a parameter, with its shape and strides, into buffers laid out like :attr:`flats`."""
+        """Return a view for each parameter, with its shape and strides, of buffers laid out like :attr:`flats`."""
         return [slot.view(flats[slot.flat]) for slot in self.slots]
 
-    def like(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Zeroed buffers laid out like :attr:`flats`, for optimizer state."""
-        return tuple(torch.zeros_like(flat, dtype=dtype) for flat in self.flats)
-
     def keep_masters(self, wanted: Callable[[torch.dtype], bool]) -> None:
-        """Make float32 masters of the buffers whose dtype is wanted to have one."""
+        """Make float32 masters of the buffers for whose dtype ``wanted`` is true."""
         self.masters = tuple(flat.float() if wanted(flat.dtype) else None for flat in self.flats)
 
     def refresh_masters(self) -> None:
-        """Bring the masters up to date where someone has written a parameter, so that it is not its master's rounding
-        any more."""
+        """Copy parameters into their masters where they are no longer their master's rounding.
+
+        That happens when something else than the optimizer writes a parameter.
+        """
         for flat, master in zip(self.flats, self.masters, strict=True):
             if master is not None:
                 master.copy_(in_full(flat, master))
 
     def round_masters(self) -> None:
-        """Make the parameters their masters' roundings."""
+        """Set the parameters to the rounded masters."""
         for flat, master in zip(self.flats, self.masters, strict=True):
             if master is not None:
                 flat.copy_(master)
 
     @property
     def full(self) -> tuple[Tensor, ...]:
-        """What has the parameters in full: the masters, and the buffers that have none."""
+        """The parameters in full precision: the masters, and the buffers that have none."""
         return tuple(flat if master is None else master for flat, master in zip(self.flats, self.masters, strict=True))
 
     def moved(self) -> list[int]:
-        """Indices of parameters that no longer live in their slot (``.to()``, ``.data = …``). Parameters that were
-        replaced by new objects, as by ``load_state_dict(assign=True)``, are no longer these, as for any optimizer."""
+        """Return the indices of parameters that are no longer in their slot (``.to()``, ``.data = …``).
+
+        Parameters that a module replaced by new objects (``load_state_dict(assign=True)``) are not noticed here, as in
+        any optimizer.
+        """
         return [
             index
             for index, (param, view) in enumerate(zip(self.params, self._views, strict=True))
@@ -160,9 +167,13 @@ class Buckets:
         ]
 
     def rehome(self) -> list[int]:
-        """Bring parameters that moved away back into their slots with the values they have now; returns their indices.
+        """Bring parameters that were moved away back into their slots, with the values they have now.
 
-        Raises, before anything is copied, if one changed its device, dtype or shape: then build the optimizer anew.
+        Returns:
+            The indices of those parameters.
+
+        Raises:
+            RuntimeError: before anything is copied, if one changed its device, dtype or shape.
         """
         moved = self.moved()
         for index in moved:
@@ -170,24 +181,20 @@ class Buckets:
             now, then = (param.device, param.dtype, tuple(param.shape)), (view.device, view.dtype, tuple(view.shape))
             if now != then:
                 raise RuntimeError(
-                    f"parameter {index} was {_spell(*then)} when the optimizer was built and is {_spell(*now)} now; "
-                    "move or convert the model before building the optimizer"
+                    f"parameter {index} was {_described(*then)} when the optimizer was built and is "
+                    f"{_described(*now)} now; move or convert the model before building the optimizer"
                 )
-        # Copied out first: a parameter may have come to live in the slot of another.
+        # Copied out first: a parameter may use the memory of another one's slot.
         values = [self.params[index].detach().clone() for index in moved]
         for index, value in zip(moved, values, strict=True):
             self._views[index].copy_(value)
             self.params[index].data = self._views[index]
         return moved
 
-    @property
-    def nbytes(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self.flats)
-
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one collective carries: pieces of tensors of one device, as elements of ``dtype``."""
+    """The content of one collective: pieces of tensors on one device, as elements of ``dtype``."""
 
     device: torch.device
     dtype: torch.dtype
@@ -203,9 +210,11 @@ class Bucket:
 
 
 def cut(tensors: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut 1-D ``tensors`` into the fewest buckets of at most ``bucket_bytes`` (and at least one element):
-    ⌈bytes / bucket_bytes⌉ for each (device, dtype of travel). A tensor may be split between buckets. Every element is
-    in exactly one piece."""
+    """Divide 1-D tensors into the fewest buckets of at most ``bucket_bytes`` (and at least one element).
+
+    Each device and dtype in which values are summed has ⌈bytes / bucket_bytes⌉ buckets. A tensor may be split between
+    buckets. Every element is in exactly one piece.
+    """
     capacity_bytes = checked_bucket_bytes(bucket_bytes)
     buckets: list[Bucket] = []
     pending: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
@@ -227,19 +236,18 @@ def cut(tensors: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Buc
 
 
 def checked_bucket_bytes(bucket_bytes: int) -> int:
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(
-            f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes!r}; the default is {BUCKET_BYTES}"
-        )
+    """Return ``bucket_bytes``; raise ValueError unless it is a whole number of at least 1."""
+    check_whole("bucket_bytes", bucket_bytes, at_least=1)
     return bucket_bytes
 
 
 def _aligned(elements: int, itemsize: int) -> int:
+    """Return the first aligned offset after ``elements`` elements."""
     unit = max(ALIGN_BYTES // itemsize, 1)
     return math.ceil(elements / unit) * unit
 
 
-def _check_can_be_homed(index: int, param: Tensor) -> None:
+def _check_movable(index: int, param: Tensor) -> None:
     if not isinstance(param, Tensor):
         raise TypeError(f"Buckets expected tensors, parameter {index} is a {type(param).__name__}")
     known = type(param) in (Tensor, torch.nn.Parameter) or replicas_of(param) is not None
@@ -270,7 +278,7 @@ def _common_replicas(params: Sequence[Tensor]) -> int | None:
 
 
 def _tied_to(params: Sequence[Tensor]) -> list[int]:
-    """For each parameter the index of the one whose memory it shares exactly (its own, if none)."""
+    """Return for each parameter the index of the first one with exactly the same memory: its own, if it is not tied."""
     owner = list(range(len(params)))
     filled = [i for i in owner if params[i].numel()]
     filled.sort(key=lambda i: (str(params[i].device), params[i].data_ptr(), i))
@@ -287,5 +295,5 @@ def _tied_to(params: Sequence[Tensor]) -> list[int]:
     return owner
 
 
-def _spell(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+def _described(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype} {shape} on {device}"

@@ -1,4 +1,4 @@
-"""Warm noisy initialisation: replicas that start around one point instead of at it."""
+"""Warm noisy initialisation: replicas start around one point instead of exactly at it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hdet_kernels.checks import check_choice
 from hdet_kernels.ensemble import Ensemble, default_ensemble
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import ChunkTable
@@ -28,39 +29,47 @@ def warm_noisy_init_(
     scope: Literal["tensor", "global"] = "tensor",
     backend: str | None = None,
 ) -> None:
-    """θ ← θ + ε with ε ~ N(0, ν²·‖θ‖²/d), in place, different on every replica.
+    """Add Gaussian noise to the parameters in place, different on every replica: θ ← θ + ε, ε ~ N(0, ν²·‖θ‖²/d).
 
-    ``scope="tensor"`` takes ‖θ‖ and d of each tensor (a tensor of zeros stays zero), ``"global"`` of all of them
-    together. The noise is a function of (seed, replica, place of the tensor, place of the element): the same with any
-    backend and on any device, but for the last bits of ‖θ‖. No global generator is read or changed. Call it after
-    wrapping the model in DDP, which makes all replicas equal.
+    The noise is a function of the seed, the replica, the position of the tensor and the position of the element. It is
+    the same with any backend and on any device, except for the last bits of ‖θ‖. No global random generator is read or
+    changed. Call this after wrapping the model in DDP, which makes all replicas equal.
 
-    Where this process holds several replicas (``ensemble.rows``), parameters are [rows, …], and every row gets what a
-    process would have given that replica.
+    Args:
+        params: the parameters. Where this process holds several replicas (``ensemble.rows``) they are [rows, …], and
+            every row gets the same noise as in a process of its own.
+        nu: ν, the size of the noise relative to the parameters.
+        seed: the seed of the noise.
+        ensemble: who the replicas are. Default: the default process group, or a single replica without one.
+        scope: ``"tensor"`` takes ‖θ‖ and d of each tensor (a tensor of zeros stays zero), ``"global"`` of all tensors
+            together.
+        backend: one of ``hdet_kernels.backends()``. Default: the fastest for the device.
+
+    Raises:
+        ValueError, TypeError: before anything is changed, for parameters or options that do not fit.
     """
     if not 0 <= nu < math.inf:
         raise ValueError(f"nu must be a finite number of at least 0, got {nu}")
-    if scope not in ("tensor", "global"):
-        raise ValueError(f"scope must be 'tensor' or 'global', got {scope!r}")
+    check_choice("scope", scope, ("tensor", "global"))
     params = unique(params)
     if any(hasattr(param, "device_mesh") for param in params):
         raise TypeError(
             "warm_noisy_init_ got sharded parameters: call it before fully_shard(), on all ranks of a replica"
         )
-    # By address: parameters that are tied by sharing their memory get their noise once.
+    # Identified by address: parameters that are tied by sharing their memory get noise once.
     by_memory = {p.data_ptr(): p.detach() for p in reversed(params) if p.is_floating_point() and p.numel()}
     floating = list(reversed(by_memory.values()))
     if not floating:
         raise ValueError("warm_noisy_init_ got no floating-point parameters: pass model.parameters()")
     for device in {param.device for param in floating}:
-        resolve(device, backend)  # which refuses what it cannot meet
+        resolve(device, backend)  # raises if the backend does not work on the device
     ensemble = default_ensemble() if ensemble is None else ensemble
     tensors: list[Tensor] = []
     keys: list[int] = []
     for row, replica in enumerate(_replicas(floating, ensemble.rows)):
         tensors += replica
-        keys += [_key(seed, ensemble.replica + row, place) for place in range(len(replica))]
-    # In the order of their elements, whatever that of their memory: then strides do not matter.
+        keys += [_key(seed, ensemble.replica + row, position) for position in range(len(replica))]
+    # In the order of elements, not of memory, so that the noise does not depend on strides.
     ordered = [tensor.contiguous() for tensor in tensors]
     scales = [nu * size for size in _rms(ordered, len(ordered) // ensemble.rows if scope == "global" else 1)]
     _add(ordered, keys, scales, backend)
@@ -70,7 +79,7 @@ def warm_noisy_init_(
 
 
 def _replicas(params: Sequence[Tensor], rows: int) -> list[list[Tensor]]:
-    """The parameters of each replica that is held here."""
+    """Return the parameters of each replica that this process holds."""
     if rows == 1:
         return [list(params)]
     for param in params:
@@ -82,15 +91,16 @@ def _replicas(params: Sequence[Tensor], rows: int) -> list[list[Tensor]]:
     return [[param[row] for param in params] for row in range(rows)]
 
 
-def _key(seed: int, replica: int, place: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{replica}/{place}".encode(), digest_size=8).digest()
+def _key(seed: int, replica: int, position: int) -> int:
+    """Return the 64-bit key of the noise of the tensor at ``position``."""
+    digest = hashlib.blake2b(f"{seed}/{replica}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def _rms(tensors: Sequence[Tensor], together: int) -> list[float]:
-    """‖θ‖/√d for each tensor, where so many neighbours are measured ``together``."""
+    """Return ‖θ‖/√d for each tensor, where ``together`` consecutive tensors count as one."""
     norms = [torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor.device)) for tensor in tensors]
-    # All of a device at once: the host waits for each device, not for each tensor.
+    # Read for a whole device at once: the host waits once for each device, not for each tensor.
     devices = {norm.device for norm in norms}
     read = {device: iter(torch.stack([n for n in norms if n.device == device]).tolist()) for device in devices}
     values = [next(read[norm.device]) for norm in norms]
@@ -103,7 +113,7 @@ def _rms(tensors: Sequence[Tensor], together: int) -> list[float]:
 
 
 def _add(tensors: Sequence[Tensor], keys: Sequence[int], scales: Sequence[float], backend: str | None) -> None:
-    """Add the noise of ``keys`` in the size of ``scales``: one launch for each device and kind of arithmetic."""
+    """Add to each tensor the noise of its key times its scale, in one launch for each device and arithmetic dtype."""
     kinds: dict[tuple[torch.device, bool], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(index)

@@ -1,4 +1,4 @@
-"""The same flow on a CUDA device: ranks over gloo share it (NCCL refuses that), one rank over NCCL has it alone."""
+"""Training on a CUDA device: several ranks over gloo share it (NCCL does not allow that), or one rank over NCCL."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ pytestmark = [
 OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
 
 
-def _deterministic() -> None:
+def _make_deterministic() -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
 
 
-#: Ways to average.
+#: Options of averaging.
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "small buckets": {"bucket_bytes": 64},
     "int8": {"compress": "int8"},
-    "behind": {"overlap_steps": 2},
-    "int8 behind": {"compress": "int8", "overlap_steps": 3},
+    "overlapped": {"overlap_steps": 2},
+    "int8 overlapped": {"compress": "int8", "overlap_steps": 3},
 }
 
 
 def _train(rank: int, kind: str, ddp: bool, mode: str) -> dict[str, Any]:
-    _deterministic()
+    _make_deterministic()
     options = {"make_optimizer": OPTIMIZERS[kind], "ddp": ddp, "auto_lr": False, **MODES[mode]}
     trainer = Trainer(rank, device="cuda", **options)
     within = trainer.train(3).parameters()
@@ -57,8 +57,7 @@ def _train(rank: int, kind: str, ddp: bool, mode: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_ranks_on_one_device_diverge_and_converge(kind: str, ddp: bool, mode: str) -> None:
     results = run_ranks(3, _train, kind, ddp, mode)
-    mean = [r["within"] for r in results]
-    assert not torch.equal(mean[0], mean[1])
+    assert not torch.equal(results[0]["within"], results[1]["within"])
     at_once = not MODES[mode].get("overlap_steps")
     assert all(torch.equal(r["synced"], results[0]["synced"]) for r in results[1:]) == at_once
     assert all(torch.equal(r["end"], results[0]["end"]) for r in results)
@@ -73,7 +72,7 @@ def _on_cpu(rank: int, kind: str, ddp: bool, mode: str) -> torch.Tensor:
 
 
 def _interrupted(rank: int, kind: str, folder: Path) -> bool:
-    _deterministic()
+    _make_deterministic()
     options = {**SETTINGS, "device": "cuda", "make_optimizer": OPTIMIZERS[kind], "ddp": False}
     whole = Trainer(rank, **options)
     whole.train(12)
@@ -84,7 +83,7 @@ def _interrupted(rank: int, kind: str, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_resumed_run_is_the_uninterrupted_run(kind: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_run(kind: str, tmp_path: Path) -> None:
     assert run_ranks(2, _interrupted, kind, tmp_path) == [True, True]
 
 
@@ -105,32 +104,32 @@ def _nccl(_: int) -> dict[str, Any]:
 
 
 def _nccl_modes(_: int) -> list[Any]:
-    """Every way to average changes nothing with one rank, and its collectives really run over NCCL."""
+    """Average in every mode with one rank: nothing changes, and the collectives run over NCCL."""
     dist.destroy_process_group()
     found = []
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for homed in (True, False):
+        for in_buckets in (True, False):
             for options in ({}, {"compress": "bf16"}, {"bucket_bytes": 1024}, {"backup": False}):
                 params = [torch.randn(1000, device="cuda") for _ in range(7)]
                 before = [p.clone() for p in params]
-                converger = hk.Converger(hk.Buckets(params) if homed else params, hk.ProcessEnsemble(), **options)
+                converger = hk.Converger(hk.Buckets(params) if in_buckets else params, hk.ProcessEnsemble(), **options)
                 counts = []
                 for step in range(3):
                     counts.append(converger.converge(Report(step=step)).collectives)
                     counts.append(converger.land(converger.start(Report(step=step))).collectives)
                 equal = all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
-                found.append((homed, options, equal, counts))
+                found.append((in_buckets, options, equal, counts))
     return found
 
 
-def test_all_ways_to_average_run_over_nccl() -> None:
+def test_all_modes_of_averaging_run_over_nccl() -> None:
     (found,) = run_ranks(1, _nccl_modes)
-    for homed, options, equal, counts in found:
-        assert equal, (homed, options)
-        buckets = 7 * (1024 if homed else 1000) * 4 / options.get("bucket_bytes", 2**29)
+    for in_buckets, options, equal, counts in found:
+        assert equal, (in_buckets, options)
+        buckets = 7 * (1024 if in_buckets else 1000) * 4 / options.get("bucket_bytes", 2**29)
         full = 1 + int(-(-buckets // 1))
-        assert counts == [full, *[3 if "compress" in options else full] * 5], (homed, options)
+        assert counts == [full, *[3 if "compress" in options else full] * 5], (in_buckets, options)
 
 
 def test_one_rank_over_nccl() -> None:

@@ -7,10 +7,9 @@ group that it covers; each of them has its own base, permutation and place in th
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from hdet_kernels.fanout.multipliers import Spacing, check_spread, multipliers, permutation
+from hdet_kernels.optim.group_entries import read_entry, split_key, write_entry, write_per_replica
 
 Group = dict[str, Any]
-
-#: The key of ``param_groups`` under which a group of stacked parameters has what each replica trains with, by entry.
-PER_REPLICA = "per_replica"
-
-#: The key under which it has the values that those are spread around, as the schedulers wrote them.
-PER_REPLICA_BASE = "per_replica_base"
 
 #: A function that takes a name and the values of the replicas held here.
 Sink = Callable[[str, Sequence[float]], object]
@@ -155,7 +149,7 @@ def expand(
         if explore.apply is not None:
             others.append(_hyperparameter(explore, explore.name, explore.base))
             continue
-        if elsewhere is not None and explore.base is not None and _split(explore.name)[0] not in groups[0]:
+        if elsewhere is not None and explore.base is not None and split_key(explore.name)[0] not in groups[0]:
             found_elsewhere = replace(explore, apply=partial(elsewhere, explore.name))
             others.append(_hyperparameter(found_elsewhere, explore.name, explore.base))
             continue
@@ -172,7 +166,7 @@ def expand(
             else:
                 base = explore.base
                 if base is None:  # a group that was spread before holds a replica's value: see remember_bases
-                    base = read_entry(groups[group], explore.name)
+                    base = _read_base(groups[group], explore.name)
                     base = groups[group].get(f"initial_{explore.name}", base)
                 check_base(f"{explore.name} of parameter group {group}", base)
                 _check_decay_bounds(explore)
@@ -205,71 +199,15 @@ def check_base(name: str, base: float) -> None:
         )
 
 
-def read_entry(group: Group, key: str) -> float:
-    """The number under ``key`` (``"weight_decay"``, ``"betas[1]"``) of an optimizer group."""
-    name, index = _split(key)
-    if name not in group:
-        scalars = sorted(k for k, v in group.items() if isinstance(v, int | float) and not isinstance(v, bool))
-        raise ValueError(
-            f"{name!r} is not a key of the optimizer's parameter groups; it has {', '.join(scalars)}. For a scalar "
-            "that lives elsewhere pass apply= and base="
-        )
-    value = group[name]
-    if index is not None:
-        if not isinstance(value, tuple | list) or index >= len(value):
-            raise ValueError(f"{key!r} does not exist: the group holds {name}={value!r}")
-        value = value[index]
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key!r} must be a number to be explored, the group holds {value!r}")
-    return float(value)
-
-
-def write_entry(group: Group, key: str, value: float | torch.Tensor) -> None:
-    """Set the number under ``key``; a tensor is filled in place, so that captured graphs see the new value."""
-    name, index = _split(key)
-    if index is not None:
-        entries = list(group[name])
-        if isinstance(entries[index], torch.Tensor):
-            entries[index].fill_(value)
-            return
-        entries[index] = value
-        group[name] = tuple(entries)
-    elif isinstance(group[name], torch.Tensor):
-        group[name].fill_(value)
-    else:
-        group[name] = value
-
-
-def write_per_replica(group: Group, key: str, base: float | torch.Tensor, values: tuple[float, ...]) -> None:
-    """Say what each replica trains with as long as the number under ``key`` is ``base``."""
-    group[PER_REPLICA] = {**group.get(PER_REPLICA, {}), key: values}
-    bases = {**group.get(PER_REPLICA_BASE, {}), key: base}
-    name, index = _split(key)
-    held = group[name] if index is None else group[name][index]
-    if isinstance(base, torch.Tensor) or isinstance(held, torch.Tensor):
-        bases[key] = None  # it may have been rounded, and reading it would wait for the device
-    group[PER_REPLICA_BASE] = bases
-
-
-def forget_per_replica(groups: Sequence[Group]) -> None:
-    """Drop what an earlier scheduler wrote by replica: the later one may not explore it."""
-    for group in groups:
-        written = group.pop(PER_REPLICA_BASE, {})
-        kept = {key: values for key, values in group.pop(PER_REPLICA, {}).items() if key not in written}
-        if kept:
-            group[PER_REPLICA] = kept
-
-
-def replaced_entry(group: Group, key: str, value: float | torch.Tensor) -> None:
-    """Set the number under ``key`` and leave what was there before, if it is a tensor, alone."""
-    name, index = _split(key)
-    group[name] = value if index is None else tuple(value if i == index else v for i, v in enumerate(group[name]))
+def _read_base(group: Group, key: str) -> float:
+    try:
+        return read_entry(group, key)
+    except ValueError as error:
+        raise ValueError(f"{error}. For a scalar that lives elsewhere pass apply= and base=") from None
 
 
 def _check_decay_bounds(explore: Explore) -> None:
-    if _split(explore.name)[0] in ("betas", "momentum") and not (explore.bounds and explore.bounds[1] < 1):
+    if split_key(explore.name)[0] in ("betas", "momentum") and not (explore.bounds and explore.bounds[1] < 1):
         raise ValueError(
             f"Explore({explore.name!r}) needs bounds= that end below 1, got {explore.bounds}: multiples of a number "
             "near 1 soon exceed it, and with a decay of 1 or more training diverges"
@@ -296,9 +234,3 @@ def _hyperparameter(explore: Explore, name: str, base: float | None, group: int 
     return Hyperparameter(
         name, float(explore.spread), explore.spacing, bounds, base, group, explore.name, explore.apply
     )
-
-
-@cache
-def _split(key: str) -> tuple[str, int | None]:
-    match = re.fullmatch(r"(\w+)\[(\d+)\]", key)
-    return (match[1], int(match[2])) if match else (key, None)

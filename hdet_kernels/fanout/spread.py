@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hdet_kernels.controller.protocol import Controller, Observation, Run, State
 from hdet_kernels.ensemble import Ensemble, held
-from hdet_kernels.fanout.explore import Group, Hyperparameter, write_per_replica
+from hdet_kernels.fanout.explore import Group, Hyperparameter
 from hdet_kernels.fanout.multipliers import pairs
+from hdet_kernels.optim.group_entries import write_per_replica
 
 Array = NDArray[np.float64]
 

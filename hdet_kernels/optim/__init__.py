@@ -1,4 +1,16 @@
-"""Optimizers with the semantics and the checkpoints of torch.optim, and one launch for all parameters."""
+"""Fused optimizers with the semantics and the checkpoints of torch.optim, and one kernel launch for all parameters.
+
+A step flows through the files of this folder:
+
+1. ``param_groups`` hold the hyperparameters (:mod:`.group_entries`; :mod:`.per_replica` where the replicas of a stack
+   differ). An optimizer (:mod:`.adam`, :mod:`.sgd`, …) maps a group to a row of the hyperparameter table.
+2. :mod:`.hyperparameters` writes that table to the device when a number changed.
+3. :mod:`.parameter_watch` and :mod:`.fixed_gradients` notice parameters and gradients that were changed between steps.
+4. :mod:`.flat_group` holds a flat buffer of parameters with its state and step counts, and calls ``ops.Step`` on it.
+5. :mod:`.state_views` shows the flat state as ``optimizer.state``, as torch.optim does.
+
+:mod:`.base` ties them together. The folder depends on :mod:`hdet_kernels.ops`, ``buckets`` and ``tensors`` alone.
+"""
 
 from hdet_kernels.optim.adagrad import FusedAdagrad
 from hdet_kernels.optim.adam import FusedAdam, FusedAdamW

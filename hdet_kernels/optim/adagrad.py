@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hdet_kernels.optim.base import FusedOptimizer, Group
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.checks import check_at_least_zero, check_flags
-from hdet_kernels.optim.options import GradientHome, Options
+from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.optim.options import GradientStorage, Options
 
 
 class FusedAdagrad(FusedOptimizer):
-    """torch.optim.Adagrad: ``s ← s + g²``, ``θ ← θ − lr/(1 + (t − 1)·lr_decay)·g/(√s + eps)``."""
+    """Adagrad as in torch.optim: ``s ← s + g²``, ``θ ← θ − lr/(1 + (t − 1)·lr_decay)·g/(√s + eps)``."""
 
     rule = "adagrad"
     eager_state = True
@@ -31,7 +32,7 @@ class FusedAdagrad(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        gradients: GradientHome = "autograd",
+        gradients: GradientStorage = "autograd",
         master_weights: bool | None = None,
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,

@@ -1,4 +1,4 @@
-"""Adam and AdamW: one rule, two ways to decay weights."""
+"""Adam and AdamW: one update rule with two kinds of weight decay."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hdet_kernels.optim.base import FusedOptimizer, Group
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.checks import check_at_least_zero, check_below_one, check_flags
-from hdet_kernels.optim.options import GradientHome, Options
+from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.optim.options import GradientStorage, Options
 
 
 class _AdamFamily(FusedOptimizer):
+    #: Whether weight decay acts on the parameters directly, not through the gradient.
     decoupled: ClassVar[bool]
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -46,7 +48,7 @@ class _AdamFamily(FusedOptimizer):
 
 
 class FusedAdam(_AdamFamily):
-    """torch.optim.Adam: ``g ← g + weight_decay·θ``, then ``θ ← θ − lr·m̂/(√v̂ + eps)``."""
+    """Adam as in torch.optim: ``g ← g + weight_decay·θ``, then ``θ ← θ − lr·m̂/(√v̂ + eps)``."""
 
     rule = "adam"
     decoupled = False
@@ -62,7 +64,7 @@ class FusedAdam(_AdamFamily):
         amsgrad: bool = False,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        gradients: GradientHome = "autograd",
+        gradients: GradientStorage = "autograd",
         master_weights: bool | None = None,
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
@@ -74,7 +76,7 @@ class FusedAdam(_AdamFamily):
 
 
 class FusedAdamW(_AdamFamily):
-    """torch.optim.AdamW: ``θ ← θ·(1 − lr·weight_decay)``, then ``θ ← θ − lr·m̂/(√v̂ + eps)``."""
+    """AdamW as in torch.optim: ``θ ← θ·(1 − lr·weight_decay)``, then ``θ ← θ − lr·m̂/(√v̂ + eps)``."""
 
     rule = "adamw"
     decoupled = True
@@ -90,7 +92,7 @@ class FusedAdamW(_AdamFamily):
         amsgrad: bool = False,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        gradients: GradientHome = "autograd",
+        gradients: GradientStorage = "autograd",
         master_weights: bool | None = None,
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
-from operator import is_, itemgetter
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,39 +13,41 @@ from torch.optim.optimizer import ParamsT
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
-from hdet_kernels.fanout.explore import PER_REPLICA
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
-from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_seed, check_shapes
-from hdet_kernels.optim.fixed import FixedGradients
-from hdet_kernels.optim.flat_group import homes_of
-from hdet_kernels.optim.hooks import hook_step, light_hooks
+from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_seed, check_shapes, check_ties
+from hdet_kernels.optim.fixed_gradients import FixedGradients
+from hdet_kernels.optim.flat_group import flat_groups_of, total_norm
+from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.optim.hooks import hook_step, hooks_if_registered
+from hdet_kernels.optim.hyperparameters import (
+    IMPLEMENTATION_OPTIONS,
+    ROUNDING_SEED,
+    HyperparameterWriter,
+    freeze_betas,
+)
 from hdet_kernels.optim.options import Options
-from hdet_kernels.optim.per_replica import drop_foreign, replica_groups, shares_moments, taken_over
-from hdet_kernels.optim.precision import in_its_precision, unwrapped
-from hdet_kernels.optim.state_views import ShownState
-from hdet_kernels.stack.parameter import StackedParameter
-from hdet_kernels.tensors import share_gradients
+from hdet_kernels.optim.parameter_watch import ParameterWatch
+from hdet_kernels.optim.per_replica import drop_values_of_other_stacks, fit_state
+from hdet_kernels.optim.precision import unwrap_tensors, wrap_tensors
+from hdet_kernels.optim.state_views import StateViews
+from hdet_kernels.tensors import replicas_of, share_gradients
 
 Closure = Callable[[], float]
-Group = dict[str, Any]
 
 log = logging.getLogger("hdet_kernels")
-
-#: Options of torch.optim that say how a step is computed, not what: dropped from the groups of a loaded state_dict.
-_HOW = ("foreach", "fused", "capturable", "differentiable")
-
-#: The name in ``param_groups`` of the seed of stochastic rounding: with it, a resumed run rounds as the whole one.
-_SEED = "rounding_seed"
 
 _NO_SCALARS = ops.Scalars()
 
 
 class FusedOptimizer(Optimizer):
-    """A subclass names its rule and says how a parameter group becomes a row of the hyperparameter table.
+    """Base class of the fused optimizers.
 
-    Parameters move into :attr:`buckets` when the optimizer is built, and ``state[p]`` holds views of flat buffers.
-    Hyperparameters are read from ``param_groups`` at every step, so anything that writes there (schedulers) works.
+    Building one moves the parameters into :attr:`buckets`; ``state[p]`` holds views of flat buffers. Hyperparameters
+    are read from ``param_groups`` at every step, so that any learning rate scheduler works.
+
+    A subclass names its :attr:`rule`, checks the options of a group and maps a group to a row of the hyperparameter
+    table.
     """
 
     rule: ClassVar[str]
@@ -56,10 +56,10 @@ class FusedOptimizer(Optimizer):
     #: Whether ``state[p]`` exists before the first step.
     eager_state: ClassVar[bool] = False
 
-    #: torch's GradScaler then sets ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
+    #: Makes torch's GradScaler set ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
     _step_supports_amp_scaling = True
 
-    #: Whether it was said that fixed gradients were replaced.
+    #: Whether the warning about replaced fixed gradients was logged.
     _warned = False
 
     def __init__(
@@ -69,21 +69,22 @@ class FusedOptimizer(Optimizer):
         self.options = options
         self.check_group(defaults)
         if options.stochastic_rounding:
-            # The same on every rank, or replicas under DDP would drift apart.
-            defaults[_SEED] = 0
+            # The same on every rank: with different seeds, replicas under DDP would drift apart.
+            defaults[ROUNDING_SEED] = 0
         super().__init__(params, defaults)
         self._build()
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down to this global norm, as by ``clip_grad_norm_``; ``None``: they are not clipped."""
+        """The global norm down to which gradients are scaled, as by ``clip_grad_norm_``; ``None`` for no clipping."""
         return self._max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         check_max_grad_norm(value)
         self._max_grad_norm = value
-        self._seen_rows: list[Any] | None = None
+        if hasattr(self, "_hyperparameters"):
+            self._hyperparameters.invalidate()
 
     def _patch_step_function(self) -> None:
         hook_step(type(self))
@@ -94,140 +95,116 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def row(self, group: Group) -> dict[str, float | Tensor]:
-        """The hyperparameters of ``group`` by the columns of the table."""
+        """Return the hyperparameters of ``group`` by the columns of the hyperparameter table."""
         raise NotImplementedError
 
     def state_names(self, group: Group) -> tuple[str, ...]:
-        """The state buffers that parameters of ``group`` have."""
+        """Return the names of the state buffers that parameters of ``group`` have."""
         return ops.STATES[self.rule]
 
     def initial_state(self, name: str, group: Group) -> float:
-        """What the state ``name`` is filled with before the first step."""
+        """Return the value of the state ``name`` before the first step."""
         return 0.0
 
     def state_flats(self) -> dict[str, Tensor]:
-        """The flat buffers of all floating state (moments; no step counts), laid out like ``buckets.flats`` and named
-        by the number of the flat buffer and the state. What all replicas of a stack share is not among them: it
-        follows from their common gradient, and is no replica's own."""
+        """Return the flat buffers of all floating-point state (moments, no step counts), laid out like
+        ``buckets.flats`` and named ``"number of the flat buffer/name of the state"``.
+
+        State that all replicas of a stack share is left out: it follows from their common gradient and needs no
+        averaging.
+        """
         return {
-            f"{number}/{name}": flat
-            for number, home in enumerate(self._homes)
-            for name, flat in home.states.items()
-            if flat is not None and (home.replicas == 1 or not home.shares_state)
+            f"{number}/{name}": buffer
+            for number, flat in enumerate(self._flat_groups)
+            for name, buffer in flat.states.items()
+            if buffer is not None and (flat.replicas == 1 or not flat.shares_state)
         }
 
     def step_flats(self) -> list[Tensor]:
-        """The step counts of all parameters, one tensor for each flat buffer of state."""
-        return [home.steps for home in self._homes]
+        """Return the step counts of all parameters, one tensor for each flat buffer of parameters."""
+        return [flat.steps for flat in self._flat_groups]
 
-    @light_hooks
+    @hooks_if_registered
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Closure | None = None) -> float | None:
-        """One step for every parameter that has a gradient. ``closure`` re-evaluates the loss and returns it."""
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            The loss that ``closure`` returned, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Whatever can fail comes first: a step happens for all parameters or for none.
-        self._look_at_members()
-        self._return_home()
+        # Everything that can fail comes first: a step happens for all parameters or for none.
+        self._notice_regrouped_parameters()
+        self._notice_moved_parameters()
+        if self._state_views.spot_check_fails():
+            self._state_views.adopt()
         self.write_hyperparameters()
         grads = self._gradients()
-        for home, present in zip(self._homes, grads, strict=True):
-            if home.unpublished:
-                self._shown.publish(home, present)
-        norm = self._norm(grads) if self._max_grad_norm is not None else None
+        for flat, present in zip(self._flat_groups, grads, strict=True):
+            if flat.slots_without_entry:
+                self._state_views.add_first_entries(flat, present)
+        norm = total_norm(self._flat_groups, grads) if self._max_grad_norm is not None else None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scalars = _NO_SCALARS if scale is norm is found_inf is None else ops.Scalars(scale, norm, found_inf)
-        for home, present in zip(self._homes, grads, strict=True):
+        for flat, present in zip(self._flat_groups, grads, strict=True):
             if present.any:
-                home.step(present, scalars)
+                flat.step(present, scalars)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim's; with ``gradients="fixed"`` one fill, whatever ``set_to_none`` says."""
+        """Clear the gradients as torch.optim does; with ``gradients="fixed"`` always by filling them with zeros."""
         if not self._fixed:
             return super().zero_grad(set_to_none)
-        self._look_at_members()
+        self._notice_regrouped_parameters()
         for fixed in self._fixed:
-            if fixed.disturbed():
+            if fixed.spot_check_fails():
                 fixed.attach()
             fixed.flat.zero_()
         return None
 
     def write_hyperparameters(self) -> None:
-        """Bring what is in ``param_groups`` to the device. :meth:`step` does it by itself; call it before a replay of a
-        CUDA graph that has captured the step, if a hyperparameter changed (the schedulers of this package do)."""
-        if self._seen_rows is None or any(PER_REPLICA in group for group in self.param_groups):
-            self._write_all()
-            return
-        seen = [self._read(group) for group in self.param_groups]
-        if not _only_numbers_changed(seen, self._seen_rows):
-            self._write_all()
-        elif seen != self._seen_rows:  # what a schedule does at every step
-            self._write_rows([self._whole_row(group) for group in self.param_groups])
-            self._seen_rows = seen
+        """Bring the hyperparameters of ``param_groups`` to the device.
 
-    def _write_all(self) -> None:
-        """Whatever may have changed: numbers, tensors, the values of each replica."""
-        for group in self.param_groups:
-            _freeze_betas(group)
-        seen = [(*self._read(group), *group.get(PER_REPLICA, {}).items()) for group in self.param_groups]
-        # The value of a tensor can change in its place: then the rows are written every time.
-        changing = any(isinstance(value, Tensor) for row in seen for value in _flattened(row))
-        if not changing and seen == self._seen_rows:
-            return
-        for group in self.param_groups:
-            check_seed(group.get(_SEED, 0))
-        by_group = [replica_groups(group, self.buckets.replicas) for group in self.param_groups]
-        rows = [self._whole_row(group) for group in chain.from_iterable(zip(*by_group, strict=True))]
-        if self._homes[0].shares_state and not shares_moments(self.rule, rows, len(self.param_groups)):
-            for home in self._homes:
-                home.part_state()
-            self._shown.adopt()
-        self._write_rows(rows)
-        self._seen_rows = None if changing else seen
-
-    def _whole_row(self, group: Group) -> dict[str, float | Tensor]:
-        row = self.row(group)
-        row["max_grad_norm"] = self._max_grad_norm or 0.0
-        row["seed"] = group.get(_SEED, 0)
-        return row
-
-    def _write_rows(self, rows: list[dict[str, float | Tensor]]) -> None:
-        for table in {id(home.table): home.table for home in self._homes}.values():
-            table.write(rows)
-        self._shown.rename()
+        :meth:`step` does this itself. Before replaying a CUDA graph that captured the step, call it if a
+        hyperparameter changed; the schedulers of this package do.
+        """
+        self._hyperparameters.write()
 
     def attach_gradients(self) -> None:
-        """With ``gradients="fixed"``: bring the permanent gradients in line with the parameters after ``requires_grad``
-        or ``grad`` of some of them was changed. MatchedGradients in other tensors are copied; ``None`` becomes zeros."""
+        """With ``gradients="fixed"``, renew the permanent gradients after ``requires_grad`` or ``grad`` of some
+        parameters was changed. Gradients in other tensors are copied; ``None`` becomes zeros."""
         self.buckets.rehome()
         for fixed in self._fixed:
             fixed.attach()
 
     def state_dict(self) -> dict[str, Any]:
-        self._look_at_members()
-        if self._shown.replaced():
-            self._shown.adopt()
+        self._notice_regrouped_parameters()
+        if self._state_views.any_replaced():
+            self._state_views.adopt()
         return super().state_dict()
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
-            _freeze_betas(group)
+            freeze_betas(group)
             self.check_group(group)
             self._check_params(group)
-            if hasattr(self, "_homes"):
+            if hasattr(self, "_flat_groups"):
                 self._build()
         except Exception:
             self.param_groups.pop()
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # torch casts loaded state to the dtype of its parameter, and a float32 moment would lose half of its digits.
-        handle = self.register_load_state_dict_pre_hook(in_its_precision)
+        # torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16 parameters.
+        handle = self.register_load_state_dict_pre_hook(wrap_tensors)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -237,31 +214,32 @@ class FusedOptimizer(Optimizer):
         return super().__getstate__() | {"_max_grad_norm": self._max_grad_norm, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by ``load_state_dict``, ``pickle`` and ``deepcopy``."""
-        state = state | {"state": unwrapped(state["state"])}
+        """Take over groups and state from ``load_state_dict``, ``pickle`` or ``deepcopy``."""
+        state = state | {"state": unwrap_tensors(state["state"])}
         defaults = state.get("defaults") or self.defaults
         for group in state["param_groups"]:
-            for name in _HOW:
+            for name in IMPLEMENTATION_OPTIONS:
                 group.pop(name, None)
-            drop_foreign(group)
+            drop_values_of_other_stacks(group)
+            # A state_dict of torch.optim has no rounding seed.
             for name, value in defaults.items():
-                if name not in _HOW:
+                if name not in IMPLEMENTATION_OPTIONS:
                     group.setdefault(name, value)
-            _freeze_betas(group)
+            freeze_betas(group)
             self.check_group(group)
-            check_seed(group.get(_SEED, 0))
+            check_seed(group.get(ROUNDING_SEED, 0))
         for param, entries in state["state"].items():
-            if isinstance(param, StackedParameter):
-                state["state"][param] = taken_over(entries, param)
+            if replicas_of(param) is not None:
+                state["state"][param] = fit_state(entries, param)
         check_shapes(state["state"])
-        built = hasattr(self, "_homes")
+        built = hasattr(self, "_flat_groups")
         if built:
-            self._look_at_members()
+            self._notice_regrouped_parameters()
             self.buckets.rehome()
         super().__setstate__(state)
         if built:
-            self._shown.adopt()
-            self._seen_rows = None
+            self._state_views.adopt()
+            self._hyperparameters.invalidate()
         else:
             self._build()
 
@@ -272,70 +250,51 @@ class FusedOptimizer(Optimizer):
         for device in {param.device for param in group["params"]}:
             resolve(device, self.options.backend)
 
-    def _check_ties(self) -> None:
-        owner: dict[tuple[torch.device, int], int] = {}
-        for number, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                if param.numel() and owner.setdefault((param.device, param.data_ptr()), number) != number:
-                    raise ValueError(
-                        f"parameter {index} of group {number} shares its memory with one of group "
-                        f"{owner[param.device, param.data_ptr()]}; tied parameters must be in one group"
-                    )
-
     def _build(self) -> None:
-        """Move all parameters into buckets, and the state that they have along with them."""
-        self._check_ties()
+        """Move all parameters, with the state they have, into flat buffers."""
+        check_ties(self.param_groups)
         group_of = {id(param): number for number, group in enumerate(self.param_groups) for param in group["params"]}
         self.buckets = Buckets(param for group in self.param_groups for param in group["params"])
         self.buckets.keep_masters(self.options.has_master)
         groups = [group_of[id(param)] for param in self.buckets.params]
         shares_state = share_gradients(self.buckets.params)
-        self._homes = homes_of(
+        self._flat_groups = flat_groups_of(
             self.rule, self.buckets, groups, len(self.param_groups), self.options, shares_state=shares_state
         )
-        self._addresses = list(map(Tensor.data_ptr, self.buckets.params))
-        self._lists = [(group["params"], len(group["params"])) for group in self.param_groups]
-        self._members = [param for members, _ in self._lists for param in members]
-        self._read = itemgetter(*(name for name in self.defaults if name not in _HOW))
+        self._watch = ParameterWatch(self.param_groups, self.buckets.params)
         self._fixed: list[FixedGradients] = []
-        self._seen_rows = None
-        self._shown = ShownState(self, self._homes)
-        self._shown.adopt()
+        self._state_views = StateViews(self, self._flat_groups)
+        self._state_views.adopt()
+        self._hyperparameters = HyperparameterWriter(self, self._flat_groups, self._state_views, self.buckets.replicas)
         if self.options.gradients == "fixed":
-            self._fixed = [FixedGradients(home) for home in self._homes]
+            self._fixed = [FixedGradients(flat) for flat in self._flat_groups]
 
-    def _return_home(self) -> None:
-        """Notice parameters that were moved (at the price of a pointer each) and state that was cleared or replaced
-        since the last step. A single entry of ``state[p]`` is to be changed in place; it is a view."""
+    def _notice_regrouped_parameters(self) -> None:
+        """Build anew if parameters were added, removed or replaced in ``param_groups`` by hand.
+
+        Fixed gradients are to cost nothing for each tensor: with them, only lists that were replaced or changed their
+        length are noticed.
+        """
+        if self._watch.regrouped(self.param_groups, lists_only=bool(self._fixed)):
+            for group in self.param_groups:
+                self._check_params(group)
+            self._build()
+
+    def _notice_moved_parameters(self) -> None:
+        """Bring parameters that were moved since the last step back into their buckets."""
         if self._fixed:
-            disturbed = [fixed for fixed in self._fixed if fixed.disturbed()]
-            if disturbed:
-                self._settle_gradients(disturbed)
-        elif list(map(Tensor.data_ptr, self.buckets.params)) != self._addresses:
+            changed = [fixed for fixed in self._fixed if fixed.spot_check_fails()]
+            if changed:
+                self._reattach_gradients(changed)
+        elif self._watch.moved():
             self.buckets.rehome()
-            self._addresses = list(map(Tensor.data_ptr, self.buckets.params))
-        if self._shown.disturbed():
-            self._shown.adopt()
+            self._watch.remember_addresses()
 
-    def _look_at_members(self) -> None:
-        """Notice parameters that were added, removed or replaced in ``param_groups`` by hand. With fixed gradients,
-        which are to cost nothing for each tensor, only lists that were replaced or have another length."""
-        lists = [group["params"] for group in self.param_groups]
-        as_before = len(lists) == len(self._lists) and all(
-            members is known and len(members) == count
-            for members, (known, count) in zip(lists, self._lists, strict=True)
-        )
-        if as_before and (self._fixed or all(map(is_, chain.from_iterable(lists), self._members))):
-            return
-        for group in self.param_groups:
-            self._check_params(group)
-        self._build()
-
-    def _settle_gradients(self, disturbed: list[FixedGradients]) -> None:
-        for fixed in disturbed:
-            fixed.check_whole()
+    def _reattach_gradients(self, changed: list[FixedGradients]) -> None:
+        for fixed in changed:
+            fixed.check_not_partial()
         self.buckets.rehome()
-        replaced = [fixed.attach() for fixed in disturbed]
+        replaced = [fixed.attach() for fixed in changed]
         if any(replaced) and not self._warned:
             self._warned = True
             log.warning(
@@ -347,48 +306,8 @@ class FusedOptimizer(Optimizer):
     def _gradients(self) -> list[MatchedGradients]:
         if self._fixed:
             return [fixed.gradients() for fixed in self._fixed]
-        grads = [home.gradients() for home in self._homes]
-        # A parameter that was transposed in its place keeps its address; the layout of its gradient tells.
+        grads = [flat.gradients() for flat in self._flat_groups]
+        # A parameter transposed in place keeps its address. Its gradient then has another layout and is copied.
         if any(present.copied for present in grads) and self.buckets.rehome():
-            grads = [home.gradients() for home in self._homes]
+            grads = [flat.gradients() for flat in self._flat_groups]
         return grads
-
-    def _norm(self, grads: list[MatchedGradients]) -> Tensor | None:
-        """The norm of all gradients as they are stored, on the device of the first of them; that of each replica where
-        they have their own state."""
-        norms = [home.norm(present) for home, present in zip(self._homes, grads, strict=True) if present.any]
-        if len(norms) < 2:
-            return norms[0] if norms else None
-        gathered = torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
-        return torch.linalg.vector_norm(gathered, dim=0)
-
-
-def _only_numbers_changed(seen: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
-    """Whether all hyperparameters are the objects that they were, or floats in the place of floats."""
-    if len(seen) != len(before):
-        return False
-    for row, earlier in zip(seen, before, strict=True):
-        if len(row) != len(earlier):
-            return False
-        for now, then in zip(row, earlier, strict=True):
-            if now is then or (type(now) is float and type(then) is float):
-                continue
-            if not (type(now) is tuple and type(then) is tuple and len(now) == len(then)):
-                return False
-            if not all(type(value) is float for value in now + then):
-                return False
-    return True
-
-
-def _flattened(row: Iterable[Any]) -> Iterator[Any]:
-    for value in row:
-        if isinstance(value, tuple):
-            yield from _flattened(value)
-        else:
-            yield value
-
-
-def _freeze_betas(group: Group) -> None:
-    """A list could change in its place, unseen."""
-    if isinstance(group.get("betas"), list):
-        group["betas"] = tuple(group["betas"])

@@ -1,9 +1,9 @@
-"""Checks of optimizer arguments: every message says what was given, what is expected and what to do."""
+"""Checks of optimizer arguments. Messages state what was given, what is expected and what to do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -15,6 +15,7 @@ from hdet_kernels.tensors import replicas_of
 
 
 def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError unless each named option is a finite number of at least 0."""
     for name in names:
         value = options[name]
         _check_number(name, value)
@@ -27,6 +28,7 @@ def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
 
 
 def check_finite(options: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError unless the named option is a finite number."""
     value = options[name]
     _check_number(name, value)
     if _on_host(value) and not math.isfinite(float(value)):
@@ -34,7 +36,7 @@ def check_finite(options: Mapping[str, Any], name: str) -> None:
 
 
 def check_below_one(options: Mapping[str, Any], name: str) -> None:
-    """For decay rates: a number in [0, 1), or a pair of them."""
+    """Raise ValueError unless the named decay rate lies in [0, 1); ``betas`` is a pair of decay rates."""
     value = options[name]
     if name == "betas" and not (isinstance(value, tuple | list) and len(value) == 2):
         raise ValueError(
@@ -47,26 +49,30 @@ def check_below_one(options: Mapping[str, Any], name: str) -> None:
 
 
 def check_flags(options: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError unless each named option is True or False."""
     for name in names:
         if options[name] not in (True, False):
             raise ValueError(f"{name} must be True or False, got {options[name]!r}")
 
 
 def check_seed(value: object) -> None:
+    """Raise ValueError unless ``value`` is a seed of stochastic rounding: 32 bits without a sign."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
         raise ValueError(f"rounding_seed must be a whole number from 0 to 2**32 - 1, got {value!r}; the default is 0")
 
 
 def check_max_grad_norm(value: float | None) -> None:
+    """Raise ValueError unless ``value`` is a positive number or None."""
     if value is not None and not (isinstance(value, int | float) and value > 0):
         raise ValueError(f"max_grad_norm must be a positive number, or None for no clipping, got {value!r}")
 
 
 def check_param(index: int, param: Tensor) -> None:
+    """Raise ValueError unless the kernels support the dtype of a parameter."""
     if param.is_complex():
         raise ValueError(
-            f"parameter {index} of shape {tuple(param.shape)} is {param.dtype}; fused optimizers work on real numbers: "
-            "keep it as torch.view_as_real, or give it to torch.optim"
+            f"parameter {index} of shape {tuple(param.shape)} is {param.dtype}; fused optimizers need real numbers: "
+            "store it as torch.view_as_real, or optimize it with torch.optim"
         )
     if param.dtype not in DTYPES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -75,11 +81,24 @@ def check_param(index: int, param: Tensor) -> None:
         )
 
 
+def check_ties(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if parameters of different groups share their memory: their hyperparameters would conflict."""
+    owner: dict[tuple[torch.device, int], int] = {}
+    for number, group in enumerate(groups):
+        for index, param in enumerate(group["params"]):
+            if param.numel() and owner.setdefault((param.device, param.data_ptr()), number) != number:
+                raise ValueError(
+                    f"parameter {index} of group {number} shares its memory with one of group "
+                    f"{owner[param.device, param.data_ptr()]}; tied parameters must be in one group"
+                )
+
+
 def check_shapes(state: Mapping[Any, Any]) -> None:
+    """Raise ValueError if a loaded state has another shape than its parameter."""
     for param, entries in state.items():
         if not isinstance(param, Tensor):
             continue
-        # Replicas of a stack may share their state.
+        # The replicas of a stack may share their state.
         fitting = (param.shape, param.shape[1:]) if replicas_of(param) else (param.shape,)
         for name, value in entries.items():
             if name != "step" and isinstance(value, Tensor) and value.shape not in fitting:
@@ -103,5 +122,5 @@ def _check_number(name: str, value: object) -> None:
 
 
 def _on_host(value: float | Tensor) -> bool:
-    """A tensor on an accelerator is not read: its value may change at any time, and reading waits for the device."""
+    """Return whether a number can be read without waiting for an accelerator."""
     return not isinstance(value, torch.Tensor) or value.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""One flat buffer of parameters with everything a step on it needs: state, step counts, gradients and the tables."""
+"""One flat buffer of parameters with everything that a step on it needs: state, step counts, gradients and tables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,23 @@ from hdet_kernels.optim.options import Options
 from hdet_kernels.tensors import Slot
 
 
-class Home:
-    """``residents[i]`` are the parameters of slot ``i``: one, or several that are tied by sharing their memory.
-    ``groups[i]`` is the number of its parameter group.
+class FlatGroup:
+    """The parameters of one flat buffer of :class:`Buckets`, with their optimizer state laid out alike.
 
-    Of stacked parameters ``flat`` is [replicas, n]. As long as their replicas have one gradient and one rule for the
-    moments (``shares_state``) the state is [n]; otherwise, and once :meth:`part_state` was called, every replica has
-    its own, [replicas, n].
+    Stacked parameters have a buffer [replicas, n]. Their state is [n] as long as all replicas have the same gradient
+    and the same numbers that act on the moments (``shares_state``). Otherwise, and after :meth:`separate_state`, every
+    replica has its own state: [replicas, n].
+
+    Args:
+        rule: the update rule, a key of ``ops.STATES``.
+        flat: the parameters, [n] or [replicas, n].
+        master: float32 master weights of a half-precision ``flat``, if there are any.
+        params: for each slot its parameters: one, or several that are tied by sharing their memory.
+        slots: where in ``flat`` the parameters of each slot are.
+        groups: for each slot the number of its parameter group.
+        table: the hyperparameter table of the device.
+        options: precision, gradients and backend.
+        shares_state: whether the replicas of stacked parameters start with one state for all.
     """
 
     def __init__(
@@ -31,7 +41,7 @@ class Home:
         rule: str,
         flat: Tensor,
         master: Tensor | None,
-        residents: list[list[Tensor]],
+        params: list[list[Tensor]],
         slots: Sequence[Slot],
         groups: Sequence[int],
         table: HyperTable,
@@ -41,16 +51,16 @@ class Home:
     ) -> None:
         self.rule, self.options = rule, options
         self.flat, self.master = flat, master
-        self.residents = residents
+        self.params = params
         self.slots, self.groups = tuple(slots), tuple(groups)
         self.table = table
-        #: None for plain parameters.
+        #: The number of replicas; None for plain parameters.
         self.replicas = flat.shape[0] if flat.dim() == 2 else None
-        #: Slots whose state is not yet to be seen in ``optimizer.state``.
-        self.unpublished: set[int] = set(range(len(residents)))
-        self._single = [tied[0] for tied in residents]
-        self._tied = [index for index, tied in enumerate(residents) if len(tied) > 1]
-        self._chosen: str | None = None
+        #: Slots whose state has no entry in ``optimizer.state`` yet.
+        self.slots_without_entry: set[int] = set(range(len(params)))
+        self._first_params = [tied[0] for tied in params]
+        self._tied_slots = [index for index, tied in enumerate(params) if len(tied) > 1]
+        self._chosen_backend: str | None = None
         self._lay_out(shares_state)
 
     def _lay_out(self, shares_state: bool) -> None:
@@ -75,12 +85,12 @@ class Home:
         self.states: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
         self._step: ops.Step | None = None
 
-    def part_state(self) -> None:
-        """Give every replica its own state, empty at first: it is to be filled with what they shared."""
+    def separate_state(self) -> None:
+        """Give every replica a state of its own. It starts empty; the caller fills it with the shared values."""
         self._lay_out(shares_state=False)
 
-    def ensure(self, name: str) -> Tensor:
-        """The flat buffer of state ``name``, made of zeros when first asked for."""
+    def state_buffer(self, name: str) -> Tensor:
+        """Return the flat buffer of state ``name``; the first call makes it, filled with zeros."""
         flat = self.states[name]
         if flat is None:
             dtype = self.options.state_dtype_for(self.flat.dtype)
@@ -90,36 +100,37 @@ class Home:
         return flat
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        """Slot ``index`` of a buffer laid out like the parameters, with the shape and strides of its parameter."""
+        """Return slot ``index`` of a buffer laid out like the parameters, with the parameter's shape and strides."""
         return self.slots[index].view(flat)
 
-    def count(self, index: int) -> Tensor:
-        """The step count of slot ``index``: of all replicas, or [replicas] where each has its own state."""
-        return self.steps.view(-1, len(self.slots))[:, index] if self._is_parted else self.steps[index]
+    def step_count(self, index: int) -> Tensor:
+        """Return the step count of slot ``index``: one number, or [replicas] where each has its own state."""
+        return self.steps.view(-1, len(self.slots))[:, index] if self._has_separate_states else self.steps[index]
 
     @property
-    def _is_parted(self) -> bool:
+    def _has_separate_states(self) -> bool:
         return self.replicas is not None and not self.shares_state
 
     def gradients(self) -> MatchedGradients:
-        grads = [param.grad for param in self._single]
-        for index in self._tied:
-            # The gradient of memory that several parameters share is the sum of theirs.
-            parts = [param.grad.detach() for param in self.residents[index] if param.grad is not None]
+        """Return the gradients that the parameters have now. Those of tied parameters are summed."""
+        grads = [param.grad for param in self._first_params]
+        for index in self._tied_slots:
+            parts = [param.grad.detach() for param in self.params[index] if param.grad is not None]
             grads[index] = sum(parts[1:], start=parts[0]) if parts else None
         return self.chunks.match(grads)
 
     def norm(self, grads: MatchedGradients) -> Tensor:
-        """The norm of all gradients as they are stored: one number, or [replicas] where each has its own state."""
-        rows = self.replicas if self._is_parted else None
+        """Return the norm of all gradients as stored: one number, or [replicas] where each has its own state."""
+        rows = self.replicas if self._has_separate_states else None
         return ops.grad_norm(self.chunks, grads, rows=rows, backend=self.options.backend)
 
     def step(self, grads: MatchedGradients, scalars: ops.Scalars) -> None:
-        if self._step is None or self._chosen != chosen():
-            self._chosen = chosen()
-            # A parted stack is stepped as one long row of parameters: its tables say which replica each belongs to.
+        """Update the parameters that have a gradient, in one launch."""
+        if self._step is None or self._chosen_backend != chosen():
+            self._chosen_backend = chosen()
+            # Replicas with their own states are stepped as one long buffer; the chunk table knows whose each part is.
             flats = (self.flat, self.master, *self.states.values())
-            if self._is_parted or self.replicas == 1:
+            if self._has_separate_states or self.replicas == 1:
                 flats = tuple(None if flat is None else flat.view(-1) for flat in flats)
             param, master, *states = flats
             assert param is not None
@@ -138,25 +149,53 @@ class Home:
         self._step(grads, scalars.on(self.flat.device))
 
 
-def homes_of(
+def flat_groups_of(
     rule: str, buckets: Buckets, groups: Sequence[int], group_count: int, options: Options, *, shares_state: bool
-) -> list[Home]:
-    """A home for each flat buffer. ``groups[i]`` is the parameter group of ``buckets.params[i]``; the homes on one
-    device share one table with a row for each replica and group."""
+) -> list[FlatGroup]:
+    """Return a :class:`FlatGroup` for each flat buffer. Those on one device share one hyperparameter table.
+
+    Args:
+        rule: the update rule.
+        buckets: the parameters in their flat buffers.
+        groups: the number of the parameter group of each of ``buckets.params``.
+        group_count: how many parameter groups there are; the table has a row for each replica and group.
+        options: precision, gradients and backend.
+        shares_state: whether the replicas of a stack start with one state for all.
+    """
     tables: dict[torch.device, HyperTable] = {}
-    homes: list[Home] = []
+    made: list[FlatGroup] = []
     for number, (flat, master) in enumerate(zip(buckets.flats, buckets.masters, strict=True)):
-        # Tied parameters have one and the same Slot object; two empty ones may have equal slots and are not tied.
+        # Tied parameters have the same Slot object. Empty parameters can have equal slots without being tied.
         tied: dict[int, list[int]] = {}
         for index, slot in enumerate(buckets.slots):
             if slot.flat == number:
                 tied.setdefault(id(slot), []).append(index)
         first = [members[0] for members in tied.values()]
-        slots: list[Slot] = [buckets.slots[index] for index in first]
         if flat.device not in tables:
             tables[flat.device] = HyperTable((buckets.replicas or 1) * group_count, flat.device)
-        own_groups = [groups[index] for index in first]
-        residents = [[buckets.params[index] for index in members] for members in tied.values()]
-        table = tables[flat.device]
-        homes.append(Home(rule, flat, master, residents, slots, own_groups, table, options, shares_state=shares_state))
-    return homes
+        made.append(
+            FlatGroup(
+                rule,
+                flat,
+                master,
+                [[buckets.params[index] for index in members] for members in tied.values()],
+                [buckets.slots[index] for index in first],
+                [groups[index] for index in first],
+                tables[flat.device],
+                options,
+                shares_state=shares_state,
+            )
+        )
+    return made
+
+
+def total_norm(flat_groups: Sequence[FlatGroup], grads: Sequence[MatchedGradients]) -> Tensor | None:
+    """Return the norm of the gradients of all flat groups as stored, on the device of the first; None without any.
+
+    It is one number, or [replicas] where each replica has its own state.
+    """
+    norms = [flat.norm(present) for flat, present in zip(flat_groups, grads, strict=True) if present.any]
+    if len(norms) < 2:
+        return norms[0] if norms else None
+    gathered = torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
+    return torch.linalg.vector_norm(gathered, dim=0)

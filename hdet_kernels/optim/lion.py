@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hdet_kernels.optim.base import FusedOptimizer, Group
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.checks import check_at_least_zero, check_below_one, check_flags
-from hdet_kernels.optim.options import GradientHome, Options
+from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.optim.options import GradientStorage, Options
 
 
 class FusedLion(FusedOptimizer):
-    """``θ ← θ·(1 − lr·weight_decay) − lr·sign(β₁·m + (1 − β₁)·g)``, then ``m ← β₂·m + (1 − β₂)·g``.
+    """Lion: ``θ ← θ·(1 − lr·weight_decay) − lr·sign(β₁·m + (1 − β₁)·g)``, then ``m ← β₂·m + (1 − β₂)·g``.
 
     Every element moves by ``lr``, so learning rates are 3 to 10 times smaller than AdamW's, and weight decay is that
     much larger for the same strength ``lr·weight_decay``.
@@ -33,7 +34,7 @@ class FusedLion(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        gradients: GradientHome = "autograd",
+        gradients: GradientStorage = "autograd",
         master_weights: bool | None = None,
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,

@@ -1,4 +1,4 @@
-"""How a fused optimizer computes and keeps its numbers; what it computes is in the parameter groups."""
+"""Options of a fused optimizer that choose precision, gradient storage and backend, the same for all groups."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from hdet_kernels.checks import check_choice
 from hdet_kernels.ops import MASTERED, STATE_DTYPES
 from hdet_kernels.tensors import replicas_of
 
-GradientHome = Literal["autograd", "fixed"]
+GradientStorage = Literal["autograd", "fixed"]
 
 
 @dataclass(frozen=True)
 class Options:
     """Options that all fused optimizers share.
 
-    gradients: ``"autograd"`` reads gradients where autograd put them. ``"fixed"`` gives every parameter a permanent
-        gradient in one flat buffer: no address is looked at again, ``zero_grad`` is one fill, and ``grad`` is never
-        ``None``, so that a parameter that got no gradient takes a step with a zero one (momentum and weight decay go
-        on). For many small tensors, gradient accumulation and CUDA graphs. Clear gradients by the optimizer's
-        ``zero_grad``, and call ``attach_gradients`` after freezing or unfreezing a part of the model.
-    master_weights: keep bf16 and fp16 parameters in float32 too, so that small updates are not lost. Default: yes,
-        unless they are rounded stochastically.
-    state_dtype: of the moments; float64 parameters have float64 ones in any case.
-    stochastic_rounding: round bf16 parameters (without master) and bf16 state up or down at random, so that small
-        updates arrive on average. The random bits depend on the group's ``rounding_seed`` (0; the same on every rank,
-        as plain data-parallel training needs it), the step and the position.
-    backend: one of ``hdet_kernels.backends()``. Default: the fastest for the device.
+    Args:
+        gradients: ``"autograd"`` reads gradients where autograd put them. ``"fixed"`` gives every parameter a permanent
+            gradient in one flat buffer: no address is read again, and ``zero_grad`` is one fill. ``grad`` is then never
+            ``None``, so a parameter that got no gradient takes a step with a zero one (momentum and weight decay go
+            on). Useful for many small tensors, gradient accumulation and CUDA graphs. Clear gradients by the
+            optimizer's ``zero_grad``, and call ``attach_gradients`` after freezing or unfreezing a part of the model.
+        master_weights: keep a float32 copy of bf16 and fp16 parameters, so that small updates are not lost. Default:
+            yes, unless they are rounded stochastically.
+        state_dtype: dtype of the moments. Those of float64 parameters are always float64.
+        stochastic_rounding: round bf16 parameters (without master) and bf16 state up or down at random, so that small
+            updates are kept on average. The random bits depend on the group's ``rounding_seed`` (0; the same on every
+            rank, as plain data-parallel training needs it), the step and the position.
+        backend: one of ``hdet_kernels.backends()``. Default: the fastest for the device.
     """
 
-    gradients: GradientHome = "autograd"
+    gradients: GradientStorage = "autograd"
     master_weights: bool | None = None
     state_dtype: torch.dtype = torch.float32
     stochastic_rounding: bool = False
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        if self.gradients not in get_args(GradientHome):
-            choices = " or ".join(map(repr, get_args(GradientHome)))
-            raise ValueError(f"gradients must be {choices}, got {self.gradients!r}")
+        check_choice("gradients", self.gradients, get_args(GradientStorage))
         if self.master_weights not in (None, True, False):
             raise ValueError(f"master_weights must be True, False or None to choose, got {self.master_weights!r}")
         if self.state_dtype not in (torch.float32, torch.bfloat16):
@@ -55,17 +55,18 @@ class Options:
             )
 
     def check_param(self, index: int, param: Tensor) -> None:
-        """Raise if these options cannot serve a parameter of this dtype."""
-        chosen = getattr(param, "grad_dtype", param.dtype)
-        if self.gradients == "fixed" and chosen not in (None, param.dtype):
+        """Raise ValueError if a parameter cannot be trained with these options."""
+        wanted = getattr(param, "grad_dtype", param.dtype)
+        if self.gradients == "fixed" and wanted not in (None, param.dtype):
             raise ValueError(
-                f"parameter {index} is {param.dtype} and asks for gradients of {chosen} (grad_dtype), but "
-                'gradients="fixed" has them in the dtype of the parameter: leave grad_dtype alone, or gradients= out'
+                f"parameter {index} is {param.dtype} and asks for gradients of {wanted} (grad_dtype), but "
+                'gradients="fixed" stores them in the dtype of the parameter: leave grad_dtype alone, or leave '
+                "gradients= out"
             )
         if self.gradients == "fixed" and replicas_of(param) is not None:
             raise ValueError(
                 f'parameter {index} is a stack of {replicas_of(param)} replicas, and gradients="fixed" is for plain '
-                "parameters: leave gradients= out; the gradients of a stack are made anew by stack.backward()"
+                "parameters: leave gradients= out; stack.backward() makes new gradients at every step"
             )
         if self.stochastic_rounding and param.dtype == torch.float16:
             raise ValueError(
@@ -79,8 +80,10 @@ class Options:
             )
 
     def has_master(self, dtype: torch.dtype) -> bool:
+        """Return whether parameters of ``dtype`` have float32 masters."""
         wanted = not self.stochastic_rounding if self.master_weights is None else self.master_weights
         return wanted and dtype in MASTERED
 
     def state_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the moments of parameters of ``dtype``."""
         return torch.float64 if dtype == torch.float64 else self.state_dtype

@@ -1,7 +1,7 @@
-"""Loaded state in the precision in which it was saved.
+"""Loading state in the precision in which it was saved.
 
-``Optimizer.load_state_dict`` casts every floating tensor to the dtype of its parameter, but leaves alone what is no
-tensor: so tensors pass through it in a wrapper.
+``Optimizer.load_state_dict`` casts every floating-point tensor to the dtype of its parameter, but leaves other objects
+alone. So tensors pass through it inside a wrapper object.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class _Wrapped:
     tensor: Tensor
 
 
-def in_its_precision(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A ``load_state_dict`` pre-hook: the same state_dict with its tensors wrapped."""
+def wrap_tensors(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the same state_dict with the tensors of its state wrapped. This is a ``load_state_dict`` pre-hook."""
     state = {
         param: {name: _Wrapped(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
         if isinstance(entries, Mapping)
@@ -31,8 +31,8 @@ def in_its_precision(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
     return state_dict | {"state": state}
 
 
-def unwrapped(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """State as ``load_state_dict`` has mapped it to parameters, with its tensors as tensors again."""
+def unwrap_tensors(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
+    """Return state that ``load_state_dict`` has mapped to parameters, with its tensors unwrapped."""
     plain: defaultdict[Any, Any] = defaultdict(dict)
     for param, entries in state.items():
         plain[param] = (

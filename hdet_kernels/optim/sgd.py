@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hdet_kernels.optim.base import FusedOptimizer, Group
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.checks import check_at_least_zero, check_finite, check_flags
-from hdet_kernels.optim.options import GradientHome, Options
+from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.optim.options import GradientStorage, Options
 
 
 class FusedSGD(FusedOptimizer):
-    """torch.optim.SGD: ``θ ← θ − lr·d`` with ``d`` the (Nesterov) momentum of ``g + weight_decay·θ``.
+    """SGD as in torch.optim: ``θ ← θ − lr·d`` with ``d`` the (Nesterov) momentum of ``g + weight_decay·θ``.
 
-    As in torch, the momentum buffer starts as the first gradient, without dampening. If the very first step with
-    momentum was skipped by a GradScaler, the buffer is there and zero, and dampening applies after a checkpoint.
+    As in torch, the momentum buffer starts as the first gradient, without dampening. If a GradScaler skips the very
+    first step with momentum, the buffer exists and is zero; a run resumed from a checkpoint then applies dampening.
     """
 
     rule = "sgd"
@@ -35,7 +36,7 @@ class FusedSGD(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        gradients: GradientHome = "autograd",
+        gradients: GradientStorage = "autograd",
         master_weights: bool | None = None,
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
@@ -73,6 +74,6 @@ class FusedSGD(FusedOptimizer):
         }
 
     def state_names(self, group: Group) -> tuple[str, ...]:
-        # Read at every step: OneCycleLR gives a momentum to an optimizer that was built without one.
+        # A scheduler may turn momentum on: OneCycleLR does, for an optimizer that was built without.
         with_momentum = isinstance(group["momentum"], Tensor) or group["momentum"] != 0
         return ("momentum_buffer",) if with_momentum else ()

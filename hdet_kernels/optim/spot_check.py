@@ -1,4 +1,4 @@
-"""Looking at a few of many things at a time, in turn."""
+"""Spot checks: each step checks the next few of many items, where checking all of them would cost too much."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Things that are looked at in one step, where looking at all of them would cost too much.
-GLANCE = 4
+#: How many items one step checks.
+ITEMS_PER_STEP = 4
 
 
-class Glance(Generic[T]):
+class SpotCheck(Generic[T]):
+    """Items to check in turn, ``ITEMS_PER_STEP`` at a time."""
+
     def __init__(self, items: Sequence[T]) -> None:
         self.items = items
         self._next = 0
 
-    def few(self) -> Sequence[T]:
-        """The next few, from the start again after the last."""
+    def next_items(self) -> Sequence[T]:
+        """Return the next items; after the last one, start again with the first."""
         start = self._next
-        self._next = start + GLANCE if start + GLANCE < len(self.items) else 0
-        return self.items[start : start + GLANCE]
+        self._next = start + ITEMS_PER_STEP if start + ITEMS_PER_STEP < len(self.items) else 0
+        return self.items[start : start + ITEMS_PER_STEP]

@@ -20,15 +20,9 @@ from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.converge.converger import Converger
 from hdet_kernels.converge.optimizer_state import StepCounts, averaged_state, why_not_averaged
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
-from hdet_kernels.fanout.explore import (
-    Explore,
-    Group,
-    Hyperparameter,
-    expand,
-    forget_per_replica,
-    remember_bases,
-)
+from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
 from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.options import GradientMode, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from hdet_kernels.fanout.explore import write_entry
+from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, untouched_on_error
 from hdet_kernels.schedule.cycle import Cycle

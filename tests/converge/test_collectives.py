@@ -91,7 +91,7 @@ def _counted(rank: int, bucket_bytes: int, shared: bool) -> dict[str, Any]:
     record = trainer.scheduler.history[0]
     return {
         "calls": list(wire.calls), "inside": inside, "addresses": list(wire.addresses), "home": homes,
-        "nbytes": buckets.nbytes, "recorded": (record.bytes, record.collectives),
+        "nbytes": sum(flat.nbytes for flat in buckets.flats), "recorded": (record.bytes, record.collectives),
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hdet_kernels import Explore, multipliers, permutation
-from hdet_kernels.fanout.explore import Hyperparameter, expand, read_entry, write_entry
+from hdet_kernels.fanout.explore import Hyperparameter, expand
 
 
 def adam_groups(count: int = 2, **entries: Any) -> list[dict[str, Any]]:
@@ -136,9 +136,9 @@ REFUSED = [
         "'decay' is not a key .* it has eps, lr, steps, weight_decay.*apply= and base=",
     ),
     ("unknown tuple", [Explore("momenta[1]")], "'momenta' is not a key"),
-    ("a tuple", [Explore("betas")], r"'betas' must be a number to be explored, the group holds \(0\.9"),
-    ("a flag", [Explore("amsgrad")], "'amsgrad' must be a number to be explored, the group holds False"),
-    ("None", [Explore("foreach")], "'foreach' must be a number to be explored, the group holds None"),
+    ("a tuple", [Explore("betas")], r"'betas' must be a number, the group holds \(0\.9"),
+    ("a flag", [Explore("amsgrad")], "'amsgrad' must be a number, the group holds False"),
+    ("None", [Explore("foreach")], "'foreach' must be a number, the group holds None"),
     ("past the tuple", [Explore("betas[2]")], r"'betas\[2\]' does not exist: the group holds betas=\(0\.9"),
     ("entry of a number", [Explore("eps[0]")], r"'eps\[0\]' does not exist: the group holds eps=1e-08"),
     ("lr with a base", [Explore("lr", base=0.1)], r"Explore\('lr', base=0.1\) has no meaning: the schedule gives"),
@@ -276,56 +276,6 @@ class TestHyperparameter:
         assert layer.p == 0.12
         assert [group["lr"] for group in groups] == [0.1, 0.2]
         assert "dropout" not in groups[0]
-
-
-class TestEntries:
-    @pytest.mark.parametrize(
-        ("key", "expected"),
-        [("lr", 0.1), ("betas[0]", 0.9), ("betas[1]", 0.99), ("steps", 7.0), ("weight_decay", 0.01)],
-    )
-    def test_read(self, key: str, expected: float) -> None:
-        value = read_entry(adam_groups()[0], key)
-        assert type(value) is float
-        assert value == expected
-
-    @pytest.mark.parametrize("shape", [(), (1,)])
-    def test_read_a_tensor(self, shape: tuple[int, ...]) -> None:
-        assert read_entry({"lr": torch.full(shape, 0.25)}, "lr") == 0.25
-
-    def test_refuse_to_read_a_tensor_of_several_numbers(self) -> None:
-        with pytest.raises(ValueError, match="'lr' must be a number to be explored"):
-            read_entry({"lr": torch.zeros(2)}, "lr")
-
-    def test_write_a_number(self) -> None:
-        group = adam_groups()[0]
-        write_entry(group, "lr", 0.5)
-        assert group["lr"] == 0.5
-
-    @pytest.mark.parametrize(("key", "expected"), [("betas[0]", (0.5, 0.99)), ("betas[1]", (0.9, 0.5))])
-    def test_write_one_entry_of_a_tuple(self, key: str, expected: tuple[float, float]) -> None:
-        group = adam_groups()[0]
-        write_entry(group, key, 0.5)
-        assert group["betas"] == expected
-        assert isinstance(group["betas"], tuple)
-
-    def test_a_tensor_is_filled_in_place(self) -> None:
-        rate = torch.tensor(0.1)
-        group = {"lr": rate}
-        write_entry(group, "lr", 0.5)
-        assert group["lr"] is rate
-        assert rate.item() == 0.5
-        write_entry(group, "lr", torch.tensor(0.25))
-        assert group["lr"] is rate
-        assert rate.item() == 0.25
-
-    def test_a_tensor_in_a_tuple_is_filled_in_place(self) -> None:
-        """torch's capturable Adam takes betas as tensors, and a captured graph reads those."""
-        first, second = torch.tensor(0.9), torch.tensor(0.99)
-        group = {"betas": (first, second)}
-        write_entry(group, "betas[1]", 0.5)
-        assert group["betas"][0] is first
-        assert group["betas"][1] is second
-        assert second.item() == 0.5
 
 
 def test_no_group_at_all_and_half_a_bound_are_refused() -> None:

@@ -31,7 +31,7 @@ class Training:
         self.optimizer = make(self.net.parameters(), **options)
         self.scheduler = schedule(self.optimizer)
         self.x = torch.zeros(8, 16, device="cuda")
-        # Plain steps, capture and replays on one stream of its own, as graphs want it.
+        # CUDA graphs need a stream of their own; eager steps use it too.
         self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         self.losses: list[float] = []
@@ -71,7 +71,7 @@ class Training:
         with torch.cuda.graph(graph, stream=self.stream):
             loss = self.body()
         for tensor, old in zip(self.tensors(), kept, strict=True):
-            assert torch.equal(tensor, old), "capturing is not running"
+            assert torch.equal(tensor, old), "capturing must not run the step"
         with torch.cuda.stream(self.stream):
             for step in steps:
                 self.load(step)
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], dict[str, Any]]
 @pytest.mark.parametrize("gradients", ["autograd", "fixed"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_replays_are_the_steps(backend: tuple[str, str], case: str, gradients: str) -> None:
+def test_replays_equal_eager_steps(backend: tuple[str, str], case: str, gradients: str) -> None:
     make, schedule, options = CASES[case]
 
     def training() -> Training:
@@ -125,7 +125,7 @@ def test_replays_are_the_steps(backend: tuple[str, str], case: str, gradients: s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_eager_steps_go_on_after_replays(backend: tuple[str, str]) -> None:
+def test_eager_steps_continue_after_replays(backend: tuple[str, str]) -> None:
     options = {"lr": 0.01, "backend": backend[0]}
     plain = Training(FusedAdamW, one_cycle, **options).eager(range(STEPS + 3))
     mixed = Training(FusedAdamW, one_cycle, **options).eager(range(WARM_UP)).replayed(range(WARM_UP, STEPS))
@@ -135,7 +135,7 @@ def test_eager_steps_go_on_after_replays(backend: tuple[str, str]) -> None:
         assert torch.equal(mine, other)
 
 
-def test_a_changed_number_is_not_captured() -> None:
+def test_capturing_after_a_hyperparameter_changed_is_refused() -> None:
     training = Training(FusedAdamW, decay, lr=0.01).eager(range(WARM_UP))
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match=r"write_hyperparameters\(\) before the capture"), torch.cuda.graph(graph):

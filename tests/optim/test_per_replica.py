@@ -1,4 +1,4 @@
-"""The fused optimizers on stacked parameters, against R separate optimizers on plain ones."""
+"""Fused optimizers on stacked parameters with per-replica hyperparameters, against separate plain optimizers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,31 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.ops.chunks import ChunkTable
+from hdet_kernels.optim.group_entries import write_per_replica
+from hdet_kernels.optim.per_replica import fit_state, replica_groups, shares_moments
 from hdet_kernels.stack.parameter import StackedParameter
 from tests.ops.cases import available
+from tests.optim.cases import choose, with_backends
 
 BACKENDS = [available(*pair) for pair in (("torch", "cpu"), ("cpp", "cpu"), ("cuda", "cuda"), ("triton", "cuda"))]
+#: Pairs of a backend and an optimizer that ``make test`` runs.
+QUICK_CASES = [
+    ("torch-cpu", "sgd"),
+    ("cpp-cpu", "sgd-momentum-decay"),
+    ("torch-cpu", "adam"),
+    ("cpp-cpu", "adamw"),
+    ("torch-cpu", "adamw-betas"),
+    ("cpp-cpu", "adamw-clip"),
+    ("cpp-cpu", "adagrad"),
+    ("torch-cpu", "lion"),
+]
 SHAPES = ((3, 5), (1,), (2, 3, 4), (), (0,), (70, 40))
 REPLICAS = 3
 
-#: What each replica has for itself: of the entries that do not touch the moments, and of all.
+#: The learning rate of each replica.
 OWN_RATES = {"lr": (0.01, 0.02, 0.04)}
 
+#: The class, its options, and further options that differ by replica.
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, tuple[float, ...]]]] = {
     "sgd": (hk.FusedSGD, {"weight_decay": 0.1}, {"weight_decay": (0.1, 0.2, 0.3)}),
     "sgd-momentum": (hk.FusedSGD, {"momentum": 0.9, "nesterov": True}, {}),
@@ -34,8 +49,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, tuple[
     "adagrad": (hk.FusedAdagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}, {}),
     "lion": (hk.FusedLion, {"weight_decay": 0.1, "maximize": True}, {"weight_decay": (0.1, 0.2, 0.3)}),
 }
-#: Where replicas with one gradient have moments of their own all the same.
-PARTED = {"sgd-momentum-decay", "adam-decay", "adamw-betas"}
+#: Cases in which replicas with a shared gradient have separate moments all the same.
+SEPARATE = {"sgd-momentum-decay", "adam-decay", "adamw-betas"}
 
 
 def plain_params(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -51,7 +66,7 @@ def stacked_params(shares_gradient: bool, device: str = "cpu", dtype: torch.dtyp
 
 
 def give_gradients(params: list[Tensor], singles: list[list[nn.Parameter]], step: int, *, shared: bool) -> None:
-    """The same gradients to the stack and to its replicas one by one; the second parameter has none at step 1."""
+    """Give the stack and its replicas one by one the same gradients; the second parameter has none at step 1."""
     generator = torch.Generator().manual_seed(100 + step)
     for index, param in enumerate(params):
         rows = 1 if shared else REPLICAS
@@ -73,7 +88,7 @@ def of_replica(options: dict[str, Any], own: dict[str, tuple[float, ...]], row: 
 
 
 def pair(name: str, shared: bool, device: str, backend: str | None, **more: Any) -> tuple[Any, list[Any], Any, Any]:
-    """A stack and its optimizer, and R plain ones."""
+    """Return the optimizer of a stack, those of R plain replicas, and the parameters of both."""
     make, options, own = OPTIMIZERS[name]
     own = {**OWN_RATES, **own}
     dtype = more.pop("dtype", torch.float32)
@@ -92,8 +107,7 @@ def check_equal(params: list[Tensor], singles: list[list[nn.Parameter]]) -> None
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "local"])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), with_backends(BACKENDS, OPTIMIZERS, QUICK_CASES))
 def test_a_stack_steps_like_its_replicas_one_by_one(backend: tuple[str, str], name: str, shared: bool) -> None:
     optimizer, others, params, singles = pair(name, shared, backend[1], backend[0])
     for step in range(4):
@@ -102,7 +116,7 @@ def test_a_stack_steps_like_its_replicas_one_by_one(backend: tuple[str, str], na
             each.step()
     check_equal(params, singles)
     moments = [state.shape == p.shape for p in params for state in tensors_of(optimizer.state[p])]
-    assert all(moments) if not shared or name in PARTED else not any(moments)
+    assert all(moments) if not shared or name in SEPARATE else not any(moments)
 
 
 def tensors_of(state: dict[str, Any]) -> list[Tensor]:
@@ -123,14 +137,14 @@ def test_a_stack_of_bfloat16_steps_like_its_replicas(backend: tuple[str, str], o
             each.step()
     for index, param in enumerate(params):
         for row, single in enumerate(singles):
-            # To the bit, but where the last bits of the float32 arithmetic decide between two neighbours.
+            # Equal to the bit, except where the last bits of the float32 arithmetic decide between two neighbours.
             differs = (param[row] != single[index]).float().mean() if param.numel() else torch.zeros(())
             assert differs <= 0.01
             torch.testing.assert_close(param[row], single[index], rtol=2**-7, atol=1e-3)
 
 
-def test_moments_part_when_weight_decay_begins_to_go_through_them() -> None:
-    """What was shared so far is each replica's own from then on."""
+def test_moments_are_separated_when_weight_decay_begins_to_act_on_them() -> None:
+    """Every replica then starts with a copy of the shared moments."""
     optimizer, others, params, singles = pair("adam", True, "cpu", None)
     groups = [each.param_groups[0] for each in (optimizer, *others)]
     for step in range(6):
@@ -151,8 +165,10 @@ def test_moments_part_when_weight_decay_begins_to_go_through_them() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "local"])
-@pytest.mark.parametrize("name", ["sgd-momentum", "adam-decay", "adamw", "adagrad", "lion"])
-def test_a_checkpoint_goes_on_to_the_bit(name: str, shared: bool) -> None:
+@pytest.mark.parametrize(
+    "name", choose(["sgd-momentum", "adam-decay", "adamw", "adagrad", "lion"], "adam-decay", "adamw")
+)
+def test_resuming_from_a_checkpoint_is_exact(name: str, shared: bool) -> None:
     optimizer, _, params, singles = pair(name, shared, "cpu", None)
     for step in range(2):
         give_gradients(params, singles, step, shared=shared)
@@ -171,8 +187,8 @@ def test_a_checkpoint_goes_on_to_the_bit(name: str, shared: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["loaded", "added"])
-def test_parted_moments_are_those_of_all_parameters(how: str) -> None:
-    """Of another dtype, and so in another buffer, are parameters that have no state yet."""
+def test_moments_are_separated_for_all_parameters_or_none(how: str) -> None:
+    """Parameters of another dtype, in another buffer, have no state yet when the moments are separated."""
 
     def params() -> tuple[list[Tensor], list[Tensor]]:
         found = stacked_params(True), stacked_params(True, dtype=torch.float64)
@@ -207,7 +223,7 @@ def test_parted_moments_are_those_of_all_parameters(how: str) -> None:
         assert torch.equal(param, value)
 
 
-def test_the_state_of_plain_training_becomes_that_of_all_replicas() -> None:
+def test_a_stack_loads_the_state_of_plain_training() -> None:
     plain = plain_params()
     before = torch.optim.AdamW(plain, lr=0.01)
     for param in plain:
@@ -225,7 +241,7 @@ def test_the_state_of_plain_training_becomes_that_of_all_replicas() -> None:
             assert (optimizer.state[param]["step"] == 1).all()
 
 
-def test_shared_moments_go_on_in_plain_training() -> None:
+def test_plain_training_loads_shared_moments() -> None:
     optimizer, _, params, singles = pair("adamw", True, "cpu", None)
     give_gradients(params, singles, 0, shared=True)
     optimizer.step()
@@ -258,12 +274,10 @@ def test_every_replica_with_its_own_gradient_is_clipped_by_its_own_norm() -> Non
     torch.testing.assert_close(params[0].detach(), torch.tensor([[-0.6, -0.8, 0, 0], [-0.3, -0.4, 0, 0]]))
 
 
-# What is refused
-
-
 @pytest.mark.parametrize("gradients", ["shared", "local"])
-def test_gradients_in_another_order_of_memory_are_seen_at_once(gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a line of Python for each tensor, as others are."""
+def test_channels_last_gradients_are_matched_without_a_python_loop(
+    gradients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1)).to(memory_format=torch.channels_last)
     stack = hk.ReplicaStack(module, REPLICAS, gradients=gradients)
     optimizer = hk.FusedAdamW(stack.parameters())
@@ -272,7 +286,7 @@ def test_gradients_in_another_order_of_memory_are_seen_at_once(gradients: Any, m
     optimizer.step()
 
 
-def test_rows_of_their_own_where_one_gradient_is_shared() -> None:
+def test_different_gradients_in_a_stack_that_shares_one_are_refused() -> None:
     params = stacked_params(True)
     optimizer = hk.FusedAdamW(params)
     for param in params:
@@ -283,17 +297,17 @@ def test_rows_of_their_own_where_one_gradient_is_shared() -> None:
     assert all(map(torch.equal, params, before))
 
 
-def test_stacks_and_plain_parameters_in_one_optimizer() -> None:
+def test_stacks_and_plain_parameters_in_one_optimizer_are_refused() -> None:
     with pytest.raises(ValueError, match="parameter 0 is a stack of 3 replicas and parameter 6 a plain one"):
         hk.FusedAdamW([*stacked_params(True), *plain_params()])
 
 
-def test_fixed_gradients_of_a_stack() -> None:
+def test_fixed_gradients_of_a_stack_are_refused() -> None:
     with pytest.raises(ValueError, match=r'parameter 0 is a stack of 3 replicas, and gradients="fixed"'):
         hk.FusedAdamW(stacked_params(True), gradients="fixed")
 
 
-def test_values_of_other_replicas() -> None:
+def test_values_for_another_number_of_replicas_are_refused() -> None:
     params = stacked_params(True)
     optimizer = hk.FusedAdamW(params)
     optimizer.param_groups[0]["per_replica"] = {"lr": (0.1, 0.2)}
@@ -303,7 +317,7 @@ def test_values_of_other_replicas() -> None:
         optimizer.step()
 
 
-def test_a_state_of_another_model() -> None:
+def test_the_state_of_another_model_is_refused() -> None:
     params = stacked_params(True)
     optimizer = hk.FusedAdamW(params)
     other = hk.FusedAdamW([nn.Parameter(torch.ones(7, 7)) for _ in params])
@@ -312,3 +326,57 @@ def test_a_state_of_another_model() -> None:
     other.step()
     with pytest.raises(ValueError, match=r"the loaded state 'exp_avg' has shape \(7, 7\), its parameter \(3, 3, 5\)"):
         optimizer.load_state_dict(other.state_dict())
+
+
+class TestReplicaGroups:
+    def test_without_per_replica_values_all_see_the_group(self) -> None:
+        group = {"lr": 0.1}
+        assert replica_groups(group, None) == [group]
+        assert all(each is group for each in replica_groups(group, 3))
+
+    def test_each_replica_sees_its_own_values(self) -> None:
+        group: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99)}
+        write_per_replica(group, "lr", 0.1, (0.05, 0.2))
+        write_per_replica(group, "betas[1]", 0.99, (0.98, 0.995))
+        seen = replica_groups(group, 2)
+        assert [(each["lr"], each["betas"]) for each in seen] == [(0.05, (0.9, 0.98)), (0.2, (0.9, 0.995))]
+        assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.99))
+
+    def test_a_number_written_to_the_group_since_then_applies_to_all(self) -> None:
+        group: dict[str, Any] = {"lr": 0.1}
+        write_per_replica(group, "lr", 0.1, (0.05, 0.2))
+        group["lr"] = 0.3
+        assert [each["lr"] for each in replica_groups(group, 2)] == [0.3, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "shares"),
+    [
+        ("adamw", {}, True),
+        ("adamw", {"lr": 0.5, "weight_decay": 0.5}, True),
+        ("adamw", {"beta1": 0.5}, False),
+        ("adamw", {"max_grad_norm": 1.0}, False),
+        ("sgd", {"momentum": 0.5}, False),
+        ("sgd", {"lr": 0.5}, True),
+    ],
+    ids=str,
+)
+def test_which_replicas_share_moments(rule: str, change: dict[str, float], shares: bool) -> None:
+    row = {"lr": 0.1, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99, "momentum": 0.9, "max_grad_norm": 0.0}
+    assert shares_moments(rule, [row, row | change], 1) == shares
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "adagrad"])
+def test_weight_decay_that_acts_on_the_moments_separates_them(rule: str) -> None:
+    row = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
+    assert not shares_moments(rule, [row, row], 1)
+
+
+def test_state_of_another_number_of_replicas_becomes_their_mean() -> None:
+    param = StackedParameter(torch.zeros(3, 2))
+    given = {"step": torch.tensor([3.0, 5.0]), "exp_avg": torch.tensor([[1.0, 2.0], [3.0, 6.0]])}
+    fitted = fit_state(given, param)
+    assert fitted["exp_avg"].tolist() == [2.0, 4.0]
+    assert fitted["step"].item() == 5.0
+    kept = {"step": torch.ones(3), "exp_avg": torch.ones(3, 2)}
+    assert all(fit_state(kept, param)[name] is value for name, value in kept.items())

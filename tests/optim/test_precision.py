@@ -1,8 +1,7 @@
-"""Precision modes of the optimizers: masters, stochastic rounding, bf16 state and bf16 gradients."""
+"""State keeps the precision in which it was saved, and half-precision training is as accurate as it should be."""
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -10,28 +9,37 @@ import torch
 from torch import Tensor, nn
 
 from hdet_kernels.optim import FusedAdamW, FusedLion, FusedSGD
+from hdet_kernels.optim.precision import unwrap_tensors, wrap_tensors
 from tests.ops.cases import BACKENDS, QUICK
-from tests.optim.cases import FUSED, PAIRS, fused_optimizer, give_gradients, parameters, run, torch_optimizer
+from tests.optim.cases import (
+    FUSED,
+    PAIRS,
+    QUICK_FUSED,
+    QUICK_PAIRS,
+    choose,
+    choose_backends,
+    fused_optimizer,
+    give_gradients,
+    parameters,
+    run,
+    saved_and_loaded,
+    torch_optimizer,
+    with_backends,
+)
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+STATES = {"fp32-state": torch.float32, "bf16-state": torch.bfloat16}
 
 
 def masters(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
     return [optimizer.state[param]["master"] for param in params]
 
 
-@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("backend", QUICK)
-def test_masters_train_as_float32_parameters_do(backend: tuple[str, str], name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(("backend", "name"), with_backends(QUICK, PAIRS, QUICK_PAIRS))
+def test_masters_train_as_float32_parameters_do(backend: tuple[str, str], name: str, half: str) -> None:
     where, device = backend
+    dtype = HALVES[half]
     ours = parameters(dtype, device)
     wide = [nn.Parameter(param.detach().float().cpu()) for param in ours]
     exact = [nn.Parameter(param.detach().double().cpu()) for param in ours]
@@ -50,8 +58,7 @@ def test_masters_train_as_float32_parameters_do(backend: tuple[str, str], name: 
         assert flat.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("backend", QUICK)
+@pytest.mark.parametrize(("backend", "name"), with_backends(QUICK, PAIRS, QUICK_PAIRS))
 def test_everything_in_bf16_is_as_accurate_as_torch(backend: tuple[str, str], name: str) -> None:
     where, device = backend
     ours, theirs = parameters(torch.bfloat16, device), parameters(torch.bfloat16)
@@ -69,8 +76,8 @@ def test_everything_in_bf16_is_as_accurate_as_torch(backend: tuple[str, str], na
             assert (mine.detach().cpu().double() - true).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_parameter_that_someone_writes_is_followed(backend: tuple[str, str]) -> None:
+@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "torch-cpu", "cpp-cpu"))
+def test_masters_follow_parameters_that_the_user_writes(backend: tuple[str, str]) -> None:
     where, device = backend
     model = nn.Linear(5, 3).to(device, torch.bfloat16)
     optimizer = FusedAdamW(model.parameters(), lr=1e-3, weight_decay=0.0, backend=where)
@@ -82,12 +89,15 @@ def test_a_parameter_that_someone_writes_is_followed(backend: tuple[str, str]) -
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
     weight, bias = masters(optimizer, list(model.parameters()))
-    assert torch.equal(weight, torch.full_like(weight, 2.0)), "the loaded values went into the master"
-    assert torch.equal(bias, kept[1]), "what nobody wrote kept all of its digits"
+    assert torch.equal(weight, torch.full_like(weight, 2.0)), "the master takes the loaded values"
+    assert torch.equal(bias, kept[1]), "an unchanged parameter keeps its master"
 
 
-def moved_on_average(rounding: bool, make: Any, **options: Any) -> tuple[Tensor, nn.Parameter]:
-    """256 steps of 1/16 of the distance to the next bf16 number: 16 such distances in the mean."""
+def distances_moved(rounding: bool, make: Any, **options: Any) -> tuple[Tensor, nn.Parameter]:
+    """Take 256 steps of 1/16 of the distance to the next bf16 number: on average 16 such distances.
+
+    Returns the distances moved, and the parameter.
+    """
     param = nn.Parameter(torch.full((4096,), 1.0, dtype=torch.bfloat16))
     optimizer = make([param], stochastic_rounding=rounding, master_weights=False, **options)
     for _ in range(256):
@@ -97,21 +107,20 @@ def moved_on_average(rounding: bool, make: Any, **options: Any) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("make", [FusedSGD, FusedLion], ids=["sgd", "lion"])
-def test_small_updates_arrive_on_average_by_stochastic_rounding(make: Any) -> None:
+def test_stochastic_rounding_keeps_small_updates_on_average(make: Any) -> None:
     lr = 2.0**-7 / 16
-    lost, _ = moved_on_average(False, make, lr=lr)
-    assert (lost == 0).all(), "to the nearest, every one of these updates is lost"
-    moved, _ = moved_on_average(True, make, lr=lr)
+    lost, _ = distances_moved(False, make, lr=lr)
+    assert (lost == 0).all(), "rounding to nearest loses every one of these updates"
+    moved, _ = distances_moved(True, make, lr=lr)
     # 256 draws with probability 1/16 each: mean 16, variance 15.
     assert abs(moved.mean() - 16) < 5 * (15 / 4096) ** 0.5
     assert 13 < moved.var() < 17
 
 
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["fp32-state", "bf16-state"])
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("backend", QUICK)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("backend", "name"), with_backends(QUICK, FUSED, QUICK_FUSED))
 class TestResuming:
-    """Train 4 = train 2, save, load, train 2: to the bit, in every precision."""
+    """Training 4 steps equals training 2, saving, loading and training 2, to the bit, in every precision."""
 
     def check(self, backend: tuple[str, str], name: str, dtype: torch.dtype, **options: Any) -> None:
         where, device = backend
@@ -124,25 +133,25 @@ class TestResuming:
         run(first, resumed, range(2))
         torch.manual_seed(2)
         second = fused_optimizer(name, resumed, **options)
-        second.load_state_dict(through_a_file(first.state_dict()))
+        second.load_state_dict(saved_and_loaded(first.state_dict()))
         run(second, resumed, range(2, 4))
         for a, b in zip(straight, resumed, strict=True):
             assert torch.equal(a, b)
             for key, value in whole.state[a].items():
                 assert torch.equal(value, second.state[b][key]), key
 
-    def test_masters(self, backend: tuple[str, str], name: str, state: torch.dtype) -> None:
-        self.check(backend, name, torch.bfloat16, state_dtype=state)
+    def test_masters(self, backend: tuple[str, str], name: str, state: str) -> None:
+        self.check(backend, name, torch.bfloat16, state_dtype=STATES[state])
 
-    def test_stochastic_rounding(self, backend: tuple[str, str], name: str, state: torch.dtype) -> None:
-        self.check(backend, name, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
+    def test_stochastic_rounding(self, backend: tuple[str, str], name: str, state: str) -> None:
+        self.check(backend, name, torch.bfloat16, state_dtype=STATES[state], stochastic_rounding=True)
 
-    def test_float32(self, backend: tuple[str, str], name: str, state: torch.dtype) -> None:
-        self.check(backend, name, torch.float32, state_dtype=state)
+    def test_float32(self, backend: tuple[str, str], name: str, state: str) -> None:
+        self.check(backend, name, torch.float32, state_dtype=STATES[state])
 
 
-def test_stochastic_rounding_has_a_seed_of_its_own() -> None:
-    """Not torch's: under DDP every rank has another one of those, and the ranks would drift apart."""
+def test_stochastic_rounding_does_not_use_the_seed_of_torch() -> None:
+    """Under DDP every rank may have another torch seed, and the ranks would drift apart."""
     results = []
     for torch_seed, own in ((1, 0), (2, 0), (1, 7)):
         torch.manual_seed(torch_seed)
@@ -157,15 +166,15 @@ def test_stochastic_rounding_has_a_seed_of_its_own() -> None:
     assert not torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_checkpoints_of_half_precision_models_go_both_ways(name: str) -> None:
+@pytest.mark.parametrize("name", choose(PAIRS, "sgd-momentum", "adamw", "adagrad"))
+def test_half_precision_checkpoints_are_exchanged_with_torch(name: str) -> None:
     ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
     fused, torchs = fused_optimizer(name, ours), torch_optimizer(name, theirs)
     run(fused, ours, range(2))
     run(torchs, theirs, range(2))
     into_torch, into_fused = torch_optimizer(name, theirs), fused_optimizer(name, ours)
-    into_torch.load_state_dict(through_a_file(fused.state_dict()))
-    into_fused.load_state_dict(through_a_file(torchs.state_dict()))
+    into_torch.load_state_dict(saved_and_loaded(fused.state_dict()))
+    into_fused.load_state_dict(saved_and_loaded(torchs.state_dict()))
     for mine, other in zip(ours, theirs, strict=True):
         for key, value in torchs.state[other].items():
             assert torch.equal(into_fused.state[mine][key].to(value), value), key
@@ -176,8 +185,8 @@ def test_checkpoints_of_half_precision_models_go_both_ways(name: str) -> None:
         torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bf16_gradients_of_float32_parameters_are_read_where_they_are(backend: tuple[str, str]) -> None:
+@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "torch-cpu", "cpp-cpu"))
+def test_bf16_gradients_of_float32_parameters_are_not_copied(backend: tuple[str, str]) -> None:
     where, device = backend
     narrow, wide = parameters(device=device), parameters(device=device)
     for param in narrow:
@@ -194,35 +203,11 @@ def test_bf16_gradients_of_float32_parameters_are_read_where_they_are(backend: t
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "message"),
-    [
-        (torch.bfloat16, {"master_weights": True, "stochastic_rounding": True}, "exclude each other.*choose one"),
-        (torch.float16, {"stochastic_rounding": True}, "parameter 0 is torch.float16.*bfloat16"),
-        (torch.float16, {"state_dtype": torch.bfloat16}, "parameter 0 is torch.float16, whose state"),
-        (torch.float64, {"state_dtype": torch.bfloat16}, "parameter 0 is torch.float64, whose state"),
-        (torch.float32, {"state_dtype": torch.float16}, "state_dtype must be torch.float32 or torch.bfloat16, got"),
-        (torch.float32, {"gradients": "flat"}, "gradients must be 'autograd' or 'fixed', got 'flat'"),
-        (torch.float32, {"master_weights": "yes"}, "master_weights must be True, False or None"),
-        (torch.float32, {"stochastic_rounding": None}, "stochastic_rounding must be True or False, got None"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
-)
-def test_options_that_cannot_be_are_refused_before_anything_moves(
-    dtype: torch.dtype, options: dict[str, Any], message: str
-) -> None:
-    param = nn.Parameter(torch.ones(3, dtype=dtype))
-    home = param.data_ptr()
-    with pytest.raises(ValueError, match=message):
-        FusedAdamW([param], **options)
-    assert param.data_ptr() == home
-
-
-def test_float32_and_float64_parameters_have_no_master() -> None:
-    for dtype in (torch.float32, torch.float64):
-        param = nn.Parameter(torch.ones(3, dtype=dtype))
-        optimizer = FusedAdamW([param], master_weights=True)
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
-        assert optimizer.state[param]["exp_avg"].dtype == dtype
+def test_wrapped_tensors_pass_through_unchanged() -> None:
+    state = {0: {"exp_avg": torch.ones(2), "note": "kept"}, "other": 7}
+    wrapped = wrap_tensors(FusedSGD([nn.Parameter(torch.ones(1))]), {"state": state, "param_groups": []})
+    assert not isinstance(wrapped["state"][0]["exp_avg"], Tensor)
+    assert isinstance(state[0]["exp_avg"], Tensor), "the given state_dict is not changed"  # type: ignore[index]
+    unwrapped = unwrap_tensors(wrapped["state"])
+    assert unwrapped[0]["exp_avg"] is state[0]["exp_avg"]  # type: ignore[index]
+    assert (unwrapped[0]["note"], unwrapped["other"], unwrapped["absent"]) == ("kept", 7, {})

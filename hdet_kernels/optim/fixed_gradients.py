@@ -1,0 +1,100 @@
+"""``gradients="fixed"``: permanent gradients in one flat buffer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops.chunks import MatchedGradients
+from hdet_kernels.optim.flat_group import FlatGroup
+from hdet_kernels.optim.spot_check import SpotCheck
+
+
+class FixedGradients:
+    """Permanent gradients of the parameters of one :class:`FlatGroup`.
+
+    Parameters keep the same ``grad`` tensor, and autograd adds into it. Checking every parameter in every step would
+    cost as much as fixed gradients save, so each step checks the next few trained and the next few frozen parameters. A
+    change of the whole model (moved, frozen, gradients replaced as by ``model.zero_grad()``) is noticed at once and
+    repaired. A change of a part of the model can be noticed some steps late, when it can no longer be repaired; it
+    raises an error.
+    """
+
+    def __init__(self, flat_group: FlatGroup) -> None:
+        self.flat_group = flat_group
+        self.flat = torch.zeros_like(flat_group.flat)
+        self.attach()
+
+    @torch.no_grad()
+    def attach(self) -> bool:
+        """Make views of the flat buffer the gradients of the parameters, keeping the values they have now.
+
+        Returns:
+            Whether a gradient had been replaced by another tensor.
+        """
+        replaced = False
+        trained: list[_Snapshot] = []
+        frozen: list[_Snapshot] = []
+        stepped: list[Tensor | None] = []
+        for index, tied in enumerate(self.flat_group.params):
+            view = self.flat_group.view(self.flat, index)
+            # Compared by address: our view may have been given other memory, and another tensor may use our memory.
+            grads = [param.grad for param in tied if param.grad is not None]
+            others = [grad for grad in grads if grad.is_sparse or grad.data_ptr() != view.data_ptr()]
+            if len(others) == len(grads):
+                view.zero_()
+            for other in others:
+                view.add_(other)
+            replaced |= bool(others)
+            for param in tied:
+                param.grad = view if param.requires_grad else None
+                (trained if param.requires_grad else frozen).append(_Snapshot(param))
+            stepped.append(view if any(param.requires_grad for param in tied) else None)
+        self._trained, self._frozen = SpotCheck(trained), SpotCheck(frozen)
+        self._gradients = replace(self.flat_group.chunks.match(stepped), permanent=True)
+        return replaced
+
+    def gradients(self) -> MatchedGradients:
+        """Return the gradients of the trained parameters."""
+        return self._gradients
+
+    def spot_check_fails(self) -> bool:
+        """Return whether one of the parameters checked this time has changed."""
+        return any(each.changed() for each in (*self._trained.next_items(), *self._frozen.next_items()))
+
+    def check_not_partial(self) -> None:
+        """Raise RuntimeError if some, but not all, of the trained parameters have changed.
+
+        A spot check may have found such a change late: steps since then may have used wrong gradients.
+        """
+        snapshots = [*self._trained.items, *self._frozen.items]
+        changed = [each for each in snapshots if each.changed()]
+        if not changed or all(each.changed() for each in self._trained.items or snapshots):
+            return
+        shapes = ", ".join(str(tuple(each.param.shape)) for each in changed[:3])
+        raise RuntimeError(
+            f'gradients="fixed", but {len(changed)} of {len(snapshots)} parameters (of shape {shapes}'
+            f"{', …' if len(changed) > 3 else ''}) were moved, frozen, unfrozen, or had their grad replaced since it "
+            "was fixed, and steps may have missed it. Call optimizer.attach_gradients() right after such a change, "
+            "clear gradients by optimizer.zero_grad(), or leave gradients= out"
+        )
+
+
+class _Snapshot:
+    """A parameter with its gradient and addresses at the time when its gradient was attached."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param, self.grad, self.trains = param, param.grad, param.requires_grad
+        self.address = param.data_ptr()
+        self.grad_address = 0 if self.grad is None else self.grad.data_ptr()
+
+    def changed(self) -> bool:
+        param, grad = self.param, self.grad
+        return (
+            param.grad is not grad
+            or param.requires_grad is not self.trains
+            or param.data_ptr() != self.address
+            or (grad is not None and grad.data_ptr() != self.grad_address)
+        )

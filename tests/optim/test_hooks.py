@@ -1,0 +1,73 @@
+"""Hooks of a step run once, whoever registered them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hdet_kernels.optim import FusedAdamW
+from tests.optim.cases import parameters, run
+
+
+def test_hooks_of_an_optimizer_run() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.register_state_dict_pre_hook(lambda *_: seen.append("save"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    run(optimizer, params, [0])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "after", "save", "loaded"]
+
+
+def test_global_hooks_run_and_the_profiler_sees_the_step() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params)
+    calls: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    try:
+        run(optimizer, params, range(1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["before", "after"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(optimizer, params, range(1, 2))
+    assert calls == ["before", "after"]
+    assert "Optimizer.step#FusedAdamW.step" in {event.key for event in profile.key_averages()}
+
+
+def test_an_overridden_step_runs_hooks_once() -> None:
+    class Counting(FusedAdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    params = parameters()
+    run(FusedAdamW(params), params, range(1))
+    optimizer = Counting(params)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    run(optimizer, params, range(1))
+    assert calls == ["before"]
+
+
+def test_a_step_wrapped_by_functools_runs_hooks_once() -> None:
+    class Wrapped(FusedAdamW):
+        @functools.wraps(FusedAdamW.step)
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().step(*args, **kwargs)
+
+    params = parameters()
+    optimizer = Wrapped(params)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    run(optimizer, params, range(2))
+    assert calls == ["before", "before"]

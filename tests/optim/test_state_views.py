@@ -1,0 +1,78 @@
+"""``optimizer.state``: views of the flat state, replaced and emptied entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hdet_kernels.optim import FusedAdamW, FusedSGD
+from hdet_kernels.optim.spot_check import ITEMS_PER_STEP
+from tests.ops.cases import BACKENDS
+from tests.optim.cases import assert_equal, choose_backends, many_parameters, parameters, run
+
+
+@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "torch-cpu", "cpp-cpu"))
+def test_state_is_made_of_views_of_flat_buffers(backend: tuple[str, str]) -> None:
+    where, device = backend
+    params = parameters(device=device)
+    optimizer = FusedAdamW(params, amsgrad=True, backend=where)
+    run(optimizer, params, [0])
+    flats = list(optimizer.state_flats().values())
+    assert len(flats) == 3
+    optimizer.state[params[0]]["exp_avg"].fill_(123.0)
+    assert (flats[0] == 123.0).sum() == params[0].numel()
+    assert optimizer.state[params[-1]]["exp_avg"].stride() == params[-1].stride()
+
+
+@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "torch-cpu", "cpp-cpu"))
+def test_emptied_state_starts_again(backend: tuple[str, str]) -> None:
+    where, device = backend
+    ours, fresh = parameters(device=device), parameters(device=device)
+    optimizer = FusedAdamW(ours, backend=where)
+    run(optimizer, ours, range(2))
+    optimizer.state.clear()
+    with torch.no_grad():
+        for mine, other in zip(ours, fresh, strict=True):
+            mine.copy_(other)
+    run(optimizer, ours, [5])
+    run(FusedAdamW(fresh, backend=where), fresh, [5])
+    assert_equal(ours, fresh)
+
+
+def test_a_state_given_before_the_first_step_is_used() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = FusedAdamW([first, second])
+    assert optimizer.state[second] == {}  # looked at, as torch's defaultdict allows
+    first.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.state[second] = {"step": torch.tensor(7.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}
+    second.grad = torch.ones(1)
+    optimizer.step()
+    assert optimizer.state[second]["step"].item() == 8.0
+    assert optimizer.state[first]["step"].item() == 2.0
+
+
+def test_a_replaced_entry_starts_again() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = FusedSGD([param], lr=1.0, momentum=0.5)
+    for _ in range(2):
+        param.grad = torch.ones(2)
+        optimizer.step()
+    optimizer.state[param] = {}
+    assert optimizer.state_dict()["state"] == {0: {}}
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.ones(2))
+    assert list(optimizer.state_dict()["state"][0]) == ["momentum_buffer"]
+
+
+def test_one_replaced_entry_among_many_is_noticed_within_a_round() -> None:
+    params = many_parameters(3 * ITEMS_PER_STEP)
+    optimizer = FusedSGD(params, lr=1.0, momentum=0.5)
+    run(optimizer, params, [0])
+    optimizer.state[params[-1]] = {"momentum_buffer": torch.full((4,), 100.0)}
+    run(optimizer, params, range(1, 4))
+    # Halved by each of the steps since it was noticed: at most three.
+    assert optimizer.state[params[-1]]["momentum_buffer"].abs().max() > 10
+    buffer = optimizer.state[params[-1]]["momentum_buffer"]
+    assert any(buffer.untyped_storage().data_ptr() == flat.data_ptr() for flat in optimizer.state_flats().values())
