@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.stack.graph import MOST_GRAPHS
+from hdet_kernels.stack.graph import MAX_GRAPHS
 from tests.training import loss_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
@@ -48,7 +48,7 @@ class Training:
         self.scheduler.step(losses)
 
     def recorded(self) -> int:
-        return 0 if self.stack._graphs is None else len(self.stack._graphs._recorded)
+        return 0 if self.stack._graphed is None else len(self.stack._graphed._recorded)
 
 
 def check_same(graphed: Training, eager: Training) -> None:
@@ -150,7 +150,7 @@ def test_what_cannot_be_computed_together_is_not_recorded() -> None:
 
     for step in range(5):
         stack.backward(loss_fn, *batch(step))
-    assert not stack._graphs._recorded  # type: ignore[union-attr]
+    assert not stack._graphed._recorded  # type: ignore[union-attr]
 
 
 def test_a_loss_that_waits_for_the_device_is_refused() -> None:
@@ -168,8 +168,8 @@ def test_a_loss_that_waits_for_the_device_is_refused() -> None:
 
 def test_no_more_than_a_few_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
     stack = hk.ReplicaStack(network(), REPLICAS, cuda_graphs=True)
-    for size in range(1, MOST_GRAPHS + 3):
+    for size in range(1, MAX_GRAPHS + 3):
         for step in range(3):
             stack.backward(loss_of, *batch(step, size=REPLICAS * 2 * size))
-    assert len(stack._graphs._recorded) == MOST_GRAPHS  # type: ignore[union-attr]
+    assert len(stack._graphed._recorded) == MAX_GRAPHS  # type: ignore[union-attr]
     assert sum("pad batches to a few shapes" in message for message in caplog.messages) == 1
