@@ -1,7 +1,11 @@
-"""The examples run as their docstrings say."""
+"""The examples run as their docstrings say.
+
+``make test`` runs a few steps in this process; ``make test-full`` runs the commands themselves.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,16 +14,53 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
+def run(command: list[str]) -> str:
+    """Run a command of the examples' docstrings, and return what it printed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_one_device(printed: str, folder: Path) -> None:
+    assert "held-out loss of the averaged model: " in printed
+    for name in ("losses.png", "learning_rates.png"):
+        assert (folder / name).stat().st_size > 10_000
+
+
+def test_one_device_for_a_few_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: no plots")
+    spec = importlib.util.spec_from_file_location("one_device", EXAMPLES / "one_device.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    arguments = ["--replicas", "2", "--steps", "6", "--out", str(tmp_path), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["one_device.py", *arguments])
+    example.main()
+    check_one_device(capsys.readouterr().out, tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 def test_one_device(gradients: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: no plots")
-    command = [sys.executable, str(ROOT / "examples" / "one_device.py"), "--replicas", "3", "--steps", "20"]
+    command = [sys.executable, str(EXAMPLES / "one_device.py"), "--replicas", "3", "--steps", "20"]
     command += ["--gradients", gradients, "--out", str(tmp_path), "--device", "cpu"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "held-out loss of the averaged model: " in done.stdout
-    for name in ("losses.png", "learning_rates.png"):
-        assert (tmp_path / name).stat().st_size > 10_000
+    check_one_device(run(command), tmp_path)
+
+
+@pytest.mark.full
+def test_torchrun_onecycle(tmp_path: Path) -> None:
+    """The second run finds the checkpoint of the first at its last step, and has nothing left to do."""
+    checkpoint = tmp_path / "run.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "torchrun_onecycle.py"), "--steps", "12", "--checkpoint", str(checkpoint)]
+    assert "step 12/12" in run(command)
+    assert checkpoint.stat().st_size > 0
+    assert "step" not in run(command)
