@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/torchrun_onecycle.py --steps 400 --checkpoint run.pt
 
-Interrupt it and start it again with the same arguments: it continues from the last checkpoint. The four differences to a
-script with plain OneCycleLR are marked (1) to (4).
+Interrupt it and start it again with the same arguments: it continues from the last checkpoint. The four differences
+from a script with plain OneCycleLR are marked (1) to (4).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -47,20 +48,17 @@ def test_one_device_for_a_few_steps(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("gradients", ["shared", "local"])
-def test_one_device(gradients: str, tmp_path: Path) -> None:
+def test_one_device_with_local_gradients(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: no plots")
     command = [sys.executable, str(EXAMPLES / "one_device.py"), "--replicas", "3", "--steps", "20"]
-    command += ["--gradients", gradients, "--out", str(tmp_path), "--device", "cpu"]
+    command += ["--gradients", "local", "--out", str(tmp_path), "--device", "cpu"]
     check_one_device(run(command), tmp_path)
 
 
 @pytest.mark.full
 def test_torchrun_onecycle(tmp_path: Path) -> None:
-    """The second run finds the checkpoint of the first at its last step, and has nothing left to do."""
     checkpoint = tmp_path / "run.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "torchrun_onecycle.py"), "--steps", "12", "--checkpoint", str(checkpoint)]
-    assert "step 12/12" in run(command)
-    assert checkpoint.stat().st_size > 0
-    assert "step" not in run(command)
+    command += [str(EXAMPLES / "torchrun_onecycle.py"), "--steps", "6", "--checkpoint", str(checkpoint)]
+    assert "step 6/6" in run(command)
+    assert torch.load(checkpoint, weights_only=True)["step"] == 6
