@@ -1,10 +1,11 @@
 """HDET on one device: eight stacked replicas of a byte-level transformer learn the standard library's source.
 
     python examples/one_device.py                       # a GPU if there is one, else the CPU
-    python examples/one_device.py --gradients local     # every replica its own gradient
+    python examples/one_device.py --gradients local     # one gradient per replica instead of a shared one
 
-The learning rate starts about ten times too low. At the end there are the held-out loss of the averaged model, a table
-of the syncs, and two plots: the losses, and what every replica trained with.
+The given learning rate is about ten times too low, and HDET raises it while training. At the end the script prints a
+table of the syncs and the held-out loss of the averaged model, and writes two plots: the losses, and the learning rate
+of every replica.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hdet_kernels.demo.tasks import Batch, TextTask, loss_of
 def train(
     replicas: int, steps: int, max_lr: float, gradients: str, device: torch.device
 ) -> tuple[float, list[hk.SyncRecord]]:
-    """The held-out loss of the averaged model, and what happened at every sync."""
+    """Train a stack; return the held-out loss of the averaged model, and a record of every sync."""
     task = TextTask()
     torch.manual_seed(0)
     stack = hk.ReplicaStack(task.model().to(device), replicas, gradients=gradients)
@@ -30,7 +31,7 @@ def train(
     def move(batch: Batch) -> Batch:
         return batch[0].to(device), batch[1].to(device)
 
-    # The probe: the loss of each replica on one batch that is the same for all.
+    # The probe: the loss of each replica on one batch, the same for all replicas.
     probe = move(task.probe(torch.Generator().manual_seed(12345)))
     scheduler = hk.HDETOneCycleLR(
         optimizer,
@@ -41,7 +42,7 @@ def train(
     )
     order = torch.Generator().manual_seed(0)
     for step in range(1, steps + 1):
-        # One batch for all: replica r trains on the r-th of `replicas` equal parts.
+        # One batch for the whole stack: replica r trains on the r-th of `replicas` equal parts.
         parts = [task.batch(order) for _ in range(replicas)]
         batch = move((torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])))
         losses = stack.backward(loss_of, batch)

@@ -1,9 +1,9 @@
-"""DistributedDataParallel with HDETOneCycleLR, checkpoints and resuming, on the demo's text.
+"""DistributedDataParallel with HDETOneCycleLR: train on the demo's text, save checkpoints, resume.
 
     torchrun --nproc-per-node 4 examples/torchrun_onecycle.py --steps 400 --checkpoint run.pt
 
-Interrupt it and start it again with the same arguments: it goes on from the last checkpoint. Against plain OneCycleLR
-four things are new, marked with (1) to (4).
+Interrupt it and start it again with the same arguments: it continues from the last checkpoint. The four differences
+from a script with plain OneCycleLR are marked (1) to (4).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hdet_kernels.demo.tasks import TextTask, loss_of
 
 
 def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int | None = None) -> float:
-    """Train as one rank of the default process group; returns this rank's last loss."""
+    """Train as one rank of the default process group, and return the last loss of this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     task = TextTask()
@@ -29,7 +29,7 @@ def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int | None = 
     model = task.model().to(device)
     replicated = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=max_lr)
-    # (1) the scheduler; (2) a probe: this replica's loss on a batch that is the same for all of them.
+    # (1) the scheduler; (2) a probe: this replica's loss on a batch that is the same for all replicas.
     inputs, targets = task.probe(torch.Generator().manual_seed(12345))
     same_for_all = inputs.to(device), targets.to(device)
     scheduler = hk.HDETOneCycleLR(
@@ -41,20 +41,20 @@ def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int | None = 
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        scheduler.load_state_dict(saved["scheduler"])  # every rank finds its own place in the spread
+        scheduler.load_state_dict(saved["scheduler"])  # one file serves all ranks; each gets its own learning rate
         first = saved["step"]
 
     loss = torch.tensor(float("nan"))
     for step in range(first, steps if stop_after is None else stop_after):
-        # A batch depends on step and rank alone, so that a resumed run sees what an uninterrupted one would.
+        # A batch depends on step and rank only, so that a resumed run trains on the same batches.
         inputs, targets = task.batch(torch.Generator().manual_seed(step * size + rank))
         loss = loss_of(replicated, (inputs.to(device), targets.to(device)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step(loss)  # (3) the loss goes to the scheduler
-        # (4) right after a sync all replicas are equal, and one file serves them all. Elsewhere in a cycle every rank
-        # would save a file of its own.
+        # (4) save right after a sync: all replicas are equal then, and one file serves them all. Between syncs every
+        # rank would have to save a file of its own.
         if (step + 1) % scheduler.sync_every == 0 and rank == 0:
             save(checkpoint, model, optimizer, scheduler, step + 1)
             print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  replica 0's lr {scheduler.get_last_lr()[0]:.2e}")
@@ -68,6 +68,7 @@ def save(
     scheduler: hk.HDETOneCycleLR,
     step: int,
 ) -> None:
+    """Write a checkpoint to ``path``. An interrupt leaves the previous one intact."""
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -76,7 +77,7 @@ def save(
     }
     unfinished = path.with_name(path.name + ".tmp")
     torch.save(state, unfinished)
-    os.replace(unfinished, path)  # an interrupt leaves the last whole checkpoint
+    os.replace(unfinished, path)
 
 
 def main() -> None:

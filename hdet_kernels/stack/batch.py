@@ -1,4 +1,4 @@
-"""A batch cut into one slice for each replica."""
+"""Cut a batch into one slice per replica."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from torch.utils import _pytree as pytree
 
 
 class Batch:
-    """What a loss function gets beside the model, in any nesting that ``torch.utils._pytree`` knows.
+    """The arguments of a loss function after the model, in any nesting that ``torch.utils._pytree`` knows.
 
-    Tensors [R·b, …] are cut into R slices [b, …], slice r for replica r. Tensors without dimensions and whatever is
-    not a tensor go to all. ``same``: everything goes to all.
+    Tensors of shape [R·b, …] are cut into R slices [b, …], slice r for replica r. Tensors without dimensions and
+    objects that are not tensors go to all replicas.
+
+    Args:
+        batch: the arguments.
+        replicas: R.
+        same: cut nothing, and give the whole batch to every replica.
+
+    Raises:
+        TypeError: a tensor or an object that holds tensors cannot be cut.
+        ValueError: the tensors differ in dimension 0, or it is not divisible by R.
     """
 
     def __init__(self, batch: tuple[Any, ...], replicas: int, same: bool) -> None:
@@ -28,18 +37,18 @@ class Batch:
         self._stacked = [tensor.unflatten(0, (replicas, tensor.shape[0] // replicas)) for tensor in tensors]
 
     def copy(self) -> Batch:
-        """The same in memory of its own."""
-        made = copy.copy(self)
-        made._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        made._stacked = [made._leaves[i].view_as(part) for i, part in zip(self._cut, self._stacked, strict=True)]
-        return made
+        """Return a copy whose tensors have memory of their own."""
+        copied = copy.copy(self)
+        copied._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        copied._stacked = [copied._leaves[i].view_as(part) for i, part in zip(self._cut, self._stacked, strict=True)]
+        return copied
 
-    def rows(self, rows: slice | int) -> list[Tensor]:
-        """The slices of some replicas, [k, b, …], or of one, [b, …]."""
+    def slices(self, rows: slice | int) -> list[Tensor]:
+        """Return the slices of the replicas in ``rows``, [k, b, …], or of a single one, [b, …]."""
         return [tensor[rows] for tensor in self._stacked]
 
     def with_slices(self, slices: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The batch as one replica sees it."""
+        """Return the arguments for one replica, with ``slices`` in the places of the tensors that are cut."""
         leaves = list(self._leaves)
         for index, part in zip(self._cut, slices, strict=True):
             leaves[index] = part
@@ -48,6 +57,7 @@ class Batch:
 
 
 def _is_cut(leaf: Any) -> bool:
+    """Return whether ``leaf`` is cut into slices; raise TypeError if it should be and cannot."""
     if isinstance(leaf, Tensor):
         if leaf.is_nested or leaf.layout is not torch.strided:
             raise TypeError(
@@ -60,7 +70,7 @@ def _is_cut(leaf: Any) -> bool:
             f"a batch holds a numpy array of shape {leaf.shape}; only tensors are cut into slices: pass "
             "torch.as_tensor(array), or same_batch=True if it goes to all replicas"
         )
-    if not isinstance(leaf, torch.nn.Module) and any(isinstance(v, Tensor) and v.dim() for v in _inside(leaf)):
+    if not isinstance(leaf, torch.nn.Module) and any(isinstance(v, Tensor) and v.dim() for v in _values(leaf)):
         raise TypeError(
             f"a batch holds a {type(leaf).__name__} with tensors in it, which cannot be cut into slices there: pass a "
             "dict or a tuple of them, register the class with torch.utils._pytree, or pass same_batch=True if it goes "
@@ -69,8 +79,8 @@ def _is_cut(leaf: Any) -> bool:
     return False
 
 
-def _inside(leaf: Any) -> Iterator[Any]:
-    """What an object that is not known as a container holds at its surface."""
+def _values(leaf: Any) -> Iterator[Any]:
+    """Yield the values or attributes of an object that ``torch.utils._pytree`` does not know as a container."""
     if isinstance(leaf, Mapping):
         yield from leaf.values()
     elif dataclasses.is_dataclass(leaf):
@@ -83,12 +93,12 @@ def _check_sizes(tensors: Sequence[Tensor], replicas: int) -> None:
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
     if len({tensor.shape[0] for tensor in tensors}) > 1:
         raise ValueError(
-            f"the tensors of a batch must agree in dimension 0, along which the replicas share them; got shapes "
+            f"the tensors of a batch must agree in dimension 0, along which they are cut into slices; got shapes "
             f"{shapes}: let loss_fn close over tensors that are not batched, or pass same_batch=True"
         )
     if tensors and tensors[0].shape[0] % replicas:
         raise ValueError(
-            f"{replicas} replicas share a batch in equal parts, and {tensors[0].shape[0]} is not divisible by "
-            f"{replicas} (shapes {shapes}): take a batch size that is, with drop_last=True in the DataLoader, or pass "
-            "same_batch=True to give all of it to every replica"
+            f"{replicas} replicas get equal parts of a batch, but its size {tensors[0].shape[0]} is not divisible by "
+            f"{replicas} (shapes {shapes}): use a batch size that is, with drop_last=True in the DataLoader, or pass "
+            "same_batch=True to give the whole batch to every replica"
         )

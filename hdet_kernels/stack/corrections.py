@@ -1,7 +1,8 @@
-"""What ``torch.func.vmap`` would get wrong, put right: functions of torch that compute something else under it.
+"""Corrections for torch functions that compute something else under ``torch.func.vmap``.
 
-vmap takes most functions apart before autocast sees them, so that autocast's choice of a precision for the whole is
-lost: losses come out in bf16, layers with a bias in fp32. And it forgets ``padding_idx`` of embeddings with rows.
+vmap decomposes most functions before autocast sees them. Autocast's choice of a precision for the whole function is
+then lost: losses come out in bf16, layers with a bias in fp32. And vmap ignores ``padding_idx`` of an embedding whose
+weight has rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-#: What autocast computes in the lower precision, of what vmap takes apart.
+# Functions that autocast computes in the lower precision and vmap decomposes.
 _LOWER = {
     F.linear,
     F.conv1d,
@@ -34,7 +35,7 @@ _LOWER = {
     Tensor.baddbmm,
 }
 
-#: What it computes in fp32: everywhere, and on accelerators alone.
+# Functions that autocast computes in fp32: on every device, and on accelerators only.
 _FULL = {
     F.binary_cross_entropy_with_logits,
     F.cosine_embedding_loss,
@@ -67,12 +68,16 @@ _FULL_ON_ACCELERATORS = {
     torch.softmax,
 }
 
-#: What gives its result in the precision of its input, though its weights have another.
+# Functions that return the dtype of their input although their weights have another one.
 _AS_INPUT = {F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm}
 
 
-class Corrected(TorchFunctionMode):
-    """While it is entered, inside of vmap, functions compute what they do without vmap."""
+class VmapCorrections(TorchFunctionMode):
+    """A mode in which functions under vmap compute what they compute without it.
+
+    Args:
+        device: the device of the replicas, whose autocast rules apply.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -112,18 +117,21 @@ def _native_embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *a
 
 
 def _padded(found: Tensor, indices: Tensor, padding: int) -> Tensor:
-    """``found`` [*indices, d] with no gradient where an index is ``padding``."""
+    """Return ``found`` of shape [*indices, d] without a gradient where an index is ``padding``."""
     return torch.where((indices == padding)[..., None], found.detach(), found)
 
 
 @contextlib.contextmanager
-def no_hooks() -> Iterator[None]:
-    """Refuse activation checkpointing (of the kind that uses hooks) right away under vmap: it would compute forward
-    again in the backward pass, when the replicas' tensors are no longer in the module. Hooks of the caller's stay."""
+def refuse_checkpointing() -> Iterator[None]:
+    """Make non-reentrant activation checkpointing raise inside the block.
+
+    It would compute forward again in the backward pass, when the replicas' tensors are no longer in the module. Saved
+    tensor hooks of the caller stay in force.
+    """
     try:
-        refused = disable_saved_tensors_hooks("torch.utils.checkpoint computes forward again, outside of vmap")
+        refused = disable_saved_tensors_hooks("torch.utils.checkpoint would compute forward again outside of vmap")
         refused.__enter__()
-    except RuntimeError:  # there are hooks already
+    except RuntimeError:  # the caller has hooks already
         yield
         return
     try:

@@ -1,12 +1,14 @@
-"""The gradients of a stack, from where autograd leaves them to ``grad`` of the stacked parameters.
+"""Move gradients from autograd to ``grad`` of the stacked parameters.
 
-They are collected first and added to ``grad`` at the end, when nothing can fail any more.
+:func:`hand_over` passes the gradient of a row to a collector as soon as autograd has it. The collector adds all of
+them to ``grad`` at the end, when nothing can fail any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,33 +21,34 @@ from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.tensors import flat_view, travel_dtype
 
 
-class Collector(Protocol):
-    """Takes gradients of some rows of the parameters at a time, one parameter after the other.
+class GradientCollector(Protocol):
+    """Collects the gradients of one loss, and then adds them to ``grad`` of the parameters.
 
-    keeps: whether it keeps what it takes, which then must be nobody else's.
-    collected: what it has, for each parameter.
+    Attributes:
+        keeps_tensors: whether it keeps the tensors it is given, which then must not share memory with others.
+        collected: the gradients so far, one entry per parameter; None without a gradient.
     """
 
-    keeps: bool
+    keeps_tensors: bool
     collected: list[Tensor | None]
 
     def begin(self, passes: int) -> None:
-        """Forget what was collected; ``passes`` times will there be gradients of some of the rows."""
+        """Forget what was collected; gradients will come in ``passes`` passes, each for some of the rows."""
 
     def take(self, index: int, rows: slice, gradient: Tensor) -> None:
-        """[k, *shape], of these rows of parameter ``index``."""
+        """Take the gradient [k, *shape] of ``rows`` of parameter ``index``."""
 
     def commit(self) -> None:
-        """Add what was collected to ``grad`` of the parameters; what had no gradient is left alone."""
+        """Add what was collected to ``grad`` of the parameters; leave parameters without a gradient alone."""
 
-    def let_go(self, collected: Sequence[Tensor | None]) -> None:
-        """Copy the ``grad`` of parameters that is in the memory of ``collected``, which is about to be written."""
+    def unalias(self, collected: Sequence[Tensor | None]) -> None:
+        """Copy each ``grad`` that lies in the memory of ``collected``, which is about to be overwritten."""
 
 
 class LocalGradients:
-    """Every replica has its own: ``grad`` is [R, *shape]."""
+    """One gradient for each replica: ``grad`` is [R, *shape]."""
 
-    keeps = True
+    keeps_tensors = True
 
     def __init__(self, params: Sequence[StackedParameter]) -> None:
         self._params = params
@@ -70,20 +73,20 @@ class LocalGradients:
                 param.grad = kept if param.grad is None else param.grad.add_(kept)
         self.collected = []
 
-    def let_go(self, collected: Sequence[Tensor | None]) -> None:
+    def unalias(self, collected: Sequence[Tensor | None]) -> None:
         for param, kept in zip(self._params, collected, strict=True):
             if param.grad is not None and kept is not None and param.grad.data_ptr() == kept.data_ptr():
                 param.grad = param.grad.clone()
 
 
 class SharedGradients:
-    """One for all replicas of all processes, their mean: ``grad`` is an expanded view [R, *shape] of it.
+    """One gradient for all replicas of all processes, their mean: ``grad`` is an expanded view [R, *shape] of it.
 
-    A parameter that has a gradient in one process has one in all. As long as ``syncs`` is False, gradients stay those
-    of this process; they are averaged with the next ones.
+    A parameter that has a gradient in one process gets one in all. While ``syncs`` is False, gradients stay those of
+    this process; the first commit with ``syncs`` averages them together with its own.
     """
 
-    keeps = False
+    keeps_tensors = False
     syncs = True
 
     def __init__(self, params: Sequence[StackedParameter], among: Ensemble) -> None:
@@ -91,8 +94,8 @@ class SharedGradients:
         self._strides = [row_strides(param[0]) for param in params]
         self._courier = Courier(among, BUCKET_BYTES, None) if among.processes > 1 else None
         self._flags: dict[tuple[bool, ...], Tensor] = {}
-        #: Whether ``grad`` has something that was not averaged over the processes.
-        self._owes = False
+        # Whether ``grad`` holds gradients that have not been averaged over the processes.
+        self._unsynced = False
         self.collected: list[Tensor | None] = []
 
     def begin(self, passes: int) -> None:
@@ -101,7 +104,7 @@ class SharedGradients:
 
     def take(self, index: int, rows: slice, gradient: Tensor) -> None:
         param, kept = self._params[index], self.collected[index]
-        # A sum of several parts would be rounded at each of them.
+        # In the parameter's own half precision, a sum over several passes would be rounded after each of them.
         dtype = param.dtype if self._passes == 1 else travel_dtype(param.dtype)
         mean, share = _mean(gradient, dtype), len(gradient) / len(param)
         if kept is None:
@@ -116,13 +119,13 @@ class SharedGradients:
         ]
         self.collected = []
         if self._courier is not None and self.syncs:
-            owed = [param.grad[0] if self._owes and param.grad is not None else None for param in self._params]
-            means = [_sum(mean, more) for mean, more in zip(means, owed, strict=True)]
+            unsynced = [param.grad[0] if self._unsynced and param.grad is not None else None for param in self._params]
+            means = [_sum(mean, more) for mean, more in zip(means, unsynced, strict=True)]
             means = self._over_processes(self._courier, means)
-            for param, more in zip(self._params, owed, strict=True):
-                if more is not None:  # not before all have arrived: it is part of their mean now
+            for param, more in zip(self._params, unsynced, strict=True):
+                if more is not None:  # it is part of the mean now; kept until the all-reduce has succeeded
                     param.grad = None
-        self._owes = not self.syncs
+        self._unsynced = not self.syncs
         for param, mean in zip(self._params, means, strict=True):
             if mean is None:
                 continue
@@ -130,10 +133,10 @@ class SharedGradients:
                 param.grad = mean.expand_as(param)
             elif param.grad.stride(0) == 0:
                 param.grad[0].add_(mean)
-            else:  # someone gave the rows gradients of their own
+            else:  # the user gave the rows gradients of their own
                 param.grad.add_(mean)
 
-    def let_go(self, collected: Sequence[Tensor | None]) -> None:
+    def unalias(self, collected: Sequence[Tensor | None]) -> None:
         for param, kept in zip(self._params, collected, strict=True):
             if param.grad is not None and kept is not None and param.grad.data_ptr() == kept.data_ptr():
                 param.grad = param.grad[0].clone().expand_as(param)
@@ -143,8 +146,11 @@ class SharedGradients:
         return torch.empty_strided(param.shape[1:], self._strides[index], dtype=dtype, device=param.device)
 
     def _over_processes(self, courier: Courier, means: list[Tensor | None]) -> list[Tensor | None]:
-        """All parameters travel, so that the processes agree on what does, and a flag for each that has a gradient. A
-        process reads the flags only if it lacks some: that waits for the device."""
+        """Average the gradients over the processes.
+
+        All parameters take part, so that the processes agree on what is reduced, with one flag per parameter for those
+        that have a gradient. A process reads the flags only if it lacks gradients: reading waits for the device.
+        """
         present = tuple(mean is not None for mean in means)
         if present not in self._flags:
             self._flags[present] = torch.tensor(present, dtype=torch.float32, device=self._params[0].device)
@@ -160,26 +166,81 @@ class SharedGradients:
 
 
 def _sum(mean: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """In the memory of ``mean``, or in new one."""
+    """Return the sum of what is not None, in the memory of ``mean`` or in new memory."""
     if mean is None:
         return None if more is None else more.clone()
     return mean if more is None else mean.add_(more)
 
 
 def _mean(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over dimension 0, in the order of memory of the gradient: those of matrices are transposed, and to
-    reduce them into another order took 7 times as long (8 rows of 512 × 128 on a CPU)."""
+    """Return the mean over dimension 0, in the gradient's own memory order.
+
+    Gradients of matrices come transposed. Reducing them into another order took 7 times as long (8 rows of 512 × 128
+    on a CPU).
+    """
     order = sorted(range(1, gradient.dim()), key=gradient.stride, reverse=True)
     mean = gradient.permute(0, *order).mean(0, dtype=dtype)
     return mean.permute([order.index(dim) for dim in range(1, gradient.dim())])
 
 
 def row_strides(row: Tensor) -> tuple[int, ...]:
-    """How ``row`` would lie in memory without gaps, in its order of dimensions."""
+    """Return the strides of ``row`` laid out without gaps, in its own order of dimensions."""
     return torch.empty_like(row, device="meta").stride()
 
 
 def empty_rows(row: Tensor, count: int) -> Tensor:
-    """[count, *shape] for rows like ``row``, each of them without gaps in its order of dimensions."""
+    """Return an empty tensor [count, *shape] for rows like ``row``, each without gaps in its order of dimensions."""
     strides = (max(row.numel(), 1), *row_strides(row))
     return torch.empty_strided((count, *row.shape), strides, dtype=row.dtype, device=row.device)
+
+
+def hand_over(leaf: Tensor, collector: GradientCollector, index: int, rows: slice, single: bool) -> Tensor:
+    """Return a tensor for the forward pass whose gradient goes to ``collector`` as soon as autograd has it.
+
+    The gradients of all parameters then never exist at the same time, unless the collector keeps them.
+
+    Args:
+        leaf: rows of a parameter, [k, *shape], or the row of a single replica, [*shape].
+        collector: takes the gradient.
+        index: the number of the parameter.
+        rows: the replicas that ``leaf`` belongs to.
+        single: whether ``leaf`` is the row of a single replica.
+    """
+    take = functools.partial(_take, functools.partial(collector.take, index, rows), single)
+    leaf = leaf.requires_grad_()
+    if collector.keeps_tensors:
+        leaf.register_post_accumulate_grad_hook(functools.partial(_take_grad, take))
+        return leaf
+    handed_over: Tensor = _HandOver.apply(leaf, take)
+    return handed_over
+
+
+class _HandOver(torch.autograd.Function):
+    """An identity whose gradient goes to ``take`` only.
+
+    Autograd would copy the gradient to give it the layout of the leaf: under vmap, gradients of matrices come
+    transposed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        if gradient is not None:
+            ctx.take(gradient)
+        return None, None
+
+
+def _take_grad(take: Callable[[Tensor], None], leaf: Tensor) -> None:
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is not None:
+        take(gradient)
+
+
+def _take(take: Callable[[Tensor], None], single: bool, gradient: Tensor) -> None:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    take(dense[None] if single else dense)

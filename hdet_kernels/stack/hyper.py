@@ -1,4 +1,4 @@
-"""Explored scalars of a stack that act in the loss: dropout rates, label smoothing, temperatures."""
+"""Hyperparameters of a stack that act in the loss, such as dropout rates, label smoothing and temperatures."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ log = logging.getLogger("hdet_kernels")
 
 
 class StackHyper(Mapping[str, Tensor]):
-    """name → a value for each of the R replicas.
+    """A mapping from the name of a hyperparameter to its values, one for each of the R replicas.
 
-    Written as one number for all, or as R of them. Read as the tensor [R] (float32, on the stack's device); inside of a
-    loss function as the value of the replica whose loss it is, a tensor without dimensions.
+    Assign one number for all replicas, or R numbers. Reading gives the tensor [R] (float32, on the stack's device).
+    Inside a loss function it gives the value of the replica whose loss is computed, a tensor without dimensions.
     """
 
     def __init__(self, replicas: int, device: torch.device) -> None:
         self._replicas, self._device = replicas, device
         self._values: dict[str, Tensor] = {}
-        self._seen: dict[str, Tensor] | None = None
-        #: What losses have read, and whether there was one at all.
+        # The values of one replica while its loss is computed, else None.
+        self._current: dict[str, Tensor] | None = None
+        # The names that losses have read, and whether any loss has been computed: to warn about misspelt names.
         self._read: set[str] = set()
         self._any_loss = False
 
     def __getitem__(self, name: str) -> Tensor:
-        values = self._values if self._seen is None else self._seen
+        values = self._values if self._current is None else self._current
         if name not in values:
             raise KeyError(f"{name!r} is not a hyperparameter of this stack; it has {sorted(values) or 'none'}")
-        if self._seen is not None:
+        if self._current is not None:
             self._read.add(name)
         return values[name]
 
@@ -42,9 +43,14 @@ class StackHyper(Mapping[str, Tensor]):
         self.set(name, values)
 
     def set(self, name: str, values: ArrayLike | Tensor) -> None:
-        """Give the replicas their values, without waiting for the device."""
-        if self._seen is not None:
-            raise RuntimeError(f"hyper[{name!r}] was set inside of a loss function; set it before the loss is computed")
+        """Set the values of hyperparameter ``name``, without waiting for the device.
+
+        Args:
+            name: any name; the loss function reads it as ``stack.hyper[name]``.
+            values: one number, or R numbers.
+        """
+        if self._current is not None:
+            raise RuntimeError(f"hyper[{name!r}] was set inside a loss function; set it before the loss is computed")
         given = self._numbers(name, values)
         if tuple(given.shape) not in ((), (self._replicas,)):
             raise ValueError(
@@ -54,14 +60,14 @@ class StackHyper(Mapping[str, Tensor]):
         if name not in self._values:
             self._values[name] = torch.empty(self._replicas, device=self._device)
         elif self._any_loss and name not in self._read:
-            self._read.add(name)  # said once
-            log.warning("hyper[%r] was given other values, but no loss has read it so far: is the name right?", name)
+            self._read.add(name)  # warn once
+            log.warning("hyper[%r] was given new values, but no loss has read it so far: check the name", name)
         self._values[name].copy_(given, non_blocking=True)
 
     def _numbers(self, name: str, values: Any) -> Tensor:
         if isinstance(values, Tensor) and values.device.type != "cpu":
             return values.detach()
-        try:  # copied, since the caller may write to its own memory before the device has read it
+        try:  # a copy, since the caller may change its own memory before the device has read it
             if isinstance(values, Tensor):
                 numbers = values.detach().to(torch.float32, copy=True)
             else:
@@ -76,19 +82,19 @@ class StackHyper(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def rows(self, rows: slice) -> list[Tensor]:
-        """The values of some replicas, in the order of the names."""
+    def slices(self, rows: slice) -> list[Tensor]:
+        """Return the values of the replicas in ``rows``, one tensor per name, in the order of the names."""
         return [values[rows] for values in self._values.values()]
 
     @contextlib.contextmanager
-    def seen_as(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Read as ``values``, those of one replica, for a while."""
+    def reading(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Make reads inside the block give ``values``, those of one replica, in the order of the names."""
         self._any_loss = True
-        before, self._seen = self._seen, dict(zip(self._values, values, strict=True))
+        before, self._current = self._current, dict(zip(self._values, values, strict=True))
         try:
             yield
         finally:
-            self._seen = before
+            self._current = before
 
     def __repr__(self) -> str:
         return f"StackHyper({', '.join(self._values)})"

@@ -1,4 +1,4 @@
-"""The parameter of several replicas: what optimizers and stacks both know of it."""
+"""The parameter of several replicas. Stacks create it and optimizers recognise it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from torch import Tensor
 
 
 class StackedParameter(torch.nn.Parameter):
-    """One parameter of R replicas, [R, *shape]; row r belongs to replica r. The rows may lie at any distance from each
-    other in memory.
+    """A parameter of R replicas, of shape [R, *shape].
 
-    shares_gradient: ``grad`` holds one gradient for all rows, an expanded view of [*shape] whose stride in dimension 0
-    is 0; otherwise one for each row.
+    Row r belongs to replica r. The rows may lie at any distance from each other in memory.
+
+    Attributes:
+        shares_gradient: whether ``grad`` holds one gradient for all rows, as an expanded view of [*shape] with stride 0
+            in dimension 0. Otherwise it holds one gradient for each row.
     """
 
     shares_gradient: bool
@@ -21,9 +23,9 @@ class StackedParameter(torch.nn.Parameter):
     def __new__(cls, data: Tensor, shares_gradient: bool = True, requires_grad: bool = True) -> StackedParameter:
         if data.dim() == 0:
             raise ValueError("a stacked parameter has shape [R, *shape], got a tensor without dimensions")
-        made: StackedParameter = super().__new__(cls, data, requires_grad)
-        made.shares_gradient = shares_gradient
-        return made
+        created: StackedParameter = super().__new__(cls, data, requires_grad)
+        created.shares_gradient = shares_gradient
+        return created
 
     @property
     def replicas(self) -> int:

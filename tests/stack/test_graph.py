@@ -1,4 +1,4 @@
-"""Passes of a stack that are recorded as CUDA graphs, against the same without."""
+"""Passes recorded as CUDA graphs equal those that are not recorded, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.stack.graph import MOST_GRAPHS
+from hdet_kernels.stack.graph import MAX_GRAPHS
 from tests.training import loss_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU"),
+]
 
 REPLICAS = 3
 
@@ -48,7 +51,7 @@ class Training:
         self.scheduler.step(losses)
 
     def recorded(self) -> int:
-        return 0 if self.stack._graphs is None else len(self.stack._graphs._recorded)
+        return 0 if self.stack._graphed is None else len(self.stack._graphed._recorded)
 
 
 def check_same(graphed: Training, eager: Training) -> None:
@@ -62,7 +65,7 @@ def check_same(graphed: Training, eager: Training) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gradients", ["shared", "local"])
-def test_a_recorded_run_is_the_other_one_to_the_bit(gradients: str, autocast: bool) -> None:
+def test_a_recorded_run_equals_an_eager_one_bit_for_bit(gradients: str, autocast: bool) -> None:
     runs = [Training(cuda_graphs, gradients) for cuda_graphs in (True, False)]
     for step in range(10):
         for run in runs:
@@ -71,7 +74,7 @@ def test_a_recorded_run_is_the_other_one_to_the_bit(gradients: str, autocast: bo
     check_same(*runs)
 
 
-def test_other_shapes_are_other_passes() -> None:
+def test_each_shape_is_recorded_by_itself() -> None:
     runs = [Training(cuda_graphs) for cuda_graphs in (True, False)]
     for step in range(12):
         for run in runs:
@@ -81,7 +84,7 @@ def test_other_shapes_are_other_passes() -> None:
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
-def test_gradients_add_up(gradients: str) -> None:
+def test_gradients_accumulate(gradients: str) -> None:
     runs = [Training(cuda_graphs, gradients) for cuda_graphs in (True, False)]
     for step in range(6):
         for run in runs:
@@ -94,7 +97,7 @@ def test_parameters_that_move_are_recorded_again() -> None:
     stack = hk.ReplicaStack(network(), REPLICAS, cuda_graphs=True)
     for step in range(4):
         stack.backward(loss_of, *batch(step))
-    optimizer = hk.FusedAdamW(stack.parameters())  # into buffers of its own
+    optimizer = hk.FusedAdamW(stack.parameters())  # moves the parameters into its own buffers
     stack.zero_grad()
     for step in range(4):
         stack.backward(loss_of, *batch(step))
@@ -104,15 +107,15 @@ def test_parameters_that_move_are_recorded_again() -> None:
     assert torch.equal(found, stack.losses(loss_of, *batch(4)))
 
 
-def test_every_replay_draws_other_random_numbers() -> None:
+def test_every_replay_draws_new_random_numbers() -> None:
     stack = hk.ReplicaStack(network(0.5), REPLICAS, cuda_graphs=True)
     x, y = batch(0)
     losses = [stack.backward(loss_of, x, y, same_batch=True) for _ in range(6)]
     values = torch.stack(losses).flatten().tolist()
-    assert len(set(values)) == len(values), "of replicas, and of passes"
+    assert len(set(values)) == len(values), "different in every replica and every pass"
 
 
-def test_what_is_returned_stays() -> None:
+def test_returned_losses_are_not_overwritten() -> None:
     stack = hk.ReplicaStack(network(), REPLICAS, cuda_graphs=True)
     found = [stack.backward(loss_of, *batch(step)) for step in range(6)]
     assert len({tuple(losses.tolist()) for losses in found}) == 6
@@ -133,7 +136,7 @@ def test_explored_scalars_change_between_replays() -> None:
         assert torch.equal(found, expected), step
 
 
-def test_modes_are_other_passes() -> None:
+def test_training_and_evaluation_mode_are_recorded_separately() -> None:
     stack = hk.ReplicaStack(network(0.5), REPLICAS, cuda_graphs=True)
     for _ in range(4):
         stack.backward(loss_of, *batch(0))
@@ -141,7 +144,7 @@ def test_modes_are_other_passes() -> None:
     assert torch.equal(stack.backward(loss_of, *batch(0)), stack.losses(loss_of, *batch(0)))
 
 
-def test_what_cannot_be_computed_together_is_not_recorded() -> None:
+def test_losses_computed_one_by_one_are_not_recorded() -> None:
     stack = hk.ReplicaStack(network(), REPLICAS, cuda_graphs=True)
 
     def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -150,7 +153,7 @@ def test_what_cannot_be_computed_together_is_not_recorded() -> None:
 
     for step in range(5):
         stack.backward(loss_fn, *batch(step))
-    assert not stack._graphs._recorded  # type: ignore[union-attr]
+    assert not stack._graphed._recorded  # type: ignore[union-attr]
 
 
 def test_a_loss_that_waits_for_the_device_is_refused() -> None:
@@ -166,10 +169,10 @@ def test_a_loss_that_waits_for_the_device_is_refused() -> None:
         stack.backward(loss_fn, *batch(2))
 
 
-def test_no_more_than_a_few_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_number_of_recorded_passes_is_limited(caplog: pytest.LogCaptureFixture) -> None:
     stack = hk.ReplicaStack(network(), REPLICAS, cuda_graphs=True)
-    for size in range(1, MOST_GRAPHS + 3):
+    for size in range(1, MAX_GRAPHS + 3):
         for step in range(3):
             stack.backward(loss_of, *batch(step, size=REPLICAS * 2 * size))
-    assert len(stack._graphs._recorded) == MOST_GRAPHS  # type: ignore[union-attr]
+    assert len(stack._graphed._recorded) == MAX_GRAPHS  # type: ignore[union-attr]
     assert sum("pad batches to a few shapes" in message for message in caplog.messages) == 1

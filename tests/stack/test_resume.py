@@ -1,0 +1,167 @@
+"""Checkpoints of a run with a stack: a resumed run equals the uninterrupted one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR
+
+import hdet_kernels as hk
+from tests.stack.trainer import DECAY, SHORT, StackTrainer, learning_rates, probed_trainer, two_groups
+from tests.training import same
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gradients", "at"),
+    [
+        (hk.FusedAdamW, "shared", 10),
+        (hk.FusedSGD, "local", 8),
+        *(
+            pytest.param(optimizer, gradients, at, marks=pytest.mark.full)
+            for optimizer, gradients, at in (
+                (hk.FusedAdamW, "shared", 8),
+                (hk.FusedAdamW, "local", 8),
+                (hk.FusedAdamW, "local", 10),
+                (hk.FusedSGD, "shared", 8),
+                (hk.FusedSGD, "local", 10),
+                (hk.FusedAdam, "shared", 10),
+                (hk.FusedAdam, "local", 8),
+            )
+        ),
+    ],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(optimizer: Any, gradients: str, at: int) -> None:
+    def build() -> StackTrainer:
+        return StackTrainer(
+            gradients=gradients,
+            make_optimizer=optimizer,
+            batch_norm=True,
+            total_steps=40,
+            sync_every=4,
+            explore=[hk.Explore("shift", base=0.5)],
+        )
+
+    whole = build().train(20)
+    saved = build().train(at).save()
+    resumed = build().load(saved).train(20 - at)
+    assert torch.equal(resumed.parameters(), whole.parameters())
+    assert all(map(torch.equal, resumed.stack.buffers(), whole.stack.buffers()))
+    assert same(*([r.to_dict() | {"seconds": 0} for r in each.scheduler.history] for each in (resumed, whole)))
+    assert torch.equal(resumed.stack.hyper["shift"], whole.stack.hyper["shift"])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "gradients"),
+    [
+        (2, "shared"),
+        (6, "local"),
+        *(pytest.param(replicas, "shared", marks=pytest.mark.full) for replicas in (1, 6)),
+        *(pytest.param(replicas, "local", marks=pytest.mark.full) for replicas in (1, 2)),
+    ],
+)
+def test_another_number_of_replicas_can_resume_at_a_sync(replicas: int, gradients: str) -> None:
+    trainer = StackTrainer(gradients=gradients).train(8)
+    scheduler, optimizer = copy.deepcopy(trainer.scheduler.state_dict()), copy.deepcopy(trainer.optimizer.state_dict())
+    other = StackTrainer(replicas=replicas, gradients=gradients)
+    other.stack.load_state_dict(trainer.stack.module().state_dict())
+    other.optimizer.load_state_dict(optimizer)
+    other.scheduler.load_state_dict(scheduler)
+    for param, old in zip(other.stack.parameters(), trainer.stack.parameters(), strict=True):
+        here, there = other.optimizer.state[param], trainer.optimizer.state[old]
+        moment, before = here["exp_avg"].expand_as(param), there["exp_avg"].expand_as(old)
+        assert torch.equal(moment, before[:1].expand_as(param)), "averaged at the sync, and so the same in all replicas"
+        assert (here["step"] == 8).all()
+    other.train(4)
+    assert [len(record.losses) for record in other.scheduler.history] == [4, 4, replicas]
+
+
+def test_another_number_of_replicas_cannot_resume_within_a_cycle() -> None:
+    state = StackTrainer().train(6).scheduler.state_dict()
+    with pytest.raises(ValueError, match="has 4 replicas, 4 in a process, and was saved 2 steps into a cycle"):
+        StackTrainer(replicas=2).scheduler.load_state_dict(state)
+
+
+MOVED: dict[str, Any] = {"total_steps": 80, "sync_every": 2, "max_lr": 1e-4}
+
+
+def constant(optimizer: Any, **options: Any) -> hk.HDETScheduler:
+    return hk.HDETScheduler(ConstantLR(optimizer, 1.0, 0), total_steps=80, sync_every=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (MOVED, (8, 26)),
+        pytest.param(MOVED, (1, 3, 4, 7, 11, 18), marks=pytest.mark.full),
+        pytest.param({"make_scheduler": constant}, (1, 4, 7, 11, 18, 26), marks=pytest.mark.full),
+    ],
+    ids=["onecycle", "onecycle-more-steps", "constant"],
+)
+def test_resumes_exactly_while_the_controller_moves_the_learning_rate(
+    options: dict[str, Any], steps: tuple[int, ...]
+) -> None:
+    """Before and at the first sync, between and at later ones, and after the last at which it is moved."""
+    straight, saved = StackTrainer(**options), {}
+    for at in steps:
+        saved[at] = straight.train(at - straight.scheduler.last_epoch).save()
+    straight.train(40 - straight.scheduler.last_epoch)
+    assert all(straight.scheduler.cycle.spread.control["q"]), "the controller has seen slopes"
+    for at, file in saved.items():
+        resumed = StackTrainer(**options).load(file).train(40 - at)
+        assert torch.equal(resumed.parameters(), straight.parameters()), at
+        assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control, at
+        bases = [[record.base for record in trainer.scheduler.history] for trainer in (resumed, straight)]
+        assert bases[0] == bases[1], at
+
+
+def check_resumes(steps: tuple[int, ...], end: int, **options: Any) -> list[StackTrainer]:
+    """Check that runs resumed at each of ``steps`` equal the uninterrupted one at step ``end``, and return them."""
+    straight, saved = probed_trainer(**options), {}
+    for at in steps:
+        saved[at] = straight.train(at - straight.scheduler.last_epoch).save()
+    straight.train(end - straight.scheduler.last_epoch)
+    runs = []
+    for at, file in saved.items():
+        resumed = probed_trainer(**options).load(file).train(end - at)
+        assert torch.equal(resumed.parameters(), straight.parameters()), at
+        assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control, at
+        assert learning_rates(resumed) == learning_rates(straight), at
+        runs.append(resumed)
+    return runs
+
+
+def test_resumes_exactly_when_pairs_change_groups() -> None:
+    """Five replicas make one pair, which moves to another group at every sync."""
+    check_resumes((3, 8, 20), 24, replicas=5, make_optimizer=two_groups)
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 7, 16), pytest.param((3, 4, 8, 12, 20), marks=pytest.mark.full)])
+def test_resumes_exactly_around_early_syncs(steps: tuple[int, ...]) -> None:
+    for resumed in check_resumes(steps, 24):
+        assert [record.step for record in resumed.scheduler.history] == [2, 4, 8, 16]
+
+
+def test_resumes_from_a_checkpoint_without_early_syncs() -> None:
+    """Its controller state lacks the losses at the last sync, the path length and the signs of instability."""
+    saved = probed_trainer().train(20)
+    state = saved.scheduler.state_dict()
+    for name in ("level", "way", "opposed", "signs", "noise"):
+        del state["hdet"]["spread"]["controller"][name]
+    saved.scheduler.load_state_dict(state)
+    saved.train(20)
+    control = saved.scheduler.cycle.spread.control
+    assert control["level"] is not None
+    assert control["way"][0] > 0
+
+
+def test_resumes_exactly_around_the_end_of_fan_out() -> None:
+    check_resumes((11, 12, 13, 15), 18, **SHORT)
+
+
+@pytest.mark.parametrize("steps", [(8, 36), pytest.param((7, 12), marks=pytest.mark.full)])
+def test_resumes_exactly_around_the_phases_of_the_run(steps: tuple[int, ...]) -> None:
+    """Weight decay is explored from step 8 to 36, the learning rate to step 12."""
+    check_resumes(steps, 38, **DECAY)
