@@ -16,8 +16,8 @@ from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.controller.slopes import HypergradientController
 from hdet_kernels.controller.softmax import SoftmaxController
+from hdet_kernels.converge import AverageState, Converger, Merge
 from hdet_kernels.converge.compress import Format
-from hdet_kernels.converge.converger import AverageState, Converger, Merge
 from hdet_kernels.converge.optimizer_state import StepCounts, averaged_state, why_not_averaged
 from hdet_kernels.converge.outer import Outer
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble

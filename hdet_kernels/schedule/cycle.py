@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.controller.protocol import Run
-from hdet_kernels.converge.converger import Asked, AverageState, Converger, Outcome, Report
-from hdet_kernels.converge.overlap import Correction, Flight
+from hdet_kernels.converge import AverageRequest, AverageState, Converger, Outcome, Report
+from hdet_kernels.converge.overlap import Correction, OverlappedAverage
 from hdet_kernels.converge.plan import compared
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
@@ -43,7 +43,7 @@ class _Pending:
     due: int
     placed: Placement
     acting: bool
-    flight: Flight[Outcome]
+    flight: OverlappedAverage[Outcome]
 
 
 class Cycle:
@@ -188,7 +188,7 @@ class Cycle:
         acting, placed = self._acting(step), self.spread.placement()
         reads_losses = acting and self.spread.reads_losses
         report, failure = self._report(step, compares=reads_losses or self._takes_best)
-        asked = Asked(
+        asked = AverageRequest(
             average_state=self._average_state(),
             known_shared=self._known_shared(),
             needs_shared=self._displacement is not None,
@@ -231,7 +231,9 @@ class Cycle:
             self.write()
             self.publish()
         moved = self._begun and not (self.history and self.history[-1].step == self.step)
-        asked = Asked("converge", average_state=self._average_state(), known_shared=self._known_shared(), outer=moved)
+        asked = AverageRequest(
+            "converge", average_state=self._average_state(), known_shared=self._known_shared(), outer=moved
+        )
         report, failure = self._report(self.step, compares=self._takes_best)
         with _caused_by(failure):
             outcome = self.converger.converge(report, asked)
@@ -382,7 +384,7 @@ class Cycle:
             self._pending = None
             return
         arrays = {name: np.array(state["outcome"][name]) for name in ("losses", "probes", "healthy")}
-        flight = Flight.landed(Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays}))
+        flight = OverlappedAverage.landed(Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays}))
         placed = Placement.of(state["placed"])
         self._pending = _Pending(state["step"], state["due"], placed, state["acting"], flight)
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet_kernels.controller.protocol import Controller
+from hdet_kernels.converge import AverageState, Merge
 from hdet_kernels.converge.compress import Format
-from hdet_kernels.converge.converger import AverageState, Merge
 from hdet_kernels.converge.outer import Outer
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.explore import Explore, write_entry

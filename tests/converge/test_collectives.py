@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.ops.wire import GRAIN
@@ -122,7 +122,7 @@ def _unheard(rank: int, model: str) -> dict[str, Any]:
     """A sync of a model with BatchNorm, whose whole numbers agree or do not."""
     wire = Wire()
     trainer = Trainer(rank, ddp=False, auto_lr=False, batch_norm=True, gradients="local")
-    trainer.scheduler.cycle.converger.buffers = lambda: list(trainer.module.buffers())  # as with model=
+    trainer.scheduler.cycle.converger.tensors.buffers = lambda: list(trainer.module.buffers())  # as with model=
     trainer.train(3)
     tracked = dict(trainer.module.named_buffers())["norm.num_batches_tracked"]
     if model == "differs":
@@ -205,7 +205,7 @@ def _staged(rank: int) -> dict[str, Any]:
     params = [nn.Parameter(torch.full((100,), float(rank + i))) for i in range(24)]
     converger = Converger(params, ProcessEnsemble(), bucket_bytes=800, backup=False)
     converger.converge(Report(step=0))
-    for pack in converger._courier._packs.values():
+    for pack in converger._transport._packs.values():
         _note_packing(pack, wire)
     wire.clear()
     converger.converge(Report(step=1))

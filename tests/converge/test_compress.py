@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
-from hdet_kernels.converge.converger import Asked, Report
+from hdet_kernels.converge import AverageRequest, Report
 from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.ops.wire import BLOCK, GRAIN
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Any] = {"loose": torch.optim.AdamW, "homed": FusedAdamW}
 SHARE = {"bf16": 2.0**-8, "int8": 1 / 254}
 #: Of one rounding to fp32, relative.
 EPS = 2.0**-24
-CONTROL_BYTES = 8 * len(COLUMNS)
+HANDSHAKE_BYTES = 8 * len(COLUMNS)
 
 
 def most_owed(format: str, largest: float) -> float:
@@ -169,7 +169,7 @@ def _kinds(rank: int, format: Any) -> list[dict[str, Any]]:
             tensor.copy_(both[0][0][name])
         before = {name: tensor.clone() for name, tensor in both[0][0].items()}
         for _, converger in both:
-            converger.converge(Report(step=sync), Asked(average_state=True))
+            converger.converge(Report(step=sync), AverageRequest(average_state=True))
         compressed, full = ({name: t.clone() for name, t in own.items()} for own, _ in both)
         found.append({"before": before, "compressed": compressed, "full": full})
     return found
@@ -320,8 +320,8 @@ def test_half_and_a_quarter_of_the_bytes() -> None:
     expected = {None: 4 * numel, "bf16": 2 * padded, "int8": padded + 4 * padded // BLOCK}
     for compress, payload in expected.items():
         for history in run_ranks(2, _large, compress):
-            assert history[0] == (4 * numel + CONTROL_BYTES, 2), "the first travels in full"
-            assert history[1:] == [(payload + CONTROL_BYTES, 2 if compress is None else 3)] * 2
+            assert history[0] == (4 * numel + HANDSHAKE_BYTES, 2), "the first travels in full"
+            assert history[1:] == [(payload + HANDSHAKE_BYTES, 2 if compress is None else 3)] * 2
     assert expected["bf16"] / expected[None] == pytest.approx(1 / 2, rel=0.01)
     assert expected["int8"] / expected[None] == pytest.approx((1 + 4 / BLOCK) / 4, rel=0.01)
 
@@ -338,7 +338,7 @@ class Watched(Trainer):
         settings = {"total_steps": TOTAL, "sync_every": SYNC, "auto_lr": False, "bucket_bytes": 256, **options}
         super().__init__(rank, ddp=False, batch_norm=True, make_optimizer=OPTIMIZERS[kind], **settings)
         # As with model=, which is built here.
-        self.scheduler.cycle.converger.buffers = lambda: list(self.module.buffers())
+        self.scheduler.cycle.converger.tensors.buffers = lambda: list(self.module.buffers())
         self.syncs: list[tuple[int, Tensor, Tensor]] = []
 
     def train(self, steps: int, before_step: Any = None) -> Watched:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.optim import FusedAdamW
 from tests.ranks import run_ranks
@@ -345,7 +345,7 @@ def test_a_probe_that_is_not_finite_counts_as_a_bad_replica() -> None:
 def test_integer_parameters_are_left_alone() -> None:
     quantised = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     converger = Converger([nn.Parameter(torch.ones(2)), quantised], hk.ensemble.SingleReplica())
-    assert len(converger.params) == 1
+    assert len(converger.tensors.params) == 1
     converger.converge(Report(step=0))
 
 

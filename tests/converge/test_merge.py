@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hdet_kernels as hk
 from hdet_kernels import Converger
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import RowEnsemble
 from tests.ranks import run_ranks
 from tests.training import Trainer, batch, loss_of, network, same
@@ -39,7 +39,7 @@ class Local(Trainer):
         options = {"auto_lr": False, "total_steps": TOTAL, "sync_every": SYNC, "gradients": "local", **options}
         super().__init__(rank, ddp=False, make_optimizer=OPTIMIZERS[kind], batch_norm=True, merge="best", **options)
         # The scheduler was not given the model; buffers are looked up at every sync.
-        self.scheduler.cycle.converger.buffers = lambda: list(self.module.buffers())
+        self.scheduler.cycle.converger.tensors.buffers = lambda: list(self.module.buffers())
 
     def sync(self, loss: float | None, spoil: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
         """A cycle in which every step has this loss; what there was before and after the sync that ends it."""
@@ -65,7 +65,7 @@ def _best(rank: int, kind: str, losses: tuple[float, ...], sick: int | None) -> 
     def spoil(trainer: Trainer) -> None:
         trainer.module.norm.num_batches_tracked += rank  # an integer, which has no mean
         if rank == 2:  # a count of its own
-            counts = trainer.scheduler.cycle.converger.counts
+            counts = trainer.scheduler.cycle.converger.tensors.counts
             counts.write(counts.read() + 3)
         if rank == sick:
             trainer.module.inner.weight.data[1, 1] = math.nan

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hdet_kernels as hk
 from hdet_kernels import Converger
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 from tests.ranks import run_ranks
 from tests.training import batch, loss_of, network, same

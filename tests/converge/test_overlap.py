@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
 from hdet_kernels import Converger, ProcessEnsemble
-from hdet_kernels.converge.converger import Asked, Report
+from hdet_kernels.converge import AverageRequest, Report
 from hdet_kernels.optim import FusedAdamW, FusedSGD
 from tests.ranks import run_ranks
 from tests.training import Trainer, batch, network, same
@@ -265,7 +265,7 @@ def _moments(rank: int) -> tuple[Tensor, ...]:
 
     moment = sizes()
     converger = Converger([torch.ones(3)], ProcessEnsemble(), state=lambda: {"exp_avg_sq": moment})
-    flight = converger.start(Report(step=1), Asked(average_state=True))
+    flight = converger.start(Report(step=1), AverageRequest(average_state=True))
     then, now = moment.clone(), sizes()
     moment.copy_(now)
     converger.land(flight)

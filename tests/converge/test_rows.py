@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet_kernels import Converger, ProcessEnsemble
-from hdet_kernels.converge.converger import Asked, Report
+from hdet_kernels.converge import AverageRequest, Report
 from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 from tests.converge.test_compress import most_owed
@@ -22,7 +22,7 @@ ROWS, PROCESSES = 2, 2
 REPLICAS = ROWS * PROCESSES
 #: Of one rounding to fp32, relative.
 EPS = 2.0**-24
-CONTROL_BYTES = 8 * len(COLUMNS)
+HANDSHAKE_BYTES = 8 * len(COLUMNS)
 #: By name, the shape of one row and the dtype.
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((37, 5), torch.float32),
@@ -79,7 +79,7 @@ def own_rows(process: int) -> list[int]:
 def test_rows_of_one_process_become_their_mean(rows: int) -> None:
     replicas = [replica(number) for number in range(rows)]
     own = stacked(replicas)
-    outcome = converger_of(own, RowEnsemble(rows), bucket_bytes=256).converge(Report(step=1), Asked(average_state=True))
+    outcome = converger_of(own, RowEnsemble(rows), bucket_bytes=256).converge(Report(step=1), AverageRequest(average_state=True))
     assert outcome.healthy.tolist() == [True] * rows
     for name, tensor in own.items():
         for row in tensor:
@@ -95,13 +95,13 @@ def test_rows_of_one_process_send_nothing() -> None:
 def _in_rows(rank: int) -> tuple[Tensors, int, int]:
     own = stacked([replica(number) for number in own_rows(rank)])
     converger = converger_of(own, RowEnsemble(ROWS, ProcessEnsemble()), bucket_bytes=256)
-    outcome = converger.converge(Report(step=1), Asked(average_state=True))
+    outcome = converger.converge(Report(step=1), AverageRequest(average_state=True))
     return own, outcome.bytes, outcome.collectives
 
 
 def _in_processes(rank: int) -> tuple[Tensors, int, int]:
     own = replica(rank)
-    outcome = converger_of(own, ProcessEnsemble(), bucket_bytes=256).converge(Report(step=1), Asked(average_state=True))
+    outcome = converger_of(own, ProcessEnsemble(), bucket_bytes=256).converge(Report(step=1), AverageRequest(average_state=True))
     return own, outcome.bytes, outcome.collectives
 
 
@@ -114,8 +114,8 @@ def test_rows_of_several_processes_are_as_many_processes() -> None:
                 assert torch.equal(row, in_rows[0][0][name][0]), "all rows of all processes are equal"
         check_mean(in_rows[0][0][name][0], [each[name] for each in replicas], name)
         check_mean(in_processes[0][0][name], [each[name] for each in replicas], name)
-    assert [sent for _, sent, _ in in_rows] == [ROW_BYTES + ROWS * CONTROL_BYTES] * PROCESSES, "one row, not all"
-    assert [sent for _, sent, _ in in_processes] == [ROW_BYTES + CONTROL_BYTES] * REPLICAS
+    assert [sent for _, sent, _ in in_rows] == [ROW_BYTES + ROWS * HANDSHAKE_BYTES] * PROCESSES, "one row, not all"
+    assert [sent for _, sent, _ in in_processes] == [ROW_BYTES + HANDSHAKE_BYTES] * REPLICAS
     assert in_rows[0][2] == in_processes[0][2], "as many collectives"
 
 
@@ -281,7 +281,7 @@ def test_tensors_without_rows_are_refused() -> None:
 
 
 def test_an_ensemble_needs_rows_of_whole_replicas() -> None:
-    with pytest.raises(ValueError, match="needs at least one, got rows=0"):
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         RowEnsemble(0)
     with pytest.raises(ValueError, match="not over RowEnsemble"):
         RowEnsemble(2, RowEnsemble(2))
