@@ -79,7 +79,9 @@ def own_rows(process: int) -> list[int]:
 def test_rows_of_one_process_become_their_mean(rows: int) -> None:
     replicas = [replica(number) for number in range(rows)]
     own = stacked(replicas)
-    outcome = converger_of(own, RowEnsemble(rows), bucket_bytes=256).converge(Report(step=1), AverageRequest(average_state=True))
+    outcome = converger_of(own, RowEnsemble(rows), bucket_bytes=256).converge(
+        Report(step=1), AverageRequest(average_state=True)
+    )
     assert outcome.healthy.tolist() == [True] * rows
     for name, tensor in own.items():
         for row in tensor:
@@ -101,7 +103,9 @@ def _in_rows(rank: int) -> tuple[Tensors, int, int]:
 
 def _in_processes(rank: int) -> tuple[Tensors, int, int]:
     own = replica(rank)
-    outcome = converger_of(own, ProcessEnsemble(), bucket_bytes=256).converge(Report(step=1), AverageRequest(average_state=True))
+    outcome = converger_of(own, ProcessEnsemble(), bucket_bytes=256).converge(
+        Report(step=1), AverageRequest(average_state=True)
+    )
     return own, outcome.bytes, outcome.collectives
 
 
