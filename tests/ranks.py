@@ -76,9 +76,7 @@ class Cases:
         return [results[case] for results in self._results]
 
 
-def _each(
-    rank: int, function: Callable[..., Any], cases: Mapping[Hashable, tuple[Any, ...]]
-) -> dict[Hashable, Any]:
+def _each(rank: int, function: Callable[..., Any], cases: Mapping[Hashable, tuple[Any, ...]]) -> dict[Hashable, Any]:
     return {case: function(rank, *arguments) for case, arguments in cases.items()}
 
 

@@ -143,7 +143,7 @@ class Converger:
         plan = decide(agreement, request, merge=self.merge, compresses=compresses)
         if plan.uneven_state:
             layout = describe_layout(payload.state.values(), payload.state)
-            raise disagreement(ensemble, layout, "the optimizer state that there is", _UNEVEN_STATE, agreement.ranks)
+            raise disagreement(ensemble, layout, "the optimizer state", _UNEVEN_STATE, agreement.ranks)
         return agreement, plan
 
     def _restore_on_failure(self, payload: Payload, plan: Plan) -> AbstractContextManager[None]:

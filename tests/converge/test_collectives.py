@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
 
 class Wire:
     """Notes every collective of this process: ``calls`` by name and bytes, ``events`` with the waits between them, and
-    in how many different ``buffers`` the tensors lay until then."""
+    the number of different ``buffers`` that all-reduced tensors lay in so far."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -61,7 +61,7 @@ class Wire:
 
 
 class Watched:
-    """A collective on its way whose end is noted."""
+    """A started collective whose end is noted."""
 
     def __init__(self, work: Any, note: Callable[[], None]) -> None:
         self.work, self.note = work, note

@@ -79,7 +79,7 @@ def _again_and_again(rank: int, homed: bool, format: Any) -> list[dict[str, Any]
 
 
 def _owed(converger: Converger) -> list[Tensor]:
-    """What the roundings of this process took, of every bucket."""
+    """Return the errors of this process's roundings, of every bucket."""
     state = converger.state_dict() or {"error": [], "shard_error": []}
     return [error.clone() for error in (*state["error"], *state["shard_error"])]
 

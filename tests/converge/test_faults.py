@@ -95,7 +95,7 @@ class Replica(Trainer):
 
 
 def bits(value: Any) -> Any:
-    """A value that equals another one exactly if both have the same bits, NaN too."""
+    """Return a value that equals another one exactly if both have the same bits, NaN included."""
     if isinstance(value, Tensor):
         flat = value.detach().clone().reshape(-1)
         return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
@@ -122,7 +122,7 @@ def snapshot(replica: Replica, in_flight: bool) -> dict[str, Any]:
 
 
 def attempt(replica: Replica, loss: float | Tensor = 1.0, in_flight: bool = False) -> dict[str, Any]:
-    """Call ``scheduler.step()``: what it raised, how long it took, and what is no longer as it was."""
+    """Call ``scheduler.step()`` and return the error, its time, and the names of everything that changed."""
     before = snapshot(replica, in_flight)
     start = time.monotonic()
     error: Exception | None = None
@@ -140,7 +140,7 @@ def attempt(replica: Replica, loss: float | Tensor = 1.0, in_flight: bool = Fals
 
 
 def attempts(replica: Replica, loss: float | Tensor) -> dict[str, Any]:
-    """The attempt that raises, where the error may have to wait for an average that is under way."""
+    """Return the first attempt that raises: an error of an overlapped average is raised when it lands."""
     result = attempt(replica, loss, in_flight=True)
     last = replica.step + 3
     while result["error"] == "NoneType" and replica.step < last:
@@ -182,7 +182,7 @@ def stop_process() -> None:
 
 
 class Cable(Exception):
-    """What the sabotaged collective raises."""
+    """The error of the sabotaged collective."""
 
 
 def pull_cable() -> NoReturn:
@@ -354,7 +354,7 @@ def _sick(rank: int, kind: str, what: str, options: dict[str, Any]) -> dict[str,
 
 
 def check_healed(results: list[dict[str, Any]]) -> None:
-    """Everybody has the mean of ranks 1 and 2, and goes on from it together."""
+    """Check that all ranks have the mean of ranks 1 and 2 and stay finite from there."""
     for name, tensor in results[0]["after"].items():
         assert torch.isfinite(tensor).all(), name
         for other in results[1:]:

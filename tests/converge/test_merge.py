@@ -1,4 +1,4 @@
-"""merge="best": at a sync all replicas become the sound one whose loss is lowest."""
+"""merge="best": at a sync all replicas become a copy of the healthy one with the lowest loss."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Replicas:
 
 
 def sgd_step(sgd: torch.optim.SGD, consensus: Tensor, mean: Tensor) -> Tensor:
-    """What torch's optimizer, which remembers its momentum, makes of ``consensus`` with gradient θ_k − θ̄."""
+    """Return ``consensus`` after a step of torch's optimizer, which keeps its momentum, with gradient θ_k − θ̄."""
     (param,) = sgd.param_groups[0]["params"]
     param.data = consensus.clone()
     param.grad = consensus - mean
@@ -396,7 +396,7 @@ def test_the_mean_is_that_of_the_sound_replicas(kind: str) -> None:
 
 
 def _breaks(rank: int, kind: str) -> tuple[list[bool], bool, bool]:
-    """A collective that fails in the middle of the second sync, on all ranks, and the sync made up for."""
+    """A collective fails in the middle of the second sync, on all ranks; then the sync is repeated."""
     broken, whole = (Replicas(rank, kind, outer=hk.Outer()).train(2 * SYNC - 1) for _ in range(2))
     loss = broken.optimize()
     whole.scheduler.step(whole.optimize())

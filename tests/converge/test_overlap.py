@@ -1,4 +1,4 @@
-"""The overlapped average starts after step t₀ and lands after step t₀ + k: it then moves every replica by the difference
+"""The overlapped average starts after step t₀ and lands after step t₀ + k: it moves every replica by the difference
 between the mean and the replica's own values at t₀. Training does not wait for it."""
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Replica(Trainer):
         return {name: torch.as_tensor(value).detach().clone() for name, value in found.items() if value is not None}
 
     def roundings(self) -> bool:
-        """Whether the parameters are their masters' roundings."""
+        """Return whether the parameters are the roundings of their masters."""
         states = [self.optimizer.state[param] for param in self.module.parameters()]
         pairs = zip(self.module.parameters(), states, strict=True)
         return all(torch.equal(param, state["master"].to(param.dtype)) for param, state in pairs if "master" in state)
@@ -119,13 +119,13 @@ class Replica(Trainer):
 
 
 def lands(k: int) -> dict[int, int]:
-    """By the step after which something lands, the step after which it started."""
+    """Return, by the step after which an average lands, the step after which it started."""
     return {min(start + k, TOTAL): start for start in range(SYNC, TOTAL, SYNC)}
 
 
 def forgotten(now: Tensor, then: Tensor, mean: Tensor) -> Tensor:
-    """now + ρ·(mean − then) in fp64. Of what is nowhere negative ρ = now/then, at most 1, and 1 where there was
-    nothing; of anything else 1."""
+    """Return now + ρ·(mean − then) in fp64. For tensors that are nowhere negative ρ = now/then, at most 1, and 1 where
+    ``then`` is 0. For all others ρ = 1."""
     now, then = now.double(), then.double()
     nowhere_negative = bool((now >= 0).all() and (then >= 0).all())
     ratio = torch.where((then == 0) | (not nowhere_negative), 1.0, (now / then).clamp(max=1))

@@ -441,7 +441,7 @@ def test_batchnorm_statistics_are_averaged_and_counts_are_the_first_sound_replic
 
 
 def _undeclared(rank: int) -> list[str]:
-    """What is said of sharded parameters where the ensemble is missing, or takes shards for replicas."""
+    """Messages about sharded parameters where the ensemble is missing, or takes shards for replicas."""
     said = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for shards, options in ((mesh["shard"], {}), (mesh, {"ensemble": hk.ProcessEnsemble()}), (mesh, {})):
