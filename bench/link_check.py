@@ -46,7 +46,7 @@ from cost_model import ROW_BYTES, Link
 from limited_links import over_links, require_namespaces
 
 import hdet_kernels as hk
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import SingleReplica
 
 RESULT = Path(__file__).parent / "results" / "cost_check.json"

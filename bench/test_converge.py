@@ -18,7 +18,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 import hdet_kernels as hk
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 
 #: Number of tensors and elements of each: a small model of many tensors, and 64 MB in few.
 MODELS = {"400 x 1 k": (400, 1000), "16 x 1 M": (16, 1_000_000)}

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trainings import TRAININGS, Steps, one_rank
 
 import hdet_kernels as hk
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import Collective
 
 KINDS = ("without", "waited for", "behind the steps")

@@ -1,8 +1,9 @@
-"""Who the replicas are, and how they talk.
+"""Ensembles: which process holds which replica, and the collectives between them.
 
-An ensemble has N replicas. A process holds one of them, or several as rows of one buffer; or several processes hold
-one together, each a shard of its parameters. The processes that hold the same part of different replicas talk to each
-other through a ``torch.distributed`` group.
+An ensemble has N replicas. A process holds one replica, or several as the rows of its tensors
+(:class:`RowEnsemble`). Or several processes hold one replica together, each a shard of its parameters. The processes
+that hold the same part of different replicas communicate through a ``torch.distributed`` group
+(:class:`ProcessEnsemble`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,36 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-#: torch 2.13 gave it another name, and warns of the old one.
+# torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Collective(Protocol):
-    """A collective on its way."""
+    """A collective operation that has been started."""
 
     def wait(self) -> Any:
-        """Until the result can be used: on a CPU until it is there, on a GPU by whatever its current stream does
-        next. Raises if the collective failed."""
+        """Wait until the result can be used. Raises if the collective failed.
+
+        On a CPU the result is there when this returns. On a GPU the current stream waits for it.
+        """
 
 
 class Ensemble(Protocol):
-    """N = ``size`` replicas. This process holds ``rows`` of them from number ``replica`` on, and of each of them number
-    ``part`` of ``parts``. ``processes`` hold the same part; this one is number ``process`` of them. ``talks``: whether
-    they are connected at all; ``rank``: by what number users know this one.
+    """The replicas as one process sees them, and the collectives over them.
 
     All methods but :meth:`serves` and :meth:`averages` are collective: every process that holds the same part must
     call them in the same order.
+
+    Attributes:
+        size: N, the number of replicas.
+        replica: number of the first replica that this process holds.
+        rows: number of replicas that this process holds.
+        part: number of the part of each replica that this process holds.
+        parts: number of parts (shards) of a replica.
+        processes: number of processes that hold the same part.
+        process: number of this process among them.
+        talks: whether there is a process group at all.
+        rank: the global rank, by which messages name this process.
     """
 
     size: int
@@ -47,13 +59,13 @@ class Ensemble(Protocol):
     rank: int
 
     def gather(self, rows: Tensor) -> Tensor:
-        """[size, parts, columns], on the CPU, of everyone's [rows, columns]."""
+        """Gather [rows, columns] of every process; return [size, parts, columns] on the CPU."""
 
     def serves(self, device: torch.device) -> bool:
-        """Whether tensors on ``device`` can travel."""
+        """Return whether collectives take tensors on ``device``."""
 
     def averages(self, device: torch.device) -> bool:
-        """Whether :meth:`all_reduce` can divide by the number of processes as it adds."""
+        """Return whether :meth:`all_reduce` supports ``"mean"`` on ``device``."""
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
         """Start to replace ``tensor`` by its ``"sum"``, ``"mean"`` or ``"max"`` over the processes."""
@@ -62,21 +74,23 @@ class Ensemble(Protocol):
         """Start to replace ``tensor`` by that of the process which holds ``replica``."""
 
     def exchange(self, received: Tensor, sent: Tensor) -> Collective:
-        """Start to send row p of ``sent`` to process p, and to receive its row into row p of ``received``."""
+        """Start an all-to-all: send row p of ``sent`` to process p, receive its row into row p of ``received``."""
 
     def collect(self, gathered: Tensor, own: Tensor) -> Collective:
-        """Start to gather every process's ``own`` into the rows of ``gathered``."""
+        """Start an all-gather of every process's ``own`` into the rows of ``gathered``."""
 
     def confirm(self) -> None:
-        """Wait until all processes that hold parts of these replicas have come here: an average is one of the whole
-        replica, or of none of its parts."""
+        """Wait until all processes that hold parts of these replicas have called this.
+
+        It makes an average all or nothing: either all parts of a replica are averaged or none is.
+        """
 
     def twin(self) -> Ensemble:
-        """The same replicas over connections of their own, for collectives that run beside others."""
+        """Return the same replicas with process groups of their own, for collectives that run in the background."""
 
 
 class SingleReplica:
-    """One process, one replica: nothing to gather, nothing to average."""
+    """One process with one replica: there is nothing to gather or to average."""
 
     size = rows = parts = processes = 1
     replica = part = process = rank = 0
@@ -116,15 +130,15 @@ class SingleReplica:
 
 
 class ProcessEnsemble:
-    """The processes of a ``torch.distributed`` group, each of them one replica (default: the default group).
+    """The processes of a ``torch.distributed`` group, each of which holds one replica or a shard of one.
 
     Args:
-        process_group: a group, a 1-D ``DeviceMesh`` (``mesh["replicate"]``), or a 2-D one, (replicate, shard) as
-            ``fully_shard`` takes it: then a replica is held by all processes along the second dimension, each of which
-            averages its shards with those at its place in the other replicas.
-        shard_group: the processes that hold this replica together, if it is not a mesh that says so.
-        overlap_group: the same processes as ``process_group``, connected once more, for averages that run beside the
-            training. Default: made when first needed.
+        process_group: a group (default: the default group), a 1-D ``DeviceMesh`` (``mesh["replicate"]``), or a 2-D one,
+            (replicate, shard) as ``fully_shard`` takes it. With a 2-D mesh the processes along the second dimension
+            hold one replica together, and each averages its shards with the same shards of the other replicas.
+        shard_group: the processes that hold this replica together. A 2-D mesh already defines them.
+        overlap_group: a second group of the same processes as ``process_group``, for overlapped averages. Default:
+            made when first needed.
     """
 
     rows = 1
@@ -144,7 +158,9 @@ class ProcessEnsemble:
             )
         if isinstance(process_group, DeviceMesh):
             if shard_group is not None:
-                raise ValueError("pass a mesh, or two groups, not both: a 2-D mesh (replicate, shard) says all")
+                raise ValueError(
+                    "pass a mesh or two groups, not both: a 2-D mesh (replicate, shard) defines both groups"
+                )
             process_group, shard_group = _groups_of(process_group)
         self.group, self.shard_group, self.overlap_group = process_group, shard_group, overlap_group
         self.size = self.processes = dist.get_world_size(process_group)
@@ -154,17 +170,16 @@ class ProcessEnsemble:
         self.part = 0 if shard_group is None else dist.get_rank(shard_group)
         self.parts = 1 if shard_group is None else dist.get_world_size(shard_group)
         self.rank = dist.get_rank()
-        # "gloo" serves every device, "nccl" CUDA alone, and a default group on a GPU machine may have one for each.
+        # By device: gloo serves all, NCCL only CUDA, and a default group on a GPU machine may have one for each.
         config = dist.get_backend_config(process_group)
         self.backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
         self._timeout = _timeout(process_group)
 
     def serves(self, device: torch.device) -> bool:
-        """Whether tensors there can travel."""
         return device.type in self.backends
 
     def gather(self, rows: Tensor) -> Tensor:
-        row = rows.detach().reshape(-1).to(self._control_device())
+        row = rows.detach().reshape(-1).to(self._gather_device())
         if self.shard_group is not None:
             row = self._gathered(row, self.shard_group, self.parts).reshape(-1)
         return self._gathered(row, self.group, self.size).cpu().view(self.size, self.parts, -1)
@@ -187,56 +202,57 @@ class ProcessEnsemble:
 
     def confirm(self) -> None:
         if self.shard_group is not None:
-            self._gathered(torch.zeros(1, device=self._control_device()), self.shard_group, self.parts).cpu()
+            self._gathered(torch.zeros(1, device=self._gather_device()), self.shard_group, self.parts).cpu()
 
     def twin(self) -> ProcessEnsemble:
         group = self._again(self.group, self.overlap_group)
         return ProcessEnsemble(group, shard_group=self.shard_group and self._again(self.shard_group))
 
     def ranks(self) -> list[int]:
-        """The global ranks of the processes that hold this part."""
+        """Return the global ranks of the processes that hold this part."""
         return dist.get_process_group_ranks(self.group)
 
     def _started(self, work: dist.Work | None, tensor: Tensor) -> Collective:
         if work is None:
             return _Done()
-        # NCCL's wait() orders streams and returns; with a timeout it waits, and raises if the collective failed.
+        # NCCL's wait() only orders streams. With a timeout it waits, and raises if the collective failed.
         return _Awaited(work, self._timeout) if self.backends.get(tensor.device.type) == "nccl" else work
 
     def _again(self, group: dist.ProcessGroup | None, given: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-        """A group of the same processes in the same order, with the same backend and timeout."""
+        """Return ``given`` or else a new group of the same processes in the same order, same backend and timeout."""
         ranks = dist.get_process_group_ranks(group)
         if given is not None:
             if dist.get_process_group_ranks(given) != ranks:
                 raise ValueError(
-                    f"overlap_group has ranks {dist.get_process_group_ranks(given)}, the group that it doubles {ranks}"
+                    f"overlap_group has ranks {dist.get_process_group_ranks(given)}, process_group has {ranks}: pass "
+                    "a second group of the same ranks in the same order"
                 )
             return given
-        remedy = "make one yourself, dist.new_group() on all ranks, and pass it to ProcessEnsemble(overlap_group=…)"
+        remedy = "call dist.new_group() on all ranks and pass the group as ProcessEnsemble(overlap_group=…)"
         options: dict[str, Any] = {"timeout": _timeout(group), "backend": dist.get_backend_config(group)}
         if ranks == list(range(dist.get_world_size())):
             made: dist.ProcessGroup = dist.new_group(ranks, **options)
             return made
         if ranks != sorted(ranks):
-            raise RuntimeError(f"torch cannot double a group whose ranks are not in order, {ranks}; {remedy}")
-        # Its members alone make the group, and torch names it by how many groups each of them knows.
+            raise RuntimeError(f"torch cannot make a second group of ranks that are not in order, {ranks}; {remedy}")
+        # Only the members make the group, and torch names it by the number of groups that a process knows.
         known = self._gathered(
-            torch.tensor([float(len(_known_groups()))], device=self._control_device()), group, len(ranks)
+            torch.tensor([float(len(_known_groups()))], device=self._gather_device()), group, len(ranks)
         )
         if (known != known[0]).any():
             raise RuntimeError(
-                f"an average beside the training needs a group of its own, and torch cannot make it for ranks {ranks}: "
-                f"they belong to {known.flatten().int().tolist()} groups each, which has to be one number; {remedy}"
+                f"an overlapped average needs a second process group, which torch cannot make for ranks {ranks}: they "
+                f"belong to {known.flatten().int().tolist()} groups, and the numbers must be equal; {remedy}"
             )
         made = dist.new_group(ranks, **options, use_local_synchronization=True)
         return made
 
     def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
-        rows = torch.empty(count, row.numel(), dtype=row.dtype, device=row.device)
-        _all_gather(rows.view(-1), row, group=group)
-        return rows
+        gathered = torch.empty(count, row.numel(), dtype=row.dtype, device=row.device)
+        _all_gather(gathered.view(-1), row, group=group)
+        return gathered
 
-    def _control_device(self) -> torch.device:
+    def _gather_device(self) -> torch.device:
         return torch.device("cpu") if "cpu" in self.backends else torch.device("cuda", torch.cuda.current_device())
 
     def __repr__(self) -> str:
@@ -245,17 +261,22 @@ class ProcessEnsemble:
 
 
 class RowEnsemble:
-    """``rows`` replicas in this process, as the rows of its tensors, and as many in each process of ``among``."""
+    """Several replicas per process, as the rows of its tensors.
+
+    Args:
+        rows: number of replicas in this process.
+        among: the processes, each of which holds as many (default: this process alone).
+    """
 
     part = 0
     parts = 1
 
     def __init__(self, rows: int, among: Ensemble | None = None) -> None:
         if rows < 1:
-            raise ValueError(f"an ensemble of rows needs at least one, got rows={rows}")
+            raise ValueError(f"rows must be at least 1, got {rows}")
         among = SingleReplica() if among is None else among
         if among.rows != 1 or among.parts != 1:
-            raise ValueError(f"rows can be spread over processes that hold one whole replica each, not over {among}")
+            raise ValueError(f"among must be processes that hold one whole replica each, got {among}")
         self.among, self.rows, self.talks, self.rank = among, rows, among.talks, among.rank
         self.processes, self.process = among.processes, among.process
         self.size, self.replica = rows * among.size, rows * among.replica
@@ -292,26 +313,26 @@ class RowEnsemble:
 
 
 def held(ensemble: Ensemble) -> slice:
-    """Which of all replicas this process holds."""
+    """Return the slice of all replicas that this process holds."""
     return slice(ensemble.replica, ensemble.replica + ensemble.rows)
 
 
 def default_ensemble() -> Ensemble:
-    """The default process group if it is initialised and has several processes, else a single replica."""
+    """Return the default process group if it is initialised and has several processes, else a single replica."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return ProcessEnsemble()
     return SingleReplica()
 
 
 class _Done:
-    """A collective of one."""
+    """A collective that has finished."""
 
     def wait(self) -> None:
         return None
 
 
 class _Awaited:
-    """A collective whose end the host waits for."""
+    """A collective whose :meth:`wait` blocks the host until it has finished."""
 
     def __init__(self, work: dist.Work, timeout: datetime.timedelta | None) -> None:
         self._work, self._timeout = work, timeout
@@ -326,8 +347,8 @@ def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup |
     if mesh.ndim == 2:
         return mesh.get_group(0), mesh.get_group(1)
     raise ValueError(
-        f"a mesh of replicas has one dimension, or two (replicate, shard); this one has {mesh.ndim}: pass the "
-        "dimensions that are meant, as in mesh['replicate', 'shard']"
+        f"the mesh must have one dimension, or two (replicate, shard), got {mesh.ndim}: pass a submesh, as in "
+        "mesh['replicate', 'shard']"
     )
 
 

@@ -10,19 +10,23 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-# A server that has torch imported and forks the ranks from there: a rank starts in milliseconds, and no thread of the
-# test process is forked. torch imports _dynamo when the first optimizer is built, for more than a second.
+# The timeout of the ranks' process group, and of a run, in seconds. Both are generous: the machine may be busy with
+# other things. A test that waits for a timeout makes a group with a short one of its own.
+GROUP_TIMEOUT, RUN_TIMEOUT = 120, 400
+
+# A server imports torch once and forks the ranks from there. A rank then starts in milliseconds, and no thread of the
+# test process is forked. torch imports _dynamo, for more than a second, when the first optimizer is built.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pytest", "hypothesis", "hdet_kernels"])
 
 
 def run_ranks(
-    n: int, function: Callable[..., Any], *args: Any, timeout: float = 120, expect_dead: int = 0
+    n: int, function: Callable[..., Any], *args: Any, timeout: float = RUN_TIMEOUT, expect_dead: int = 0
 ) -> list[Any]:
-    """``[function(rank, *args) for rank in range(n)]``, each call in a process of its own, all in one gloo group.
+    """Return ``[function(rank, *args) for rank in range(n)]``, each call in a process of its own, in one gloo group.
 
     A rank that raises fails the test with its traceback. ``expect_dead`` ranks may end without a result (None).
     """
@@ -46,6 +50,36 @@ def run_ranks(
     return [pickle.loads(found[rank][1]) if rank in found else None for rank in range(n)]
 
 
+class Cases:
+    """The results of a function for several cases, which one group of ranks computes one after the other.
+
+    Most of the time of a short run is spent on what a process does for the first time. So parametrised tests share the
+    ranks: the first test that asks for its case runs all of them. The function must leave its process as it found it.
+
+    Args:
+        n: number of ranks.
+        function: is called as ``function(rank, *arguments)``.
+        cases: the arguments of each case. A sequence of tuples is keyed by these.
+    """
+
+    def __init__(
+        self, n: int, function: Callable[..., Any], cases: Mapping[Hashable, tuple[Any, ...]] | list[tuple[Any, ...]]
+    ) -> None:
+        self.n, self.function = n, function
+        self.cases = dict(cases) if isinstance(cases, Mapping) else {case: case for case in cases}
+        self._results: list[dict[Hashable, Any]] | None = None
+
+    def __getitem__(self, case: Hashable) -> list[Any]:
+        """The results of all ranks."""
+        if self._results is None:
+            self._results = run_ranks(self.n, _each, self.function, self.cases)
+        return [results[case] for results in self._results]
+
+
+def _each(rank: int, function: Callable[..., Any], cases: Mapping[Hashable, tuple[Any, ...]]) -> dict[Hashable, Any]:
+    return {case: function(rank, *arguments) for case, arguments in cases.items()}
+
+
 def _collect(ranks: list[Any], results: Any, expected: int, deadline: float) -> dict[int, tuple[bool, Any]]:
     found: dict[int, tuple[bool, Any]] = {}
     while len(found) < expected:
@@ -66,15 +100,14 @@ def _rank(rank: int, n: int, store: str, results: Any, function: Callable[..., A
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=datetime.timedelta(seconds=20)
-        )
-        # Plain pickle: tensors travel by value, not as shared memory of a process that is about to end.
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=timeout)
+        # Plain pickle sends tensors by value, not as shared memory of a process that is about to end.
         results.put((rank, True, pickle.dumps(function(rank, *args))))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
     finally:
         results.close()
         results.join_thread()
-        os._exit(0)  # a rank whose peer died would wait for it in destroy_process_group
+        os._exit(0)  # destroy_process_group would wait for a peer that died

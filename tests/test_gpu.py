@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hdet_kernels as hk
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.optim import FusedAdamW
 from tests.ranks import run_ranks
 from tests.schedule.checkpoints import SETTINGS, load, result, save

@@ -16,7 +16,7 @@ WIDTH = 6
 
 
 class Net(nn.Module):
-    """Two layers, a BatchNorm on request, dropout whose rate is a plain attribute."""
+    """Two layers with, on request, a BatchNorm between them, and a dropout whose rate is a plain attribute."""
 
     def __init__(self, batch_norm: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def network(batch_norm: bool = False) -> Net:
 
 
 def batch(rank: int, step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    """The batch of a rank at a step: a function of both, so that a resumed run sees the same data."""
+    """Return the batch of a rank at a step: a function of both, so that a resumed run sees the same data."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     x = torch.randn(size, WIDTH, generator=generator)
     return x, (x.sum(dim=1, keepdim=True) / 2).sin()
@@ -47,7 +47,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two nested results are equal to the bit; NaN equals NaN."""
+    """Return whether two nested results are equal bit for bit; NaN equals NaN."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -58,7 +58,13 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Trainer:
-    """Model, optimizer and scheduler of one rank; ``ddp=False`` trains on local gradients."""
+    """Model, optimizer and scheduler of one rank.
+
+    Args:
+        ddp: False trains on local gradients.
+        average_buffers: pass the model to the scheduler, which then averages its buffers.
+        scheduler: options of the scheduler.
+    """
 
     def __init__(
         self,
@@ -69,6 +75,7 @@ class Trainer:
         make_scheduler: Callable[..., Any] = hk.HDETOneCycleLR,
         batch_norm: bool = False,
         groups: bool = False,
+        average_buffers: bool = False,
         lr: Any = 0.01,
         device: str = "cpu",
         **scheduler: Any,
@@ -83,6 +90,8 @@ class Trainer:
         self.optimizer = make_optimizer(params, lr=lr)
         if make_scheduler is hk.HDETOneCycleLR:
             scheduler = {"max_lr": 0.01, "total_steps": 12, "sync_every": 4, **scheduler}
+        if average_buffers:
+            scheduler["model"] = self.module
         self.scheduler = make_scheduler(self.optimizer, **scheduler)
         self.rates: list[list[float]] = []
 

@@ -1,1 +1,45 @@
-"""TODO map"""
+"""Converge: average the replicas, at every sync and on request.
+
+One sync, in the order in which it happens; :mod:`.converger` has all of it in one class, top to bottom:
+
+1. :mod:`.payload` collects what is averaged: parameters, buffers, optimizer state and step counts
+   (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process.
+2. :mod:`.summary` reduces them to a few numbers: layout hashes, checksums.
+3. :mod:`.handshake` gathers one row of such numbers from every replica. Replicas that disagree on step, layout or
+   settings get an error that names them. A replica with non-finite values is marked as unhealthy.
+4. :mod:`.plan` decides from the gathered rows alone, on every process alike, what is averaged over whom.
+5. :mod:`.transport` averages bucket by bucket, one collective each; :mod:`.compress` sends the parameters as rounded
+   differences to the last consensus instead. If a collective fails, everything is restored.
+6. :mod:`.outer` moves the parameters from the last consensus towards the mean by a step of an outer SGD, if asked.
+7. The payload is settled: copies go back to the tensors that they were made of, parameters are rounded from their
+   master weights.
+
+:mod:`.overlap` runs steps 1 to 5 on a copy, in a background thread while training goes on, and applies the difference
+later.
+"""
+
+from hdet_kernels.converge.compress import Format
+from hdet_kernels.converge.converger import Converger
+from hdet_kernels.converge.handshake import Report
+from hdet_kernels.converge.optimizer_state import StepCounts, averaged_state, why_not_averaged
+from hdet_kernels.converge.outcome import Outcome
+from hdet_kernels.converge.outer import Outer
+from hdet_kernels.converge.overlap import Correction, OverlappedAverage
+from hdet_kernels.converge.plan import AverageRequest, AverageState, Merge, compared
+
+__all__ = [
+    "AverageRequest",
+    "AverageState",
+    "Converger",
+    "Correction",
+    "Format",
+    "Merge",
+    "Outcome",
+    "Outer",
+    "OverlappedAverage",
+    "Report",
+    "StepCounts",
+    "averaged_state",
+    "compared",
+    "why_not_averaged",
+]

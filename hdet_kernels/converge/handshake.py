@@ -1,7 +1,7 @@
-"""The control row: what every replica shows of itself before anything is averaged, and what all conclude from it.
+"""The handshake: every replica sends one row of numbers about itself before anything is averaged.
 
-From the gather of these rows on, every decision is made from them alone: what one process knows of itself would send
-the processes into different collectives.
+All later decisions are made from the gathered rows alone. A decision from something that only one process knows would
+send the processes into different collectives, where they would wait for each other until the timeout.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet_kernels.converge.summary import TensorSummary
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.tensors import wide_dtype
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-#: A row, in fp64; hashes have 48 bits, which survive that.
+# The columns of a handshake row. A row is fp64, in which the hashes, of 48 bits, are exact.
 COLUMNS = (
     *("rank", "settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
     *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "consensus", "outer"),
@@ -34,13 +35,19 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Report:
-    """What a process says of its replica at a sync. Tensors stay on their device until the control row is made.
+    """What a process reports about its replicas at a sync, apart from their tensors.
 
-    step: finished steps. loss_sum, loss_count: the window of training losses. probe: the loss on the probe batch.
-        Where a process holds several replicas, sums and probes have one entry for each.
-    gradients: a number that is equal on all replicas exactly if their gradients were.
-    settings, bases: plain values that must be equal on all replicas, by name: how the run was set up, and the base
-        values now. failed: the probe raised.
+    Tensors stay on their device until the handshake row is built. Where a process holds several replicas,
+    ``loss_sum`` and ``probe`` have one entry for each.
+
+    Attributes:
+        step: number of finished steps.
+        loss_sum, loss_count: sum and number of the training losses since the last sync.
+        probe: loss on the probe batch, if there is a probe.
+        gradients: a fingerprint that is equal on all replicas exactly if their gradients were.
+        settings: plain values that must be equal on all replicas, by name: the configuration of the run.
+        bases: the same for the current base values.
+        failed: whether the probe raised.
     """
 
     step: int
@@ -54,35 +61,22 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What is known of the tensors of a replica, beside its report.
+class Agreement:
+    """What all processes conclude from the gathered rows. Arrays have one entry per replica.
 
-    layout, state: hashes of what parameters and buffers are, and of what the optimizer state is (0: there is none).
-    counts, integers: hashes of the values of step counts and of integer buffers. checksum, rest: [rows] checksums of
-    the parameters, and of buffers and state; consensus: that of the last one, if it is remembered; outer: of what the
-    outer step starts from.
-    describe: says what ``"layout"`` and ``"state"`` are, by name.
-    """
-
-    layout: int
-    state: int
-    counts: int
-    integers: Tensor
-    checksum: Tensor
-    rest: Tensor
-    consensus: Tensor | float
-    outer: Tensor | float
-    describe: Callable[[str], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What all replicas conclude; arrays have one entry a replica, ``ranks`` [replicas, parts].
-
-    shared: whether their gradients are the same (None: not shown). equal: whether their parameters are.
-    has_state: whether one of them has optimizer state; same_state, same_counts, same_integers: whether the layout of
-    that state, the step counts, the integer buffers and the last consensus agree; same_outer: whether they know one
-    place that the outer step starts from.
+    Attributes:
+        losses: mean training loss; NaN where none was recorded.
+        probes: loss on the probe; NaN without a probe, infinite where the probe's loss was not finite.
+        healthy: whether parameters, state, buffers and loss are finite.
+        ranks: [replicas, parts] the global ranks.
+        shared: whether all gradients are the same; None if not all replicas sent a fingerprint.
+        equal: whether all parameters are the same.
+        has_state: whether any replica has optimizer state.
+        same_state: whether the layout of the optimizer state is the same.
+        same_counts: whether the step counts are the same.
+        same_integers: whether the integer buffers are the same.
+        same_consensus: whether all remember the same last consensus.
+        same_outer: whether the outer step starts from the same place on all replicas.
     """
 
     losses: Floats
@@ -99,92 +93,158 @@ class Verdict:
     same_outer: bool
 
 
-def meet(ensemble: Ensemble, report: Report, numbers: Numbers, *, needs_loss: bool) -> Verdict:
-    """Show the control rows and draw the conclusions. Raises the same RuntimeError on every process, if the replicas
-    disagree or none is sound."""
-    row = _rows(ensemble, report, numbers)
-    gathered = ensemble.gather(row).numpy()
-    rows = {name: gathered[..., column] for column, name in enumerate(COLUMNS)}
+def exchange_reports(ensemble: Ensemble, report: Report, summary: TensorSummary, *, needs_loss: bool) -> Agreement:
+    """Gather the handshake rows of all replicas and draw the conclusions. Collective.
 
-    def agree(column: str, said: Mapping[str, Any], what: str, hint: str) -> None:
-        if not _same(rows[column]):
-            raise disagreement(ensemble, said, what, hint, rows["rank"])
+    Raises:
+        RuntimeError: the same one on every process, if the replicas disagree or none is healthy.
+    """
+    gathered = ensemble.gather(_handshake_rows(ensemble, report, summary)).numpy()
+    columns = {name: gathered[..., index] for index, name in enumerate(COLUMNS)}
 
-    same_model = "all replicas must build the same model and optimizer"
+    def check_same(column: str, values: Mapping[str, Any], what: str, hint: str) -> None:
+        if not _same(columns[column]):
+            raise disagreement(ensemble, values, what, hint, columns["rank"])
+
+    if not _same(columns["layout"]):  # described only then: there may be very many tensors
+        hint = "all replicas must build the same model and optimizer"
+        what = "the layout of parameters and buffers"
+        raise disagreement(ensemble, summary.describe("layout"), what, hint, columns["rank"])
     same_arguments = "all replicas must build the scheduler with the same arguments"
-    if not _same(rows["layout"]):
-        layout = numbers.describe("layout")
-        raise disagreement(ensemble, layout, "the layout of parameters and buffers", same_model, rows["rank"])
-    agree("settings", report.settings, "the settings", same_arguments)
-    agree("step", {"step": report.step}, "the step", "a replica stepped more often, or resumed from another checkpoint")
-    if rows["failed"].any():
-        raise RuntimeError(f"probe() raised on {ranks(rows['failed'] > 0, rows['rank'])}. Nothing was averaged.")
-    same_values = "all replicas must be given the same learning rates, schedule and base values"
-    agree("bases", report.bases, "the base values", same_values)
-    if needs_loss and not (rows["loss_count"] > 0).all():
+    check_same("settings", report.settings, "the settings", same_arguments)
+    same_step = "a replica stepped more often, or resumed from another checkpoint"
+    check_same("step", {"step": report.step}, "the step", same_step)
+    if columns["failed"].any():
         raise RuntimeError(
-            f"no loss was recorded since the last sync on {ranks(rows['loss_count'] == 0, rows['rank'])}: call "
-            "scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step()"
+            f"probe() raised on {name_ranks(columns['failed'] > 0, columns['rank'])}. Nothing was averaged."
         )
-    return _conclude(rows, report.step)
+    same_values = "all replicas must be given the same learning rates, schedule and base values"
+    check_same("bases", report.bases, "the base values", same_values)
+    if needs_loss and not (columns["loss_count"] > 0).all():
+        raise RuntimeError(
+            f"no loss was recorded since the last sync on {name_ranks(columns['loss_count'] == 0, columns['rank'])}: "
+            "call scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step()"
+        )
+    return conclude(columns, report.step)
 
 
-def check_alike(ensemble: Ensemble, said: Mapping[str, Any], what: str, hint: str) -> None:
-    """Raise the same RuntimeError in every process unless all have ``said`` the same, by name. Collective."""
-    row = torch.tensor([[ensemble.rank, short_hash(said)]], dtype=torch.float64, device="cpu")
-    shown = ensemble.gather(row).numpy()
-    if not _same(shown[..., 1]):
-        raise disagreement(ensemble, said, what, hint, shown[..., 0])
+def check_same_everywhere(ensemble: Ensemble, values: Mapping[str, Any], what: str, hint: str) -> None:
+    """Raise the same RuntimeError on every process unless all passed the same ``values``. Collective.
+
+    Args:
+        ensemble: the replicas.
+        values: plain values by name. The message shows those that differ.
+        what: what the values are, for the message.
+        hint: what to do, for the message.
+    """
+    own = torch.tensor([[ensemble.rank, short_hash(values)]], dtype=torch.float64, device="cpu")
+    gathered = ensemble.gather(own).numpy()
+    if not _same(gathered[..., 1]):
+        raise disagreement(ensemble, values, what, hint, gathered[..., 0])
 
 
 def row_bytes(ensemble: Ensemble) -> int:
-    """The bytes of the control rows of a process."""
+    """Return the bytes of the handshake rows of one process."""
     return 8 * len(COLUMNS) * ensemble.rows
 
 
-def disagreement(ensemble: Ensemble, said: Mapping[str, Any], what: str, hint: str, numbers: Floats) -> RuntimeError:
-    """The error of replicas that know by now that they disagree on ``what``, and meet once more to tell: each has
-    ``said`` something, by name, and the first names under which they differ are shown. ``numbers``: the ranks."""
-    texts = _texts(ensemble, said)
+def disagreement(ensemble: Ensemble, values: Mapping[str, Any], what: str, hint: str, ranks: Floats) -> RuntimeError:
+    """Return the error for replicas that disagree. Collective: every process sends its ``values`` to all others.
+
+    Args:
+        ensemble: the replicas.
+        values: plain values by name. The message shows the first three names whose values differ.
+        what: what the values are, for the message.
+        hint: what to do, for the message.
+        ranks: [replicas, parts] the global ranks.
+    """
+    texts = _gather_texts(ensemble, values)
     keys = list(dict.fromkeys(key for text in texts for key in text))
     differing = [key for key in keys if len({_spell(text.get(key)) for text in texts}) > 1][:3]
     labels = [", ".join(f"{key} {_spell(text.get(key))}" for key in differing) for text in texts]
     groups = []
     for label in dict.fromkeys(labels):
-        who = np.array([other == label for other in labels]).reshape(numbers.shape)
-        groups.append(f"{ranks(who, numbers)}: {textwrap.shorten(label, 300)}")
+        who = np.array([other == label for other in labels]).reshape(ranks.shape)
+        groups.append(f"{name_ranks(who, ranks)}: {textwrap.shorten(label, 300)}")
     return RuntimeError(f"the replicas disagree on {what} ({'; '.join(groups)}): {hint}. Nothing was averaged.")
 
 
-def ranks(who: Flags, numbers: Floats) -> str:
-    """«rank 2», «ranks 0, 1, 3». ``who`` of [replicas] or [replicas, parts] with these ``numbers``."""
-    chosen = who if who.ndim == 2 else np.broadcast_to(who[:, None], numbers.shape)
-    names = [f"{number:.0f}" for number in numbers[chosen]]
+def name_ranks(chosen: Flags, ranks: Floats) -> str:
+    """Return "rank 2" or "ranks 0, 1, 3": the ``ranks`` [replicas, parts] of the ``chosen`` replicas or parts."""
+    flags = chosen if chosen.ndim == 2 else np.broadcast_to(chosen[:, None], ranks.shape)
+    names = [f"{rank:.0f}" for rank in ranks[flags]]
     return f"rank{'s' if len(names) != 1 else ''} {', '.join(names)}"
 
 
 def short_hash(value: Any) -> int:
-    """48 bits of plain values, the same in every process."""
+    """Return a 48-bit hash of plain values, the same in every process."""
     text = json.dumps(value, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
-def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
-    """[rows, columns]; one transfer from the device for all numbers that are there."""
+def conclude(columns: Mapping[str, Floats], step: int) -> Agreement:
+    """Return the conclusions from the gathered columns, each [replicas, parts].
+
+    Raises:
+        RuntimeError: if no replica is healthy.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        losses = columns["loss_sum"].sum(axis=1) / columns["loss_count"].sum(axis=1)
+    probes = columns["probe"].mean(axis=1)
+    finite_values: Flags = np.atleast_1d(np.isfinite(columns["checksum"] + columns["rest"]).all(axis=1))
+    recorded = columns["loss_count"].sum(axis=1) > 0
+    finite_loss: Flags = (np.isfinite(losses) | ~recorded) & ~np.isinf(probes)
+    healthy: Flags = finite_values & finite_loss
+    if not healthy.any():
+        found = []
+        if not finite_values.all():
+            found.append(f"parameters, state or buffers on {name_ranks(~finite_values, columns['rank'])}")
+        if not finite_loss.all():
+            found.append(f"the loss on {name_ranks(~finite_loss, columns['rank'])}")
+        raise RuntimeError(
+            f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: "
+            "resume from the last checkpoint with a lower learning rate, or find the batch that caused it"
+        )
+    gradients = columns["gradients"]
+    sent = not np.isnan(gradients).any()
+    shared = True if len(healthy) == 1 else _same(gradients) if sent else None
+    return Agreement(
+        losses=losses,
+        probes=probes,
+        healthy=healthy,
+        ranks=columns["rank"],
+        shared=shared,
+        equal=_same(columns["checksum"]),
+        has_state=bool(columns["state"].any()),
+        same_state=_same(columns["state"]),
+        same_counts=_same(columns["counts"]),
+        same_integers=_same(columns["integers"]),
+        same_consensus=_same(columns["consensus"]),
+        same_outer=bool(np.isfinite(columns["outer"]).all()) and _same(columns["outer"]),
+    )
+
+
+def _same(column: Floats) -> bool:
+    """Whether all replicas have the same value, in each part of [replicas, parts] for itself. NaN equals nothing."""
+    return bool((column == column[:1]).all())
+
+
+def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) -> Tensor:
+    """Return [rows, columns] on the CPU, with a single transfer for all numbers that are on the device."""
     count = ensemble.rows
-    device = numbers.checksum.device
+    device = summary.checksum.device
     missing = math.nan
     measured = {
         "loss_sum": report.loss_sum,
         "probe": missing if report.probe is None else report.probe,
         "gradients": missing if report.gradients is None else report.gradients,
-        "checksum": numbers.checksum,
-        "rest": numbers.rest,
-        "consensus": numbers.consensus,
-        "outer": numbers.outer,
-        "integers": numbers.integers,
+        "checksum": summary.checksum,
+        "rest": summary.rest,
+        "consensus": summary.consensus,
+        "outer": summary.outer,
+        "integers": summary.integers,
     }
-    wide = wide_dtype(device)  # of floats too: losses that are close are compared
+    wide = wide_dtype(device)  # Python floats too: losses that differ in their last digits are compared
     tensors = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=wide, device=device) for v in measured.values()]
     on_device = torch.stack([v.detach().to(device, wide).expand(count) for v in tensors])
     known = {
@@ -192,9 +252,9 @@ def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
         "step": report.step,
         "bases": short_hash(report.bases),
         "failed": report.failed,
-        "layout": numbers.layout,
-        "state": numbers.state,
-        "counts": numbers.counts,
+        "layout": summary.layout,
+        "state": summary.state,
+        "counts": summary.counts,
         "loss_count": report.loss_count,
     }
     values = dict(zip(measured, on_device.double().cpu(), strict=True))
@@ -203,61 +263,22 @@ def _rows(ensemble: Ensemble, report: Report, numbers: Numbers) -> Tensor:
     values |= {
         name: torch.full((count,), float(value), dtype=torch.float64, device="cpu") for name, value in known.items()
     }
-    # Several replicas of one process are known by their own numbers.
+    # Where a process holds several replicas, messages name them by replica number instead of rank.
     first = ensemble.rank if count == 1 else ensemble.replica
     values["rank"] = torch.arange(first, first + count, dtype=torch.float64, device="cpu")
     return torch.stack([values[name] for name in COLUMNS], dim=1)
 
 
-def _conclude(rows: Mapping[str, Floats], step: int) -> Verdict:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        losses = rows["loss_sum"].sum(axis=1) / rows["loss_count"].sum(axis=1)
-    probes = rows["probe"].mean(axis=1)
-    numbers: Flags = np.atleast_1d(np.isfinite(rows["checksum"] + rows["rest"]).all(axis=1))
-    recorded = rows["loss_count"].sum(axis=1) > 0
-    loss: Flags = (np.isfinite(losses) | ~recorded) & ~np.isinf(probes)
-    healthy: Flags = numbers & loss
-    if not healthy.any():
-        found = [f"parameters, state or buffers on {ranks(~numbers, rows['rank'])}"] if not numbers.all() else []
-        found += [f"the loss on {ranks(~loss, rows['rank'])}"] if not loss.all() else []
-        raise RuntimeError(
-            f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: "
-            "resume from the last checkpoint with a lower learning rate, or look for the batch that did it"
-        )
-    gradients = rows["gradients"]
-    shown = not np.isnan(gradients).any()
-    shared = True if len(healthy) == 1 else _same(gradients) if shown else None
-    return Verdict(
-        losses,
-        probes,
-        healthy,
-        rows["rank"],
-        shared,
-        equal=_same(rows["checksum"]),
-        has_state=bool(rows["state"].any()),
-        same_state=_same(rows["state"]),
-        same_counts=_same(rows["counts"]),
-        same_integers=_same(rows["integers"]),
-        same_consensus=_same(rows["consensus"]),
-        same_outer=bool(np.isfinite(rows["outer"]).all()) and _same(rows["outer"]),
-    )
-
-
-def _same(column: Floats) -> bool:
-    """Whether all replicas show the same: [replicas, parts], each part for itself."""
-    return bool((column == column[:1]).all())
-
-
-def _texts(ensemble: Ensemble, described: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What every process has to say."""
-    text = torch.frombuffer(bytearray(json.dumps(described, default=str).encode()), dtype=torch.uint8)
+def _gather_texts(ensemble: Ensemble, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the ``values`` of every process. Collective."""
+    text = torch.frombuffer(bytearray(json.dumps(values, default=str).encode()), dtype=torch.uint8)
     own = torch.full((ensemble.rows, 1), float(len(text)), dtype=torch.float64, device="cpu")
     lengths = ensemble.gather(own)
     padded = torch.zeros(ensemble.rows, int(lengths.max()), dtype=torch.uint8, device="cpu")
     padded[:, : len(text)] = text
-    rows = ensemble.gather(padded).reshape(lengths.numel(), -1).tolist()
-    cut = [bytes(row[: int(length)]) for row, length in zip(rows, lengths.reshape(-1).tolist(), strict=True)]
-    return [json.loads(row) for row in cut]
+    gathered = ensemble.gather(padded).reshape(lengths.numel(), -1).tolist()
+    texts = [bytes(line[: int(length)]) for line, length in zip(gathered, lengths.reshape(-1).tolist(), strict=True)]
+    return [json.loads(text) for text in texts]
 
 
 def _spell(value: Any) -> str:

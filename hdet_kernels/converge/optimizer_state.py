@@ -1,4 +1,4 @@
-"""What an optimizer remembers of its parameters: moments and the like, and how often each was stepped."""
+"""Find the state of any optimizer that is averaged: moments and the like, and the step counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hdet_kernels.tensors import unique
 
 
 def averaged_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The floating-point state of all parameters, by parameter and name: moments and the like, not step counts."""
+    """Return the floating-point state of all parameters (moments, not step counts), by parameter and name."""
     flats = getattr(optimizer, "state_flats", None)
     if callable(flats):
         return dict(flats())
@@ -25,7 +25,7 @@ def averaged_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def why_not_averaged(optimizer: Optimizer) -> str | None:
-    """Why the mean of this optimizer's state would be no state, if so: numbers in codes, or in lists."""
+    """Return why this optimizer's state has no mean (integer codes, lists of tensors); None if it has one."""
     if callable(getattr(optimizer, "state_flats", None)):
         return None
     for index, state in enumerate(_states(optimizer)):
@@ -36,19 +36,19 @@ def why_not_averaged(optimizer: Optimizer) -> str | None:
                 return (
                     f"the state {key!r} of parameter {index} ({type(optimizer).__name__}) is {type(value).__name__}"
                     f"{f' of {value.dtype}' if isinstance(value, Tensor) else ' of tensors'}, which has no mean: pass "
-                    "gradients='shared' if they are averaged at every step (DDP), or average_state=False"
+                    "gradients='shared' if gradients are averaged at every step (DDP), or average_state=False"
                 )
     return None
 
 
 class StepCounts:
-    """The step counts of all parameters that have one, as one tensor."""
+    """Access to the step counts of all parameters that have one, as one tensor."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
     def read(self) -> Tensor:
-        """A copy, float32 on the CPU."""
+        """Return a copy, float32 on the CPU."""
         flats = getattr(self.optimizer, "step_flats", None)
         if callable(flats):
             found: list[Any] = flats()
@@ -58,12 +58,13 @@ class StepCounts:
             (count if isinstance(count, Tensor) else torch.tensor(count, device="cpu")).detach().reshape(-1).float()
             for count in found
         ]
-        # One transfer for each device, not one for each parameter.
+        # One transfer per device, not one per parameter.
         there = {device: [t for t in tensors if t.device == device] for device in {t.device for t in tensors}}
         here = {device: iter(torch.cat(group).cpu().split([len(t) for t in group])) for device, group in there.items()}
         return torch.cat([next(here[t.device]) for t in tensors]) if tensors else torch.zeros(0, device="cpu")
 
     def write(self, counts: Tensor) -> None:
+        """Replace the counts, in the order of :meth:`read`."""
         flats = getattr(self.optimizer, "step_flats", None)
         if callable(flats):
             targets = flats()

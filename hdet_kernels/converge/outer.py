@@ -1,10 +1,10 @@
-"""The outer optimizer: from one consensus to the next by a step of SGD, whose gradient is what the replicas moved.
+"""The outer optimizer: move from one consensus to the next by an SGD step whose gradient is what the replicas moved.
 
-With θ_k, what the last sync ended with, and θ̄, the mean of the replicas now:
+With θ_k, the parameters after the last sync, and θ̄, the mean of the replicas now:
 
 Δ = θ_k − θ̄;  v ← μ·v + Δ;  θ_{k+1} = θ_k − lr·(Δ + μ·v), or θ_k − lr·v without ``nesterov``.
 
-On local gradients that is DiLoCo. With lr = 1 and μ = 0 it is the plain mean, bit for bit.
+On local gradients this is DiLoCo. With lr = 1 and μ = 0 it is the plain mean, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
 from hdet_kernels.checks import check_positive, check_share
-from hdet_kernels.converge.transport import Courier, Regions
+from hdet_kernels.converge.transport import Regions, Transport
 from hdet_kernels.tensors import wide_dtype
 
 log = logging.getLogger("hdet_kernels")
 
+# Bucket size without a limit: what is remembered does not depend on bucket_bytes.
+_UNLIMITED = sys.maxsize
+
 
 @dataclass(frozen=True)
 class Outer:
-    """The constants of the outer step: those of ``torch.optim.SGD`` without dampening, and with DiLoCo's defaults."""
+    """The constants of the outer step: those of ``torch.optim.SGD`` without dampening. The defaults are DiLoCo's."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -42,64 +45,81 @@ class Outer:
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
 
     def constants(self) -> dict[str, float]:
-        """As plain numbers, by name."""
+        """Return the constants as plain numbers, by name."""
         return {"lr": float(self.lr), "momentum": float(self.momentum), "nesterov": self.nesterov}
 
 
 def check_outer(outer: object) -> None:
+    """Raise TypeError unless ``outer`` is None or an :class:`Outer`."""
     if outer is not None and not isinstance(outer, Outer):
         raise TypeError(f"outer must be None or an hdet_kernels.Outer, such as Outer(lr=0.7), got {outer!r}")
 
 
 class OuterStep:
-    """Takes the outer steps of the same tensors again and again. Remembers θ_k and v, once for all replicas that this
-    process holds, in fp32, or fp64 of doubles: a flat tensor for each region, device and dtype of travel."""
+    """Takes the outer steps of the same tensors, sync after sync.
 
-    def __init__(self, outer: Outer, courier: Courier) -> None:
-        self.outer, self.courier = outer, courier
+    Remembers θ_k and v once for all replicas that this process holds, in fp32 (fp64 for doubles), as one flat tensor
+    per region, device and dtype.
+    """
+
+    def __init__(self, outer: Outer, transport: Transport) -> None:
+        self.outer, self.transport = outer, transport
         self._consensus: list[Tensor] = []
         self._velocity: list[Tensor] | None = None
-        #: [rows] checksums of where the replicas began, until they have met for the first time.
+        # [rows] checksums of the initial parameters, until the first sync shows whether all replicas have the same.
         self._start: Tensor | None = None
 
     def begin(self, regions: Regions, device: torch.device) -> None:
-        """The replicas are where they begin. Whether that is one place, they find out at their first sync."""
-        self._start = self.courier.checksum([tensor for region in regions for tensor in region], device)
+        """Start from the current tensors. The first sync shows whether all replicas start from the same place."""
+        self._start = self.transport.checksum([tensor for region in regions for tensor in region], device)
         self._velocity = None
         self._remember(regions)
 
     def checksum(self, regions: Regions, device: torch.device) -> Tensor | float:
-        """[rows], or of no dimensions: what is equal on all replicas exactly, but for luck, if they can take the next
-        step together. NaN, which equals nothing, where what is remembered is of other tensors."""
-        if not self._fits(list(self.courier.places(regions, _WHOLE))):
+        """Return a checksum, [rows] or scalar, that is equal on all replicas if they can take the next step together.
+
+        It is NaN, which equals nothing, if other tensors are remembered.
+        """
+        if not self._matches(list(self.transport.cut(regions, _UNLIMITED))):
             return math.nan
         if self._start is not None:
             return self._start.to(device, wide_dtype(device))
-        return self.courier.checksum_of_one([*self._consensus, *(self._velocity or ())], device)
+        return self.transport.checksum_of_one([*self._consensus, *(self._velocity or ())], device)
 
-    def step(self, regions: Regions, *, known: bool, moves: bool) -> None:
-        """The tensors are the mean of all replicas and become θ_{k+1}. Not ``known``: there is no θ_k that all share,
-        and the mean is the next one. Not ``moves``: it is too, but v stays."""
-        if not known:
-            log.warning("the replicas do not come from one place: this average is a plain mean, outer= acts from here")
+    def step(self, regions: Regions, *, same_start: bool, advance: bool) -> None:
+        """Replace the tensors, which are the mean of all replicas, by θ_{k+1}.
+
+        Args:
+            regions: the tensors.
+            same_start: whether all replicas remember the same θ_k. Otherwise the mean is θ_{k+1} and v restarts at 0.
+            advance: whether to take the step. Otherwise the mean is θ_{k+1} and v is kept.
+        """
+        if not same_start:
+            log.warning(
+                "the replicas do not start from the same parameters: this average is a plain mean, and the outer "
+                "optimizer starts from it"
+            )
             self._velocity = None
-        elif moves:
+        elif advance:
             if self._velocity is None and self.outer.momentum:
                 self._velocity = [torch.zeros_like(flat) for flat in self._consensus]
-            for number, (region, bucket) in enumerate(self.courier.places(regions, _WHOLE)):
-                whole = self.courier.in_place(region, bucket)
-                mean = self.courier.first(region, bucket) if whole is None else whole
+            for number, (region, bucket) in enumerate(self.transport.cut(regions, _UNLIMITED)):
+                whole = self.transport.in_place(region, bucket)
+                mean = self.transport.first_row(region, bucket) if whole is None else whole
                 self._advance(mean, self._consensus[number], self._velocity[number] if self._velocity else None)
                 if whole is None:
-                    pack, tensors = self.courier.pack_of(region, bucket)
-                    pack.unpack(tensors, mean)
+                    packer, tensors = self.transport.packer(region, bucket)
+                    packer.unpack(tensors, mean)
         self._start = None
-        # Read again: parameters of half precision that have no masters are what θ_{k+1} was rounded to.
+        # Read back, because half-precision parameters without master weights have rounded θ_{k+1}.
         self._remember(regions)
 
     def _advance(self, mean: Tensor, consensus: Tensor, velocity: Tensor | None) -> None:
-        """``mean`` becomes θ_{k+1} = θ̄ + (1 − lr)·Δ − lr·μ·v, with the new v or, without ``nesterov``, the old one: as
-        above, but exact where it is the plain mean. ``consensus`` is used up."""
+        """Turn ``mean`` into θ_{k+1} = θ̄ + (1 − lr)·Δ − lr·μ·v, in place; ``consensus`` is overwritten.
+
+        v is the new velocity, or without ``nesterov`` the old one. This equals the formula above, but is exact where
+        the step is the plain mean.
+        """
         lr, momentum = self.outer.lr, self.outer.momentum
         moved = consensus.sub_(mean)
         mean.add_(moved, alpha=1 - lr)
@@ -112,31 +132,31 @@ class OuterStep:
             mean.add_(velocity, alpha=-lr * momentum)
 
     def _remember(self, regions: Regions) -> None:
-        places = list(self.courier.places(regions, _WHOLE))
-        if not self._fits(places):
-            self._consensus = [torch.empty(b.numel, dtype=b.dtype, device=b.device) for _, b in places]
-        for (region, bucket), flat in zip(places, self._consensus, strict=True):
-            self.courier.first(region, bucket, flat)
+        buckets = list(self.transport.cut(regions, _UNLIMITED))
+        if not self._matches(buckets):
+            self._consensus = [torch.empty(b.numel, dtype=b.dtype, device=b.device) for _, b in buckets]
+        for (region, bucket), flat in zip(buckets, self._consensus, strict=True):
+            self.transport.first_row(region, bucket, flat)
 
-    def _fits(self, places: Sequence[tuple[Sequence[Tensor], Bucket]]) -> bool:
-        return [flat.numel() for flat in self._consensus] == [bucket.numel for _, bucket in places]
+    def _matches(self, buckets: Sequence[tuple[Sequence[Tensor], Bucket]]) -> bool:
+        return [flat.numel() for flat in self._consensus] == [bucket.numel for _, bucket in buckets]
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "consensus": [flat.clone() for flat in self._consensus],
             "velocity": None if self._velocity is None else [flat.clone() for flat in self._velocity],
             "start": None if self._start is None else self._start.reshape(-1).tolist(),
-            "part": [self.courier.ensemble.part, self.courier.ensemble.parts],
+            "part": [self.transport.ensemble.part, self.transport.ensemble.parts],
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise unless :meth:`load_state_dict` can take ``state``."""
-        part, parts = self.courier.ensemble.part, self.courier.ensemble.parts
+        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
+        part, parts = self.transport.ensemble.part, self.transport.ensemble.parts
         if state["part"] != [part, parts]:
             saved, of = state["part"]
             raise ValueError(
-                f"the checkpoint has what the outer optimizer remembers of part {saved} of {of} of a replica, this "
-                f"process holds part {part} of {parts}: load the file of a process that held the same part"
+                f"the checkpoint has the outer optimizer's state of part {saved} of {of} of a replica, this process "
+                f"holds part {part} of {parts}: load the file of a process that held the same part"
             )
         sizes, here = ([(t.numel(), t.dtype) for t in tensors] for tensors in (state["consensus"], self._consensus))
         if sizes != here:
@@ -146,25 +166,21 @@ class OuterStep:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From whichever replica: all remember the same."""
+        """Load the state of any replica: all remember the same."""
         self.check_state_dict(state)
-        places = [flat.device for flat in self._consensus]
-        self._consensus = _on(places, state["consensus"])
-        self._velocity = None if state["velocity"] is None else _on(places, state["velocity"])
+        devices = [flat.device for flat in self._consensus]
+        self._consensus = _copied(state["consensus"], devices)
+        self._velocity = None if state["velocity"] is None else _copied(state["velocity"], devices)
         self._start = None
         if state["start"] is not None:
-            # As one number, for however many replicas are here now: of their place, or that they have none in common.
+            # One number, for however many replicas this process holds now: NaN if the saved rows started apart.
             first, *others = state["start"]
             one = first if all(other == first for other in others) else math.nan
             self._start = torch.tensor(one, dtype=torch.float64, device="cpu")
 
 
-#: A bucket that takes all: what is remembered does not depend on how things travel.
-_WHOLE = sys.maxsize
-
-
-def _on(devices: list[torch.device], saved: list[Tensor]) -> list[Tensor]:
-    return [tensor.to(device, copy=True) for device, tensor in zip(devices, saved, strict=True)]
+def _copied(tensors: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
+    return [tensor.to(device, copy=True) for device, tensor in zip(devices, tensors, strict=True)]
 
 
 def _spell(sizes: list[tuple[int, torch.dtype]]) -> str:

@@ -1,4 +1,4 @@
-"""Overlap: an average that is on its way behind the training steps, and the correction that it lands with."""
+"""Overlap: an average that runs in the background of the next training steps, and the correction that it results in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hdet_kernels.converge.payload import Content
+from hdet_kernels.converge.payload import Payload
 from hdet_kernels.tensors import travel_dtype
 
 T = TypeVar("T")
@@ -19,14 +19,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Correction:
-    """What replicas have to add, some steps after a sync, to have moved from where they were then to the consensus.
+    """The differences that this process adds to its replicas some steps after a sync.
 
-    sound: which of the replicas held here were. One that was not starts from nothing: its differences are the
-    consensus.
-    params, buffers, state, integers, counts: the differences; before: what buffers and state were. What cannot be
-    negative, as second moments and variances, forgets: where it has shrunk since the sync to a share ρ of what it was,
-    so has what is to be corrected, and ρ times the difference is added, which never makes it negative.
-    heal: whether the state of a replica that was left out is still to be replaced.
+    A replica that was healthy at the sync moves by (consensus − its own values at the sync). One that was not healthy
+    is reset to the consensus: it is cleared first, and its difference is the consensus itself.
+
+    Second moments and variances must not become negative. So where a tensor is nowhere negative and an element has
+    shrunk since the sync to a share ρ of its value then, ρ times the difference is added.
+
+    Attributes:
+        sound: which of the replicas held here were healthy.
+        heal: whether the optimizer state of a replica that was left out still has to be replaced.
+        has_state: whether optimizer state and step counts were averaged.
+        params, buffers, state, integers, counts: the differences.
+        buffers_before, state_before: the values at the sync.
     """
 
     sound: tuple[bool, ...]
@@ -41,10 +47,11 @@ class Correction:
     counts: Tensor | None
 
     @staticmethod
-    def between(before: Content, after: Content, *, sound: tuple[bool, ...], heal: bool) -> Correction:
+    def between(before: Payload, after: Payload, *, sound: tuple[bool, ...], heal: bool) -> Correction:
+        """Return the correction from the values at the sync to the averaged ones. May overwrite ``before``."""
         floating = [*before.all_params, *before.buffers, *before.state.values()]
         for tensor in (*floating, *before.integers):
-            _start_from_nothing(tensor, sound)
+            _clear_unhealthy(tensor, sound)
         if before.counts is not None and not any(sound):  # the rows of a process are stepped together
             before.counts.zero_()
         pairs = zip([*after.all_params, *after.buffers, *after.state.values()], floating, strict=True)
@@ -63,36 +70,40 @@ class Correction:
             counts=None if after.counts is None or before.counts is None else after.counts - before.counts,
         )
 
-    def apply(self, content: Content) -> None:
-        """Correct what ``content`` is now. Of the step counts, which are a copy, the copy. State that came to be since
-        the sync is left alone."""
-        known = {name: tensor for name, tensor in content.state.items() if name in self.state}
+    def apply(self, payload: Payload) -> None:
+        """Correct the tensors of ``payload``, and its copy of the step counts.
+
+        Optimizer state that was created since the sync stays as it is.
+        """
+        known = {name: tensor for name, tensor in payload.state.items() if name in self.state}
         changes = [*self.params, *self.buffers, *(self.state[name] for name in known), *self.integers]
-        targets = [*content.all_params, *content.buffers, *known.values(), *content.integers]
+        targets = [*payload.all_params, *payload.buffers, *known.values(), *payload.integers]
         if [tensor.shape for tensor in targets] != [tensor.shape for tensor in changes]:
             raise RuntimeError(
-                "parameters, buffers or state have other shapes than when the average on its way was started: the "
-                "model must stay as it is between a sync and its landing"
+                "parameters, buffers or optimizer state have other shapes than when the overlapped average was "
+                "started: do not change the model between a sync and the end of its average"
             )
         for target in targets:
-            _start_from_nothing(target, self.sound)
-        for target, change in zip(content.all_params, self.params, strict=True):
-            _add(target, _here(change, target))
+            _clear_unhealthy(target, self.sound)
+        for target, change in zip(payload.all_params, self.params, strict=True):
+            _add(target, _on_device_of(target, change))
         others = [
-            *zip(content.buffers, self.buffers, self.buffers_before, strict=True),
+            *zip(payload.buffers, self.buffers, self.buffers_before, strict=True),
             *((target, self.state[name], self.state_before[name]) for name, target in known.items()),
         ]
         for target, change, before in others:
-            target.copy_(_corrected(target, _here(change, target), _here(before, target)))
-        for target, change in zip(content.integers, self.integers, strict=True):
-            sum_ = target.to(torch.int64) + _here(change, target)
+            target.copy_(_corrected(target, _on_device_of(target, change), _on_device_of(target, before)))
+        for target, change in zip(payload.integers, self.integers, strict=True):
+            sum_ = target.to(torch.int64) + _on_device_of(target, change)
             target.copy_(sum_.clamp_(0, 1) if target.dtype == torch.bool else sum_)
-        if content.counts is not None and self.counts is not None and len(content.counts) == len(self.counts):
-            content.counts.copy_((content.counts if any(self.sound) else 0) + self.counts.to(content.counts.device))
+        if payload.counts is not None and self.counts is not None and len(payload.counts) == len(self.counts):
+            payload.counts.copy_((payload.counts if any(self.sound) else 0) + self.counts.to(payload.counts.device))
 
     def of_the_consensus(self) -> Correction:
-        """The correction of a replica whose parameters and buffers are the mean of all: nothing is left to correct in
-        them. Of one that was not sound the state is still to be healed."""
+        """Return the correction of a replica whose parameters and buffers already are the mean of all replicas.
+
+        Their differences are zero. The state of a replica that was not healthy still has to be replaced.
+        """
         whole = all(self.sound)
         return replace(
             self,
@@ -112,24 +123,25 @@ class Correction:
 
     @staticmethod
     def of(state: dict[str, Any]) -> Correction:
+        """Return the correction that was saved as ``state``."""
         return Correction(**(state | {"sound": tuple(state["sound"])}))
 
 
-def _start_from_nothing(tensor: Tensor, sound: tuple[bool, ...]) -> None:
-    """Clear the rows of replicas that were not sound."""
-    if len(sound) == 1 and not sound[0]:
+def _clear_unhealthy(tensor: Tensor, healthy: tuple[bool, ...]) -> None:
+    """Set the rows of replicas that were not healthy to zero."""
+    if len(healthy) == 1 and not healthy[0]:
         tensor.zero_()
-    elif not all(sound):
-        tensor.reshape(len(sound), -1)[[not fine for fine in sound]] = 0
+    elif not all(healthy):
+        tensor.reshape(len(healthy), -1)[[not fine for fine in healthy]] = 0
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(travel_dtype(tensor.dtype))
 
 
-def _here(tensor: Tensor, target: Tensor) -> Tensor:
+def _on_device_of(target: Tensor, tensor: Tensor) -> Tensor:
     tensor = tensor.to(target.device)
-    if tensor.is_cuda:  # it was made on another stream
+    if tensor.is_cuda:  # allocated on the background stream, used on this one
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
 
@@ -142,68 +154,76 @@ def _add(target: Tensor, change: Tensor) -> None:
 
 
 def _corrected(now: Tensor, change: Tensor, before: Tensor) -> Tensor:
-    """``now`` + ρ·``change`` of what is nowhere negative, the plain sum of the rest; decided where the tensors are."""
+    """Return ``now`` + ρ·``change`` if nothing is negative, else ``now`` + ``change``. Decided without a host sync."""
     if not now.numel():
         return now
     now, before = _wide(now), _wide(before)
     nowhere_negative = (now.min() >= 0) & (before.min() >= 0) & ((before + change).min() >= 0)
     share = torch.where(before > 0, (now / before).clamp(max=1), 1)
-    # Rounding may still lead below zero.
+    # Clamped, because rounding may still lead below zero.
     return torch.where(nowhere_negative, (now + share * change).clamp(min=0), now + change)
 
 
-class Flight(Generic[T]):
-    """A function that runs in a thread of its own and, on a GPU, on ``stream``, after what the current stream has to do
-    until now. ``seconds``: what the start of it cost. A process that ends waits for it."""
+class OverlappedAverage(Generic[T]):
+    """An average that runs in a thread of its own, and on a GPU on a stream of its own.
+
+    The work on the GPU starts after all that the current stream was given so far. A process that ends waits for the
+    thread.
+
+    Args:
+        average: runs in the thread; returns the correction and a result for the caller.
+        stream: the stream on a GPU.
+        seconds: the time that the training spent on starting it.
+    """
 
     def __init__(
-        self, fly: Callable[[], tuple[Correction, T]], stream: torch.cuda.Stream | None, seconds: float = 0.0
+        self, average: Callable[[], tuple[Correction, T]], stream: torch.cuda.Stream | None, seconds: float = 0.0
     ) -> None:
         self.seconds = seconds
-        self._arrived: tuple[Correction, T] | None = None
+        self._outcome: tuple[Correction, T] | None = None
         self._failure: BaseException | None = None
         self._stream = stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        #: What failed, with its tensors: a collective that hangs may still write to them.
+        # Keeps the tensors of a failed average alive: a collective that hangs may still write to them.
         self._kept: Callable[[], tuple[Correction, T]] | None = None
-        # Not the thread is waited for but this: after an interrupted join() a thread counts as ended.
+        # Waited for instead of the thread: after an interrupted join() a thread counts as ended.
         self._ended = threading.Event()
-        threading.Thread(target=self._run, args=(fly,), name="hdet_kernels converge").start()
+        threading.Thread(target=self._run, args=(average,), name="hdet_kernels converge").start()
 
     @classmethod
-    def landed(cls, correction: Correction, result: T) -> Flight[T]:
-        """One that has arrived already, as out of a checkpoint."""
-        flight = cls.__new__(cls)
-        flight.seconds, flight._stream, flight._failure, flight._kept = 0.0, None, None, None
-        flight._arrived = correction, result
-        flight._ended = threading.Event()
-        flight._ended.set()
-        return flight
+    def landed(cls, correction: Correction, result: T) -> OverlappedAverage[T]:
+        """Return one that has already finished, as loaded from a checkpoint."""
+        average = cls.__new__(cls)
+        average.seconds, average._stream, average._failure, average._kept = 0.0, None, None, None
+        average._outcome = correction, result
+        average._ended = threading.Event()
+        average._ended.set()
+        return average
 
     @property
     def failed(self) -> bool:
-        """Whether it raised; waits for it."""
+        """Whether it raised. Waits for its end."""
         self._ended.wait()
         return self._failure is not None
 
     def wait(self) -> tuple[Correction, T]:
-        """Until it has arrived. Raises what it raised."""
+        """Wait for its end and return correction and result. Raises what the average raised."""
         if self.failed and self._failure is not None:
             raise self._failure
-        if self._arrived is None:
-            raise RuntimeError("the average on its way ended without a result")
-        return self._arrived
+        if self._outcome is None:
+            raise RuntimeError("the overlapped average ended without a result")
+        return self._outcome
 
-    def _run(self, fly: Callable[[], tuple[Correction, T]]) -> None:
+    def _run(self, average: Callable[[], tuple[Correction, T]]) -> None:
         own = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.no_grad(), own:
-                arrived = fly()
+                outcome = average()
                 if self._stream is not None:
                     self._stream.synchronize()
-            self._arrived = arrived
+            self._outcome = outcome
         except BaseException as failure:
-            self._failure, self._kept = failure, fly
+            self._failure, self._kept = failure, average
         finally:
             self._ended.set()

@@ -1,4 +1,7 @@
-"""What is averaged at a sync, decided by all replicas alike from what their control rows show."""
+"""Decide what a sync averages, from the handshake alone, so that every process decides the same.
+
+All functions here are pure: numbers of the handshake in, a plan out; no tensors, no process group.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet_kernels.converge.handshake import Verdict
+from hdet_kernels.checks import check_choice
+from hdet_kernels.converge.handshake import Agreement
 
 AverageState = Literal["auto"] | bool
 Merge = Literal["mean", "best"]
 
 
 def check_merge(merge: object, *, outer: object, compress: object) -> None:
-    if merge not in get_args(Merge):
-        raise ValueError(f"merge must be one of {', '.join(map(repr, get_args(Merge)))}, got {merge!r}")
+    """Raise ValueError unless ``merge`` is known and goes together with ``outer`` and ``compress``."""
+    check_choice("merge", merge, get_args(Merge))
     others = {name: value for name, value in (("outer", outer), ("compress", compress)) if value is not None}
     if merge == "best" and others:
         given = ", ".join(f"{name}={value!r}" for name, value in others.items())
@@ -24,21 +28,23 @@ def check_merge(merge: object, *, outer: object, compress: object) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is asked of an average.
+class AverageRequest:
+    """What the caller of an average asks for.
 
-    call: by which name; all replicas must mean the same.
-    average_state: True, False, or ``"auto"``: unless the gradients are shared. State is also averaged when a replica
-        is left out, so that the healed one gets sound moments; never with ``include_state=False``.
-    known_shared: whether gradients are shared, if the replicas do not all show theirs this time. Where nothing is
-        known the state is averaged, which is right in both cases and merely costs more.
-    needs_shared: local gradients are an error.
-    needs_loss: a replica without any recorded loss is an error.
-    skip_if_equal: leave parameters alone that are equal on all replicas with shared gradients (plain data parallel
-        stays bit for bit).
-    in_full: do not compress.
-    heals: state is averaged for the sake of a replica that was left out.
-    outer: take the outer step, where there is one.
+    Attributes:
+        call: name of the operation; all replicas must be in the same one.
+        average_state: True, False, or ``"auto"``: unless the gradients are shared. Optimizer state is also averaged
+            when a replica is left out, so that this replica gets finite moments.
+        include_state: False leaves optimizer state and step counts alone in every case.
+        known_shared: whether gradients are shared, used if the handshake does not show it. If neither is known the
+            state is averaged: that is correct in both cases and merely costs more.
+        needs_shared: raise an error if gradients are local.
+        needs_loss: raise an error if a replica recorded no loss.
+        skip_if_equal: do not average parameters that are equal on all replicas with shared gradients. Plain data
+            parallelism then stays bit for bit the same.
+        in_full: do not compress.
+        heals: average the state for a replica that was left out of an earlier average.
+        outer: take the outer step, if there is an outer optimizer.
     """
 
     call: str = "sync"
@@ -52,16 +58,35 @@ class Asked:
     heals: bool = False
     outer: bool = True
 
-    def shared(self, verdict: Verdict) -> bool | None:
-        return self.known_shared if verdict.shared is None else verdict.shared
+    def shared(self, agreement: Agreement) -> bool | None:
+        """Return whether gradients are shared, as the handshake shows it or else as it is known; None if unknown."""
+        return self.known_shared if agreement.shared is None else agreement.shared
+
+    def check_gradients(self, agreement: Agreement) -> None:
+        """Raise RuntimeError if shared gradients are needed and the gradients are local."""
+        if self.needs_shared and self.shared(agreement) is False:
+            raise RuntimeError(
+                "the hypergradient controller needs gradients that are averaged over the replicas at every step, but "
+                "they differ: wrap the model in DistributedDataParallel, or use the regression controller"
+            )
 
 
 @dataclass(frozen=True)
 class Plan:
     """What all replicas have decided to average.
 
-    healthy: which of them are sound. included: whose mean all receive; taken: the one, if it is copied for its loss.
-    remembered: as what the next differences refer to. uneven_state: state is to be averaged that not all have.
+    Attributes:
+        healthy: [replicas] whose values and losses are finite.
+        included: [replicas] that enter the mean which all receive.
+        taken: the only included replica, if ``merge="best"`` chose one by its loss.
+        shared: whether gradients are shared; None if unknown.
+        params: average the parameters.
+        compressed: send the parameters as differences to the last consensus.
+        remembered: the parameters travel in full; keep the result as the consensus of the next differences.
+        state: average the optimizer state.
+        counts: set the step counts to the largest of any included replica.
+        integers: copy the integer buffers of the first included replica.
+        uneven_state: an error: state is to be averaged that only some replicas have.
     """
 
     healthy: NDArray[np.bool_]
@@ -77,40 +102,47 @@ class Plan:
     uneven_state: bool
 
 
-def decide(verdict: Verdict, asked: Asked, *, merge: Merge, compresses: bool) -> Plan:
-    """``compresses``: whether parameters travel as differences where they can."""
-    taken = best(verdict) if merge == "best" else None
-    shared = asked.shared(verdict)
-    excluded = not verdict.healthy.all()
-    wanted = bool(not shared if asked.average_state == "auto" else asked.average_state)
-    # A replica that is left out leaves the others their own where it has none to be replaced.
-    state = (wanted or excluded or asked.heals) and verdict.has_state and verdict.same_state
-    params = excluded or not (asked.skip_if_equal and verdict.equal and shared is True)
-    compresses = compresses and params and not asked.in_full
-    compressed = compresses and verdict.same_consensus and not excluded
+def decide(agreement: Agreement, request: AverageRequest, *, merge: Merge, compresses: bool) -> Plan:
+    """Return the plan of an average.
+
+    Args:
+        agreement: the outcome of the handshake.
+        request: what the caller asks for.
+        merge: ``"mean"``, or ``"best"`` to copy the replica with the lowest loss.
+        compresses: whether parameters travel as differences to the last consensus where possible.
+    """
+    taken = best(agreement) if merge == "best" else None
+    shared = request.shared(agreement)
+    excluded = not agreement.healthy.all()
+    wanted = bool(not shared if request.average_state == "auto" else request.average_state)
+    # Where an unhealthy replica has another state layout than the others, the others keep their own state.
+    state = (wanted or excluded or request.heals) and agreement.has_state and agreement.same_state
+    params = excluded or not (request.skip_if_equal and agreement.equal and shared is True)
+    compresses = compresses and params and not request.in_full
+    compressed = compresses and agreement.same_consensus and not excluded
     return Plan(
-        verdict.healthy,
-        verdict.healthy if taken is None else np.arange(len(verdict.healthy)) == taken,
-        taken,
-        shared,
+        healthy=agreement.healthy,
+        included=agreement.healthy if taken is None else np.arange(len(agreement.healthy)) == taken,
+        taken=taken,
+        shared=shared,
         params=params,
         compressed=compressed,
         remembered=compresses and not compressed,
         state=state,
-        counts=state and not verdict.same_counts,
-        integers=not verdict.same_integers,
-        uneven_state=wanted and verdict.has_state and not verdict.same_state,
+        counts=state and not agreement.same_counts,
+        integers=not agreement.same_integers,
+        uneven_state=wanted and agreement.has_state and not agreement.same_state,
     )
 
 
 def compared(losses: NDArray[np.float64], probes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """By which replicas are compared: their losses on the probe, or where there is none those of the window."""
+    """Return the losses by which replicas are compared: those on the probe, or without a probe the training losses."""
     return losses if np.isnan(probes).all() else probes
 
 
-def best(verdict: Verdict) -> int | None:
-    """The sound replica whose loss is lowest, on the probe where there is one; the first of several. None where no loss
-    is known."""
-    losses = compared(verdict.losses, verdict.probes)
-    candidates = np.where(verdict.healthy & np.isfinite(losses), losses, np.inf)
+def best(agreement: Agreement) -> int | None:
+    """Return the healthy replica with the lowest loss (see :func:`compared`), the first of several; None if no healthy
+    replica has a finite loss."""
+    losses = compared(agreement.losses, agreement.probes)
+    candidates = np.where(agreement.healthy & np.isfinite(losses), losses, np.inf)
     return int(np.argmin(candidates)) if np.isfinite(candidates).any() else None

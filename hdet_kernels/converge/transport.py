@@ -1,4 +1,4 @@
-"""How tensors travel: bucket by bucket, one being packed or unpacked while another is on its way."""
+"""Average tensors over processes, bucket by bucket: one bucket is packed while another is in a collective."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket, cut
-from hdet_kernels.converge.payload import Checksum
+from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.ensemble import Collective, Ensemble, held
 from hdet_kernels.ops.pack import Pack
 
-#: Buckets on their way at the same time, and so the staging buffers that exist at the same time.
+# Transfers that run at the same time, and so the number of staging buffers that exist at the same time.
 IN_FLIGHT = 2
 
-#: Layouts whose tables are kept: those of one sync, unless a model is cut into very many buckets.
+# Cached packing tables. One sync needs fewer, unless the model is cut into very many buckets.
 MOST_PACKS = 256
 
-#: Tensors of one region may share a bucket.
+# Groups of tensors. Tensors of one region may share a bucket.
 Regions = Sequence[Sequence[Tensor]]
 
-#: The steps of one bucket: it starts a collective, yields it, and goes on when that has arrived.
-Journey = Generator[Collective, None, None]
+# The steps of one bucket: a generator that starts a collective, yields it, and continues when it has finished.
+Transfer = Generator[Collective, None, None]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Payload of the collectives as this process handed it to them, and how many there were."""
+    """Bytes that this process passed to collectives, and the number of collectives."""
 
     bytes: int = 0
     collectives: int = 0
@@ -43,9 +43,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Mean:
-    """How the mean over some replicas is made of a local sum, a collective and a division.
+    """How a mean over some replicas is computed: a sum over local rows, a collective and divisions.
 
-    included: which of the rows held here take part. before, after: what is divided by before and after the collective.
+    Attributes:
+        included: which of the rows held here take part.
+        operation: the collective, ``"mean"`` or ``"sum"``.
+        before: divisor before the collective.
+        after: divisor after the collective.
     """
 
     included: tuple[bool, ...]
@@ -55,6 +59,7 @@ class Mean:
 
     @staticmethod
     def over(included: NDArray[np.bool_], ensemble: Ensemble, device: torch.device) -> Mean:
+        """Return how to average over the ``included`` replicas, [replicas], on ``device``."""
         own = tuple(included[held(ensemble)].tolist())
         if included.all() and ensemble.averages(device):
             return Mean(own, "mean", ensemble.rows, 1)
@@ -62,13 +67,14 @@ class Mean:
 
 
 class Staging:
-    """Buffers that buckets travel in, used again and again: as many as are on their way at a time."""
+    """A pool of staging buffers, reused from bucket to bucket: as many as transfers run at a time."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     @contextlib.contextmanager
     def buffer(self, bucket: Bucket) -> Iterator[Tensor]:
+        """Lend a buffer of the bucket's size, dtype and device."""
         fitting = (b for b in self._free if (b.device, b.dtype) == (bucket.device, bucket.dtype))
         found = next((b for b in fitting if b.numel() >= bucket.numel), None)
         if found is None:
@@ -79,8 +85,14 @@ class Staging:
         self._free.append(found)
 
 
-class Courier:
-    """Carries 1-D tensors ([rows, n] where this process holds several replicas) in buckets of ``bucket_bytes``."""
+class Transport:
+    """Averages flat tensors, 1-D or [rows, n] where this process holds several replicas, over an ensemble.
+
+    Args:
+        ensemble: the replicas and their collectives.
+        bucket_bytes: the most that one collective carries.
+        backend: of the packing kernels; see :func:`hdet_kernels.use_backend`.
+    """
 
     def __init__(self, ensemble: Ensemble, bucket_bytes: int, backend: str | None) -> None:
         self.ensemble, self.bucket_bytes, self.backend = ensemble, bucket_bytes, backend
@@ -89,20 +101,20 @@ class Courier:
         self._packs: dict[object, Pack] = {}
 
     def checksum_of_one(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """The checksum of what there is once, however many replicas this process holds."""
+        """Return the checksum of 1-D tensors that exist once, however many replicas this process holds."""
         return self._checksum_of_one(tensors, device)[0]
 
     def average(self, regions: Regions, included: NDArray[np.bool_]) -> Cost:
-        """Replace every tensor by its mean over the included replicas."""
+        """Replace every tensor by its mean over the ``included`` replicas, [replicas]. Collective."""
         if self.ensemble.size == 1 and not self.ensemble.talks:
             return Cost()
-        cost = travel(self._journeys(regions, included))
+        cost = run_transfers(self._transfers(regions, included))
         return cost if self.ensemble.talks else Cost()
 
-    def _journeys(self, regions: Regions, included: NDArray[np.bool_]) -> Iterable[tuple[Journey, int]]:
-        """The journey of every bucket, and its bytes."""
+    def _transfers(self, regions: Regions, included: NDArray[np.bool_]) -> Iterable[tuple[Transfer, int]]:
+        """Yield the transfer of every bucket, and its bytes."""
         staging = Staging()
-        for region, bucket in self.places(regions):
+        for region, bucket in self.cut(regions):
             mean = Mean.over(included, self.ensemble, bucket.device)
             whole = self.in_place(region, bucket)
             if whole is None:
@@ -110,29 +122,43 @@ class Courier:
             else:
                 yield self._in_place(whole, mean), bucket.nbytes
 
-    def places(self, regions: Regions, bucket_bytes: int | None = None) -> Iterator[tuple[Sequence[Tensor], Bucket]]:
-        """Every bucket, with the region that it is cut from."""
+    def _in_place(self, tensor: Tensor, mean: Mean) -> Transfer:
+        if not mean.included[0]:
+            tensor.zero_()  # multiplying by zero would keep NaN and infinity
+        yield self.ensemble.all_reduce(tensor, mean.operation)
+        if mean.after != 1:
+            tensor.div_(mean.after)
+
+    def _staged(self, region: Sequence[Tensor], bucket: Bucket, mean: Mean, staging: Staging) -> Transfer:
+        packer, tensors = self.packer(region, bucket)
+        with staging.buffer(bucket) as packed:
+            packer.pack(tensors, packed, mean.included, mean.before)
+            yield self.ensemble.all_reduce(packed, mean.operation)
+            packer.unpack(tensors, packed, mean.after)
+
+    def cut(self, regions: Regions, bucket_bytes: int | None = None) -> Iterator[tuple[Sequence[Tensor], Bucket]]:
+        """Yield every bucket with the region that it is cut from. ``bucket_bytes`` defaults to the transport's."""
         for region in regions:
-            one = region if self.ensemble.rows == 1 else [tensor[0] for tensor in region]
-            for bucket in cut(one, self.bucket_bytes if bucket_bytes is None else bucket_bytes):
+            one_row = region if self.ensemble.rows == 1 else [tensor[0] for tensor in region]
+            for bucket in cut(one_row, self.bucket_bytes if bucket_bytes is None else bucket_bytes):
                 yield region, bucket
 
-    def first(self, region: Sequence[Tensor], bucket: Bucket, flat: Tensor | None = None) -> Tensor:
-        """A copy of the bucket, in ``flat`` if given, as the first replica here has it."""
-        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) if flat is None else flat
-        pack, tensors = self.pack_of(region, bucket)
-        pack.pack(tensors, flat, [True] + [False] * (self.ensemble.rows - 1))
-        return flat
+    def first_row(self, region: Sequence[Tensor], bucket: Bucket, out: Tensor | None = None) -> Tensor:
+        """Return a copy of the bucket of the first replica held here, written to ``out`` if given."""
+        out = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) if out is None else out
+        packer, tensors = self.packer(region, bucket)
+        packer.pack(tensors, out, [True] + [False] * (self.ensemble.rows - 1))
+        return out
 
     def in_place(self, region: Sequence[Tensor], bucket: Bucket) -> Tensor | None:
-        """The bucket as it lies in memory, where it is one piece of what can travel as it is."""
+        """Return the bucket as a view of the tensor's own memory; None if it has to be packed."""
         first = bucket.pieces[0]
         if len(bucket.pieces) > 1 or self.ensemble.rows > 1 or region[first.index].dtype != bucket.dtype:
             return None
         return region[first.index][first.start : first.stop]
 
-    def pack_of(self, region: Sequence[Tensor], bucket: Bucket) -> tuple[Pack, list[Tensor]]:
-        """The packer of a bucket, and the tensors that it takes. Layouts come back at every sync: tables are kept."""
+    def packer(self, region: Sequence[Tensor], bucket: Bucket) -> tuple[Pack, list[Tensor]]:
+        """Return the packer of a bucket and the tensors that it takes. Cached, because layouts recur at every sync."""
         first, last = bucket.pieces[0].index, bucket.pieces[-1].index
         tensors = list(region[first : last + 1])
         key = (bucket, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
@@ -146,81 +172,77 @@ class Courier:
             )
         return self._packs[key], tensors
 
-    def _in_place(self, tensor: Tensor, mean: Mean) -> Journey:
-        if not mean.included[0]:
-            tensor.zero_()  # not multiplied by zero: NaN and infinity would survive that
-        yield self.ensemble.all_reduce(tensor, mean.operation)
-        if mean.after != 1:
-            tensor.div_(mean.after)
 
-    def _staged(self, region: Sequence[Tensor], bucket: Bucket, mean: Mean, staging: Staging) -> Journey:
-        pack, tensors = self.pack_of(region, bucket)
-        with staging.buffer(bucket) as travelling:
-            pack.pack(tensors, travelling, mean.included, mean.before)
-            yield self.ensemble.all_reduce(travelling, mean.operation)
-            pack.unpack(tensors, travelling, mean.after)
+def run_transfers(transfers: Iterable[tuple[Transfer, int]]) -> Cost:
+    """Run all transfers, at most :data:`IN_FLIGHT` at a time.
 
+    If one fails, the others that were started are waited for, so that nothing writes to their tensors any more. Then
+    the error is raised.
 
-def travel(journeys: Iterable[tuple[Journey, int]]) -> Cost:
-    """Bring all to their ends, with at most :data:`IN_FLIGHT` on their way. If one fails the others are waited for,
-    so that nothing writes to their tensors any more, and then it raises."""
-    active: deque[tuple[Journey, Collective]] = deque()
+    Args:
+        transfers: every transfer with its bytes.
+    """
+    active: deque[tuple[Transfer, Collective]] = deque()
     size = collectives = 0
 
     def advance() -> int:
-        journey, work = active.popleft()
+        """Finish the oldest collective, start the next one of its transfer, and return how many were started."""
+        transfer, work = active.popleft()
         work.wait()
-        following = next(journey, None)
+        following = next(transfer, None)
         if following is None:
             return 0
-        active.append((journey, following))
+        active.append((transfer, following))
         return 1
 
     try:
-        for journey, nbytes in journeys:
+        for transfer, nbytes in transfers:
             while len(active) == IN_FLIGHT:
                 collectives += advance()
-            active.append((journey, next(journey)))
+            active.append((transfer, next(transfer)))
             size, collectives = size + nbytes, collectives + 1
         while active:
             collectives += advance()
     except BaseException:
-        for journey, work in active:
+        for transfer, work in active:
             with contextlib.suppress(Exception):
                 work.wait()
-            journey.close()
+            transfer.close()
         raise
     return Cost(size, collectives)
 
 
-def take_first(ensemble: Ensemble, integers: Sequence[Tensor], included: NDArray[np.bool_]) -> tuple[Journey, int]:
-    """Integer tensors, which have no mean, become those of the first included replica."""
+def take_first(ensemble: Ensemble, integers: Sequence[Tensor], included: NDArray[np.bool_]) -> tuple[Transfer, int]:
+    """Return the transfer, and its bytes, that sets integer tensors to those of the first included replica."""
     first = int(np.flatnonzero(included)[0])
     rows, row = ensemble.rows, max(first - ensemble.replica, 0) % ensemble.rows
-    # As bytes: there are many kinds of integers, and no collective knows all of them.
+    # As bytes, because no backend supports every integer dtype.
     own = [tensor.reshape(rows, -1)[row] if rows > 1 else tensor.reshape(-1) for tensor in integers]
     parts = [tensor.view(torch.uint8) for tensor in own]
-    travelling = torch.cat([part.to(integers[0].device) for part in parts])
+    packed = torch.cat([part.to(integers[0].device) for part in parts])
 
-    def journey() -> Journey:
-        yield ensemble.broadcast(travelling, first)
-        received = travelling.split([part.numel() for part in parts])
+    def transfer() -> Transfer:
+        yield ensemble.broadcast(packed, first)
+        received = packed.split([part.numel() for part in parts])
         for tensor, part in zip(integers, received, strict=True):
-            values = part.to(tensor.device).clone().view(tensor.dtype)  # a clone begins at an aligned address
+            values = part.to(tensor.device).clone().view(tensor.dtype)  # a clone starts at an aligned address
             tensor.copy_((values.expand(rows, -1) if rows > 1 else values).reshape(tensor.shape))
 
-    return journey(), travelling.nbytes
+    return transfer(), packed.nbytes
 
 
 def take_largest(
     ensemble: Ensemble, counts: Tensor, included: NDArray[np.bool_], device: torch.device
-) -> tuple[Journey, int]:
-    """Step counts become the largest of any included replica; they travel on ``device``."""
+) -> tuple[Transfer, int]:
+    """Return the transfer, and its bytes, that sets step counts to the largest of any included replica.
+
+    The counts travel on ``device``.
+    """
     here = bool(included[held(ensemble)].any())
-    travelling = (counts if here else torch.full_like(counts, -torch.inf)).to(device)
+    sent = (counts if here else torch.full_like(counts, -torch.inf)).to(device)
 
-    def journey() -> Journey:
-        yield ensemble.all_reduce(travelling, "max")
-        counts.copy_(travelling)
+    def transfer() -> Transfer:
+        yield ensemble.all_reduce(sent, "max")
+        counts.copy_(sent)
 
-    return journey(), travelling.nbytes
+    return transfer(), sent.nbytes

@@ -17,8 +17,7 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.checks import check_choice, check_whole
 from hdet_kernels.controller.protocol import Controller, Run, check_controller
 from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.converge.converger import Converger
-from hdet_kernels.converge.optimizer_state import StepCounts, averaged_state, why_not_averaged
+from hdet_kernels.converge import Converger, StepCounts, averaged_state, why_not_averaged
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
 from hdet_kernels.fanout.spread import Spread

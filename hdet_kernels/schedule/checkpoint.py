@@ -90,7 +90,7 @@ def restore(cycle: Cycle, state: dict[str, Any]) -> None:
     if cycle.displacement is not None:
         cycle.displacement.load_state_dict(state["displacement"])
     if cycle.overlapping is not None:
-        _ = cycle.overlapping.flight.failed  # waits for it, so that it cannot write to what is loaded now
+        _ = cycle.overlapping.average.failed  # waits for it, so that it cannot write to what is loaded now
     cycle.overlapping = None if state["pending"] is None else Overlapping.of(state["pending"])
     own = (state["replica"], state["size"]) == (cycle.ensemble.replica, cycle.ensemble.size)
     cycle.converger.load_state_dict(state["compression"], own=own)

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.controller.protocol import Run
-from hdet_kernels.converge.converger import Asked, AverageState, Converger, Outcome, Report
-from hdet_kernels.converge.plan import compared
+from hdet_kernels.converge import AverageRequest, AverageState, Converger, Outcome, Report, compared
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, weakly
@@ -190,7 +189,7 @@ class Cycle:
         acting, placed = self._acting(step), self.spread.placement()
         compares = (acting and self.spread.reads_losses) or self._takes_best
         report, failure = self._report(step, compares=compares)
-        asked = Asked(
+        request = AverageRequest(
             average_state=self._average_state(),
             known_shared=self._known_shared(),
             needs_shared=self.displacement is not None,
@@ -199,10 +198,10 @@ class Cycle:
         )
         with _caused_by(failure):
             if self.overlap_steps and step != self.run.total_steps:
-                flight = self.converger.start(report, asked)
-                self.overlapping = Overlapping(step, step + self.overlap_steps, placed, acting, flight)
+                average = self.converger.start(report, request)
+                self.overlapping = Overlapping(step, step + self.overlap_steps, placed, acting, average)
             else:
-                self._finish_sync(step, step, placed, acting, self.converger.converge(report, asked))
+                self._finish_sync(step, step, placed, acting, self.converger.converge(report, request))
 
     def _report(self, step: int, *, compares: bool) -> tuple[Report, Exception | None]:
         """Return the report on the replicas held here, and the exception of the probe if it raised.
@@ -240,7 +239,7 @@ class Cycle:
     def _land(self, step: int) -> None:
         """Apply the overlapping average, if there is one, at the end of ``step``."""
         if (overlapping := self.overlapping) is not None:
-            outcome = self.converger.land(overlapping.flight)
+            outcome = self.converger.land(overlapping.average)
             self.overlapping = None
             if not outcome.healthy[held(self.ensemble)].all():
                 self.window.clear()  # these losses are of parameters that were not finite until now
@@ -316,10 +315,12 @@ class Cycle:
             self.write()
             self.publish()
         moved = self.started and not (self.history and self.history[-1].step == self.step)
-        asked = Asked("converge", average_state=self._average_state(), known_shared=self._known_shared(), outer=moved)
+        request = AverageRequest(
+            "converge", average_state=self._average_state(), known_shared=self._known_shared(), outer=moved
+        )
         report, failure = self._report(self.step, compares=self._takes_best)
         with _caused_by(failure):
-            outcome = self.converger.converge(report, asked)
+            outcome = self.converger.converge(report, request)
         self._record(self.step, self.step, "manual", self.spread.placement(), outcome)
 
     @contextlib.contextmanager

@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, TypedDict, TypeVar, cast, 
 from torch import Tensor
 
 from hdet_kernels.controller.protocol import Controller
-from hdet_kernels.converge.compress import Format
-from hdet_kernels.converge.outer import Outer
-from hdet_kernels.converge.plan import AverageState, Merge
+from hdet_kernels.converge import AverageState, Format, Merge, Outer
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.schedule.loss_window import Loss

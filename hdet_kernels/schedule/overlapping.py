@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hdet_kernels.converge.converger import Outcome
-from hdet_kernels.converge.overlap import Correction, Flight
+from hdet_kernels.converge import Correction, Outcome, OverlappedAverage
 from hdet_kernels.fanout.spread import Placement
 
 _ARRAYS = ("losses", "probes", "healthy")
@@ -24,14 +23,14 @@ class Overlapping:
         due: the step after which it is applied.
         placed: what the replicas had trained with.
         acting: whether the controller acts on it.
-        flight: the average itself.
+        average: the average itself.
     """
 
     step: int
     due: int
     placed: Placement
     acting: bool
-    flight: Flight[Outcome]
+    average: OverlappedAverage[Outcome]
 
     def state_dict(self, *, in_consensus: bool) -> dict[str, Any] | None:
         """Wait for the average and return it with its result; None if it failed.
@@ -39,9 +38,9 @@ class Overlapping:
         Args:
             in_consensus: whether the parameters that are saved with it are the average of all replicas.
         """
-        if self.flight.failed:
+        if self.average.failed:
             return None
-        correction, outcome = self.flight.wait()
+        correction, outcome = self.average.wait()
         if in_consensus:
             correction = correction.of_the_consensus()
         plain = {name: getattr(outcome, name) for name in _PLAIN}
@@ -59,5 +58,7 @@ class Overlapping:
     def of(state: dict[str, Any]) -> Overlapping:
         """Return the average that :meth:`state_dict` saved; it has arrived already."""
         arrays = {name: np.array(state["outcome"][name]) for name in _ARRAYS}
-        flight = Flight.landed(Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays}))
-        return Overlapping(state["step"], state["due"], Placement.of(state["placed"]), state["acting"], flight)
+        average = OverlappedAverage.landed(
+            Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays})
+        )
+        return Overlapping(state["step"], state["due"], Placement.of(state["placed"]), state["acting"], average)

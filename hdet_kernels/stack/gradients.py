@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import BUCKET_BYTES
-from hdet_kernels.converge.transport import Courier
+from hdet_kernels.converge.transport import Transport
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.tensors import flat_view, travel_dtype
@@ -92,7 +92,7 @@ class SharedGradients:
     def __init__(self, params: Sequence[StackedParameter], among: Ensemble) -> None:
         self._params, self._among = params, among
         self._strides = [row_strides(param[0]) for param in params]
-        self._courier = Courier(among, BUCKET_BYTES, None) if among.processes > 1 else None
+        self._transport = Transport(among, BUCKET_BYTES, None) if among.processes > 1 else None
         self._flags: dict[tuple[bool, ...], Tensor] = {}
         # Whether ``grad`` holds gradients that have not been averaged over the processes.
         self._unsynced = False
@@ -118,10 +118,10 @@ class SharedGradients:
             for kept, param in zip(self.collected, self._params, strict=True)
         ]
         self.collected = []
-        if self._courier is not None and self.syncs:
+        if self._transport is not None and self.syncs:
             unsynced = [param.grad[0] if self._unsynced and param.grad is not None else None for param in self._params]
             means = [_sum(mean, more) for mean, more in zip(means, unsynced, strict=True)]
-            means = self._over_processes(self._courier, means)
+            means = self._over_processes(self._transport, means)
             for param, more in zip(self._params, unsynced, strict=True):
                 if more is not None:  # it is part of the mean now; kept until the all-reduce has succeeded
                     param.grad = None
@@ -145,7 +145,7 @@ class SharedGradients:
         param = self._params[index]
         return torch.empty_strided(param.shape[1:], self._strides[index], dtype=dtype, device=param.device)
 
-    def _over_processes(self, courier: Courier, means: list[Tensor | None]) -> list[Tensor | None]:
+    def _over_processes(self, transport: Transport, means: list[Tensor | None]) -> list[Tensor | None]:
         """Average the gradients over the processes.
 
         All parameters take part, so that the processes agree on what is reduced, with one flag per parameter for those
@@ -159,7 +159,7 @@ class SharedGradients:
             self._empty(index, self._params[index].dtype).zero_() if mean is None else mean
             for index, mean in enumerate(means)
         ]
-        courier.average([[*map(flat_view, whole), flags]], np.ones(self._among.size, dtype=bool))
+        transport.average([[*map(flat_view, whole), flags]], np.ones(self._among.size, dtype=bool))
         if all(present):
             return list(whole)
         return [mean if flag > 0 else None for mean, flag in zip(whole, flags.tolist(), strict=True)]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hdet_kernels.checks import check_choice, check_whole
-from hdet_kernels.converge.handshake import check_alike
-from hdet_kernels.converge.payload import described
-from hdet_kernels.converge.transport import take_first, travel
+from hdet_kernels.converge.handshake import check_same_everywhere
+from hdet_kernels.converge.summary import describe_layout
+from hdet_kernels.converge.transport import run_transfers, take_first
 from hdet_kernels.ensemble import Ensemble, RowEnsemble, default_ensemble
 from hdet_kernels.stack.batch import Batch
 from hdet_kernels.stack.gradients import GradientCollector, LocalGradients, SharedGradients, empty_rows
@@ -115,10 +115,12 @@ class ReplicaStack:
         names = {name for names, _ in self._stacked() for name in names}
         frozen = {name: param for name, param in self._template.named_parameters() if name not in names}
         first = [*(tensor[0] for tensor in stacked), *frozen.values()]
-        layout = described(first, [*(names[0] for names, _ in self._stacked()), *frozen])
+        layout = describe_layout(first, [*(names[0] for names, _ in self._stacked()), *frozen])
         same = "all processes must stack as many replicas of the same module"
-        check_alike(among, {"replicas": self.replicas, "gradients": self.gradients, **layout}, "the stack", same)
-        travel([take_first(among, [tensor.detach() for tensor in first], np.ones(among.size, dtype=bool))])
+        check_same_everywhere(
+            among, {"replicas": self.replicas, "gradients": self.gradients, **layout}, "the stack", same
+        )
+        run_transfers([take_first(among, [tensor.detach() for tensor in first], np.ones(among.size, dtype=bool))])
         for tensor in stacked:
             tensor.copy_(tensor[0].clone())
 

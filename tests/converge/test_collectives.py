@@ -1,5 +1,4 @@
-"""The collectives that a sync makes, counted where it calls them: how many, with what, in which order, and where the
-numbers lie that they are given."""
+"""The collectives of a sync, counted where it calls them: how many, of what, in which order, in which memory."""
 
 from __future__ import annotations
 
@@ -15,12 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import hdet_kernels as hk
 from hdet_kernels import Buckets, Converger, ProcessEnsemble
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.converge.handshake import COLUMNS
-from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.ops.wire import GRAIN
 from hdet_kernels.optim import FusedAdamW, FusedSGD
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_ranks
 from tests.training import Trainer
 
 OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
@@ -28,7 +26,7 @@ OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
 
 class Wire:
     """Notes every collective of this process: ``calls`` by name and bytes, ``events`` with the waits between them, and
-    in how many different ``buffers`` the tensors lay until then."""
+    the number of different ``buffers`` that all-reduced tensors lay in so far."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -63,7 +61,7 @@ class Wire:
 
 
 class Watched:
-    """A collective on its way whose end is noted."""
+    """A started collective whose end is noted."""
 
     def __init__(self, work: Any, note: Callable[[], None]) -> None:
         self.work, self.note = work, note
@@ -95,9 +93,12 @@ def _counted(rank: int, bucket_bytes: int, shared: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+COUNTED = Cases(2, _counted, [(2**20, True), (640, True), (100, True), (640, False)])
+
+
 @pytest.mark.parametrize("bucket_bytes", [2**20, 640, 100])
 def test_homed_parameters_take_one_gather_and_one_all_reduce_a_bucket_in_place(bucket_bytes: int) -> None:
-    for result in run_ranks(2, _counted, bucket_bytes, True):
+    for result in COUNTED[bucket_bytes, True]:
         carried = bucket_bytes // 4 * 4
         count = math.ceil(result["nbytes"] / carried)
         sizes = [carried] * (count - 1) + [result["nbytes"] - carried * (count - 1)]
@@ -110,7 +111,7 @@ def test_homed_parameters_take_one_gather_and_one_all_reduce_a_bucket_in_place(b
 
 
 def test_state_travels_in_staging_buffers_behind_the_parameters() -> None:
-    for result in run_ranks(2, _counted, 640, False):
+    for result in COUNTED[640, False]:
         carried = math.ceil(result["nbytes"] / 640)
         moments = math.ceil(2 * result["nbytes"] / 640)
         assert [name for name, _ in result["calls"]] == ["all_gather"] + ["all_reduce"] * (carried + moments)
@@ -118,11 +119,11 @@ def test_state_travels_in_staging_buffers_behind_the_parameters() -> None:
         assert result["inside"][1 : 1 + carried] == [True] * carried
 
 
-def _unheard(rank: int, model: str) -> dict[str, Any]:
-    """A sync of a model with BatchNorm, whose whole numbers agree or do not."""
+def _integers(rank: int, model: str) -> dict[str, Any]:
+    """A sync of a model with BatchNorm, whose integer buffers agree or do not."""
     wire = Wire()
-    trainer = Trainer(rank, ddp=False, auto_lr=False, batch_norm=True, gradients="local")
-    trainer.scheduler.cycle.converger.buffers = lambda: list(trainer.module.buffers())  # as with model=
+    modes: dict[str, Any] = {"ddp": False, "batch_norm": True, "average_buffers": True}
+    trainer = Trainer(rank, auto_lr=False, gradients="local", **modes)
     trainer.train(3)
     tracked = dict(trainer.module.named_buffers())["norm.num_batches_tracked"]
     if model == "differs":
@@ -132,11 +133,12 @@ def _unheard(rank: int, model: str) -> dict[str, Any]:
     return {"calls": wire.names(), "tracked": int(tracked), "bytes": wire.calls[-1][1]}
 
 
-def test_whole_numbers_are_sent_only_where_they_differ() -> None:
-    for result in run_ranks(2, _unheard, "agrees"):
+def test_integers_are_sent_only_where_they_differ() -> None:
+    found = Cases(2, _integers, [("agrees",), ("differs",)])
+    for result in found[("agrees",)]:
         assert result["calls"] == ["all_gather", "all_reduce"], "parameters, state and statistics in one bucket"
         assert result["tracked"] == 4
-    for result in run_ranks(2, _unheard, "differs"):
+    for result in found[("differs",)]:
         assert result["calls"] == ["all_gather", "all_reduce", "broadcast"]
         assert (result["tracked"], result["bytes"]) == (4, 8), "rank 0's"
 
@@ -184,17 +186,20 @@ def _allocated(rank: int, homed: bool, backup: bool) -> tuple[int, bool]:
     return largest, all(torch.equal(param, torch.ones(NUMEL)) for param in params)
 
 
+ALLOCATED = Cases(2, _allocated, [(True, False), (True, True), (False, False)])
+
+
 def test_without_a_backup_homed_parameters_need_no_memory() -> None:
-    for largest, right in run_ranks(2, _allocated, True, False):
+    for largest, right in ALLOCATED[True, False]:
         assert right
         assert 0 < largest < BUCKET // 4
-    for largest, right in run_ranks(2, _allocated, True, True):
+    for largest, right in ALLOCATED[True, True]:
         assert right
         assert largest >= 4 * COUNT * NUMEL, "a backup is a copy, and this measure sees it"
 
 
 def test_without_a_backup_loose_parameters_need_staging_buffers_alone() -> None:
-    for largest, right in run_ranks(2, _allocated, False, False):
+    for largest, right in ALLOCATED[False, False]:
         assert right
         assert largest == BUCKET
 
@@ -205,7 +210,7 @@ def _staged(rank: int) -> dict[str, Any]:
     params = [nn.Parameter(torch.full((100,), float(rank + i))) for i in range(24)]
     converger = Converger(params, ProcessEnsemble(), bucket_bytes=800, backup=False)
     converger.converge(Report(step=0))
-    for pack in converger._courier._packs.values():
+    for pack in converger._transport._packs.values():
         _note_packing(pack, wire)
     wire.clear()
     converger.converge(Report(step=1))
@@ -259,10 +264,13 @@ def _gapped(rank: int, compress: Any, overlapped: bool) -> list[Tensor]:
     return [*seen, big, row]
 
 
+GAPPED = Cases(2, _gapped, [(compress, overlapped) for compress in (None, "bf16") for overlapped in (False, True)])
+
+
 @pytest.mark.parametrize("overlapped", [False, True], ids=["at once", "overlapped"])
 @pytest.mark.parametrize("compress", [None, "bf16"])
 def test_parameters_with_gaps_are_averaged_and_their_neighbours_are_not(compress: Any, overlapped: bool) -> None:
-    results = run_ranks(2, _gapped, compress, overlapped)
+    results = GAPPED[compress, overlapped]
     # After six steps with gradients rank + step: halves, of which every sum is exact.
     columns, every_other = (start - sum(step + 0.5 for step in range(6)) for start in (100.5, -1.5))
     assert not torch.equal(results[0][0], results[1][0])
@@ -272,12 +280,6 @@ def test_parameters_with_gaps_are_averaged_and_their_neighbours_are_not(compress
         assert torch.equal(big[:, 3:], torch.full((4, 2), 100.0 + rank)), "the rest of it is not"
         assert torch.equal(row[::2], torch.full((6,), every_other))
         assert torch.equal(row[1::2], torch.full((6,), -1.0 - rank))
-
-
-def test_parameters_that_overlap_themselves_are_refused() -> None:
-    for tensor in (torch.ones(1).expand(3), torch.ones(3, 1).expand(3, 4), torch.ones(5).as_strided((3, 3), (1, 1))):
-        with pytest.raises(ValueError, match="has gaps or overlaps in memory and cannot be averaged in place"):
-            Converger([nn.Parameter(tensor)], SingleReplica())
 
 
 # Step counts
@@ -299,12 +301,15 @@ def _skipping(rank: int, kind: str, average_state: Any) -> list[set[float]]:
     return seen
 
 
+SKIPPING = Cases(3, _skipping, [(kind, average_state) for kind in OPTIMIZERS for average_state in ("auto", False)])
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_step_counts_become_the_largest_with_the_state(kind: str) -> None:
-    whole, skipped = run_ranks(3, _skipping, kind, "auto")[:2]
+    whole, skipped, _ = SKIPPING[kind, "auto"]
     assert whole == [{1.0}, {2.0}, {3.0}, {4.0}, {5.0}]
     assert skipped == [{1.0}, {2.0}, {2.0}, {4.0}, {5.0}], "the sync is after step 4"
-    whole, skipped = run_ranks(2, _skipping, kind, False)
+    whole, skipped, _ = SKIPPING[kind, False]
     assert whole == [{1.0}, {2.0}, {3.0}, {4.0}, {5.0}]
     assert skipped == [{1.0}, {2.0}, {2.0}, {3.0}, {4.0}], "without the state they stay its own"
 
@@ -325,6 +330,6 @@ def _stateless(rank: int, ours: bool) -> list[str]:
 
 
 def test_plain_sgd_has_no_state_to_bring_along() -> None:
-    for ours in (False, True):
-        for names in run_ranks(2, _stateless, ours):
-            assert names == ["all_gather", "all_reduce"]
+    found = Cases(2, _stateless, [(False,), (True,)])
+    for case in found.cases:
+        assert found[case] == [["all_gather", "all_reduce"]] * 2

@@ -1,4 +1,4 @@
-"""merge="best": at a sync all replicas become the sound one whose loss is lowest."""
+"""merge="best": at a sync all replicas become a copy of the healthy one with the lowest loss."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 import hdet_kernels as hk
 from hdet_kernels import Converger
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import RowEnsemble
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_ranks
 from tests.training import Trainer, batch, loss_of, network, same
 
 SYNC, TOTAL = 4, 8
@@ -37,9 +37,8 @@ class Local(Trainer):
 
     def __init__(self, rank: int, kind: str = "homed", **options: Any) -> None:
         options = {"auto_lr": False, "total_steps": TOTAL, "sync_every": SYNC, "gradients": "local", **options}
-        super().__init__(rank, ddp=False, make_optimizer=OPTIMIZERS[kind], batch_norm=True, merge="best", **options)
-        # The scheduler was not given the model; buffers are looked up at every sync.
-        self.scheduler.cycle.converger.buffers = lambda: list(self.module.buffers())
+        modes = {"ddp": False, "batch_norm": True, "average_buffers": True, "merge": "best"}
+        super().__init__(rank, make_optimizer=OPTIMIZERS[kind], **modes, **options)
 
     def sync(self, loss: float | None, spoil: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
         """A cycle in which every step has this loss; what there was before and after the sync that ends it."""
@@ -56,16 +55,23 @@ class Local(Trainer):
         return {**found, "after": everything(self), "record": self.scheduler.history[-1].to_dict()}
 
 
-LOSSES = (0.7, 0.4, 0.3, 0.4)
+#: By name: losses, the replica with non-finite parameters, and the best.
+BEST: dict[str, tuple[tuple[float, ...], int | None, int]] = {
+    "lowest": ((0.7, 0.4, 0.3, 0.4), None, 2),
+    "not finite": ((0.7, 0.4, 0.3, 0.4), 2, 1),
+    "loss not finite": ((0.7, 0.4, math.nan, 0.5), None, 1),
+    "tie": ((0.7, 0.3, 0.3, 0.3), None, 1),
+}
 
 
-def _best(rank: int, kind: str, losses: tuple[float, ...], sick: int | None) -> dict[str, Any]:
+def _best(rank: int, name: str, kind: str) -> dict[str, Any]:
+    losses, sick, _ = BEST[name]
     replica = Local(rank, kind)
 
     def spoil(trainer: Trainer) -> None:
         trainer.module.norm.num_batches_tracked += rank  # an integer, which has no mean
         if rank == 2:  # a count of its own
-            counts = trainer.scheduler.cycle.converger.counts
+            counts = trainer.scheduler.cycle.converger.tensors.counts
             counts.write(counts.read() + 3)
         if rank == sick:
             trainer.module.inner.weight.data[1, 1] = math.nan
@@ -85,19 +91,14 @@ def check_taken(results: list[dict[str, Any]], best: int, excluded: list[int]) -
     assert all(not torch.equal(o["exp_avg of inner.weight"], chosen["exp_avg of inner.weight"]) for o in others)
 
 
+MERGED = Cases(4, _best, [(name, kind) for name in BEST for kind in OPTIMIZERS])
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("losses", "sick", "best"),
-    [
-        (LOSSES, None, 2),
-        (LOSSES, 2, 1),
-        ((0.7, 0.4, math.nan, 0.5), None, 1),
-        ((0.7, 0.3, 0.3, 0.3), None, 1),
-    ],
-    ids=["lowest", "not finite", "loss not finite", "tie"],
-)
-def test_all_replicas_become_the_best(losses: tuple[float, ...], sick: int | None, best: int, kind: str) -> None:
-    results = run_ranks(4, _best, kind, losses, sick)
+@pytest.mark.parametrize("name", BEST)
+def test_all_replicas_become_the_best(name: str, kind: str) -> None:
+    losses, sick, best = BEST[name]
+    results = MERGED[name, kind]
     bad = sick if sick is not None else next((rank for rank, loss in enumerate(losses) if math.isnan(loss)), None)
     check_taken(results, best, [] if bad is None else [bad])
 

@@ -1,5 +1,5 @@
-"""The outer optimizer: at every sync a step of torch.optim.SGD from the last consensus, with what the replicas moved as
-its gradient; on real gloo groups, stacks, and both."""
+"""The outer optimizer takes a step of torch.optim.SGD from the last consensus at every sync. Its gradient is what the
+replicas moved. Tested on real gloo groups, stacks, and both."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import hdet_kernels as hk
 from hdet_kernels import Converger
-from hdet_kernels.converge.converger import Report
+from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
-from tests.ranks import run_ranks
+from tests.converge.rounding import EPS
+from tests.ranks import Cases, run_ranks
 from tests.training import batch, loss_of, network, same
 
 SYNC, SYNCS = 3, 4
@@ -31,8 +32,6 @@ SETTINGS: dict[str, Any] = {
     "auto_lr": False,
     "bucket_bytes": 256,  # several buckets: what is remembered does not depend on them
 }
-#: Of one rounding to fp32, relative.
-EPS = 2.0**-24
 
 OUTERS = {
     "nesterov": hk.Outer(),
@@ -117,7 +116,7 @@ class Replicas:
 
 
 def sgd_step(sgd: torch.optim.SGD, consensus: Tensor, mean: Tensor) -> Tensor:
-    """What torch's optimizer, which remembers its momentum, makes of ``consensus`` with gradient θ_k − θ̄."""
+    """Return ``consensus`` after a step of torch's optimizer, which keeps its momentum, with gradient θ_k − θ̄."""
     (param,) = sgd.param_groups[0]["params"]
     param.data = consensus.clone()
     param.grad = consensus - mean
@@ -149,9 +148,19 @@ def _watched(rank: int, kind: str, outer: hk.Outer) -> Watched:
     return found
 
 
-def run(kind: str, *args: Any) -> list[Any]:
-    ranks = KINDS[kind][0]
-    return [_watched(0, kind, *args)] if ranks == 1 else run_ranks(ranks, _watched, kind, *args)
+def shared_runs(function: Callable[..., Any], cases: list[tuple[Any, ...]]) -> Callable[..., list[Any]]:
+    """Return a function from a case, which starts with a kind of replicas, to the results of all ranks.
+
+    All cases with the same number of ranks are run by one group of them.
+    """
+    counts = {KINDS[case[0]][0] for case in cases}
+    runs = {n: Cases(n, function, [case for case in cases if KINDS[case[0]][0] == n]) for n in counts if n > 1}
+
+    def results(*case: Any) -> list[Any]:
+        ranks = KINDS[case[0]][0]
+        return [function(0, *case)] if ranks == 1 else runs[ranks][case]
+
+    return results
 
 
 def check_steps(results: list[Watched], outer: hk.Outer, close: Callable[[Tensor, float], float]) -> None:
@@ -169,8 +178,18 @@ def check_steps(results: list[Watched], outer: hk.Outer, close: Callable[[Tensor
         assert float((mean - expected).abs().max()) > 4 * limit, "or this test shows nothing"
 
 
+#: The kinds whose full step without momentum is compared with the plain mean, and those with a bad replica.
+FULL_STEP = ("loose", "homed", "masters", "stack of masters", "2 ranks x 2 rows")
 CASES = [(kind, "nesterov") for kind in KINDS if "compressed" not in kind]
 CASES += [(kind, outer) for kind in ("loose", "stack") for outer in OUTERS if outer != "nesterov"]
+run = shared_runs(
+    _watched,
+    [
+        *((kind, OUTERS[name]) for kind, name in CASES),
+        *((kind, OUTERS["nesterov"]) for kind in KINDS if "compressed" in kind),
+        *((kind, outer) for kind in FULL_STEP for outer in (PLAIN, None)),
+    ],
+)
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind}, {name}" for kind, name in CASES])
@@ -200,7 +219,7 @@ def test_compressed_differences_refer_to_where_the_replicas_go_on_from(kind: str
             assert torch.equal(consensus.double(), after[0])
 
 
-@pytest.mark.parametrize("kind", ["loose", "homed", "masters", "stack of masters", "2 ranks x 2 rows"])
+@pytest.mark.parametrize("kind", FULL_STEP)
 def test_a_full_step_without_momentum_is_the_plain_mean_bit_for_bit(kind: str) -> None:
     for stepped, plain in zip(run(kind, PLAIN), run(kind, None), strict=True):
         assert same(stepped["after"], plain["after"])
@@ -304,7 +323,7 @@ def test_it_steps_where_all_replicas_are_equal_and_with_one_alone() -> None:
     alone, pair = _equal(0)[0], run_ranks(2, _equal)
     check_steps([alone], hk.Outer(), lambda before, moved: 1e-12)
     assert all(same(found, alone) for found, _ in pair)
-    assert pair[0][1] == [1] * SYNCS, "the control row alone"
+    assert pair[0][1] == [1] * SYNCS, "the handshake alone"
 
 
 # By hand
@@ -358,11 +377,15 @@ def _sick(rank: int, kind: str, sick: int) -> dict[str, Any]:
     return {"consensus": consensus, "before": before, "after": replicas.numbers(), "excluded": excluded}
 
 
-@pytest.mark.parametrize("kind", ["loose", "homed", "stack", "2 ranks x 2 rows"])
+SICK = ("loose", "homed", "stack", "2 ranks x 2 rows")
+run_sick = shared_runs(_sick, [(kind, 1) for kind in SICK])
+
+
+@pytest.mark.parametrize("kind", SICK)
 def test_the_mean_is_that_of_the_sound_replicas(kind: str) -> None:
     outer, ranks = hk.Outer(), KINDS[kind][0]
     first = run(kind, outer)  # the same run, up to the first sync: its gradient is the momentum
-    results = [_sick(0, kind, 1)] if ranks == 1 else run_ranks(ranks, _sick, kind, 1)
+    results = run_sick(kind, 1)
     sgd = make_sgd(outer)
     sgd_step(sgd, first[0]["after"][0][0], torch.cat([r["before"][0] for r in first]).mean(dim=0))
     before, after = (torch.cat([r[name] for r in results]) for name in ("before", "after"))
@@ -373,7 +396,7 @@ def test_the_mean_is_that_of_the_sound_replicas(kind: str) -> None:
 
 
 def _breaks(rank: int, kind: str) -> tuple[list[bool], bool, bool]:
-    """A collective that fails in the middle of the second sync, on all ranks, and the sync made up for."""
+    """A collective fails in the middle of the second sync, on all ranks; then the sync is repeated."""
     broken, whole = (Replicas(rank, kind, outer=hk.Outer()).train(2 * SYNC - 1) for _ in range(2))
     loss = broken.optimize()
     whole.scheduler.step(whole.optimize())
@@ -398,9 +421,12 @@ def _breaks(rank: int, kind: str) -> tuple[list[bool], bool, bool]:
     return unharmed, torch.equal(broken.numbers(), whole.numbers()), same(*outers)
 
 
+BROKEN = Cases(2, _breaks, [("loose",), ("homed",), ("2 ranks x 2 rows",)])
+
+
 @pytest.mark.parametrize("kind", ["loose", "homed", "2 ranks x 2 rows"])
 def test_a_collective_that_fails_leaves_what_is_remembered_as_it_was(kind: str) -> None:
-    for result in run_ranks(2, _breaks, kind):
+    for result in BROKEN[(kind,)]:
         assert result == ([True, True, True], True, True)
 
 
@@ -453,12 +479,15 @@ def _resumed(rank: int, kind: str, at: int) -> tuple[bool, bool]:
     return torch.equal(whole.numbers(), second.numbers()), same(*remembered)
 
 
-@pytest.mark.parametrize("at", [0, 2, SYNC + 1, 2 * SYNC], ids=["start", "first cycle", "mid-cycle", "boundary"])
-@pytest.mark.parametrize("kind", ["loose", "masters", "stack", "compressed rows"])
-def test_a_resumed_run_is_the_uninterrupted_run(kind: str, at: int) -> None:
-    ranks = KINDS[kind][0]
-    results = [_resumed(0, kind, at)] if ranks == 1 else run_ranks(ranks, _resumed, kind, at)
-    assert results == [(True, True)] * ranks
+RESUMED_AT = {"start": 0, "first cycle": 2, "mid-cycle": SYNC + 1, "boundary": 2 * SYNC}
+RESUMED = ("loose", "masters", "stack", "compressed rows")
+run_resumed = shared_runs(_resumed, [(kind, at) for kind in RESUMED for at in RESUMED_AT.values()])
+
+
+@pytest.mark.parametrize("at", RESUMED_AT)
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_run(kind: str, at: str) -> None:
+    assert run_resumed(kind, RESUMED_AT[at]) == [(True, True)] * KINDS[kind][0]
 
 
 def _saved(rank: int, kind: str, steps: int) -> bytes:
@@ -477,7 +506,7 @@ def _others(rank: int, kind: str, saved: bytes) -> Watched:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_another_number_of_replicas_goes_on_with_the_momentum_of_the_first(ranks: int) -> None:
     first = run_ranks(2, _saved, "homed", 2 * SYNC)[0]
     results = run_ranks(ranks, _others, "homed", first)
@@ -505,19 +534,6 @@ def test_a_checkpoint_with_and_one_without_do_not_fit_each_other() -> None:
     with pytest.raises(ValueError, match=r"remembers flat tensors of 129 float64, this one of \d+ float64: resume"):
         homed.scheduler.load_state_dict(outer.scheduler.state_dict())
     assert same(homed.scheduler.state_dict(), untouched)
-
-
-def test_an_older_checkpoint_still_loads() -> None:
-    old = Replicas(0, "loose").train(SYNC).scheduler.state_dict()
-    for key in ("outer", "begun"):
-        del old["hdet"][key]
-    del old["hdet"]["config"]["outer"]
-    for record in old["hdet"]["history"]:
-        del record["taken"]
-    replicas = Replicas(0, "loose")
-    replicas.scheduler.load_state_dict(old)
-    assert replicas.scheduler.history[0].taken is None
-    assert replicas.train(SYNC).scheduler.last_epoch == 2 * SYNC
 
 
 # What is refused

@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hdet_kernels import Converger, ProcessEnsemble
-from hdet_kernels.converge.converger import Asked, Report
+from hdet_kernels.converge import AverageRequest, Report
 from hdet_kernels.converge.handshake import COLUMNS
-from hdet_kernels.ensemble import RowEnsemble, SingleReplica
-from tests.converge.test_compress import most_owed
-from tests.ranks import run_ranks
+from hdet_kernels.ensemble import RowEnsemble
+from tests.converge.rounding import EPS, most_owed
+from tests.ranks import Cases, run_ranks
 
 ROWS, PROCESSES = 2, 2
 REPLICAS = ROWS * PROCESSES
-#: Of one rounding to fp32, relative.
-EPS = 2.0**-24
-CONTROL_BYTES = 8 * len(COLUMNS)
+HANDSHAKE_BYTES = 8 * len(COLUMNS)
 #: By name, the shape of one row and the dtype.
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((37, 5), torch.float32),
@@ -79,7 +76,9 @@ def own_rows(process: int) -> list[int]:
 def test_rows_of_one_process_become_their_mean(rows: int) -> None:
     replicas = [replica(number) for number in range(rows)]
     own = stacked(replicas)
-    outcome = converger_of(own, RowEnsemble(rows), bucket_bytes=256).converge(Report(step=1), Asked(average_state=True))
+    outcome = converger_of(own, RowEnsemble(rows), bucket_bytes=256).converge(
+        Report(step=1), AverageRequest(average_state=True)
+    )
     assert outcome.healthy.tolist() == [True] * rows
     for name, tensor in own.items():
         for row in tensor:
@@ -95,13 +94,15 @@ def test_rows_of_one_process_send_nothing() -> None:
 def _in_rows(rank: int) -> tuple[Tensors, int, int]:
     own = stacked([replica(number) for number in own_rows(rank)])
     converger = converger_of(own, RowEnsemble(ROWS, ProcessEnsemble()), bucket_bytes=256)
-    outcome = converger.converge(Report(step=1), Asked(average_state=True))
+    outcome = converger.converge(Report(step=1), AverageRequest(average_state=True))
     return own, outcome.bytes, outcome.collectives
 
 
 def _in_processes(rank: int) -> tuple[Tensors, int, int]:
     own = replica(rank)
-    outcome = converger_of(own, ProcessEnsemble(), bucket_bytes=256).converge(Report(step=1), Asked(average_state=True))
+    outcome = converger_of(own, ProcessEnsemble(), bucket_bytes=256).converge(
+        Report(step=1), AverageRequest(average_state=True)
+    )
     return own, outcome.bytes, outcome.collectives
 
 
@@ -114,15 +115,15 @@ def test_rows_of_several_processes_are_as_many_processes() -> None:
                 assert torch.equal(row, in_rows[0][0][name][0]), "all rows of all processes are equal"
         check_mean(in_rows[0][0][name][0], [each[name] for each in replicas], name)
         check_mean(in_processes[0][0][name], [each[name] for each in replicas], name)
-    assert [sent for _, sent, _ in in_rows] == [ROW_BYTES + ROWS * CONTROL_BYTES] * PROCESSES, "one row, not all"
-    assert [sent for _, sent, _ in in_processes] == [ROW_BYTES + CONTROL_BYTES] * REPLICAS
+    assert [sent for _, sent, _ in in_rows] == [ROW_BYTES + ROWS * HANDSHAKE_BYTES] * PROCESSES, "one row, not all"
+    assert [sent for _, sent, _ in in_processes] == [ROW_BYTES + HANDSHAKE_BYTES] * REPLICAS
     assert in_rows[0][2] == in_processes[0][2], "as many collectives"
 
 
 # Rows that are not finite
 
 
-def _sick(rank: int, bad: list[int], what: str) -> tuple[Tensors, list[bool], list[float], list[int]]:
+def _sick(rank: int, what: str, bad: tuple[int, ...]) -> tuple[Tensors, list[bool], list[float], list[int]]:
     replicas = [replica(number) for number in own_rows(rank)]
     integers = torch.tensor([[10 * number, 1] for number in own_rows(rank)])
     losses = torch.tensor([float(number) for number in own_rows(rank)])
@@ -138,10 +139,14 @@ def _sick(rank: int, bad: list[int], what: str) -> tuple[Tensors, list[bool], li
     return own, outcome.healthy.tolist(), outcome.losses.tolist(), integers.tolist()
 
 
-@pytest.mark.parametrize("bad", [[0], [1, 2], [0, 1], [0, 2, 3]], ids=str)
+BAD = [(0,), (1, 2), (0, 1), (0, 2, 3)]
+SICK = Cases(PROCESSES, _sick, [(what, bad) for what in ("loss", "matrix", "state") for bad in BAD])
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("what", ["loss", "matrix", "state"])
-def test_rows_that_are_not_finite_are_left_out_and_healed(what: str, bad: list[int]) -> None:
-    results = run_ranks(PROCESSES, _sick, bad, what)
+def test_rows_that_are_not_finite_are_left_out_and_healed(what: str, bad: tuple[int, ...]) -> None:
+    results = SICK[what, bad]
     good = [number for number in range(REPLICAS) if number not in bad]
     for own, healthy, losses, integers in results:
         assert healthy == [number in good for number in range(REPLICAS)]
@@ -214,9 +219,12 @@ def _modes(rank: int, compress: Any) -> list[dict[str, Any]]:
     return found
 
 
+MODES = Cases(PROCESSES, _modes, [(compress,) for compress in (None, "bf16", "int8")])
+
+
 @pytest.mark.parametrize("compress", [None, "bf16", "int8"])
 def test_rows_are_compressed_as_one(compress: str | None) -> None:
-    results = run_ranks(PROCESSES, _modes, compress)
+    results = MODES[(compress,)]
     buckets = math.ceil(4 * 300 / 256)
     largest = 0.0
     for sync in range(3):
@@ -262,39 +270,9 @@ def check_landed(results: list[tuple[Tensor, Tensor, Tensor]], bad: int | None) 
             torch.testing.assert_close(landed[index].double(), expected, rtol=0, atol=16 * EPS * 5)
 
 
-def test_every_row_moves_by_its_own_difference() -> None:
-    check_landed(run_ranks(PROCESSES, _overlapped, None), None)
+OVERLAPPED = Cases(PROCESSES, _overlapped, [(None,), (1,)])
 
 
-def test_a_sound_row_beside_a_bad_one_moves_by_its_own_difference() -> None:
-    check_landed(run_ranks(PROCESSES, _overlapped, 1), 1)
-
-
-# What is refused
-
-
-def test_tensors_without_rows_are_refused() -> None:
-    message = r"3 replicas are the rows of tensors \[3, …\], got shape "
-    for tensor in (torch.ones(4, 2), torch.ones(())):
-        with pytest.raises(ValueError, match=message):
-            Converger([tensor], RowEnsemble(3))
-
-
-def test_an_ensemble_needs_rows_of_whole_replicas() -> None:
-    with pytest.raises(ValueError, match="needs at least one, got rows=0"):
-        RowEnsemble(0)
-    with pytest.raises(ValueError, match="not over RowEnsemble"):
-        RowEnsemble(2, RowEnsemble(2))
-    assert (RowEnsemble(1).size, RowEnsemble(3, SingleReplica()).size) == (1, 3)
-
-
-def _places(rank: int) -> tuple[int, ...]:
-    ensemble = RowEnsemble(3, ProcessEnsemble())
-    assert ensemble.processes == dist.get_world_size()
-    gathered = ensemble.gather(torch.arange(3.0).view(3, 1) + 10 * rank)
-    assert gathered.shape == (3 * ensemble.processes, 1, 1)
-    return ensemble.size, ensemble.replica, *map(int, gathered.view(-1).tolist())
-
-
-def test_replicas_are_numbered_process_by_process() -> None:
-    assert run_ranks(2, _places) == [(6, first, 0, 1, 2, 10, 11, 12) for first in (0, 3)]
+@pytest.mark.parametrize("bad", [None, 1], ids=["all healthy", "beside a bad one"])
+def test_every_row_moves_by_its_own_difference(bad: int | None) -> None:
+    check_landed(OVERLAPPED[(bad,)], bad)

@@ -1,12 +1,12 @@
-"""Replicas of several kinds: processes of any group, dimensions of a mesh, sharded models, DDP with BatchNorm."""
+"""Replicas of several kinds: processes of any group, dimensions of a mesh, sharded models, and DDP with BatchNorm."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hdet_kernels as hk
 from hdet_kernels.optim import FusedAdamW
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_ranks
 from tests.training import Trainer, batch, network
 
 SETTINGS: dict[str, Any] = {"max_lr": 0.01, "total_steps": 12, "sync_every": 4, "auto_lr": False}
@@ -58,10 +58,13 @@ def _in_groups(rank: int, kind: str, how: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+IN_GROUPS = Cases(4, _in_groups, [(kind, how) for kind in OPTIMIZERS for how in ("groups", "mesh dimension")])
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("how", ["groups", "mesh dimension"])
 def test_replicas_average_within_their_group_only(how: str, kind: str) -> None:
-    results = run_ranks(4, _in_groups, kind, how)
+    results = IN_GROUPS[kind, how]
     for members in ((0, 2), (1, 3)):
         first, second = (results[rank] for rank in members)
         mean = (first["before"].double() + second["before"].double()) / 2
@@ -150,10 +153,15 @@ def _sharded(rank: int, how: str, options: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 64}], ids=["one bucket", "many buckets"])
+SHARDED = Cases(
+    4, _sharded, {(how, size): (how, {"bucket_bytes": size}) for how in ("hsdp", "fsdp") for size in (None, 64)}
+)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 64], ids=["one bucket", "many buckets"])
 @pytest.mark.parametrize("how", ["hsdp", "fsdp"])
-def test_sharded_replicas_are_averaged_shard_by_shard(how: str, options: dict[str, Any]) -> None:
-    results = run_ranks(4, _sharded, how, options)
+def test_sharded_replicas_are_averaged_shard_by_shard(how: str, bucket_bytes: int | None) -> None:
+    results = SHARDED[how, bucket_bytes]
     assert [r["place"] for r in results] == [(2, 0), (2, 0), (2, 1), (2, 1)]
     for name in ("before", "after", "moments", "moments after", "end"):
         assert all_equal([results[0][name], results[1][name]]), f"{name}: the ranks of a replica see one model"
@@ -205,11 +213,13 @@ def _sick_shard(rank: int, how: str, what: str) -> dict[str, Any]:
     return {"before": before, "after": after, "moments": moments, "end": sharded.parameters(), "excluded": excluded}
 
 
-@pytest.mark.parametrize(
-    ("how", "what"), [("hsdp", "parameter"), ("hsdp", "loss"), ("fsdp", "parameter"), ("fsdp", "moment")], ids=str
-)
+SICK = [("hsdp", "parameter"), ("hsdp", "loss"), ("fsdp", "parameter"), ("fsdp", "moment")]
+SICK_SHARDS = Cases(4, _sick_shard, SICK)
+
+
+@pytest.mark.parametrize(("how", "what"), SICK)
 def test_a_bad_shard_leaves_its_replica_out_and_all_its_ranks_are_healed(how: str, what: str) -> None:
-    results = run_ranks(4, _sick_shard, how, what)
+    results = SICK_SHARDS[how, what]
     assert not torch.equal(results[0]["before"], results[2]["before"])
     for result in results:
         assert torch.equal(result["after"], results[0]["before"]), "the one replica that is left is the mean"
@@ -240,9 +250,12 @@ def _torn(rank: int, how: str) -> tuple[str, bool]:
     return _refused(sharded, loss)
 
 
+TORN = Cases(4, _torn, [("hsdp",), ("fsdp",)])
+
+
 @pytest.mark.parametrize("how", ["hsdp", "fsdp"])
 def test_ranks_of_one_replica_that_disagree_are_an_error_on_all(how: str) -> None:
-    for message, unchanged in run_ranks(4, _torn, how):
+    for message, unchanged in TORN[(how,)]:
         assert "disagree on the step" in message
         assert "step 4" in message
         assert re.search(r"rank (3|1\.1): step 8", message), "by its number, or by those of its replica and shard"
@@ -277,7 +290,9 @@ def end_process_after(count: int) -> None:
     dist.all_reduce = all_reduce
 
 
-@pytest.mark.parametrize("after", [0, 2], ids=["before", "after 2 buckets"])
+@pytest.mark.parametrize(
+    "after", [pytest.param(0, marks=pytest.mark.full, id="before"), pytest.param(2, id="after 2 buckets")]
+)
 def test_a_killed_shard_leaves_no_replica_averaged_in_part(after: int) -> None:
     """Rank 3 takes part in the averages of ranks 1 and 3 alone; ranks 0 and 2 must not keep theirs."""
     results = run_ranks(4, _killed_shard, after, expect_dead=1)
@@ -285,31 +300,33 @@ def test_a_killed_shard_leaves_no_replica_averaged_in_part(after: int) -> None:
     assert [unchanged for _, unchanged in results[:3]] == [True] * 3
 
 
-def _hsdp_run(rank: int, at: int | None, folder: Path, resume: bool) -> dict[str, Any]:
+def _hsdp_runs(rank: int) -> list[dict[str, Any]]:
+    """A run that saves after 6 and 8 steps, and the two that resume from there."""
     controller = hk.RegressionController(start_at=0.0, stop_at=1.0)
-    sharded = Sharded(rank, "hsdp", auto_lr=controller, total_steps=16)
-    parts: list[Any] = [sharded.module, sharded.optimizer, sharded.scheduler]
-    path = folder / f"rank{rank}.pt"
-    if resume:
-        for part, state in zip(parts, torch.load(path, weights_only=True), strict=True):
+    runs = [Sharded(rank, "hsdp", auto_lr=controller, total_steps=16) for _ in range(3)]
+    for at, resumed in zip((6, 8), runs[1:], strict=True):
+        file = io.BytesIO()
+        runs[0].train(at - runs[0].scheduler.last_epoch)
+        torch.save([part.state_dict() for part in (runs[0].module, runs[0].optimizer, runs[0].scheduler)], file)
+        file.seek(0)
+        states = torch.load(file, weights_only=True)
+        for part, state in zip((resumed.module, resumed.optimizer, resumed.scheduler), states, strict=True):
             part.load_state_dict(state)
-    elif at is not None:
-        sharded.train(at)
-        torch.save([part.state_dict() for part in parts], path)
-    sharded.train(16 - sharded.scheduler.last_epoch)
-    history = [{**record.to_dict(), "seconds": 0.0} for record in sharded.scheduler.history]
-    return {"shards": sharded.shards(), "history": history, "base": sharded.scheduler.get_base_lr()}
+    found = []
+    for run in runs:
+        run.train(16 - run.scheduler.last_epoch)
+        history = [{**record.to_dict(), "seconds": 0.0} for record in run.scheduler.history]
+        found.append({"shards": run.shards(), "history": history, "base": run.scheduler.get_base_lr()})
+    return found
 
 
-@pytest.mark.parametrize("at", [8, 6], ids=["boundary", "mid-cycle"])
-def test_a_resumed_hsdp_run_is_the_uninterrupted_one(at: int, tmp_path: Path) -> None:
-    whole_run = run_ranks(4, _hsdp_run, at, tmp_path, False)
-    resumed = run_ranks(4, _hsdp_run, at, tmp_path, True)
-    for a, b in zip(whole_run, resumed, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a["shards"], b["shards"], strict=True))
-        assert a["history"] == b["history"]
-        assert len(a["history"]) == 4
-        assert a["base"] == b["base"]
+def test_a_resumed_hsdp_run_is_the_uninterrupted_one() -> None:
+    for a, *resumed in run_ranks(4, _hsdp_runs):
+        for b in resumed:
+            assert all(torch.equal(x, y) for x, y in zip(a["shards"], b["shards"], strict=True))
+            assert a["history"] == b["history"]
+            assert len(a["history"]) == 4
+            assert a["base"] == b["base"]
 
 
 AUTO_LR: dict[str, Any] = {
@@ -350,7 +367,8 @@ def _ddp_trajectory(rank: int) -> dict[str, Any]:
     return {"seen": torch.stack(seen), "rates": rates, "losses": losses, "end": parameters()}
 
 
-def test_hsdp_takes_the_way_of_plain_data_parallel_replicas() -> None:
+@pytest.mark.full
+def test_hsdp_trains_as_plain_data_parallel_replicas_do() -> None:
     sharded, plain = run_ranks(4, _hsdp_trajectory), run_ranks(2, _ddp_trajectory)
     assert not torch.equal(plain[0]["seen"], plain[1]["seen"])
     for rank, result in enumerate(sharded):
@@ -399,16 +417,18 @@ def _batch_norm(rank: int, kind: str, extra: int | None, sick: int | None) -> di
     return {"before": before, "after": buffers(), "excluded": trainer.scheduler.history[0].excluded}
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("extra", "sick", "tracked"),
-    [(None, None, 4), (1, None, 4), (0, None, 5), (1, 0, 5)],
-    ids=["equal", "second ahead", "first ahead", "first bad"],
+#: The rank that has seen one more batch, the rank that is bad, and the count that all end with.
+TRACKED = {"equal": (None, None, 4), "second ahead": (1, None, 4), "first ahead": (0, None, 5), "first bad": (1, 0, 5)}
+BATCH_NORM = Cases(
+    3, _batch_norm, {(name, kind): (kind, *case[:2]) for name, case in TRACKED.items() for kind in OPTIMIZERS}
 )
-def test_batchnorm_statistics_are_averaged_and_counts_are_the_first_sound_replicas(
-    kind: str, extra: int | None, sick: int | None, tracked: int
-) -> None:
-    results = run_ranks(3, _batch_norm, kind, extra, sick)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", TRACKED)
+def test_batchnorm_statistics_are_averaged_and_counts_are_the_first_sound_replicas(name: str, kind: str) -> None:
+    _, sick, tracked = TRACKED[name]
+    results = BATCH_NORM[name, kind]
     sound = [result for rank, result in enumerate(results) if rank != sick]
     for name in ("norm.running_mean", "norm.running_var"):
         assert not all_equal([r["before"][name] for r in results]), "the statistics are local"
@@ -421,7 +441,7 @@ def test_batchnorm_statistics_are_averaged_and_counts_are_the_first_sound_replic
 
 
 def _undeclared(rank: int) -> list[str]:
-    """What is said of sharded parameters where the ensemble is missing, or takes shards for replicas."""
+    """Messages about sharded parameters where the ensemble is missing, or takes shards for replicas."""
     said = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for shards, options in ((mesh["shard"], {}), (mesh, {"ensemble": hk.ProcessEnsemble()}), (mesh, {})):

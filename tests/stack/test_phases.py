@@ -21,7 +21,7 @@ def test_with_a_probe_the_first_cycle_has_early_syncs() -> None:
         (2, "early", 0), (4, "early", 0), (8, "early", 0), (16, "sync", 0), (32, "sync", 1)
     ]  # fmt: skip
     assert all(record.probes is not None for record in history)
-    assert trainer.scheduler.cycle.spread.control["looks"] == [5]
+    assert trainer.scheduler.cycle.spread.controller_state["looks"] == [5]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_with_a_probe_a_replica_departs_in_at_most_one_group_and_two_in_none() -
         equal = np.flatnonzero((values == np.median(values, axis=1, keepdims=True)).all(axis=0))
         assert record.probes is not None
         assert len({record.probes[replica] for replica in equal}) == 1
-    squares, spare = trainer.scheduler.cycle.spread.control["noise"]
+    squares, spare = trainer.scheduler.cycle.spread.controller_state["noise"]
     assert squares == 0
     assert spare > 0
 
@@ -154,9 +154,9 @@ def test_a_replica_that_becomes_non_finite_while_only_weight_decay_is_explored(g
     trainer.optimizer.zero_grad()
     with torch.no_grad():
         next(trainer.stack.parameters())[2] = math.nan
-    before = trainer.scheduler.cycle.spread.control["mu"]
+    before = trainer.scheduler.cycle.spread.controller_state["mu"]
     trainer.scheduler.step(losses)
-    now, after = trainer.scheduler.history[-1], trainer.scheduler.cycle.spread.control["mu"]
+    now, after = trainer.scheduler.history[-1], trainer.scheduler.cycle.spread.controller_state["mu"]
     assert (now.step, now.excluded) == (20, [2])
     assert len(set(now.values["lr/0"])) == 1
     assert after[0] == before[0]

@@ -108,11 +108,11 @@ def test_resumes_exactly_while_the_controller_moves_the_learning_rate(
     for at in steps:
         saved[at] = straight.train(at - straight.scheduler.last_epoch).save()
     straight.train(40 - straight.scheduler.last_epoch)
-    assert all(straight.scheduler.cycle.spread.control["q"]), "the controller has seen slopes"
+    assert all(straight.scheduler.cycle.spread.controller_state["q"]), "the controller has seen slopes"
     for at, file in saved.items():
         resumed = StackTrainer(**options).load(file).train(40 - at)
         assert torch.equal(resumed.parameters(), straight.parameters()), at
-        assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control, at
+        assert resumed.scheduler.cycle.spread.controller_state == straight.scheduler.cycle.spread.controller_state, at
         bases = [[record.base for record in trainer.scheduler.history] for trainer in (resumed, straight)]
         assert bases[0] == bases[1], at
 
@@ -127,7 +127,7 @@ def check_resumes(steps: tuple[int, ...], end: int, **options: Any) -> list[Stac
     for at, file in saved.items():
         resumed = probed_trainer(**options).load(file).train(end - at)
         assert torch.equal(resumed.parameters(), straight.parameters()), at
-        assert resumed.scheduler.cycle.spread.control == straight.scheduler.cycle.spread.control, at
+        assert resumed.scheduler.cycle.spread.controller_state == straight.scheduler.cycle.spread.controller_state, at
         assert learning_rates(resumed) == learning_rates(straight), at
         runs.append(resumed)
     return runs
@@ -152,7 +152,7 @@ def test_resumes_from_a_checkpoint_without_early_syncs() -> None:
         del state["hdet"]["spread"]["controller"][name]
     saved.scheduler.load_state_dict(state)
     saved.train(20)
-    control = saved.scheduler.cycle.spread.control
+    control = saved.scheduler.cycle.spread.controller_state
     assert control["level"] is not None
     assert control["way"][0] > 0
 

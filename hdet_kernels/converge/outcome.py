@@ -1,0 +1,51 @@
+"""The result of an average, as the scheduler records it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdet_kernels.converge.handshake import Agreement
+from hdet_kernels.converge.plan import Plan
+from hdet_kernels.converge.transport import Cost
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of an average. Arrays have one entry per replica.
+
+    Attributes:
+        losses, probes: mean training loss and loss on the probe; NaN where there is none.
+        healthy: which replicas had finite values and losses.
+        shared: whether all replicas have the same gradients; None if unknown.
+        bytes: bytes that this process passed to collectives, handshake included. The two collectives of a compressed
+            bucket count as the all-reduce that they replace.
+        collectives: number of collectives.
+        seconds: time that the training waited.
+        taken: the replica that all became a copy of, with ``merge="best"``.
+    """
+
+    losses: NDArray[np.float64]
+    probes: NDArray[np.float64]
+    healthy: NDArray[np.bool_]
+    shared: bool | None
+    bytes: int
+    collectives: int
+    seconds: float
+    taken: int | None = None
+
+    @staticmethod
+    def of(agreement: Agreement, plan: Plan, cost: Cost, seconds: float) -> Outcome:
+        """Return the outcome of an average that was agreed on and planned, at this cost."""
+        return Outcome(
+            losses=agreement.losses,
+            probes=agreement.probes,
+            healthy=plan.healthy,
+            shared=plan.shared,
+            bytes=cost.bytes,
+            collectives=cost.collectives,
+            seconds=seconds,
+            taken=plan.taken,
+        )

@@ -1,0 +1,122 @@
+"""Summarise the tensors of a replica for the handshake: hashes of their layout and checksums of their values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_kernels import ops
+from hdet_kernels.ops.chunks import ChunkTable
+from hdet_kernels.ops.stacked_chunks import StackedTable
+from hdet_kernels.tensors import Slot, wide_dtype
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """The numbers that a process sends about the tensors of its replicas.
+
+    Attributes:
+        layout: hash of shapes, strides and dtypes of parameters and buffers.
+        state: the same of the optimizer state; 0 if there is none.
+        counts: hash of the optimizer's step counts.
+        integers: [rows] hashes of the values of integer buffers.
+        checksum: [rows] checksums of the parameters.
+        rest: [rows] checksums of buffers and optimizer state.
+        consensus: checksum of the last consensus, which compressed differences refer to; NaN if none is remembered.
+        outer: checksum of the place that the outer step starts from; NaN without one.
+        describe: returns a readable description of ``"layout"`` or ``"state"``, by tensor, for error messages.
+    """
+
+    layout: int
+    state: int
+    counts: int
+    integers: Tensor
+    checksum: Tensor
+    rest: Tensor
+    consensus: Tensor | float
+    outer: Tensor | float
+    describe: Callable[[str], Mapping[str, Any]]
+
+
+def describe_layout(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return dtype, shape and strides of every tensor by name, after the number of tensors and of elements."""
+    tensors = list(tensors)
+    names = [f"tensor {number}" for number in range(len(tensors))] if names is None else list(names)
+    return {
+        "tensors": len(tensors),
+        "elements": sum(tensor.numel() for tensor in tensors),
+        **{
+            name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} with strides {t.stride()}"
+            for name, t in zip(names, tensors, strict=True)
+        },
+    }
+
+
+class Checksum:
+    """The fp64 norm of all given tensors, in one kernel launch whatever their number.
+
+    It is finite exactly if all elements are. It differs, except for chance collisions, where the elements do.
+    """
+
+    def __init__(self, rows: int, backend: str | None) -> None:
+        self.rows, self.backend = rows, backend
+        self._tables: dict[object, ChunkTable] = {}
+
+    def __call__(self, tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+        """Return the checksum of every row, [rows], on ``device``."""
+        kinds: dict[tuple[torch.device, bool], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                kinds.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(tensor)
+        total = torch.zeros(self.rows, dtype=wide_dtype(device), device=device)
+        for weight, (_, alike) in enumerate(sorted(kinds.items(), key=lambda item: str(item[0])), start=1):
+            total += weight * self._norm(alike).to(device)
+        return total
+
+    def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        sizes = tuple(tensor.numel() // self.rows for tensor in tensors)
+        device, wide_elements = tensors[0].device, tensors[0].dtype == torch.float64
+        key = (device, wide_elements, sizes)
+        if key not in self._tables:
+            *starts, end = itertools.accumulate(sizes, initial=0)
+            slots = [Slot(0, start, size, (size,), (1,)) for start, size in zip(starts, sizes, strict=True)]
+            dtype = torch.float64 if wide_elements else torch.float32
+            table_rows = [0] * len(slots)  # a norm reads no hyperparameters
+            self._tables[key] = (
+                ChunkTable(slots, table_rows, device, dtype)
+                if self.rows == 1
+                else StackedTable(
+                    slots,
+                    table_rows,
+                    device,
+                    dtype,
+                    replicas=self.rows,
+                    row_stride=end,
+                    row_count=0,
+                    shares_state=False,
+                )
+            )
+        table = self._tables[key]
+        return ops.grad_norm(table, table.match(tensors), rows=self.rows, backend=self.backend)
+
+
+# Large odd numbers without a pattern, within 64 bits.
+_ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
+
+
+def integer_hash(tensors: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
+    """Return a 48-bit hash of the values of every row, [rows], on ``device``."""
+    total = torch.zeros(rows, dtype=torch.int64, device=device)
+    for number, tensor in enumerate(tensors):
+        values = tensor.reshape(rows, -1).to(torch.int64)
+        # Value and place are mixed before they are added. Otherwise changes at several places could cancel out.
+        places = torch.arange(number, number + values.shape[1], device=values.device)
+        mixed = (values + places * _ODD[0]) * _ODD[1]
+        mixed = (mixed ^ (mixed >> 31)) * _ODD[2]
+        total += (mixed ^ (mixed >> 29)).sum(dim=1).to(device)
+    return total % 2**48

@@ -1,0 +1,159 @@
+"""Ensembles: which process holds which replica, and their collectives over real gloo groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hdet_kernels.ensemble import ProcessEnsemble, RowEnsemble, SingleReplica, default_ensemble, held
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def place(ensemble: Any) -> dict[str, Any]:
+    names = ("size", "replica", "rows", "part", "parts", "processes", "process", "talks", "rank")
+    return {name: getattr(ensemble, name) for name in names}
+
+
+ALONE = {"size": 1, "replica": 0, "rows": 1, "part": 0, "parts": 1, "processes": 1, "process": 0, "rank": 0}
+
+
+# One process
+
+
+def test_a_single_replica() -> None:
+    ensemble = default_ensemble()
+    assert isinstance(ensemble, SingleReplica)
+    assert place(ensemble) == {**ALONE, "talks": False}
+    assert ensemble.gather(torch.tensor([[1.0, 2.0]])).tolist() == [[[1.0, 2.0]]]
+    assert ensemble.serves(torch.device("cuda"))
+    assert ensemble.averages(CPU)
+    tensor = torch.tensor([3.0])
+    ensemble.all_reduce(tensor, "sum").wait()
+    ensemble.broadcast(tensor, 0).wait()
+    assert tensor.tolist() == [3.0]
+    received, gathered = torch.zeros(1, 1), torch.zeros(1, 1)
+    ensemble.exchange(received, torch.tensor([[4.0]])).wait()
+    ensemble.collect(gathered, torch.tensor([5.0])).wait()
+    assert (received.item(), gathered.item()) == (4.0, 5.0)
+    ensemble.confirm()
+    assert ensemble.twin() is ensemble
+    assert repr(ensemble) == "SingleReplica()"
+    assert held(ensemble) == slice(0, 1)
+
+
+def test_rows_of_one_process() -> None:
+    ensemble = RowEnsemble(3)
+    assert place(ensemble) == {**ALONE, "size": 3, "rows": 3, "talks": False}
+    assert ensemble.gather(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [[[1.0]], [[2.0]], [[3.0]]]
+    assert held(ensemble) == slice(0, 3)
+    assert repr(ensemble) == "RowEnsemble(3 rows, SingleReplica())"
+    assert isinstance(ensemble.twin(), RowEnsemble)
+    ensemble.confirm()
+
+
+def test_what_is_refused_without_processes() -> None:
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+        RowEnsemble(0)
+    with pytest.raises(ValueError, match="among must be processes that hold one whole replica each, got RowEnsemble"):
+        RowEnsemble(2, RowEnsemble(2))
+    with pytest.raises(RuntimeError, match=r"start the script with torchrun.*init_process_group"):
+        ProcessEnsemble()
+
+
+# Several processes
+
+
+def _collectives(ensemble: Any, rank: int) -> dict[str, Any]:
+    def reduced(operation: str) -> list[float]:
+        tensor = torch.tensor([float(rank), 10.0 - rank])
+        ensemble.all_reduce(tensor, operation).wait()
+        return tensor.tolist()
+
+    copied, received, gathered = torch.tensor([float(rank)]), torch.zeros(2, 1), torch.zeros(2, 1)
+    ensemble.broadcast(copied, ensemble.size - 1).wait()
+    ensemble.exchange(received, torch.tensor([[10.0 * rank], [10.0 * rank + 1]])).wait()
+    ensemble.collect(gathered, torch.tensor([float(rank)])).wait()
+    ensemble.confirm()
+    return {
+        "sum": reduced("sum"), "max": reduced("max"), "copied": copied.item(), "received": received.view(-1).tolist(),
+        "gathered": gathered.view(-1).tolist(),
+    }  # fmt: skip
+
+
+def _two(rank: int) -> dict[str, Any]:
+    processes = ProcessEnsemble()
+    rows = RowEnsemble(3, processes)
+    gathered = processes.gather(torch.tensor([[1.0 + rank, 5.0]]))
+    of_rows = rows.gather(torch.arange(3.0).view(3, 1) + 10 * rank)
+    twin = processes.twin()
+    messages = []
+    for make in (
+        lambda: ProcessEnsemble(dist.GroupMember.NON_GROUP_MEMBER),
+        lambda: ProcessEnsemble(init_device_mesh("cpu", (2,)), shard_group=dist.group.WORLD),
+        lambda: ProcessEnsemble(init_device_mesh("cpu", (2, 1, 1))),
+        lambda: RowEnsemble(2, ProcessEnsemble(init_device_mesh("cpu", (1, 2)))),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            make()
+        messages.append(str(error.value))
+    return {
+        "default": isinstance(default_ensemble(), ProcessEnsemble),
+        "place": place(processes), "rows": place(rows), "held": held(rows),
+        "gathered": gathered.tolist(), "of rows": of_rows.view(-1).tolist(), "shape": tuple(of_rows.shape),
+        "serves": (processes.serves(CPU), processes.serves(torch.device("meta")), processes.averages(CPU)),
+        "collectives": [_collectives(each, rank) for each in (processes, rows, twin, rows.twin())],
+        "twin": (twin.ranks(), twin.group is not None, place(twin) == place(processes)),
+        "repr": repr(rows), "messages": messages,
+    }  # fmt: skip
+
+
+def test_two_processes() -> None:
+    for rank, found in enumerate(run_ranks(2, _two)):
+        assert found["default"]
+        own = {"size": 2, "replica": rank, "processes": 2, "process": rank, "rank": rank, "talks": True}
+        assert found["place"] == {**ALONE, **own}
+        assert found["rows"] == {**ALONE, **own, "size": 6, "rows": 3, "replica": 3 * rank}
+        assert found["held"] == slice(3 * rank, 3 * rank + 3)
+        assert found["gathered"] == [[[1.0, 5.0]], [[2.0, 5.0]]]
+        assert found["of rows"] == [0, 1, 2, 10, 11, 12]
+        assert found["shape"] == (6, 1, 1)
+        assert found["serves"] == (True, False, False), "gloo cannot divide"
+        expected = {
+            "sum": [1.0, 19.0], "max": [1.0, 10.0], "copied": 1.0, "received": [float(rank), 10.0 + rank],
+            "gathered": [0.0, 1.0],
+        }  # fmt: skip
+        assert found["collectives"] == [expected] * 4
+        assert found["twin"] == ([0, 1], True, True)
+        assert found["repr"].startswith(f"RowEnsemble(3 rows, ProcessEnsemble(replica {rank} of 2, ")
+        member, both, dimensions, sharded = found["messages"]
+        assert "this process is not a member of the given process group" in member
+        assert both == "pass a mesh or two groups, not both: a 2-D mesh (replicate, shard) defines both groups"
+        assert "the mesh must have one dimension, or two (replicate, shard), got 3" in dimensions
+        assert "among must be processes that hold one whole replica each, got ProcessEnsemble" in sharded
+
+
+def _four(rank: int) -> tuple[dict[str, Any], list[list[list[float]]], list[int], str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ensemble = ProcessEnsemble(mesh)
+    gathered: Tensor = ensemble.gather(torch.tensor([[float(rank)]]))
+    ensemble.confirm()
+    with pytest.raises(ValueError, match="overlap_group has ranks") as error:
+        ProcessEnsemble(mesh["replicate"], overlap_group=dist.group.WORLD).twin()
+    return place(ensemble), gathered.tolist(), ensemble.ranks(), str(error.value)
+
+
+def test_shards_of_two_replicas() -> None:
+    for rank, (found, gathered, ranks, message) in enumerate(run_ranks(4, _four)):
+        replica, part = divmod(rank, 2)
+        own = {"replica": replica, "process": replica, "part": part, "rank": rank}
+        assert found == {**ALONE, **own, "size": 2, "parts": 2, "processes": 2, "talks": True}
+        assert gathered == [[[0.0], [1.0]], [[2.0], [3.0]]], "by replica and part"
+        assert ranks == [part, 2 + part]
+        assert f"overlap_group has ranks [0, 1, 2, 3], process_group has [{part}, {2 + part}]: pass" in message
