@@ -100,7 +100,7 @@ class Scripted:
         base, count, syncs = self.base(step - 1), len(self.starts), self.run.syncs_before(step - 1)
         rho = fan(count, step // self.sync_every, self.seed)
         if self.run.in_pairs:
-            rho = pairs(N, [(0.3, "linear")] * count, seed=self.seed, look=syncs)
+            rho = pairs(N, [(0.3, "linear")] * count, seed=self.seed, sync=syncs)
         losses = self.losses(self.past(base, step)[:, None] + np.log(rho))
         losses = change(later(losses, syncs), rho)
         self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))

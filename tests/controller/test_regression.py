@@ -24,7 +24,7 @@ class TestInPairs:
     RUN = dataclasses.replace(RUN, in_pairs=True, peaks=(None, None))
 
     def observe(self, function: Callable[[Any, Any], Any], look: int = 0, error: float = 0.0) -> Observation:
-        rho = pairs(8, [(0.3, "linear")] * 2, seed=0, look=look)
+        rho = pairs(8, [(0.3, "linear")] * 2, seed=0, sync=look)
         losses = function(*np.log(rho)) + error * np.random.default_rng(look).normal(size=8)
         return observe(losses, rho)
 
@@ -39,7 +39,7 @@ class TestInPairs:
 
     def test_entries_of_hyperparameters_that_are_not_explored_stay(self) -> None:
         controller = RegressionController(rate=0.1)
-        rho = pairs(4, [(0.3, "linear")] * 2, seed=0, look=0)
+        rho = pairs(4, [(0.3, "linear")] * 2, seed=0, sync=0)
         explored = np.ptp(rho, axis=1) > 0
         assert explored.sum() == 1
         state = controller.update(self.RUN, controller.start(2), observe(2 + np.log(rho).sum(axis=0), rho))
@@ -58,7 +58,7 @@ class TestInPairs:
         assert np.abs(noisy["mu"]).max() < 0.5
 
     def test_a_bad_replica_lowers_the_hyperparameter_in_which_it_departs(self) -> None:
-        rho = pairs(8, [(0.3, "linear")] * 2, seed=0, look=0)
+        rho = pairs(8, [(0.3, "linear")] * 2, seed=0, sync=0)
         worst = int(rho[0].argmax())
         losses = np.where(np.arange(8) == worst, NAN, 2.0)
         state = RegressionController(rate=0.1).update(self.RUN, RegressionController().start(2), observe(losses, rho))
@@ -66,7 +66,7 @@ class TestInPairs:
         assert state["mu"][1] == 0
 
     def test_non_finite_losses_of_all_replicas_move_nothing(self) -> None:
-        rho, controller = pairs(8, [(0.3, "linear")] * 2, seed=0, look=0), RegressionController()
+        rho, controller = pairs(8, [(0.3, "linear")] * 2, seed=0, sync=0), RegressionController()
         assert controller.update(self.RUN, controller.start(2), observe([NAN] * 8, rho))["mu"] == [0.0, 0.0]
 
 

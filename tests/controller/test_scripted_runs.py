@@ -176,7 +176,7 @@ def noise(
         if REGRESSION.active(run, step):
             rho = fan(1, step // sync_every, seed, n)
             if probed:
-                rho = pairs(n, [(0.3, "linear")], seed=seed, look=run.syncs_before(step - 1))
+                rho = pairs(n, [(0.3, "linear")], seed=seed, sync=run.syncs_before(step - 1))
             base = np.array([REGRESSION.base(state, 0, schedule((step - 1) / total_steps))])
             state = REGRESSION.update(run, state, Observation(random.normal(2, 1, n), rho, base, step))
             highest = max(highest, abs(state["mu"][0]))

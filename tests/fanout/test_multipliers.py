@@ -242,7 +242,7 @@ class TestPairs:
 
     @staticmethod
     def of(n: int, count: int, look: int = 0, seed: int = 0) -> np.ndarray:
-        return pairs(n, [(0.3, "linear")] * count, seed=seed, look=look)
+        return pairs(n, [(0.3, "linear")] * count, seed=seed, sync=look)
 
     @PROPERTY
     @given(counts, st.integers(1, 9), st.integers(0, 50), st.integers(0, 5))
@@ -267,11 +267,11 @@ class TestPairs:
         assert set(often.tolist()) == {2 * (n // 2 - (n >= 4))}
 
     def test_one_without_a_spread_is_left_out(self) -> None:
-        found = pairs(8, [(0.3, "linear"), (0.0, "linear"), (2.0, "log")], seed=0, look=0)
+        found = pairs(8, [(0.3, "linear"), (0.0, "linear"), (2.0, "log")], seed=0, sync=0)
         assert (found[1] == 1).all()
         assert (found[[0, 2]] != 1).any(axis=1).all()
         assert found[2].max() == 3.0
-        assert (pairs(8, [(0.0, "linear")], seed=0, look=0) == 1).all()
+        assert (pairs(8, [(0.0, "linear")], seed=0, sync=0) == 1).all()
 
     def test_replicas_change_places_from_look_to_look_and_from_seed_to_seed(self) -> None:
         places = {self.of(8, 1, look, seed).tobytes() for look in range(5) for seed in range(5)}
