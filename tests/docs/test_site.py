@@ -1,0 +1,63 @@
+"""The site builds without a warning, and every link and every path of a file that a page names leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, name_of, prose_of
+
+#: A path of the repository in backticks, such as `hdet_kernels/fanout/spread.py`; a name after `::` is no part of it.
+_PATH = re.compile(r"`((?:hdet_kernels|csrc|tests|bench|examples|docs)/[\w./-]+)(?:::[\w.]+)?`")
+_LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
+
+#: What a page may name though it is not in the repository: places that the reader fills.
+_TO_BE_WRITTEN = re.compile(r"NAME|<|\*")
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'hdet_kernels[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (tmp_path / "site" / page.relative_to(ROOT / "docs").with_suffix(".html")).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    dead = []
+    for link in _LINK.findall(prose_of(page)):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    named = [path for path in _PATH.findall(page.read_text()) if not _TO_BE_WRITTEN.search(path)]
+    assert sorted({path for path in named if not (ROOT / path).exists()}) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_placeholder_is_left(page: Path) -> None:
+    assert not re.findall(r"@@\w+@@|TODO|FIXME|TBD", page.read_text())
+
+
+def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page not in navigation] == []
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose_of(page), re.M)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
