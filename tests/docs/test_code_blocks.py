@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hdet_kernels as hk
+from hdet_kernels.ops import STATES
+from hdet_kernels.ops.reference_rules import RULES
 from tests.docs.namespace import namespace
 from tests.docs.pages import PAGES, Block, blocks_of
 from tests.ranks import run_ranks
@@ -40,7 +43,8 @@ def test_the_blocks_of_a_page_run(page: str, needs: str, tmp_path: Path, monkeyp
         run_ranks(int(needs.split()[0]), _on_a_rank, blocks, tmp_path)
         return
     monkeypatch.chdir(tmp_path)
-    _run(blocks, tmp_path, "cuda" if needs == "gpu" else "cpu")
+    with patch.dict(STATES), patch.dict(RULES):  # docs/extending.md adds an update rule
+        _run(blocks, tmp_path, "cuda" if needs == "gpu" else "cpu")
 
 
 def _run(blocks: list[Block], folder: Path, device: str = "cpu") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, name_of, prose_of
 
-#: A path of the repository in backticks, such as `hdet_kernels/fanout/spread.py`; a name after `::` is no part of it.
-_PATH = re.compile(r"`((?:hdet_kernels|csrc|tests|bench|examples|docs)/[\w./-]+)(?:::[\w.]+)?`")
+#: A path of the repository in backticks, and a name in it: `hdet_kernels/fanout/spread.py::Spread.move`.
+_PATH = re.compile(r"`((?:hdet_kernels|csrc|tests|bench|examples|docs)/[\w./-]+)(?:::([\w.]+))?`")
 _LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
 
 #: What a page may name though it is not in the repository: places that the reader fills.
@@ -41,8 +42,9 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
-    named = [path for path in _PATH.findall(page.read_text()) if not _TO_BE_WRITTEN.search(path)]
-    assert sorted({path for path in named if not (ROOT / path).exists()}) == []
+    named = [found for found in _PATH.findall(page.read_text()) if not _TO_BE_WRITTEN.search(found[0])]
+    assert sorted({path for path, _ in named if not (ROOT / path).exists()}) == []
+    assert sorted(f"{path}::{name}" for path, name in named if name and name not in _names(ROOT / path)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -55,6 +57,17 @@ def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if page not in navigation] == []
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def _names(module: Path) -> set[str]:
+    """Return the functions and classes of a module, and the methods of the classes as ``Class.method``."""
+    definitions = (ast.ClassDef, ast.FunctionDef)
+    names = set()
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, definitions):
+            names.add(node.name)
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, definitions)}
+    return names
 
 
 def _anchors(page: Path) -> set[str]:
