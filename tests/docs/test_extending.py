@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import suites
 
+from bench import suites
 from hdet_kernels.controller.protocol import Controller
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble, SingleReplica
 from tests.docs.pages import ROOT
