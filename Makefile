@@ -41,8 +41,7 @@ quality: $(VENV)/.quality
 	$(BIN)/python -m bench.quality run $(QUALITY_ARGS)
 
 docs: $(READY)
-	$(BIN)/python -m mkdocs build --strict --quiet
-	@echo "site/index.html"
+	$(BIN)/python -m mkdocs build --strict
 
 wheel: $(READY)
 	rm -rf build dist
