@@ -52,7 +52,7 @@ def blocks_of(page: Path) -> list[Block]:
         if match["needs"]:
             known = _NEEDS.fullmatch(match["needs"].strip())
             if known is None:
-                raise ValueError(f"{name_of(page)}: {match['needs'].strip()!r} is not '<!-- needs: gpu -->' or '4 ranks'")
+                raise ValueError(f"{name_of(page)} needs 'gpu' or '4 ranks', got {match['needs'].strip()!r}")
             needs = known[1]
         line = text.count("\n", 0, match.start("code")) + 1
         found.append(Block(name_of(page), line, match["code"], needs))

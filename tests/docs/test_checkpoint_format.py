@@ -25,7 +25,8 @@ def listed(heading: str) -> set[str]:
 
 def _trained(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a scheduler after one early sync and one or more regular ones."""
-    return dict(Trainer(rank, ddp=options.get("auto_lr") is not False, **options).train(9).scheduler.state_dict()["hdet"])
+    trainer = Trainer(rank, ddp=options.get("auto_lr") is not False, **options).train(9)
+    return dict(trainer.scheduler.state_dict()["hdet"])
 
 
 def _all(rank: int) -> dict[str, dict[str, Any]]:

@@ -78,8 +78,3 @@ def test_every_name_of_the_package_exists() -> None:
     used = {name for page in PAGES for name in re.findall(r"\bhk\.(\w+)", page.read_text())}
     assert "HDETOneCycleLR" in used
     assert sorted(name for name in used if not hasattr(hk, name)) == []
-
-
-def test_no_line_of_a_block_is_wider_than_the_page() -> None:
-    wide = [f"{b.page}:{b.line}" for b in BLOCKS if max(map(len, b.code.splitlines())) > 120]
-    assert wide == []
