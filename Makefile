@@ -1,9 +1,11 @@
-# make demo: set-up, then replicas train a small language model; ends in a table and plots (in demo-out/).
-# make test: set-up, then the linters and the tests.
-# make test-full: the tests that make test leaves out: more combinations, and everything that needs a GPU.
-# make bench: set-up, then every benchmark on what is there; report and plots in bench-out/ (bench/README.md).
-# make quality: set-up, then the small part of the quality suite; prints its tables (bench/quality/README.md).
-# All build .venv once; a second run installs nothing. PYTHON chooses the interpreter (3.11 or newer).
+# make demo       replicas train a small language model; ends in a table and plots (demo-out/)
+# make test       linters and tests
+# make test-full  the tests that make test leaves out: more combinations, wheels, and everything that needs a GPU
+# make bench      every benchmark on this machine; report and plots in bench-out/ (bench/README.md)
+# make quality    the small part of the quality suite; prints its tables (bench/quality/README.md)
+# make docs       the documentation as a site, in site/
+# make wheel      a pure wheel, one with the compiled extension, and the source distribution, in dist/
+# Each target first builds .venv, once. PYTHON chooses the interpreter (3.11 or newer).
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,8 +16,9 @@ BENCH_ARGS ?=
 QUALITY_ARGS ?=
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-full lint bench quality setup clean
+.PHONY: demo test test-full lint bench quality docs wheel setup clean
 
 demo: $(READY)
 	$(BIN)/python -m hdet_kernels demo $(DEMO_ARGS)
@@ -37,8 +40,18 @@ bench: $(READY)
 quality: $(VENV)/.quality
 	$(BIN)/python -m bench.quality run $(QUALITY_ARGS)
 
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict
+
+wheel: $(READY)
+	rm -rf build dist
+	HDET_NATIVE=0 $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' > build/sdist.log
+	@ls dist/*
+
 $(VENV)/.quality: $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[quality]'
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[quality]'
 	@touch $@
 
 setup: $(READY)
@@ -48,9 +61,9 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hdet_kernels needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version): make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch numpy 'setuptools>=77' ninja
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --quiet --no-compile --constraint constraints.txt torch numpy 'setuptools>=77' ninja
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) build *.egg-info hdet_kernels/*.so demo-out bench-out quality-out.json
+	rm -rf $(VENV) build dist site *.egg-info hdet_kernels/*.so demo-out bench-out quality-out.json

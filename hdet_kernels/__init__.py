@@ -18,7 +18,7 @@ from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.stack import ReplicaStack
 from hdet_kernels.stack.parameter import StackedParameter
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Buckets",

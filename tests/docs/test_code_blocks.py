@@ -1,0 +1,80 @@
+"""Every Python block of the README and the documentation runs.
+
+The blocks of a page run in order in one namespace, which begins with :func:`tests.docs.namespace.namespace`. A block
+under ``<!-- needs: 4 ranks -->`` runs in four gloo processes, one under ``<!-- needs: gpu -->`` on a GPU; those of one
+page again share a namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdet_kernels as hk
+from hdet_kernels.ops import STATES
+from hdet_kernels.ops.reference_rules import RULES
+from tests.docs.namespace import namespace
+from tests.docs.pages import PAGES, Block, blocks_of
+from tests.ranks import run_ranks
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def _cases() -> list[object]:
+    cases = []
+    for page, needs in dict.fromkeys((block.page, block.needs) for block in BLOCKS):
+        marks = [pytest.mark.gpu] if needs == "gpu" else []
+        cases.append(pytest.param(page, needs, id=f"{page}-{needs.replace(' ', '-')}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("page", "needs"), _cases())
+def test_the_blocks_of_a_page_run(page: str, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [block for block in BLOCKS if (block.page, block.needs) == (page, needs)]
+    if needs == "gpu" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if needs.endswith("ranks"):
+        run_ranks(int(needs.split()[0]), _on_a_rank, blocks, tmp_path)
+        return
+    monkeypatch.chdir(tmp_path)
+    with patch.dict(STATES), patch.dict(RULES):  # docs/extending.md adds an update rule
+        _run(blocks, tmp_path, "cuda" if needs == "gpu" else "cpu")
+
+
+def _run(blocks: list[Block], folder: Path, device: str = "cpu") -> None:
+    names = namespace(folder, device)
+    for block in blocks:
+        exec(block.compiled(), names)
+
+
+def _on_a_rank(rank: int, blocks: list[Block], folder: Path) -> None:
+    """Run ``blocks`` as torchrun would start them: they initialise the process group themselves."""
+    size = dist.get_world_size()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [store.port if store else None]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    # The store exists already, as under torchrun: no port is chosen here that another process might take.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    own = folder / str(rank)
+    own.mkdir()
+    _run(blocks, own)
+    dist.barrier()  # rank 0 holds the store
+
+
+def test_most_pages_have_blocks() -> None:
+    assert len({block.page for block in BLOCKS}) >= 12
+
+
+def test_every_name_of_the_package_exists() -> None:
+    """Also the names in the text between the blocks."""
+    used = {name for page in PAGES for name in re.findall(r"\bhk\.(\w+)", page.read_text())}
+    assert "HDETOneCycleLR" in used
+    assert sorted(name for name in used if not hasattr(hk, name)) == []

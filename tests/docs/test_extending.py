@@ -1,0 +1,90 @@
+"""The lists of files in docs/extending.md are complete: what exists already is in exactly those files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import suites
+from hdet_kernels.controller.protocol import Controller
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble, SingleReplica
+from tests.docs.pages import ROOT
+
+TEXT = (ROOT / "docs" / "extending.md").read_text()
+SOURCES = (".py", ".h", ".cpp", ".cu")
+
+
+def section(heading: str) -> str:
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S)
+    assert found is not None, heading
+    return found[1]
+
+
+def files(heading: str) -> set[str]:
+    """Return the files of the list under a heading."""
+    return set(re.findall(r"^- `([^`]+)`", section(heading), re.M))
+
+
+def first_column(heading: str) -> set[str]:
+    """Return the names in the first column of the tables under a heading, without arguments."""
+    cells = re.findall(r"^\| (`[^|]*) \|", section(heading), re.M)
+    return {name for cell in cells for name in re.findall(r"`(\w+)[^`]*`", cell)}
+
+
+def mentions(word: str, *folders: str) -> set[str]:
+    """Return the source files that have ``word`` in a name."""
+    pattern = re.compile(rf"(?<![a-z]){word}(?![a-z])", re.I)
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    return {path.relative_to(ROOT).as_posix() for path in found if pattern.search(_split_words(path))}
+
+
+def _split_words(path: Path) -> str:
+    """Return the text with FusedLion as Fused_Lion, so that a rule is found in the name of its class."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.read_text().replace("AdamW", "Adamw"))
+
+
+def test_lion_is_in_the_files_of_an_update_rule_and_in_no_other() -> None:
+    listed = {file for file in files("An update rule") if file.startswith(("hdet_kernels/", "csrc/"))}
+    assert mentions("lion", "hdet_kernels", "csrc") == listed
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "adagrad", "lion"])
+def test_every_rule_is_in_all_files_of_an_update_rule(rule: str) -> None:
+    listed = {file for file in files("An update rule") if file != "hdet_kernels/optim/lion.py"}
+    assert listed - mentions(rule, "hdet_kernels", "csrc", "tests") == set()
+
+
+def test_the_hypergradient_is_in_all_files_of_a_controller() -> None:
+    listed = {file for file in files("A controller") if "NAME" not in file and "settings" not in file}
+    assert listed - mentions("Hypergradient", "hdet_kernels") == set()
+    for file in files("A controller"):
+        assert (ROOT / file.replace("NAME", "hypergradient")).exists()
+
+
+def test_the_methods_of_a_controller_are_all_of_them() -> None:
+    methods = {name for name in vars(Controller) if not name.startswith("_")}
+    assert first_column("A controller") == methods
+
+
+def test_the_attributes_and_methods_of_an_ensemble_are_all_of_them() -> None:
+    members = {name for name in vars(Ensemble) if not name.startswith("_")} | set(Ensemble.__annotations__)
+    assert first_column("An ensemble") == members
+
+
+@pytest.mark.parametrize("kind", [SingleReplica, ProcessEnsemble, RowEnsemble])
+def test_an_ensemble_of_the_package_is_in_the_files_of_one(kind: type) -> None:
+    assert kind.__module__.replace(".", "/") + ".py" in files("An ensemble")
+
+
+@pytest.mark.parametrize("suite", suites.SUITES)
+def test_a_suite_is_in_all_files_of_a_benchmark(suite: str) -> None:
+    for file in files("A benchmark"):
+        path = ROOT / file.replace("NAME", suite)
+        assert path.exists()
+        assert "NAME" in file or re.search(rf"\b{suite}\b", path.read_text()), f"{file} does not name {suite}"
+
+
+def test_every_benchmark_is_a_suite() -> None:
+    assert {path.stem.removeprefix("test_") for path in (ROOT / "bench").glob("test_*.py")} == set(suites.SUITES)
