@@ -1,7 +1,8 @@
-"""Builds the optional extension ``hdet_kernels._native``; everything else is in pyproject.toml.
+"""Build the optional extension ``hdet_kernels._native``. Everything else is in pyproject.toml.
 
-HDET_NATIVE=0  pure Python, no extension
-HDET_CUDA=1    the CUDA part must be built; an error if it cannot be. 0: leave it out. Default: built if it can be
+HDET_NATIVE=0  build pure Python, without the extension
+HDET_CUDA=1    require the CUDA part: fail if it cannot be built
+HDET_CUDA=0    leave the CUDA part out; by default it is built if possible
 """
 
 import os
@@ -16,10 +17,10 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 # One binary for torch 2.10 and later: nothing beyond that version of torch's stable ABI is used.
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
-# A product and a sum are rounded each, never contracted into one operation: which ones are would be the compiler's
-# choice, kernel by kernel, and show in the results. So a rule gives the same bits however numbers are stored.
+# Products and sums are not contracted into one operation: the compiler would decide that kernel by kernel, and it would
+# change the results. Without it a rule gives the same bits however numbers are stored.
 CXX_FLAGS = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden"]
-CXX_FLAGS += ["-g0"]  # Python was built with symbols, and gives its flags to extensions: ten times the size
+CXX_FLAGS += ["-g0"]  # extensions inherit Python's flags; with debug symbols the library has ten times the size
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-DUSE_CUDA"]
 
 
@@ -35,6 +36,7 @@ def nvcc_version(nvcc: str) -> tuple[int, int] | None:
 
 
 def why_no_cuda(nvcc: str | None, torch_cuda: str | None) -> str | None:
+    """Return the reason why the CUDA part cannot be built, or None if it can."""
     if os.environ.get("HDET_CUDA") == "0":
         return "HDET_CUDA=0"
     if torch_cuda is None:
@@ -48,7 +50,7 @@ def why_no_cuda(nvcc: str | None, torch_cuda: str | None) -> str | None:
 
 
 def extension() -> dict[str, object]:
-    """The arguments of setup() that build the extension, or none of them."""
+    """Return the arguments of setup() that build the extension, or none for a pure Python build."""
     if os.environ.get("HDET_NATIVE") == "0":
         say("HDET_NATIVE=0: building pure Python")
         return {}
@@ -72,11 +74,11 @@ def extension() -> dict[str, object]:
     missing = why_no_cuda(nvcc, torch.version.cuda)
     if missing is not None and os.environ.get("HDET_CUDA") == "1":
         raise SystemExit(f"hdet_kernels: HDET_CUDA=1, but the CUDA part cannot be built: {missing}")
-    say("building with CUDA" if missing is None else f"building for the CPU alone: {missing}")
+    say("building with CUDA" if missing is None else f"building for the CPU only: {missing}")
     patterns = ["*.cpp", "*.cu"] if missing is None else ["*.cpp"]
     sources = sorted(str(source.relative_to(ROOT)) for pattern in patterns for source in (ROOT / "csrc").glob(pattern))
     if nvcc is not None and missing is None:
-        # Whatever GPU this machine has or lacks: the data-centre generations, and PTX for what comes after.
+        # The build does not depend on this machine's GPU: the data-centre generations, and PTX for later ones.
         blackwell = (nvcc_version(nvcc) or (0, 0)) >= (12, 8)
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX" if blackwell else "8.0;9.0+PTX")
     make = cpp_extension.CUDAExtension if missing is None else cpp_extension.CppExtension
