@@ -47,6 +47,7 @@ def test_the_build_without_torch_names_the_remedy() -> None:
     assert "--no-build-isolation" in done.stderr
 
 
+@pytest.mark.full
 def test_a_cuda_build_that_cannot_be_is_an_error() -> None:
     if torch.version.cuda is not None and shutil.which("nvcc") is not None:
         pytest.skip("CUDA can be built here")

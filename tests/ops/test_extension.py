@@ -15,6 +15,7 @@ from hdet_kernels.ops.backends import backends
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_importing_loads_neither_the_extension_nor_triton() -> None:
     code = (
         "import sys, torch, hdet_kernels.ops, hdet_kernels.optim\n"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.wire import FORMATS, Wire
 from tests.ops import noise_cases
-from tests.ops.cases import BACKENDS, BF16, FP32, RULES, Case, assert_same, make_case, make_table
+from tests.ops.cases import BACKENDS, BF16, FP32, INTERPRETER_IN_FULL, RULES, Case, assert_same, make_case, make_table
 from tests.ops.operator_cases import (
     noise_arguments,
     noise_operator,
@@ -65,7 +65,7 @@ def test_opcheck_of_the_norm(backend: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("format", EACH_FORMAT)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
 def test_opcheck_of_a_compressed_average(backend: tuple[str, str], format: str) -> None:
     where, device = backend
     wire = Wire(format, 1500, 2, torch.device(device), backend=where)
@@ -78,7 +78,7 @@ def test_opcheck_of_a_compressed_average(backend: tuple[str, str], format: str) 
         torch.library.opcheck(wire._decode, (number, sent, consensus, None if given is None else target))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
 def test_opcheck_of_pack_and_unpack(backend: tuple[str, str]) -> None:
     tensors, *given = pack_arguments(*backend)
     for operator, arguments in zip(pack_operators(backend[0]), given, strict=True):
@@ -120,7 +120,7 @@ def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -
     assert_same(*results)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
 def test_a_compiled_function_averages_like_an_eager_one(backend: tuple[str, str]) -> None:
     where, device = backend
     wire = Wire("int8", 1500, 1, torch.device(device), backend=where)
@@ -140,7 +140,7 @@ def test_a_compiled_function_averages_like_an_eager_one(backend: tuple[str, str]
     assert_same(*results)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
 def test_a_compiled_function_packs_and_unpacks_like_an_eager_one(backend: tuple[str, str]) -> None:
     pack, unpack = pack_operators(backend[0])
     results = []
