@@ -12,8 +12,8 @@ namespace hdet {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Errors are put together without streams: a toolchain that links the C++ library statically has two copies of it in
-// the process then, torch's and ours, and formatting a number through the wrong one's locale crashes (torch's own
+// Messages are formatted without streams. A toolchain that links the C++ library statically puts a second copy of it
+// beside torch's into the process, and formatting a number through the wrong copy's locale crashes (torch's own
 // STD_TORCH_CHECK did).
 inline std::string text(const char* part) { return part; }
 inline std::string text(int64_t part) { return std::to_string(part); }
@@ -26,7 +26,7 @@ template <typename... Parts>
 #define HDET_CHECK(condition, ...) \
   if (!(condition)) ::hdet::fail(__VA_ARGS__)
 
-// The memory of a contiguous tensor of `numel` elements of `type` on the device of `like`.
+// Returns the memory of a contiguous tensor of `numel` elements of `type` on the device of `like`.
 template <typename T>
 T* checked(const Tensor& tensor, const char* name, ScalarType type, int64_t numel, const Tensor& like) {
   HDET_CHECK(tensor.scalar_type() == type, name, " has another dtype than expected");
@@ -36,14 +36,14 @@ T* checked(const Tensor& tensor, const char* name, ScalarType type, int64_t nume
   return static_cast<T*>(tensor.data_ptr());
 }
 
-// The rows of an int64 table of `columns` columns.
+// Returns the entries of an int64 table of `columns` columns.
 template <typename T>
 const T* checked_rows(const Tensor& table, const char* name, int64_t columns, const Tensor& like) {
   HDET_CHECK(table.dim() == 2 && table.size(1) == columns, name, " must have ", columns, " columns");
   return checked<const T>(table, name, ScalarType::Long, table.numel(), like);
 }
 
-// The chunks of each of `rows` rows, which come one after the other.
+// Returns the number of chunks of each of `rows` replicas, whose chunks come one after the other.
 inline int64_t chunks_per_row(const Tensor& chunks, int64_t rows) {
   HDET_CHECK(rows > 0 && chunks.size(0) % rows == 0, "chunks must be equally many for each of ", rows, " rows, got ",
              chunks.size(0));

@@ -1,4 +1,4 @@
-// Blocks of stored numbers to and from the type of the arithmetic (T: float or double), on the CPU.
+// Conversion of blocks of stored numbers to and from the type of the arithmetic (T: float or double), on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +10,12 @@
 
 namespace hdet {
 
-// Elements that are converted at a time: five buffers of floats fit into the first-level cache.
+// The elements that are converted at a time. Five buffers of that many floats fit into the first-level cache.
 inline constexpr int64_t kBlock = 1024;
 
-// x86-64 is compiled for processors of 2003 unless told otherwise, with vectors of four floats. So there are three of a
-// function that is marked so, and the loader takes the widest that the processor knows. They give the same bits.
+// By default x86-64 code is compiled for processors of 2003, with vectors of four floats. A function with this
+// attribute is compiled three times, and the loader picks the widest version that the processor supports. All give the
+// same bits.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define HDET_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -38,7 +39,7 @@ void load(const void* stored, ScalarType type, int64_t at, int64_t count, T* out
   load_as<Half>(stored, at, count, out);
 }
 
-// The gradient from element `start` on: where it is, if it has the type of the arithmetic, else a copy in `buffer`.
+// Returns the gradient from element `start` on: in place if it has the type of the arithmetic, else copied to `buffer`.
 template <typename T>
 const T* widened(const void* gradient, GradientType type, int64_t start, int64_t count, T* buffer) {
   constexpr GradientType kOwn = std::is_same_v<T, double> ? GradientType::float64 : GradientType::float32;
@@ -60,7 +61,7 @@ const T* widened(const void* gradient, GradientType type, int64_t start, int64_t
   return buffer;
 }
 
-// Puts the masters in the place of those parameters that are their roundings.
+// Replaces the parameters that are the roundings of their masters by the masters.
 template <typename T>
 void prefer_master(const float* __restrict master, const void* param, ScalarType type, int64_t at, int64_t count,
                    T* __restrict theta) {
@@ -72,7 +73,7 @@ void prefer_master(const float* __restrict master, const void* param, ScalarType
   }
 }
 
-// To the nearest, or as bf16 stochastically where `noise` is not null.
+// Stores values rounded to nearest or, where `noise` is not null, stochastically to bf16.
 template <typename T>
 void store(const T* __restrict values, void* stored, ScalarType type, int64_t at, int64_t count, const Noise* noise,
            uint32_t stream) {

@@ -1,4 +1,4 @@
-// What every launch needs: the device of the tensors, its current stream, and loads that are as wide as they can be.
+// Shared parts of the launches: the device of the tensors, its current stream, and the widest possible loads.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@
 
 namespace hdet {
 
-// Makes the device current as long as it lives.
+// Makes the device of a tensor current for the lifetime of this object.
 class Launch {
  public:
   explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -27,7 +27,7 @@ class Launch {
   cudaStream_t stream_ = nullptr;
 };
 
-// kWidth neighbouring elements, moved by as few accesses of at most 16 bytes as can be.
+// kWidth neighbouring elements, moved by as few accesses of at most 16 bytes as possible.
 template <typename S, int kWidth>
 struct alignas(sizeof(S) * kWidth < 16 ? sizeof(S) * kWidth : 16) Pack {
   S values[kWidth];
@@ -43,8 +43,8 @@ __device__ __forceinline__ void put(void* to, const P& pack) {
   *static_cast<P*>(to) = pack;
 }
 
-// kWidth neighbouring elements of a gradient, as they are stored: their type is known only when the kernel runs, and
-// nothing should wait for them before all other loads are on their way.
+// kWidth neighbouring elements of a gradient, as they are stored. Their type is known only when the kernel runs; they
+// are widened separately, so that all other loads can be issued before anything waits for these.
 template <typename T, int kWidth>
 struct GradientPack {
   static constexpr bool kWide = std::is_same_v<T, double>;
@@ -65,7 +65,7 @@ struct GradientPack {
       for (int j = 0; j < kWidth; ++j) raw.values[j] = narrow.values[j];
     }
   }
-  // One choice for all elements of the pack.
+  // The type is tested once for all elements of the pack.
   __device__ __forceinline__ void widen(GradientType type, T (&values)[kWidth]) const {
     if constexpr (kWide) {
       const auto doubles = bits_as<Pack<double, kWidth>>(raw);

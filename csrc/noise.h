@@ -1,6 +1,6 @@
-// Standard normal numbers that are a function of a key and a position alone, and the arguments of add_noise_; the same
-// on the CPU and on CUDA. hdet_kernels/ops/reference_noise.py and triton_noise.py have the same numbers, to the bit:
-// but for the square root, which IEEE rounds, there are only sums and products here, each rounded once.
+// Standard normal numbers that are a function of a key and a position alone, and the arguments of add_noise_, for the
+// CPU and CUDA. hdet_kernels/ops/reference_noise.py and triton_noise.py give the same bits: apart from the square root,
+// which is correctly rounded, there are only sums and products, each rounded once.
 #pragma once
 
 #include <cmath>
@@ -12,9 +12,9 @@
 
 namespace hdet {
 
-// ln u for u in [2⁻³², 1], within 0.9 units of the last place (all of them were tried): never positive, 0 at 1 alone.
-// With u = 2ᵏ·(1 + f), f from √½ − 1 to √2 − 1, ln(1 + f) is a polynomial, and ln 2 has two parts, of which the large
-// one has so few bits that its product with k is exact. The coefficients are those of Cephes' logf.
+// ln u for u in [2⁻³², 1], within 0.9 units in the last place (tested exhaustively); negative except for ln 1 = 0. With
+// u = 2ᵏ·(1 + f), f between √½ − 1 and √2 − 1, ln(1 + f) is a polynomial. ln 2 is split into two parts, the larger of
+// which has so few bits that its product with k is exact. The coefficients are those of Cephes' logf.
 HDET_BOTH float log_of(float u) {
   const auto bits = bits_as<int32_t>(u);
   const int32_t k = (bits - 0x3f3504f3) >> 23;
@@ -34,8 +34,8 @@ HDET_BOTH float log_of(float u) {
   return f + p + 0.693359375f * power;
 }
 
-// cos(2π·word/2³²), within 3 units of the last place, near its zeros too: the nearest quarter turn is taken off the
-// word, exactly, and what is left is at most π/4. The coefficients are those of Cephes' sinf and cosf.
+// cos(2π·word/2³²), within 3 units in the last place, even near its zeros: subtracting the nearest quarter turn from
+// the word is exact and leaves an angle of at most π/4. The coefficients are those of Cephes' sinf and cosf.
 HDET_BOTH float cos_of_turn(uint32_t word) {
   const uint32_t quarter = (word + (1u << 29)) >> 30;
   const float x = static_cast<float>(static_cast<int32_t>(word - (quarter << 30))) * 1.4629180792671596e-9f;
@@ -51,8 +51,8 @@ HDET_BOTH float cos_of_turn(uint32_t word) {
 // The standard normal numbers of one key.
 class Normals {
  public:
-  // Rounds of a Feistel network: no two keys become one, and keys that differ in a bit differ in about half of them.
-  // Without it the numbers of neighbouring keys would be each other's in another order.
+  // Rounds of a Feistel network: different keys stay different, and keys that differ in one bit then differ in about
+  // half of them. Without it, neighbouring keys would give the same numbers in another order.
   static HDET_BOTH Normals of(int64_t key) {
     auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
     high ^= mix(low + kGolden);
@@ -65,7 +65,7 @@ class Normals {
     return {first, {low, high}};
   }
 
-  // √(−2 ln u)·cos(2π v) with u in (0, 1] and v in [0, 1) of 32 bits each (Box and Muller): at most 6.7.
+  // Box–Muller: √(−2 ln u)·cos(2π v) with u in (0, 1] and v in [0, 1), of 32 bits each. Its magnitude is at most 6.7.
   HDET_BOTH float at(int64_t position) const {
     const float u = (static_cast<float>(radius_.at(position)) + 1.0f) * 0x1p-32f;
     return sqrtf(-2.0f * log_of(u)) * cos_of_turn(angle_.at(position));
@@ -87,16 +87,16 @@ class Normals {
   Words radius_, angle_;
 };
 
-// The type of the arithmetic on numbers that are stored as S.
+// The type of the arithmetic on numbers stored as S.
 template <typename S>
 using Arithmetic = std::conditional_t<std::is_same_v<S, double>, double, float>;
 
 struct Noising {
   const Chunk* chunks;
   int64_t chunk_count;
-  const Gradient* tensors;  // where the tensors are and of what type, as in the gradients' table
-  const int64_t* keys;      // one a slot
-  const double* scales;     // one a slot
+  const Gradient* tensors;  // addresses and types of the tensors, as in the gradient table
+  const int64_t* keys;      // one for each slot
+  const double* scales;     // one for each slot
 };
 
 inline Noising checked_noising(const Tensor& chunks, const Tensor& tensors, const Tensor& keys, const Tensor& scales) {

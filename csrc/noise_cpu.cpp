@@ -1,5 +1,5 @@
-// Noise on the CPU: threads share the chunks. Halves are widened, changed and rounded in blocks that stay in the
-// first-level cache.
+// Normal noise on the CPU: threads share the chunks. 16-bit tensors are widened, changed and rounded in blocks that
+// stay in the first-level cache.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -11,10 +11,10 @@
 namespace hdet {
 namespace {
 
-// As many elements as torch gives at least to one thread, in chunks of 2048.
+// The fewest elements that torch gives to one thread, in chunks of 2048.
 constexpr int64_t kChunksPerThread = 16;
 
-// Adds to `values` the noise of positions `start` and on.
+// Adds the noise of positions from `start` on to `values`.
 template <typename T>
 HDET_WIDEST void add(const Normals normals, T scale, int64_t start, int64_t count, T* __restrict values) {
   for (int64_t i = 0; i < count; ++i) values[i] += scale * static_cast<T>(normals.at(start + i));

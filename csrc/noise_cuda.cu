@@ -1,5 +1,5 @@
-// Noise on CUDA: one launch, one block a chunk, whatever the number of tensors. Some 80 operations an element make it
-// as much a matter of arithmetic as of memory.
+// Normal noise on CUDA: one launch with one block for each chunk, whatever the number of tensors. With some 80
+// operations for each element, arithmetic takes as long as memory accesses.
 #include <torch/csrc/stable/library.h>
 
 #include "launch_cuda.h"
@@ -8,7 +8,7 @@
 namespace hdet {
 namespace {
 
-// A thread has four 16-byte packs of a chunk of 2048 floats. Not measured: this runs once.
+// A thread has four 16-byte packs of a chunk of 2048 floats. The shape was not measured, because this runs once.
 constexpr int kThreads = 128;
 
 template <typename S>

@@ -1,4 +1,4 @@
-// What packing and unpacking work on, and its checks; the same on the CPU and on CUDA.
+// The arguments of packing and unpacking, and their checks, for the CPU and CUDA.
 #pragma once
 
 #include "check.h"
@@ -6,7 +6,7 @@
 
 namespace hdet {
 
-// Rows of a tensor at most: `included` has a bit for each.
+// The most rows of a tensor: `included` has a bit for each.
 inline constexpr int kMostRows = 64;
 
 // The rows that are summed, in ascending order.
@@ -25,10 +25,10 @@ struct Rows {
 struct Packing {
   const Chunk* chunks;  // `offset` in the staging buffer, `start` in a row of the tensor
   int64_t chunk_count;
-  const Gradient* places;  // where the tensors are and of what type, as in the gradients' table
-  const int64_t* strides;  // elements from a row of a tensor to its next
+  const Gradient* places;  // addresses and types of the tensors, as in the gradient table
+  const int64_t* strides;  // elements from one row of a tensor to the next
   void* staging;
-  bool wide;  // the staging buffer and the tensors are of double
+  bool wide;  // staging buffer and tensors are double
 };
 
 inline Packing checked_packing(const Tensor& chunks, const Tensor& places, const Tensor& strides,

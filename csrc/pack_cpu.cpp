@@ -12,7 +12,7 @@
 namespace hdet {
 namespace {
 
-// As many elements as torch gives at least to one thread, in chunks of 2048.
+// The fewest elements that torch gives to one thread, in chunks of 2048.
 constexpr int64_t kChunksPerThread = 16;
 
 template <typename T>
@@ -29,7 +29,7 @@ int64_t size_of(GradientType type) {
   return type == GradientType::float64 ? 8 : type == GradientType::float32 ? 4 : 2;
 }
 
-// Elements `start` .. `start + count` of the rows, at most kBlock of them, to `to`.
+// Sums elements `start` .. `start + count` of the rows, at most kBlock of them, into `to`.
 template <typename T>
 void pack_block(const Gradient& place, int64_t stride, const Rows& rows, int64_t start, T divisor, T* to,
                 int64_t count) {

@@ -1,8 +1,8 @@
-// Packing and unpacking on CUDA: one launch, one block a chunk, whatever the number of tensors.
+// Packing and unpacking on CUDA: one launch with one block for each chunk, whatever the number of tensors.
 //
-// A tensor usually lies at a multiple of 16 bytes, its place in the staging buffer anywhere. Where both allow it a
-// thread moves 16 bytes of the staging buffer at a time; where not, single elements, as many of them in flight, and
-// neighbouring threads move neighbours, so that a warp still reads and writes whole cache lines.
+// A tensor usually lies at a multiple of 16 bytes, but its place in the staging buffer may have any alignment. Where
+// both are aligned, a thread moves 16 bytes of the staging buffer at a time. Otherwise it moves single elements, as
+// many of them in flight, and neighbouring threads move neighbours, so that a warp still accesses whole cache lines.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -20,7 +20,7 @@ constexpr int kThreads = 128;
 constexpr int kPacksOfOne = 4;
 constexpr int kRowsTogether = 8;
 constexpr int kPacksOfRows = 1;
-// Bytes of a cache line.
+// The bytes of a cache line.
 constexpr int kLine = 128;
 
 template <typename T>
@@ -46,10 +46,10 @@ __device__ __forceinline__ void with_type(GradientType type, Run&& run) {
   }
 }
 
-// The sums over the rows of `packs` packs of kElements elements. kRows: the one row at `from`, or so many together.
+// Sums `packs` packs of kElements elements over the rows: the one row at `from`, or kRows rows at a time.
 template <int kRows, int kPacks, int kElements, typename S, typename T>
 __device__ __forceinline__ void gather(const S* from, int64_t stride, const Rows& rows, T divisor, T* to, int packs) {
-  // Single elements: a warp begins where a cache line of the staging buffer does, so that it writes whole sectors.
+  // With single elements a warp begins at a cache line of the staging buffer, so that it writes whole sectors.
   const int skew = kElements == 1 ? static_cast<int>(reinterpret_cast<uintptr_t>(to) % kLine / sizeof(T)) : 0;
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x) - skew; first < packs; first += kPacks * kThreads) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void gather(const S* from, int64_t stride, const Rows
 #pragma unroll
     for (int n = 0; n < kPacks; ++n)
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) sums[n][j] = rows.count > 0 ? T(-0.0) : T(0);  // −0 + x is x, a −0 too
+      for (int j = 0; j < kElements; ++j) sums[n][j] = rows.count > 0 ? T(-0.0) : T(0);  // −0 + x is x, for −0 too
 #pragma unroll 1
     for (int row = 0; row < (kRows == 1 ? 1 : rows.count); row += kRows) {
       Pack<S, kElements> loaded[kRows][kPacks] = {};

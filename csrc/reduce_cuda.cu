@@ -1,6 +1,6 @@
-// Gradient norm and finite check on CUDA, by rows of chunks: a bounded number of blocks read all gradients once and
-// leave a number each, and one block a row sums those in order. The number of blocks does not depend on the GPU and
-// nothing is added atomically, so the result is the same every time.
+// The gradient norm of each replica on CUDA: a bounded number of blocks read all gradients once and write a partial sum
+// each, and one block for each replica adds those in order. The number of blocks does not depend on the GPU and there
+// are no atomics, so the result is the same every time.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -14,33 +14,19 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-// 16-byte loads that a thread has in flight.
+// The 16-byte loads that a thread has in flight.
 constexpr int kInFlight = 4;
-// Blocks that shall fit on one multiprocessor: 40 registers a thread, the fewest that spill nothing.
+// The blocks that must fit on one multiprocessor: 40 registers a thread, the fewest without spilling.
 constexpr int kBlocksPerProcessor = 6;
 constexpr int64_t kMostBlocks = 2048;
 
-// Σ x², in double: the square of no float overflows it.
-struct SumOfSquares {
-  using Result = double;
-  template <typename T>
-  static __device__ __forceinline__ double of(T value) {
-    return static_cast<double>(value) * static_cast<double>(value);
-  }
-  static __device__ __forceinline__ double finish(double sum) { return sqrt(sum); }
-};
+// x² in double, which the square of a float cannot overflow.
+template <typename T>
+__device__ __forceinline__ double square(T value) {
+  return static_cast<double>(value) * static_cast<double>(value);
+}
 
-// How many elements are not finite.
-struct NotFinite {
-  using Result = bool;
-  template <typename T>
-  static __device__ __forceinline__ double of(T value) {
-    return isfinite(value) ? 0.0 : 1.0;
-  }
-  static __device__ __forceinline__ bool finish(double count) { return count == 0; }
-};
-
-// The sum over the block, in a fixed order; valid in thread 0.
+// The sum over the block in a fixed order, valid in thread 0.
 __device__ __forceinline__ double block_sum(double value) {
   __shared__ double warps[kWarps];
 #pragma unroll
@@ -55,8 +41,8 @@ __device__ __forceinline__ double block_sum(double value) {
   return sum;
 }
 
-template <typename Measure, typename S>
-__device__ __forceinline__ double measure_chunk(int64_t address, int64_t start, int count, int lane) {
+template <typename S>
+__device__ __forceinline__ double sum_chunk(int64_t address, int64_t start, int count, int lane) {
   const S* values = reinterpret_cast<const S*>(address) + start;
   constexpr int kWidth = 16 / sizeof(S);
   using Packed = Pack<S, kWidth>;
@@ -67,27 +53,26 @@ __device__ __forceinline__ double measure_chunk(int64_t address, int64_t start, 
     const int packs = count / kWidth;
 #pragma unroll 1
     for (int first = lane; first < packs; first += kInFlight * kWarp) {
-      Packed loaded[kInFlight] = {};  // zeros count for nothing
+      Packed loaded[kInFlight] = {};  // zeros add nothing
 #pragma unroll
       for (int n = 0; n < kInFlight; ++n)
         if (first + n * kWarp < packs) loaded[n] = fetch<Packed>(values + (first + n * kWarp) * kWidth);
 #pragma unroll
       for (int n = 0; n < kInFlight; ++n)
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) sum += Measure::of(static_cast<T>(loaded[n].values[j]));
+        for (int j = 0; j < kWidth; ++j) sum += square(static_cast<T>(loaded[n].values[j]));
     }
     done = packs * kWidth;
   }
-  for (int at = done + lane; at < count; at += kWarp) sum += Measure::of(static_cast<T>(values[at]));
+  for (int at = done + lane; at < count; at += kWarp) sum += square(static_cast<T>(values[at]));
   return sum;
 }
 
-// Every warp walks chunks of its own: while one waits for the entries of its next chunk, others read. The blocks of
-// row 0 come first, `blocks` of them, then those of row 1.
-template <typename Measure>
+// Every warp walks chunks of its own: while one waits for the entries of its next chunk, others read. The first
+// `blocks` blocks are those of replica 0, the next those of replica 1.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-    measure(const Chunk* __restrict__ chunks, int64_t per_row, unsigned blocks, const Gradient* __restrict__ gradients,
-            double* __restrict__ parts) {
+    sum_squares(const Chunk* __restrict__ chunks, int64_t per_row, unsigned blocks,
+                const Gradient* __restrict__ gradients, double* __restrict__ parts) {
   const int lane = threadIdx.x % kWarp;
   const unsigned row = blockIdx.x / blocks;
   const int64_t warp = static_cast<int64_t>(blockIdx.x % blocks) * kWarps + threadIdx.x / kWarp;
@@ -100,16 +85,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     const auto count = static_cast<int>(chunk.count);
     switch (gradient.type) {
       case GradientType::float32:
-        sum += measure_chunk<Measure, float>(gradient.address, chunk.start, count, lane);
+        sum += sum_chunk<float>(gradient.address, chunk.start, count, lane);
         break;
       case GradientType::float64:
-        sum += measure_chunk<Measure, double>(gradient.address, chunk.start, count, lane);
+        sum += sum_chunk<double>(gradient.address, chunk.start, count, lane);
         break;
       case GradientType::bfloat16:
-        sum += measure_chunk<Measure, BFloat16>(gradient.address, chunk.start, count, lane);
+        sum += sum_chunk<BFloat16>(gradient.address, chunk.start, count, lane);
         break;
       case GradientType::float16:
-        sum += measure_chunk<Measure, Half>(gradient.address, chunk.start, count, lane);
+        sum += sum_chunk<Half>(gradient.address, chunk.start, count, lane);
         break;
     }
   }
@@ -117,44 +102,34 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-template <typename Measure>
 __global__ void __launch_bounds__(kThreads)
-    finish(const double* __restrict__ parts, unsigned blocks, typename Measure::Result* __restrict__ result) {
+    finish(const double* __restrict__ parts, unsigned blocks, double* __restrict__ result) {
   const double* own = parts + static_cast<int64_t>(blockIdx.x) * blocks;
   double sum = 0;
   for (unsigned i = threadIdx.x; i < blocks; i += kThreads) sum += own[i];
   sum = block_sum(sum);
-  if (threadIdx.x == 0) result[blockIdx.x] = Measure::finish(sum);
+  if (threadIdx.x == 0) result[blockIdx.x] = sqrt(sum);
 }
 
-template <typename Measure>
-Tensor reduce(const Tensor& chunks, const Tensor& gradients, int64_t rows, ScalarType type) {
+Tensor grad_norm_cuda(Tensor chunks, Tensor gradients, int64_t rows) {
   const Chunk* pieces = checked_rows<Chunk>(chunks, "chunks", 4, chunks);
   const Gradient* table = checked_rows<Gradient>(gradients, "gradients", 2, chunks);
   const int64_t per_row = chunks_per_row(chunks, rows);
   const Launch launch(chunks);
-  Tensor result = torch::stable::new_empty(chunks, {rows}, std::make_optional(type));
-  if (per_row == 0) return torch::stable::fill_(result, type == ScalarType::Bool ? 1.0 : 0.0);
-  // Of one row: so many that those of all rows are at most kMostBlocks, as far as every row has one.
+  Tensor result = torch::stable::new_empty(chunks, {rows}, std::make_optional(ScalarType::Double));
+  if (per_row == 0) return torch::stable::fill_(result, 0.0);
+  // The blocks of one replica: those of all replicas are at most kMostBlocks, but each replica has at least one.
   const auto blocks = static_cast<unsigned>(
       std::min((per_row + kWarps - 1) / kWarps, std::max<int64_t>(kMostBlocks / rows, 1)));
   const auto grid = static_cast<unsigned>(blocks * rows);
   const Tensor scratch = torch::stable::new_empty(chunks, {blocks * rows}, std::make_optional(ScalarType::Double));
   auto* parts = static_cast<double*>(scratch.data_ptr());
-  measure<Measure><<<grid, kThreads, 0, launch.stream()>>>(pieces, per_row, blocks, table, parts);
+  sum_squares<<<grid, kThreads, 0, launch.stream()>>>(pieces, per_row, blocks, table, parts);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  finish<Measure><<<static_cast<unsigned>(rows), kThreads, 0, launch.stream()>>>(
-      parts, blocks, static_cast<typename Measure::Result*>(result.data_ptr()));
+  finish<<<static_cast<unsigned>(rows), kThreads, 0, launch.stream()>>>(parts, blocks,
+                                                                       static_cast<double*>(result.data_ptr()));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return result;
-}
-
-Tensor grad_norm_cuda(Tensor chunks, Tensor gradients, int64_t rows) {
-  return reduce<SumOfSquares>(chunks, gradients, rows, ScalarType::Double);
-}
-
-Tensor all_finite_cuda(Tensor chunks, Tensor gradients, int64_t rows) {
-  return reduce<NotFinite>(chunks, gradients, rows, ScalarType::Bool);
 }
 
 }  // namespace
@@ -162,5 +137,4 @@ Tensor all_finite_cuda(Tensor chunks, Tensor gradients, int64_t rows) {
 
 STABLE_TORCH_LIBRARY_IMPL(hdet_kernels, CUDA, m) {
   m.impl("grad_norm", TORCH_BOX(&hdet::grad_norm_cuda));
-  m.impl("all_finite", TORCH_BOX(&hdet::all_finite_cuda));
 }

@@ -1,5 +1,5 @@
-// How numbers are kept in 16 bits: to the nearest, stochastically, or as the rounding of a float32 master.
-// hdet_kernels/ops/rounding.py has the same, and the same random bits.
+// Storage of numbers in 16 bits: rounded to nearest, stochastically, or as the rounding of a float32 master.
+// hdet_kernels/ops/rounding.py has the same functions and gives the same random bits.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -21,19 +21,19 @@ using Half = torch::headeronly::Half;
 
 inline constexpr uint32_t kGolden = 0x9e3779b9u;
 
-// The finaliser of MurmurHash3.
+// MurmurHash3's finaliser.
 HDET_BOTH uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
   x = (x ^ (x >> 13)) * 0xc2b2ae35u;
   return x ^ (x >> 16);
 }
 
-// Which buffer the random bits are for: a parameter, or its k-th state at kStateStream + k.
+// The stream of random bits of each buffer: that of the parameters, and kStateStream + k for their k-th state.
 inline constexpr uint32_t kParamStream = 0;
 inline constexpr uint32_t kStateStream = 2;
 
-// The random bits of one slot at one step: a function of the key and the position in the flat buffer alone. One hash
-// serves two neighbours: its low half the even position, its high half the odd one.
+// The random bits of one slot at one step, a function of the key and the position in the flat buffer alone. One hash
+// serves two neighbours: the low half is for the even position, the high half for the odd one.
 struct Noise {
   uint32_t key;
 
@@ -55,7 +55,7 @@ HDET_BOTH To bits_as(From value) {
   return bits;
 }
 
-// Written without branches, so that the compiler vectorises: to the nearest, ties to even, every NaN to one NaN.
+// Rounds to nearest, ties to even, and every NaN to one NaN. It has no branches, so that the compiler vectorises it.
 HDET_BOTH uint16_t bf16_bits(float value) {
   const auto bits = bits_as<uint32_t>(value);
   const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
@@ -64,15 +64,15 @@ HDET_BOTH uint16_t bf16_bits(float value) {
 
 HDET_BOTH float float_of_bf16(uint16_t bits) { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }
 
-// float32 to bf16: up with the probability of the part that is cut off, given 16 uniform random bits.
+// Rounds float32 to bf16, up with a probability equal to the fraction that is cut off, given 16 uniform random bits.
 HDET_BOTH BFloat16 round_stochastically(float value, uint32_t noise) {
   const auto bits = bits_as<uint32_t>(value);
   if ((bits & 0x7f800000u) == 0x7f800000u) return BFloat16(value);
   return bits_as<BFloat16>(static_cast<uint16_t>((bits + noise) >> 16));
 }
 
-// The parameter's value: its master's, as long as the parameter is the master's rounding to the bit. If it is not,
-// someone has written the parameter since (a checkpoint, an average), and its value is the parameter's.
+// The full value of a parameter: its master, if the parameter is the master's rounding bit for bit. If it is not, other
+// code has written the parameter since (loading a checkpoint, averaging), and the parameter counts.
 template <typename P>
 HDET_BOTH float in_full(P param, float master) {
   return bits_as<uint16_t>(param) == bits_as<uint16_t>(static_cast<P>(master)) ? master : static_cast<float>(param);

@@ -1,12 +1,12 @@
 // The update rules, each written once for the host and the device. hdet_kernels/ops/reference_rules.py has the
 // equations.
 //
-// A rule is a struct of what is the same for every element of one parameter at one step. `derive` forms it in double
-// from the hyperparameters and rounds once. An element is stepped in two parts: `push` takes the gradient into the
-// states and says where to, and `move` takes one parameter there. Replicas that share a gradient share the push, which
-// is replica 0's; each moves by numbers of its own. T is the type of the arithmetic: double for double, float for all
-// others. kShort says that what comes out is kept in 16 bits: then a quotient may be off by the two last of 24 bits,
-// which on a GPU takes a third of the instructions.
+// A rule is a struct of the numbers that are the same for every element of one parameter at one step. `derive` computes
+// them in double from the hyperparameters and rounds once. An element is stepped in two parts: `push` updates the
+// states by the gradient and returns a direction, and `move` applies it to one parameter. Replicas that share a
+// gradient share the push of replica 0, and each moves by numbers of its own. T is the type of the arithmetic: double
+// for double, float for all others. kShort says that results are stored in 16 bits: then the last two of a quotient's
+// 24 bits may be wrong, which takes a third of the instructions on a GPU.
 #pragma once
 
 #include <cmath>
@@ -16,29 +16,29 @@
 
 namespace hdet {
 
-// The order of STATES in hdet_kernels/ops/__init__.py.
+// The order of STATES in hdet_kernels/ops/step.py.
 enum class Rule : int64_t { sgd, adam, adamw, adagrad, lion };
 
-// What a rule is derived from.
+// The inputs of `derive`.
 struct Moment {
   Rule rule;
   double t;       // the number of this step, from 1
   bool first;     // no step with momentum came before
-  double factor;  // of the gradient
+  double factor;  // the factor of the gradient
 };
 
-// AMP's scale is undone, the global norm (of the stored gradients, or null) clipped as in clip_grad_norm_, and the
-// gradient negated where the objective is to grow.
+// The factor of the gradient: it undoes AMP's scale, clips by the norm of the stored gradients (may be null) as
+// clip_grad_norm_ does, and is negative where the objective is maximised.
 HDET_BOTH double gradient_factor(const Row& row, const float* grad_scale, const double* norm) {
   double factor = grad_scale == nullptr ? 1.0 : 1.0 / static_cast<double>(*grad_scale);
   if (norm != nullptr && row.max_grad_norm > 0) {
     const double clip = row.max_grad_norm / (*norm * factor + 1e-6);
-    if (!(clip >= 1)) factor *= clip;  // a NaN goes on, as in torch
+    if (!(clip >= 1)) factor *= clip;  // NaN propagates, as in torch
   }
   return row.maximize != 0 ? -factor : factor;
 }
 
-// Advances a slot's step count. Of sgd it is negative until the first step with momentum.
+// Advances a slot's step count. For sgd it is negative until the first step with momentum.
 HDET_BOTH Moment advanced(Rule rule, const Row& row, float& steps, const float* grad_scale, const double* norm) {
   const bool first = steps <= 0;
   const float t = (steps < 0 ? -steps : steps) + 1;
@@ -67,7 +67,7 @@ HDET_BOTH T root(T x) {
   return sqrt(x);
 }
 
-// Where parameters move. Adam and Adagrad divide the direction by the root; the others have no use for it.
+// The result of a push. Adam and Adagrad divide the direction by the root; the other rules do not use it.
 template <typename T>
 struct Push {
   T direction;
@@ -79,7 +79,7 @@ struct Sgd {
   static constexpr int kFewestStates = 0;
   static constexpr int kMostStates = 1;
   T factor, decay, momentum, take, lr;
-  int states;  // how many state buffers this parameter uses: the momentum, or none
+  int states;  // the number of state buffers that this parameter uses: 1 with momentum, else 0
   bool first, nesterov;
 
   static HDET_BOTH Sgd derive(const Row& row, const Moment& now) {
@@ -104,24 +104,24 @@ struct Sgd {
     return {g, T(1)};
   }
 
-  // Without a state nothing keeps the decay of one replica from that of another.
+  // Without a state, each replica can have a weight decay of its own.
   template <int kStates, bool kShort>
   HDET_BOTH T move(T theta, const Push<T>& push) const {
     return theta - lr * (kStates == 0 ? with_l2(theta, push.direction) : push.direction);
   }
 
-  // 0·θ is not 0 where θ is infinite.
+  // A decay of 0 is skipped, because 0·θ is not 0 where θ is infinite.
   HDET_BOTH T with_l2(T theta, T g) const { return decay != 0 ? g + decay * theta : g; }
 };
 
-// Adam and AdamW: weight decay goes into the gradient (l2) or shrinks the parameter (keep).
+// Adam and AdamW: weight decay is added to the gradient (l2) or shrinks the parameter (keep).
 template <typename T>
 struct Adam {
   static constexpr int kFewestStates = 2;
   static constexpr int kMostStates = 3;
-  T keep, size, per_root, eps;  // what `move` needs, together: 16 bytes, one load
+  T keep, size, per_root, eps;  // the numbers of `move`, in 16 bytes for one load
   T factor, l2, take1, keep2, take2;
-  int states;  // first and second moment, and with amsgrad the largest second moment
+  int states;  // 2: first and second moment; 3 with amsgrad: the largest second moment too
 
   static HDET_BOTH Adam derive(const Row& row, const Moment& now) {
     using std::pow, std::sqrt;
@@ -146,7 +146,7 @@ struct Adam {
     state[1] = keep2 * state[1] + take2 * (g * g);
     T second = state[1];
     if constexpr (kStates == 3) {
-      // A NaN wins, as in torch.maximum.
+      // NaN propagates, as in torch.maximum.
       second = second > state[2] || second != second ? second : state[2];
       state[2] = second;
     }
@@ -208,7 +208,7 @@ struct Lion {
     g *= factor;
     const T blend = keep1 * state[0] + take1 * g;
     state[0] = keep2 * state[0] + take2 * g;
-    // sign(0) = 0, and a NaN stays one.
+    // sign(0) = 0, and NaN stays NaN.
     return {blend > 0 ? T(1) : blend < 0 ? T(-1) : blend, T(1)};
   }
 

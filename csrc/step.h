@@ -1,4 +1,4 @@
-// What the CPU and the CUDA step share: the arguments, checked and as plain pointers, and the choice of rule.
+// Shared parts of the step on the CPU and CUDA: the checked arguments as plain pointers, and the choice of the rule.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -12,10 +12,10 @@
 namespace hdet {
 
 inline constexpr int kMaxStates = 3;
-// Of the scratch that the caller keeps, for each slot of each replica.
+// The bytes of the caller's scratch for each slot of each replica.
 inline constexpr int64_t kScratchBytes = 128;
 
-// What all elements of a slot of one replica have in common at one step.
+// The numbers that all elements of a slot of one replica share at one step.
 template <typename R>
 struct alignas(16) Prepared {
   R rule;
@@ -26,26 +26,26 @@ struct alignas(16) Prepared {
 struct Work {
   Rule rule;
   void* param;               // [rows, row_size]
-  float* master;             // the same; may be null: the parameters are all there is
-  void* states[kMaxStates];  // [row_size]; null where a state is not in use
+  float* master;             // [rows, row_size], or null: there is no master
+  void* states[kMaxStates];  // [row_size], or null where a state is not in use
   float* steps;
   const Row* table;
   const Slot* slots;
   const Chunk* chunks;
   const Gradient* gradients;
   void* scratch;
-  const float* grad_scale;  // may be null: 1
-  const double* norm;       // may be null: not clipped. One for every rows_per_norm rows of the table
-  const float* found_inf;   // may be null: finite
+  const float* grad_scale;  // null for a scale of 1
+  const double* norm;       // null for no clipping; one for every rows_per_norm rows of the table
+  const float* found_inf;   // null if the step is never skipped
   int64_t slot_count;
   int64_t chunk_count;
   int64_t rows;
   int64_t row_size;
   int64_t group_count;  // rows of the table for each replica
   int64_t rows_per_norm;
-  int state_count;  // how many of the states, from the first on, are there
+  int state_count;  // the number of states that are given; they are the first ones
   bool stochastic_rounding;
-  ScalarType param_type, state_type;  // the state's is the arithmetic's where there is none
+  ScalarType param_type, state_type;  // without a state, state_type is that of the arithmetic
 };
 
 inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<Tensor>& master,
@@ -111,8 +111,8 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
   return work;
 }
 
-// The numbers of one slot of one replica, whose step count is advanced. What acts on the gradient is taken from the
-// hyperparameters of replica 0, for all.
+// Derives the numbers of one slot of one replica and advances the step count. Hyperparameters that act on the gradient
+// are replica 0's, for all replicas.
 template <typename R>
 HDET_BOTH Prepared<R> prepare(const Work& work, int64_t replica, int64_t slot, float& steps) {
   const int64_t group = work.slots[slot].row;
@@ -145,8 +145,8 @@ void with_rule(const Work& work, Run&& run) {
   }
 }
 
-// The state buffers that a parameter asks for but that are not there (a flag that is set in the table only) would be
-// null pointers; then the rule works with those that are.
+// Whether a rule uses its optional state. That state must also be given: a flag in the table may ask for one whose
+// pointer is null.
 template <typename R>
 HDET_BOTH bool uses_most_states(const R& rule, const Work& work) {
   return R::kMostStates > R::kFewestStates && rule.states == R::kMostStates && work.state_count >= R::kMostStates;

@@ -1,5 +1,5 @@
-// The step on the CPU: threads share the chunks. The rules run on float or double; what is stored in another type goes
-// through a small buffer that stays in the first-level cache.
+// The step on the CPU: threads share the chunks. The rules run on float or double. Numbers that are stored in another
+// type are converted in a small buffer that stays in the first-level cache.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -10,15 +10,15 @@
 namespace hdet {
 namespace {
 
-// As many elements as torch gives at least to one thread.
+// The fewest elements that torch gives to one thread.
 constexpr int64_t kElementsPerThread = 32768;
 
 template <typename T>
 constexpr ScalarType kTypeOf = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
 
-// The rule comes by value and the buffers as restricted arguments: so the compiler knows that no store changes the
-// rule or another buffer, and vectorises. kShared: what replicas share is left in `direction` and `root`, and nothing
-// moves.
+// The rule is passed by value and the buffers as restricted arguments, so that the compiler knows that no store changes
+// the rule or another buffer, and vectorises. With kShared the push is stored in `direction` and `root` and no
+// parameter moves.
 template <int kStates, bool kShared, typename T, typename R>
 HDET_WIDEST void update_span(const R rule, T* __restrict theta, const T* __restrict gradient, T* __restrict first,
                  T* __restrict second, T* __restrict third, T* __restrict direction, T* __restrict root,
@@ -59,7 +59,8 @@ inline Replica replica_of(const Work& work, int64_t row) {
   return {static_cast<char*>(work.param) + from * size, work.master == nullptr ? nullptr : work.master + from};
 }
 
-// Elements at .. at + count of the flat buffers, at most kBlock of them, in every replica. `prepared` is the slot's.
+// Steps elements at .. at + count of the flat buffers, at most kBlock of them, in every replica. `prepared` has the
+// numbers of the slot.
 template <int kStates, typename T, typename R>
 void update_block(const Work& work, const Prepared<R>* prepared, const Gradient& gradient, int64_t start, int64_t at,
                   int64_t count) {

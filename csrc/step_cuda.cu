@@ -1,6 +1,6 @@
-// The step on CUDA: a small launch that advances the step counts and derives each parameter's rule, then one block a
-// chunk, of one replica or of all that share a gradient. Nothing is read on the host, so a captured graph sees new
-// hyperparameters at every replay.
+// The step on CUDA. A small launch advances the step counts and derives each parameter's rule. A second one has one
+// block for each chunk, of one replica or of all that share a gradient. The host reads nothing, so a captured graph
+// uses new hyperparameters at every replay.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -11,18 +11,18 @@
 namespace hdet {
 namespace {
 
-// Launch shapes, chosen on an H200 by the time of AdamW on the models of bench/test_optim_step.py (share of the bandwidth
-// of a copy of 1 GiB; gpt2-124M / llama-1.2B / recsys-mix, and many-small-10k in ms), for chunks of 2048:
+// Launch shapes, chosen on an H200 by the time of AdamW on the models of bench/test_optim_step.py (share of the
+// bandwidth of a copy of 1 GiB; gpt2-124M / llama-1.2B / recsys-mix, and many-small-10k in ms), for chunks of 2048:
 //   float32, packs of 4:  128 threads 97 98 98 % 0.055 ms, 256: 98 99 99 % 0.062 ms, 512: 92 95 93 % 0.111 ms
 //   bf16, packs of 8:     128 threads 95 100 98 %,         256: 92 97 92 %,          512: 69 71 69 %
-// that is, a thread moves two packs of each buffer, one after the other. With both in flight at once, 90 %: fewer blocks
-// fit. Chunks of 4096 need twice the threads for the same share (and take 0.11 ms for many-small-10k). Streaming loads
-// and stores, and overlapping the two launches, changed less than one percent.
+// The choice means that a thread moves two packs of each buffer, one after the other. With both in flight at once it
+// was 90 %, because fewer blocks fit. Chunks of 4096 need twice the threads for the same share (and take 0.11 ms for
+// many-small-10k). Streaming loads and stores, and overlapping the two launches, changed less than one percent.
 constexpr int kPacksPerThread = 2;
 constexpr int kTypicalChunk = 2048;
-// Replicas that share a gradient: a thread loads a pack of so many of them before it stores the first; more of them in
-// fp32 without master, where there are many. AdamW on 2²⁸ parameters, share of the bandwidth of a copy at 2 / 4 / 8 / 16
-// replicas, with packs of 4 floats:
+// For replicas that share a gradient, a thread loads a pack of this many of them before it stores the first; of more in
+// fp32 without master if there are many replicas. AdamW on 2²⁸ parameters, share of the bandwidth of a copy at 2 / 4 /
+// 8 / 16 replicas, with packs of 4 floats:
 //   2 packs a thread, 2 in flight: 99 98 96 95 %, 4: 98 97 96 95 %, 8: 96 97 96 96 %, 16: 81 88 96 97 %
 //   1 pack a thread,  2 in flight: 96 96 96 95 %, 4: 95 96 95 95 %, 8: 69 79 91 92 %
 //   4 packs a thread,                                               8: 97 96 95 95 %
@@ -32,14 +32,14 @@ constexpr int kManyRows = 16;
 constexpr int kPacksPerThreadOfRows = 2;
 constexpr int kAdvanceThreads = 128;
 
-// How numbers are stored: parameters as P, states as S, and with a float32 master or without.
+// The storage of numbers: parameters as P, states as S, with or without a float32 master.
 template <typename P, typename S, bool kMaster>
 struct Storage {
   using Param = P;
   using State = S;
   using T = std::conditional_t<std::is_same_v<P, double>, double, float>;
   static constexpr bool kHasMaster = kMaster;
-  // Elements of a pack: the widest of the buffers is moved 16 bytes at a time.
+  // The elements of a pack: the buffer of the widest type is moved 16 bytes at a time.
   static constexpr int kWidest = kMaster || sizeof(S) > sizeof(P) ? (sizeof(S) > 4 ? sizeof(S) : 4) : sizeof(P);
   static constexpr int kWidth = 16 / kWidest;
   static constexpr int threads(bool shared) {
@@ -49,7 +49,8 @@ struct Storage {
 
 __device__ __forceinline__ bool skipped(const Work& work) { return work.found_inf != nullptr && *work.found_inf > 0; }
 
-// The threads of a block share its slots and their replicas: none may write a count that another has yet to read.
+// The threads of a block share its slots and their replicas: no thread may write a count that another still has to
+// read.
 template <typename R>
 __global__ void __launch_bounds__(kAdvanceThreads)
     advance(const Work work, int slots_per_block, Prepared<R>* __restrict__ prepared) {
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kAdvanceThreads)
     work.steps[slot] = counted;
 }
 
-// The flat buffers from one chunk on; those of the parameters are replica 0's.
+// The flat buffers, beginning at one chunk; the parameters are those of replica 0.
 template <typename Store>
 struct Buffers {
   typename Store::Param* param;
@@ -77,8 +78,8 @@ struct Buffers {
   typename Store::State* states[kMaxStates];
 };
 
-// A struct of 16-byte words, by word; a word of which nothing is used is not loaded. Left to itself the compiler loads
-// each number where it is used, one of them after a division that waits for the others.
+// Loads a struct in words of 16 bytes; a word that is not used is not loaded. By itself the compiler would load each
+// number where it is used, one of them after a division that waits for the others.
 template <typename P>
 __device__ __forceinline__ P fetch_words(const P* from) {
   constexpr int kWords = sizeof(P) / sizeof(uint4);
@@ -89,7 +90,7 @@ __device__ __forceinline__ P fetch_words(const P* from) {
   return bits_as<P>(whole);
 }
 
-// In one access, which the compiler, left to itself, splits for some of the rows.
+// One access; by itself the compiler would split it for some of the rows.
 template <typename P>
 __device__ __forceinline__ void put_words(void* to, const P& pack) {
   if constexpr (sizeof(P) == sizeof(uint4)) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ void put_words(void* to, const P& pack) {
   }
 }
 
-// One choice for all elements of the pack.
+// The choice is made once for all elements of the pack.
 template <typename T, typename Stored, int kWidth>
 __device__ __forceinline__ void round(const T (&from)[kWidth], Stored (&to)[kWidth], bool stochastic,
                                       const Noise& noise, uint32_t stream, int64_t position) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void round(const T (&from)[kWidth], Stored (&to)[kWid
       uint32_t word = 0;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        // A pack starts at an even position: two neighbours share a word.
+        // A pack starts at an even position, so two neighbours share a word.
         if (j % 2 == 0) word = noise.word(stream, position + j);
         const uint32_t half = kWidth == 1 ? Noise::half(word, position) : j % 2 == 0 ? word & 0xffffu : word >> 16;
         to[j] = round_stochastically(from[j], half);
@@ -159,7 +160,7 @@ struct Parameters {
   }
 };
 
-// kWidth elements of what replicas share.
+// kWidth elements of the gradient and the states, which replicas share.
 template <int kStates, typename Store, int kWidth>
 struct Shared {
   using T = typename Store::T;
@@ -200,8 +201,8 @@ struct Shared {
   }
 };
 
-// The walk over one chunk: of one replica, or of all `work.rows`, kTogether at a time, whose rules are in `prepared`,
-// work.slot_count apart. `own` is the rule of the one, or of replica 0.
+// The walk over one chunk, of one replica or of all `work.rows`, kTogether at a time. The rules of the replicas are in
+// `prepared`, work.slot_count apart. `own` is the rule of the only replica, or of replica 0.
 template <int kStates, int kTogether, typename Store, typename R>
 struct ChunkStep {
   using T = typename Store::T;
@@ -214,7 +215,7 @@ struct ChunkStep {
   const Chunk& chunk;
   const Gradient& gradient;
 
-  // kWidth elements from `at` of the chunk on.
+  // Steps kWidth elements from element `at` of the chunk on.
   template <int kWidth>
   __device__ __forceinline__ void step(int64_t at) const {
     const int64_t rows = kShared ? work.rows : 1, position = chunk.offset + at;
@@ -225,7 +226,8 @@ struct ChunkStep {
     shared.load(buffers, gradient, chunk.start, at);
     load(parameters, 0, rows, at);
     shared.template push<kShort>(own.rule, parameters[0], gradient.type, pushes);
-    // Before the rows, of which there are many, or after the one, for which no push need wait in a register.
+    // States are stored before the parameters if there are several replicas, and after them if there is one, so that
+    // no push has to stay in a register.
     if (kShared) shared.store(buffers, at, stochastic, own.noise, position);
     for (int64_t first = 0;;) {
 #pragma unroll
@@ -256,7 +258,7 @@ struct ChunkStep {
   }
 };
 
-// Whether everything lies at addresses that packs can be moved from and to.
+// Whether all buffers lie at addresses that allow packs.
 template <int kStates, typename Store>
 __device__ __forceinline__ bool aligned(const Buffers<Store>& buffers, int64_t row_size, const Chunk& chunk,
                                         const Gradient& gradient) {

@@ -1,5 +1,5 @@
 // The layout of the tables that Python writes and the kernels read. hdet_kernels/ops/table.py and chunks.py have the
-// same; tests/test_chunks.py compares them.
+// same layout; tests/ops/test_chunks.py compares them.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace hdet {
 
-// Hyperparameters of one parameter group. max_grad_norm is 0 for no clipping, seed a whole number below 2³²; the last
-// three are flags, 0 or 1.
+// The hyperparameters of one parameter group. max_grad_norm is 0 for no clipping, seed is a whole number below 2³², and
+// the last three are flags, 0 or 1.
 struct Row {
   double lr;
   double weight_decay;
@@ -28,7 +28,7 @@ inline constexpr int64_t kColumns = 13;
 static_assert(sizeof(Row) == kColumns * sizeof(double), "a row is its columns and nothing else");
 static_assert(offsetof(Row, maximize) == (kColumns - 1) * sizeof(double));
 
-// One parameter: `count` elements of the flat buffers from `offset` on, stepped with hyperparameters `row`.
+// One parameter: `count` elements of the flat buffers from `offset` on, stepped with row `row` of the hyperparameters.
 struct Slot {
   int64_t offset;
   int64_t count;
@@ -36,8 +36,8 @@ struct Slot {
 };
 static_assert(sizeof(Slot) == 3 * sizeof(int64_t));
 
-// What one thread block works on: elements `start` .. `start + count` of a slot, which lie at `offset` in the flat
-// buffers. How many that are is decided where the table is made (CHUNK in chunks.py).
+// The elements that one thread block works on: `start` .. `start + count` of a slot, which lie at `offset` in the flat
+// buffers. CHUNK in chunks.py bounds `count`.
 struct alignas(16) Chunk {
   int64_t offset;
   int64_t start;
@@ -48,15 +48,15 @@ static_assert(sizeof(Chunk) == 4 * sizeof(int64_t));
 
 enum class GradientType : int64_t { float32, float64, bfloat16, float16 };
 
-// Where the gradient of a slot is, and of what type.
+// The address and type of the gradient of a slot.
 struct alignas(16) Gradient {
   int64_t address;
   GradientType type;
 };
 static_assert(sizeof(Gradient) == 2 * sizeof(int64_t));
 
-// What stands in the table instead of an address: no gradient (leave the slot alone), or one without elements (nothing
-// to read, but the step counts).
+// Values in place of an address: there is no gradient (skip the slot), or it has no elements (nothing to read, but the
+// step is counted).
 inline constexpr int64_t kNoGradient = 0;
 inline constexpr int64_t kEmptyGradient = 1;
 

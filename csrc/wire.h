@@ -1,5 +1,5 @@
-// How a compressed average travels: the formats, the layout of a wire, and the arguments of its operators, checked.
-// hdet_kernels/ops/wire.py says what the operators do; reference_wire.py has the same formulas.
+// The encoding of a compressed average: the formats, the layout of a wire, and the checked arguments of its operators.
+// hdet_kernels/ops/wire.py has the equations; reference_wire.py has the same formulas in torch.
 #pragma once
 
 #include <cfloat>
@@ -13,16 +13,16 @@ namespace hdet {
 // The order of FORMATS in hdet_kernels/ops/wire.py.
 enum class Format : int64_t { bf16, int8 };
 
-// BLOCK and GRAIN of hdet_kernels/ops/wire.py: elements that share a scale, and those that a shard is a multiple of, so
-// that a row of a wire is a multiple of 16 bytes.
+// BLOCK and GRAIN of hdet_kernels/ops/wire.py: the elements that share a scale, and the number that the elements of a
+// shard are a multiple of, so that an encoded shard (a row of a wire) is a multiple of 16 bytes.
 inline constexpr int kShared = 256;
 inline constexpr int64_t kGrain = 4 * kShared;
 
-// The bits of |value|: as whole numbers they are in the order of the floats, with every NaN above infinity.
+// The bits of |value|. As whole numbers they are ordered like the floats, with every NaN above infinity.
 HDET_BOTH int32_t magnitude(float value) { return bits_as<int32_t>(value) & 0x7fffffff; }
 
-// A format keeps a number as a code. What is the same for a whole block is in the format itself: `fitting` forms it
-// from the largest magnitude of the block, and what a code stands for is its `value`.
+// A format stores a number as a code. The format object holds the numbers that a whole block shares: `fitting` computes
+// them from the largest magnitude of the block. `value` decodes a code.
 struct Bf16 {
   using Code = uint16_t;
   static constexpr bool kScaled = false;
@@ -36,18 +36,18 @@ struct Int8 {
   using Code = int8_t;
   static constexpr bool kScaled = true;
   static constexpr float kMost = 127;
-  // Added to a small number it leaves no bits after the point, so that the sum is rounded, ties to even; the lowest
-  // byte of the sum's bits is the whole number.
+  // Adding this to a small number rounds it to a whole one, ties to even. The lowest byte of the sum's bits is that
+  // whole number.
   static constexpr float kWhole = 0x1.8p23f;
   static constexpr int32_t kInfinity = 0x7f800000;
   float scale;
 
-  // Infinite for what is not finite: the bits of a NaN would be the processor's choice.
+  // Infinite where a number is not finite: the bits of a NaN depend on the processor.
   static HDET_BOTH Int8 fitting(int32_t largest) {
     return {bits_as<float>(largest < kInfinity ? largest : kInfinity) / kMost};
   }
-  // A scale that is subnormal is coarse: a quotient may then pass 127. Without a scale (the block is zero, or so small
-  // that its scale is) nothing travels; an infinite one makes NaN of the whole block, so that an overflow shows.
+  // A subnormal scale is coarse, so a quotient may exceed 127. If the scale is 0 (the block is zero, or too small for a
+  // scale), the codes are 0. An infinite scale makes the whole block NaN, so that an overflow does not go unnoticed.
   HDET_BOTH Code code(float number) const {
     const bool usable = scale > 0 && scale <= FLT_MAX;
     float steps = number / (usable ? scale : 1.0f);
@@ -70,7 +70,7 @@ void with_format(int64_t format, Run&& run) {
   fail("unknown format ", format);
 }
 
-// One shard as it travels: the codes of its elements, then the scales of its blocks where the format has them.
+// One encoded shard: the codes of its elements, then the scales of its blocks if the format has scales.
 template <typename F>
 struct Shard {
   typename F::Code* codes;
@@ -85,7 +85,7 @@ struct Shard {
   }
 };
 
-// `rows` shards of `shard` elements each, one behind the other.
+// `rows` encoded shards of `shard` elements each, one after the other.
 template <typename F>
 struct Wire {
   uint8_t* bytes;
@@ -103,7 +103,7 @@ struct Wire {
   }
 };
 
-// A wire of `rows` rows, which are as long as they are: how many elements that is follows from the format.
+// A wire of `rows` rows. The bytes of a row and the format determine the elements of a shard.
 template <typename F>
 Wire<F> checked_wire(const Tensor& tensor, const char* name, int64_t rows, const Tensor& like) {
   HDET_CHECK(rows > 0, name, " must have rows, got ", rows);
@@ -121,7 +121,7 @@ inline float* checked_floats(const std::optional<Tensor>& tensor, const char* na
   return tensor.has_value() ? checked<float>(*tensor, name, ScalarType::Float, numel, like) : nullptr;
 }
 
-// The number of rows of a tensor that must be a matrix.
+// Returns the number of rows of a tensor, which must be a matrix.
 inline int64_t checked_row_count(const Tensor& tensor, const char* name) {
   HDET_CHECK(tensor.dim() == 2, name, " must have 2 dimensions, got ", tensor.dim());
   return tensor.size(0);
@@ -131,7 +131,7 @@ template <typename F>
 struct Encoding {
   const float* x;
   const float* consensus;
-  float* error;  // may be null: without feedback
+  float* error;  // null for no error feedback
   int64_t numel;
   Wire<F> wire;
 
@@ -152,7 +152,7 @@ template <typename F>
 struct Merging {
   Wire<F> wires;
   float divisor;
-  float* error;  // may be null: without feedback
+  float* error;  // null for no error feedback
   Wire<F> wire;
 
   static Merging checked_of(const Tensor& wires, double divisor, const std::optional<Tensor>& error,
@@ -168,7 +168,7 @@ template <typename F>
 struct Decoding {
   Wire<F> wire;
   float* consensus;
-  float* target;  // may be null: the consensus alone
+  float* target;  // null if only the consensus is written
   int64_t numel;
 
   static Decoding checked_of(const Tensor& wire, const Tensor& consensus, const std::optional<Tensor>& target) {

@@ -11,10 +11,10 @@
 namespace hdet {
 namespace {
 
-// 32768 elements, as many as torch gives at least to one thread.
+// 32768 elements, the fewest that torch gives to one thread.
 constexpr int64_t kBlocksPerThread = 32768 / kShared;
 
-// The elements of a block that are there, of `numel` from `first` on.
+// The number of elements of the block at `first` that lie within `numel`.
 int64_t inside(int64_t first, int64_t numel) { return std::clamp<int64_t>(numel - first, 0, kShared); }
 
 HDET_WIDEST void subtract(const float* __restrict x, const float* __restrict consensus, int64_t count,
@@ -46,7 +46,7 @@ HDET_WIDEST void to_values(const F format, const typename F::Code* __restrict co
   for (int64_t i = 0; i < kShared; ++i) values[i] = format.value(codes[i]);
 }
 
-// The numbers of a block as they travel; what they lose on the way goes to `error`, if it is there.
+// Encodes the numbers of a block. What the encoding loses is written to `error`, if given.
 template <typename F>
 void keep(const float* numbers, const Shard<F>& shard, int64_t block, float* error, int64_t count) {
   typename F::Code* codes = shard.codes + block * kShared;
@@ -59,7 +59,7 @@ void keep(const float* numbers, const Shard<F>& shard, int64_t block, float* err
   subtract(numbers, values, count, error);
 }
 
-// Calls block(row, number of the block in it, where it begins in the bucket) for every block of the wire.
+// Calls block(row, index of the block in the row, first element in the bucket) for every block of the wire.
 template <typename F, typename Block>
 void for_each_block(const Wire<F>& wire, Block&& block) {
   torch::stable::parallel_for(0, wire.rows * wire.blocks(), kBlocksPerThread, [&](int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// The compressed average on CUDA: a warp has a block of elements in its registers from the one read of the inputs until
-// the codes and the error are written.
+// The compressed average on CUDA: a warp keeps a block of elements in registers, from the single read of the inputs
+// until the codes and the error are written.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -10,14 +10,14 @@
 namespace hdet {
 namespace {
 
-// Launch shapes. A lane loads 16 bytes of a buffer at a time, twice a block. How many blocks a warp has in flight:
-// encoding reads three buffers and has enough with one, decoding reads one and a quarter. Not measured yet:
-// bench/test_wire.py does.
+// Launch shapes. A lane loads 16 bytes of a buffer at a time, twice for each block. These are the blocks that a warp
+// has in flight: encoding reads three buffers, so that one block is enough; decoding reads one and a quarter. The
+// shapes were not measured yet; bench/test_wire.py does.
 constexpr int kThreads = 256;
 constexpr int kEncodeBlocks = 1;
 constexpr int kMergeBlocks = 1;
 constexpr int kDecodeBlocks = 2;
-// Rows whose loads are in flight at once when they are summed.
+// The rows whose loads are in flight at once in a sum.
 constexpr int kRowsInFlight = 8;
 
 constexpr int kWarp = 32;
@@ -26,17 +26,18 @@ constexpr int kWidth = 4;
 constexpr int kPerLane = kShared / kWarp;
 constexpr int kPacks = kPerLane / kWidth;
 
-// Whether packs can be moved from and to all of these addresses; null is none.
+// Whether all of these addresses allow packs. Null addresses are ignored.
 template <typename... T>
 bool packs_fit(const T*... addresses) {
   return (reinterpret_cast<uintptr_t>(addresses) | ...) % sizeof(float4) == 0;
 }
 
-// What a lane has of a block are kPacks packs: those of a warp are side by side.
+// A lane has kPacks packs of a block; the packs of a warp lie side by side.
 __device__ __forceinline__ int place(int pack) { return (pack * kWarp + threadIdx.x % kWarp) * kWidth; }
 
-// The lane's floats of the block from `first` on, of a buffer that ends at `end`: in packs (kWide), if the block is
-// whole and the buffers are aligned, else one by one and as far as they are there. The others are zero.
+// Loads the lane's floats of the block that begins at `first`, from a buffer that ends at `end`. With kWide the block
+// is whole and the buffers are aligned, and packs are loaded. Otherwise floats are loaded one by one, with zeros beyond
+// the end.
 template <bool kWide>
 __device__ __forceinline__ void load(const float* from, int64_t first, int64_t end, float (&values)[kPerLane]) {
 #pragma unroll
@@ -60,7 +61,8 @@ __device__ __forceinline__ void store(float* to, int64_t first, int64_t end, con
     const int64_t at = first + place(pack);
     const float* own = values + pack * kWidth;
     if constexpr (kWide) {
-      // The intrinsic: the compiler takes a plain assignment apart at times. What is stored is not read again soon.
+      // An intrinsic, because the compiler sometimes splits a plain assignment; streaming, because the values are not
+      // read again soon.
       __stcs(reinterpret_cast<float4*>(to + at), make_float4(own[0], own[1], own[2], own[3]));
     } else {
 #pragma unroll
@@ -89,14 +91,14 @@ struct Codes {
   __device__ __forceinline__ Code get(int i) const {
     return static_cast<Code>(words[i / kWidth] >> (8 * sizeof(Code) * (i % kWidth)));
   }
-  // Of words that are zero before.
+  // The words must be zero before.
   __device__ __forceinline__ void set(int i, Code code) {
     const auto bits = static_cast<Word>(static_cast<std::make_unsigned_t<Code>>(code));
     words[i / kWidth] |= bits << (8 * sizeof(Code) * (i % kWidth));
   }
 };
 
-// Writes the numbers of a block as they travel, and leaves in `numbers` what they lose on the way.
+// Encodes and stores the numbers of a block, and leaves in `numbers` what the encoding lost.
 template <typename F>
 __device__ __forceinline__ void keep(float (&numbers)[kPerLane], const Shard<F>& shard, int64_t block) {
   int32_t largest = 0;
@@ -119,8 +121,9 @@ __device__ __forceinline__ void keep(float (&numbers)[kPerLane], const Shard<F>&
   if (threadIdx.x % kWarp == 0) shard.keep(block, format);
 }
 
-// The three operations. Each loads what a lane needs of a block, all of it before anything waits for it, then finishes
-// the block: the `block`-th of row `row` of the wire, whose elements are in the buffers of floats from `first` on.
+// The three operations. Each first loads all inputs of a lane's part of a block, before anything waits for them, and
+// then finishes the block. It is block `block` of row `row` of the wire; its elements begin at `first` in the float
+// buffers.
 template <typename F>
 struct Encode {
   using Work = Encoding<F>;
@@ -223,7 +226,7 @@ struct Decode {
   }
 };
 
-// A warp's blocks of a row: those from `block` on, in steps of kWarps.
+// Processes a warp's blocks of a row: those from `block` on, in steps of kWarps.
 template <typename Operation, bool kWide>
 __device__ __forceinline__ void walk(const typename Operation::Work& work, int64_t row, int64_t block) {
   constexpr int kBlocks = Operation::kBlocks;
@@ -239,7 +242,7 @@ __device__ __forceinline__ void walk(const typename Operation::Work& work, int64
       own[n].template finish<kWide>(work, row, block + n * kWarps, first + n * (kWarps * kShared));
 }
 
-// A grid of rows: blockIdx.y is that of the wire.
+// blockIdx.y is the row of the wire.
 template <typename Operation>
 __global__ void __launch_bounds__(kThreads) walk_wire(const typename Operation::Work work, const bool packed) {
   const int64_t row = blockIdx.y, blocks = work.wire.blocks();

@@ -163,10 +163,10 @@ def _bench_error(message: str) -> int:
 
 
 def _info(_: argparse.Namespace) -> int:
-    from hdet_kernels.ops import native
     from hdet_kernels.ops.backends import backends
+    from hdet_kernels.ops.extension import why_not
 
-    missing = native.why_not()
+    missing = why_not()
     sections = {
         "backends": backends(),
         "versions": _versions(),

@@ -97,7 +97,7 @@ class Checksum:
                     dtype,
                     replicas=self.rows,
                     row_stride=end,
-                    row_count=0,
+                    table_rows_per_replica=0,
                     shares_state=False,
                 )
             )

@@ -1,7 +1,7 @@
-"""Which backends can run here, and if one cannot, why. The only place that asks what the machine has.
+"""The choice of a backend: which ones can run on this machine, and why the others cannot.
 
-A backend is probed when it is first needed, never at import: without a compiler, a GPU or Triton the package still
-imports, and :func:`backends` says what is missing.
+This is the only place that asks what the machine has. A backend is probed when it is first needed, never at import:
+without a compiler, a GPU or Triton the package still imports, and :func:`backends` says what is missing.
 """
 
 from __future__ import annotations
@@ -10,26 +10,42 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
-#: Environment variable that sets the backend for a whole process.
+from hdet_kernels.ops.extension import has_kernels, why_not
+
+#: The environment variable that sets the backend of a whole process.
 ENVIRONMENT = "HDET_BACKEND"
 
-#: The backends that serve a kind of device, fastest first. Any other device has ``torch`` alone. Triton serves the CPU
-#: only through its interpreter, which is for tests: it comes last, and never by itself.
+# The backends for each kind of device, fastest first. Other devices have "torch" alone. Triton runs on the CPU only
+# through its interpreter, which is meant for tests, so it comes last there and is never chosen by default.
 _BY_DEVICE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpp", "torch", "triton")}
+
+# The module of this folder that implements each backend. It is imported by name and only when it is used: the
+# implementations import the operations, which import this module.
+_MODULES = {"torch": "reference", "triton": "triton_kernels", "cpp": "compiled", "cuda": "compiled"}
 
 _chosen: str | None = None
 
 
 def backends() -> dict[str, str]:
-    """``{name: "ok" or the reason why it cannot be used here}`` for every backend of this version."""
+    """Return ``{name: "ok" or the reason why it cannot be used here}`` for every backend."""
     return {name: _reason(name) or "ok" for name in _PROBES}
 
 
 def use_backend(name: str | None) -> None:
-    """Set the backend of this process, over :data:`ENVIRONMENT`; ``None`` goes back to choosing by device."""
+    """Set the backend of this process. It takes precedence over :data:`ENVIRONMENT`.
+
+    Args:
+        name: A backend by name; ``None`` goes back to choosing by device.
+
+    Raises:
+        ValueError: If there is no backend of this name.
+        RuntimeError: If the backend cannot be used here.
+    """
     global _chosen
     if name is not None:
         _check_available(name, "use_backend()")
@@ -37,13 +53,20 @@ def use_backend(name: str | None) -> None:
 
 
 def chosen() -> str | None:
-    """What :func:`use_backend` set."""
+    """Return the backend that :func:`use_backend` set, if any."""
     return _chosen
 
 
 def resolve(device: torch.device | str, requested: str | None = None) -> str:
-    """The backend that runs on ``device``: ``requested``, else :func:`use_backend`, else ``HDET_BACKEND``, else the
-    fastest available. A request that cannot be met raises; it never falls back to another backend."""
+    """Return the name of the backend that runs on ``device``.
+
+    It is ``requested`` if given, else that of :func:`use_backend`, else that of ``HDET_BACKEND``, else the fastest
+    available. A request that cannot be met raises; it never falls back to another backend.
+
+    Raises:
+        ValueError: If the backend is unknown or cannot serve tensors on ``device``.
+        RuntimeError: If the backend cannot be used here.
+    """
     kind = torch.device(device).type
     serving = _BY_DEVICE.get(kind, ("torch",))
     for name, origin in (
@@ -63,6 +86,19 @@ def resolve(device: torch.device | str, requested: str | None = None) -> str:
     return next(name for name in serving if _reason(name) is None)
 
 
+def implementation(backend: str) -> ModuleType:
+    """Return the module that implements a backend.
+
+    Each has ``bind_step``, ``grad_norm``, ``pack``, ``unpack``, ``wire_operators`` and ``add_noise_``.
+    """
+    return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
+
+
+def interpreting() -> bool:
+    """Return whether Triton kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
 def _check_available(name: str, origin: str) -> None:
     if name not in _PROBES:
         raise ValueError(f"unknown backend {name!r} ({origin}); choose one of {', '.join(_PROBES)}. {_listing()}")
@@ -80,11 +116,9 @@ def _reason(name: str) -> str | None:
 
 
 def _why_not_cuda() -> str | None:
-    from hdet_kernels.ops import native
-
-    if (missing := native.why_not()) is not None:
+    if (missing := why_not()) is not None:
         return missing
-    if not native.has_kernels("CUDA"):
+    if not has_kernels("CUDA"):
         return "the compiled extension has no CUDA part: it was built without nvcc or against a torch without CUDA"
     if not torch.cuda.is_available():
         return "torch finds no usable NVIDIA GPU"
@@ -99,24 +133,9 @@ def _why_not_triton() -> str | None:
     return "torch finds no usable NVIDIA GPU (TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on the CPU)"
 
 
-def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
-def _why_not_cpp() -> str | None:
-    from hdet_kernels.ops import native
-
-    return native.why_not()
-
-
-def _why_not_torch() -> str | None:
-    return None
-
-
 _PROBES: dict[str, Callable[[], str | None]] = {
     "cuda": _why_not_cuda,
     "triton": _why_not_triton,
-    "cpp": _why_not_cpp,
-    "torch": _why_not_torch,
+    "cpp": why_not,
+    "torch": lambda: None,
 }

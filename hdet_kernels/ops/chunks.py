@@ -1,16 +1,15 @@
-"""The chunk table: how one launch walks many parameters whose gradients lie wherever autograd put them.
+"""The chunk table: it lets one launch walk many parameters whose gradients lie wherever autograd put them.
 
-Parameters and state are flat (:class:`hdet_kernels.buckets.Buckets`); a *slot* is one parameter's span of the flat
-buffer, and a *chunk* a part of a slot. Three small int64 tables on the device describe the work, by how often they
-change:
+Parameters and state are flat (:class:`hdet_kernels.buckets.Buckets`). A *slot* is one parameter's span of the flat
+buffer, and a *chunk* is a part of a slot. Three small int64 tables on the device describe the work:
 
-========== =========== ================================================== =================
-table      shape       a row                                              changes
-========== =========== ================================================== =================
-slots      [slots, 3]  flat offset, count, row of the hyperparameters     never
-chunks     [chunks, 4] flat offset, offset in the slot, count, slot       never
-gradients  [slots, 2]  address, or NO_GRADIENT; index in GRADIENT_DTYPES  when one moved
-========== =========== ================================================== =================
+========== =========== ================================================== ==========================
+table      shape       an entry                                           is written
+========== =========== ================================================== ==========================
+slots      [slots, 3]  flat offset, count, row of the hyperparameters     once
+chunks     [chunks, 4] flat offset, offset in the slot, count, slot       once
+gradients  [slots, 2]  address, or NO_GRADIENT; index in GRADIENT_DTYPES  when a gradient has moved
+========== =========== ================================================== ==========================
 
 ``csrc/table.h`` has the same layout.
 """
@@ -30,16 +29,16 @@ from torch import Tensor
 from hdet_kernels.ops.table import Staged
 from hdet_kernels.tensors import Slot, flat_view
 
-#: Elements of a chunk at most: what one thread block works on at a time. ``csrc/step_cuda.cu`` says how it was chosen.
+#: The most elements of a chunk: one thread block works on a chunk at a time. ``csrc/step_cuda.cu`` explains the choice.
 CHUNK = 2048
 
-#: Instead of an address: this slot has no gradient and is left alone, its step count too.
+#: In place of an address: the slot has no gradient. It is not stepped, and its step count stays.
 NO_GRADIENT = 0
 
-#: Instead of an address: an empty gradient. Nothing to read, but the step counts.
+#: In place of an address: the gradient has no elements. There is nothing to read, but the step is counted.
 EMPTY_GRADIENT = 1
 
-#: The dtypes of gradients, by their number in the table. The order is that of ``csrc/table.h``.
+#: The dtypes of gradients; the table stores an index into them. ``csrc/table.h`` has the same order.
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _dtype_of = attrgetter("dtype")
@@ -47,43 +46,69 @@ _dtype_of = attrgetter("dtype")
 
 @dataclass(frozen=True)
 class MatchedGradients:
-    """Gradients (``None`` where there is none) whose elements lie in memory in the order of their slots, and their
-    rows of the table. Made by :meth:`ChunkTable.match`, which makes it safe to hand the addresses to a kernel."""
+    """Gradients that were checked against their slots, with their entries of the gradient table.
+
+    :meth:`ChunkTable.match` makes them. Their elements lie in memory in the order of their slots, so their addresses
+    are safe to hand to a kernel.
+
+    Attributes:
+        tensors: The gradients, ``None`` where a slot has none.
+        table: Their entries of the gradient table, [slots, 2].
+        any: Whether there is at least one gradient.
+        copied: Whether one of them is a copy, because it had another layout or a dtype that kernels do not read.
+        permanent: Whether they stay at these addresses in all later steps.
+        replicas: If given, each tensor is [replicas, …] and the table has entries for each replica.
+    """
 
     tensors: Sequence[Tensor | None]
     table: NDArray[np.int64]
-    any: bool  # whether there is one at all
-    copied: bool = False  # whether one of them had another layout or an unknown dtype and is a copy
-    permanent: bool = False  # whether they will be there, at these addresses, in every step to come
-    replicas: int | None = None  # each of the tensors is [replicas, …], and the table has a row for each replica
+    any: bool
+    copied: bool = False
+    permanent: bool = False
+    replicas: int | None = None
 
 
 class ChunkTable:
-    """The tables of one flat buffer. ``slots`` are its parameters, each once; ``rows`` their hyperparameter rows."""
+    """The tables of one flat buffer.
 
-    def __init__(self, slots: Sequence[Slot], rows: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-        if len(slots) != len(rows):
-            raise ValueError(f"got {len(slots)} slots and {len(rows)} rows; every slot needs a hyperparameter row")
+    Args:
+        slots: The parameters of the buffer, each once.
+        table_rows: For each slot, its row of the hyperparameter table.
+        device: The device of the buffer.
+        dtype: The dtype of the buffer.
+
+    Attributes:
+        extent: The least number of elements that the flat buffer must have.
+        table_row_count: The least number of rows that the hyperparameter table must have.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], table_rows: Sequence[int], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        if len(slots) != len(table_rows):
+            raise ValueError(
+                f"got {len(slots)} slots and {len(table_rows)} table rows; every slot needs one row of the "
+                "hyperparameter table"
+            )
         self.entries = tuple(slots)
-        self.rows = tuple(rows)
+        self.table_rows = tuple(table_rows)
         self.device, self.dtype = device, dtype
-        table = [(slot.offset, slot.numel, row) for slot, row in zip(slots, rows, strict=True)]
+        table = [(slot.offset, slot.numel, row) for slot, row in zip(slots, table_rows, strict=True)]
         spans = np.array(table, dtype=np.int64).reshape(-1, 3)
         self.slots = torch.from_numpy(spans).to(device)
         whole = np.stack([spans[:, 0], np.zeros(len(spans), np.int64), spans[:, 1], np.arange(len(spans))], axis=1)
         self.chunks = torch.from_numpy(chunks_of(whole)).to(device)
         self._gradients = Staged((len(slots), 2), torch.int64, device)
         self._pointed: NDArray[np.int64] | None = None
-        #: Addresses, where they are, their dtype's number and layout, and the table of all that: as it was last time.
+        # Of the last match: addresses, indices of the slots that have a gradient, dtype number, layout, and the table.
         self._known: tuple[list[int], list[int] | None, int, str, NDArray[np.int64]] | None = None
         self._expect(slots)
         self._numbers = _dtypes_for(dtype)
-        #: What the buffers must have at least: elements of the flat buffer, rows of the hyperparameter table.
         self.extent = max((slot.offset + slot.numel for slot in slots), default=0)
-        self.row_count = max(rows, default=-1) + 1
+        self.table_row_count = max(table_rows, default=-1) + 1
 
     def _expect(self, slots: Sequence[Slot]) -> None:
-        """Note what :meth:`match` looks for in the gradients, one for each of ``slots``."""
+        """Store the sizes and strides that :meth:`match` compares gradients with, one for each of ``slots``."""
         self._expected = tuple(slots)
         self._counts = [slot.numel for slot in slots]
         self._empty = [index for index, slot in enumerate(slots) if slot.numel == 0]
@@ -92,10 +117,15 @@ class ChunkTable:
         self._strides = [slots[i].stride for i in self._permuted]
 
     def match(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
-        """Check one gradient a slot. One that lies in another order than its parameter, or whose dtype the kernels
-        do not read, is copied."""
-        # The usual case, without a line of Python for each tensor: in order, and all of one size and dtype. (That a
-        # gradient is on the device of its parameter is torch's own rule.)
+        """Check one gradient for each slot.
+
+        A gradient that lies in another order than its parameter, or whose dtype the kernels do not read, is copied.
+
+        Raises:
+            RuntimeError: If a gradient is sparse, was freed, or has another shape or device than its parameter.
+        """
+        # The usual case is checked without a Python statement for each tensor: all gradients lie in order, have the
+        # expected sizes, and one dtype. (torch itself ensures that a gradient is on the device of its parameter.)
         present, where = grads, None
         try:
             try:
@@ -114,9 +144,9 @@ class ChunkTable:
             return self._match_one_by_one(grads)
         if self._known is None or self._known[:4] != (addresses, where, number, layout):
             table = np.zeros((len(grads), 2), dtype=np.int64)
-            rows = slice(None) if where is None else where
-            table[rows, 0] = np.frombuffer(array("q", addresses), dtype=np.int64)  # faster than from a list
-            table[rows, 1] = number
+            present_slots = slice(None) if where is None else where
+            table[present_slots, 0] = np.frombuffer(array("q", addresses), dtype=np.int64)  # faster than from a list
+            table[present_slots, 1] = number
             table[self._empty, 0] = [
                 EMPTY_GRADIENT if grads[index] is not None else NO_GRADIENT for index in self._empty
             ]
@@ -124,15 +154,15 @@ class ChunkTable:
         return self._matched(grads, self._known[4], any=True)
 
     def point_at(self, grads: MatchedGradients) -> Tensor:
-        """The gradients' rows on the device, written only if one changed."""
-        # A captured graph writes the addresses that it was captured with: other steps may have written others since.
+        """Return the gradient table on the device. It is written only if an entry has changed."""
+        # A replayed CUDA graph writes the addresses of its capture, which other steps may have overwritten since.
         if grads.table is not self._pointed or (not grads.permanent and self._gradients.capturing):
             self._gradients.write(grads.table)
             self._pointed = grads.table if self._gradients.settled else None
         return self._gradients.tensor
 
     def _common_dtype(self, present: Sequence[Tensor | None], where: list[int] | None) -> int | None:
-        """The number of the dtype of all gradients, if they have one and each is as large as its slot."""
+        """Return the number of the gradients' common dtype, or ``None`` if there is none or a size is wrong."""
         dtypes = set(map(_dtype_of, present))
         expected = self._counts if where is None else [self._counts[index] for index in where]
         if len(dtypes) != 1 or list(map(Tensor.numel, present)) != expected:  # type: ignore[arg-type]
@@ -140,7 +170,7 @@ class ChunkTable:
         return self._numbers.get(dtypes.pop())
 
     def _empties(self, where: list[int] | None) -> int:
-        """How many of the gradients at ``where`` have no elements, and so no address."""
+        """Return how many of the gradients at ``where`` have no elements, and therefore no address."""
         if where is None or not self._empty:
             return len(self._empty)
         return len(set(where).intersection(self._empty))
@@ -148,7 +178,7 @@ class ChunkTable:
     def _common_layout(
         self, grads: Sequence[Tensor | None], present: Sequence[Tensor | None], where: list[int] | None
     ) -> str | None:
-        """How all gradients lie in memory, if they lie as their parameters do."""
+        """Return a name for the layout of all gradients, or ``None`` if one lies in another order than its slot."""
         if not self._permuted:
             in_order = all(map(Tensor.is_contiguous, present))  # type: ignore[arg-type]
         else:
@@ -165,7 +195,7 @@ class ChunkTable:
         return MatchedGradients(grads, table, any, copied)
 
     def _for_all_replicas(self, table: NDArray[np.int64], grads: Sequence[Tensor | None]) -> NDArray[np.int64]:
-        """The table of the gradients, given where each begins."""
+        """Return the gradient table of all replicas, given that of the first."""
         return table
 
     def _match_one_by_one(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
@@ -176,14 +206,15 @@ class ChunkTable:
             if given is None:
                 tensors.append(None)
                 continue
-            grad = self._brought_into_place(index, given)
+            grad = self._in_slot_order(index, given)
             copied |= grad is not given
             tensors.append(grad)
             table[index] = grad.data_ptr() or EMPTY_GRADIENT, self._numbers[grad.dtype]
         there = any(tensor is not None for tensor in tensors)
         return self._matched(tensors, self._for_all_replicas(table, tensors), there, copied)
 
-    def _brought_into_place(self, index: int, grad: Tensor) -> Tensor:
+    def _in_slot_order(self, index: int, grad: Tensor) -> Tensor:
+        """Return the gradient if kernels can read it as it is, else a copy of it in the layout of its slot."""
         slot = self._expected[index]
         if grad.layout is not torch.strided:
             raise RuntimeError(
@@ -206,16 +237,18 @@ class ChunkTable:
 
 
 def flat_gradients(grads: MatchedGradients) -> list[Tensor | None]:
-    """The gradients as 1-D tensors in the order of their slots' elements."""
+    """Return the gradients as 1-D tensors, their elements in the order of their slots."""
     if grads.replicas is None:
         return [None if grad is None else flat_view(grad) for grad in grads.tensors]
-    rows = range(grads.replicas)
-    return [None if grad is None else flat_view(grad[row]) for row in rows for grad in grads.tensors]
+    replicas = range(grads.replicas)
+    return [None if grad is None else flat_view(grad[replica]) for replica in replicas for grad in grads.tensors]
 
 
 def _dtypes_for(param: torch.dtype) -> dict[torch.dtype, int]:
-    """The gradients that kernels read for parameters of a dtype, and their numbers: halves and singles are widened to
-    float32 in registers, doubles stay among themselves."""
+    """Return the gradient dtypes that kernels read for parameters of dtype ``param``, with their numbers.
+
+    Kernels widen 16-bit gradients to float32 in registers. float64 is never mixed with other dtypes.
+    """
     wide = param == torch.float64
     return {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES) if (dtype == torch.float64) == wide}
 
@@ -235,7 +268,7 @@ def _is_contiguous(slot: Slot) -> bool:
 
 
 def chunks_of(spans: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Spans cut into chunks, in order. Both [n, 4]: flat offset, offset in the slot, count and slot."""
+    """Cut spans into chunks, in order. Both are [n, 4]: flat offset, offset in the slot, count, slot."""
     counts = spans[:, 2]
     per_span = -(-counts // CHUNK)
     span = np.repeat(np.arange(len(spans)), per_span)

@@ -1,4 +1,4 @@
-"""The operators that are written in Python, registered with torch; ``csrc/library.cpp`` declares the compiled ones.
+"""Registration of the operators that are written in Python; ``csrc/library.cpp`` declares the compiled ones.
 
 A registered operator with a fake kernel can be traced: ``torch.compile`` calls it without looking inside.
 """
@@ -15,14 +15,12 @@ from hdet_kernels.tensors import wide_dtype
 
 NAMESPACE = "hdet_kernels"
 
-#: The buffers of a step, as they stand in the schemas of all backends; ``csrc/library.cpp`` has the same.
+# Parts of the schemas that all backends share. csrc/library.cpp repeats them.
 FLATS = (
     "int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, Tensor(e!)? state2, "
     "Tensor(f!) steps, Tensor table"
 )
 SCALARS = "Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding, int rows"
-
-#: Of the compressed average; ``csrc/library.cpp`` has the same.
 ENCODE = "int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire"
 MERGE = "int format, Tensor wires, float divisor, Tensor(a!)? error, Tensor(b!) wire"
 DECODE = "int format, Tensor wire, Tensor(a!) consensus, Tensor(b!)? target"
@@ -31,28 +29,25 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def register(name: str, arguments: str, returns: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Declare ``hdet_kernels::name``; returns the operator."""
+    """Declare ``hdet_kernels::name`` with its kernel and fake kernel, and return the operator.
+
+    Args:
+        name: The operator's name within the namespace.
+        arguments: The arguments of its schema; those that it changes are marked, as in ``Tensor(a!)``.
+        returns: The return type of its schema.
+        kernel: The implementation, for every device.
+        fake: The fake kernel, which returns empty tensors of the right shape and dtype.
+    """
     _library.define(f"{name}({arguments}) -> {returns}")
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(torch.ops.hdet_kernels, name).default
 
 
-def fake_step(*arguments: object) -> None:
-    """A step returns nothing, nor does a part of an average; what they change is in their schemas."""
+def fake_in_place(*arguments: object) -> None:
+    """Return nothing, as every operator that works in place does. Its schema names the tensors that it changes."""
 
 
 def fake_norm(chunks: Tensor, gradients: object, rows: int) -> Tensor:
+    """Return an empty tensor of the shape and dtype of ``grad_norm``'s result."""
     return chunks.new_empty((rows,), dtype=wide_dtype(chunks.device))
-
-
-def fake_finite(chunks: Tensor, gradients: object, rows: int) -> Tensor:
-    return chunks.new_empty((rows,), dtype=torch.bool)
-
-
-def fake_pack(*arguments: object) -> None:
-    """Packing and unpacking return nothing; what they change is in their schemas."""
-
-
-def fake_noise(*arguments: object) -> None:
-    """Noise returns nothing; what it changes is in its schemas."""

@@ -1,6 +1,7 @@
-"""The step in plain torch: the text that every other backend is compared with, and that runs anywhere.
+"""The ``torch`` backend: step and norm in plain torch, which runs anywhere and is the reference for other backends.
 
-``reference_rules.py`` has the rules.
+``reference_rules.py`` has the update rules. The other operations are in ``reference_pack.py``, ``reference_wire.py``
+and ``reference_noise.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import STATES, Scalars, StepArguments, operators
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, flat_gradients
+from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, fake_norm, register
 from hdet_kernels.ops.reference_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.reference_pack import pack as pack
 from hdet_kernels.ops.reference_pack import unpack as unpack
@@ -22,13 +23,15 @@ from hdet_kernels.ops.reference_rules import Numbers, Push, Scalar, States, choo
 from hdet_kernels.ops.reference_rules import Row as Row
 from hdet_kernels.ops.reference_wire import wire_operators as wire_operators
 from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
+from hdet_kernels.ops.step import STATES, Scalars, StepArguments
 from hdet_kernels.tensors import in_full, wide_dtype
 
 
-def bind_step(work: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
-    chunks, rounding, rows = work.chunks, work.stochastic_rounding, work.rows
+def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
+    """Return a function that runs the step on given gradients and scalars."""
+    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
     offsets = [slot.offset for slot in chunks.entries]
-    operator = partial(_operators()[0], *work.flats, chunks.slots)
+    operator = partial(_operators()[0], *arguments.flats, chunks.slots)
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
         operator(chunks.point_at(grads), offsets, flat_gradients(grads), *scalars, rounding, rows)
@@ -37,23 +40,17 @@ def bind_step(work: StepArguments) -> Callable[[MatchedGradients, Scalars], None
 
 
 def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
+    """Return the norm of the gradients of each of ``rows`` replicas."""
     return _operators()[1](chunks.chunks, flat_gradients(grads), rows)
 
 
-def all_finite(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
-    return _operators()[2](chunks.chunks, flat_gradients(grads), rows)
-
-
 @cache
-def _operators() -> tuple[Any, Any, Any]:
+def _operators() -> tuple[Any, Any]:
+    """Register the operators of step and norm, once, and return them. They take the gradients as flat tensors."""
     tables = "Tensor slots, Tensor gradients, int[] offsets, Tensor?[] tensors"
-    reading = "Tensor chunks, Tensor?[] tensors, int rows"
     return (
-        operators.register(
-            "torch_step_", f"{operators.FLATS}, {tables}, {operators.SCALARS}", "()", _step, operators.fake_step
-        ),
-        operators.register("torch_grad_norm", reading, "Tensor", _grad_norm, operators.fake_norm),
-        operators.register("torch_all_finite", reading, "Tensor", _all_finite, operators.fake_finite),
+        register("torch_step_", f"{FLATS}, {tables}, {SCALARS}", "()", _step, fake_in_place),
+        register("torch_grad_norm", "Tensor chunks, Tensor?[] tensors, int rows", "Tensor", _grad_norm, fake_norm),
     )
 
 
@@ -82,8 +79,8 @@ def _step(
     params = param.view(rows, -1)
     masters = None if master is None else master.view(rows, -1)
     groups = slots[:, 2]
-    h = Row(*table[groups].unbind(1))  # replica 0's
-    own = Row(*table.view(rows, -1, table.shape[1])[:, groups].unbind(2))  # each [rows, slots]
+    h = Row(*table[groups].unbind(1))  # of replica 0, each column [slots]
+    own = Row(*table.view(rows, -1, table.shape[1])[:, groups].unbind(2))  # of every replica, each column [rows, slots]
     t = steps.to(table.dtype).abs() + 1
     columns = own_rule.derive(t, steps <= 0, own)
     columns["factor"] = _gradient_factor(h, grad_scale, _norm_of_slots(norm, groups, table))
@@ -129,8 +126,10 @@ def _step(
 
 
 def _by_slot(columns: dict[str, Tensor], rows: int, slots: int, free: bool) -> list[list[Numbers]]:
-    """The numbers of each slot, replica by replica; those of ``columns`` [rows, slots] or, the same for all replicas,
-    [slots]."""
+    """Return, for each slot, the derived numbers of each replica.
+
+    ``columns`` are [rows, slots], or [slots] where they are the same for all replicas.
+    """
     whole = [column.expand(rows, slots).T for column in columns.values()]
     cells = [column.tolist() if free else [slot.unbind() for slot in column.unbind()] for column in whole]
     return [
@@ -149,21 +148,14 @@ def _grad_norm(chunks: Tensor, tensors: Sequence[Tensor | None], rows: int) -> T
     return norms
 
 
-def _all_finite(chunks: Tensor, tensors: Sequence[Tensor | None], rows: int) -> Tensor:
-    finite = chunks.new_ones((rows,), dtype=torch.bool)
-    for row, own in enumerate(_by_row(tensors, rows)):
-        if own:
-            finite[row] = torch.stack([grad.isfinite().all() for grad in own]).all()
-    return finite
-
-
 def _by_row(tensors: Sequence[Tensor | None], rows: int) -> list[list[Tensor]]:
+    """Return the gradients of each replica, without the missing ones."""
     each = len(tensors) // rows
     return [[t for t in tensors[row * each : (row + 1) * each] if t is not None] for row in range(rows)]
 
 
 def _gradient_factor(h: Row, grad_scale: Tensor | None, norm: Tensor | None) -> Tensor:
-    """What gradients are multiplied by: AMP's scale undone, clipped to a global norm, negated for ``maximize``."""
+    """Return the factor of the gradients: it undoes AMP's scale, clips to a norm, and is negative for ``maximize``."""
     factor = torch.ones_like(h.lr) if grad_scale is None else grad_scale.to(h.lr.dtype).reciprocal().expand_as(h.lr)
     if norm is not None:
         # As in clip_grad_norm_: 1e-6 keeps a zero norm from dividing by zero.
@@ -173,14 +165,14 @@ def _gradient_factor(h: Row, grad_scale: Tensor | None, norm: Tensor | None) -> 
 
 
 def _norm_of_slots(norm: Tensor | None, groups: Tensor, table: Tensor) -> Tensor | None:
-    """The norm that clips each slot, given their rows of the table."""
+    """Return the norm that clips each slot, given the slots' rows of the hyperparameter table."""
     if norm is None or norm.numel() == 1:
         return None if norm is None else norm.squeeze()
     return norm.reshape(-1)[groups // (len(table) // norm.numel())]
 
 
 def _free_to_read(tensor: Tensor) -> bool:
-    """Whether the host can read the tensor without waiting for a device."""
+    """Return whether the host can read the tensor without waiting for a device."""
     return tensor.device.type == "cpu"
 
 

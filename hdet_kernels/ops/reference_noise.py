@@ -1,4 +1,4 @@
-"""Noise in plain torch: the text that every other backend is compared with, and that runs anywhere."""
+"""Normal noise in plain torch, which runs anywhere and is the reference for other backends."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import operators
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients, flat_gradients
-from hdet_kernels.ops.rounding import _GOLDEN, _WORD, _mix
+from hdet_kernels.ops.operators import fake_in_place, register
+from hdet_kernels.ops.rounding import GOLDEN, WORD, mix
 from hdet_kernels.tensors import wide_dtype
 
-#: Elements whose noise is formed at a time: it takes some 50 bytes for each.
+#: Elements whose noise is formed at a time. Each takes some 50 bytes of temporary memory.
 PIECE = 2**20
 
-#: Of ln(1 + f) = f − f²/2 + f³·(…), from the highest power on; of cosine and sine up to π/4, likewise. Cephes'.
+# Polynomial coefficients of Cephes, highest power first: of ln(1 + f) = f − f²/2 + f³·(…), and of cosine and sine up to
+# π/4.
 _LOG = (
     7.0376836292e-2,
     -1.1514610310e-1,
@@ -32,45 +33,51 @@ _LOG = (
 _COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 _SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 
-#: 2π/2³².
+# 2π/2³².
 _TURN = 1.4629180792671596e-9
 
 
 class Keys(NamedTuple):
-    """What the two words of a slot's elements are hashed with: whole numbers below 2³², or tensors of them."""
+    """The keys that hash the two words of a slot's elements: pairs of whole numbers below 2³², or tensors of them."""
 
     radius: tuple[Any, Any]
     angle: tuple[Any, Any]
 
 
 def keys_of(key: Tensor) -> Keys:
-    """Rounds of a Feistel network: no two keys become one, and keys that differ in a bit differ in about half of them.
-    Without it the numbers of neighbouring keys would be each other's in another order."""
-    low, high = key & _WORD, (key >> 32) & _WORD
-    high = high ^ _mix(low + _GOLDEN)
-    low = low ^ _mix(high + 2 * _GOLDEN)
-    high = high ^ _mix(low + 3 * _GOLDEN)
-    low = low ^ _mix(high + 4 * _GOLDEN)
+    """Return the keys of both words, by rounds of a Feistel network on the two halves of ``key``.
+
+    Different keys stay different, and keys that differ in one bit then differ in about half of them. Without it,
+    neighbouring keys would give the same numbers in another order.
+    """
+    low, high = key & WORD, (key >> 32) & WORD
+    high = high ^ mix(low + GOLDEN)
+    low = low ^ mix(high + 2 * GOLDEN)
+    high = high ^ mix(low + 3 * GOLDEN)
+    low = low ^ mix(high + 4 * GOLDEN)
     first = low, high
-    high = high ^ _mix(low + 5 * _GOLDEN)
-    low = low ^ _mix(high + 6 * _GOLDEN)
+    high = high ^ mix(low + 5 * GOLDEN)
+    low = low ^ mix(high + 6 * GOLDEN)
     return Keys(first, (low, high))
 
 
 def normals(keys: Keys, position: Tensor) -> Tensor:
-    """float32, of the shape of ``position`` (int64)."""
+    """Return standard normal numbers, float32, for each element of ``position`` (int64)."""
     u = (_word(keys.radius, position).to(torch.float32) + 1.0) * 2.0**-32
     return _root(-2.0 * log_of(u)) * cos_of_turn(_word(keys.angle, position))
 
 
 def _root(x: Tensor) -> Tensor:
-    """√x of float32, rounded as IEEE says. torch takes it from a library on some CPUs, which is off by a bit now and
-    then; from float64, with more than twice the digits, it comes out right all the same."""
+    """Return √x of float32, correctly rounded.
+
+    On some CPUs torch uses a library whose last bit is wrong now and then. The root in float64 has more than twice the
+    digits, so that rounding it to float32 is correct.
+    """
     return x.to(wide_dtype(x.device)).sqrt().to(x.dtype)
 
 
 def log_of(u: Tensor) -> Tensor:
-    """ln u, for u in [2⁻³², 1]: with u = 2ᵏ·(1 + f), f from √½ − 1 to √2 − 1."""
+    """Return ln u for u in [2⁻³², 1], from u = 2ᵏ·(1 + f) with f between √½ − 1 and √2 − 1."""
     bits = u.view(torch.int32)
     k = (bits - 0x3F3504F3) >> 23
     f = (bits - (k << 23)).view(torch.float32) - 1.0
@@ -80,8 +87,11 @@ def log_of(u: Tensor) -> Tensor:
 
 
 def cos_of_turn(word: Tensor) -> Tensor:
-    """cos(2π·word/2³²): the nearest quarter turn is taken off the word, exactly, and what is left is at most π/4."""
-    quarter = (word + 2**29) >> 30  # 4 is 0
+    """Return cos(2π·word/2³²).
+
+    Subtracting the nearest quarter turn from the word is exact and leaves an angle of at most π/4.
+    """
+    quarter = (word + 2**29) >> 30  # 4 is the same as 0
     x = (word - (quarter << 30)).to(torch.float32) * _TURN
     square = x * x
     c = _polynomial(_COS, square) * square * square - 0.5 * square + 1.0
@@ -91,6 +101,7 @@ def cos_of_turn(word: Tensor) -> Tensor:
 
 
 def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
+    """Add normal noise to every tensor."""
     flats = flat_gradients(tensors)
     slots = [slot for slot, flat in enumerate(flats) if flat is not None]
     _operator()([flats[slot] for slot in slots], slots, keys, scales)
@@ -98,13 +109,13 @@ def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scale
 
 @cache
 def _operator() -> Any:
-    """The tensors are arguments, each of them flat, and ``slots`` says whose key and scale is theirs."""
-    return operators.register(
+    """Register the operator, once, and return it. ``slots`` are the indices of the tensors' keys and scales."""
+    return register(
         "torch_add_noise_",
         "Tensor(a!)[] tensors, int[] slots, Tensor keys, Tensor scales",
         "()",
         _add_noise,
-        operators.fake_noise,
+        fake_in_place,
     )
 
 
@@ -122,7 +133,7 @@ def _add_noise(tensors: Sequence[Tensor], slots: Sequence[int], keys: Tensor, sc
 
 def _word(key: tuple[Any, Any], position: Tensor) -> Tensor:
     low, high = key
-    word: Tensor = _mix(_mix(position & _WORD ^ low) + (position >> 32) + high)
+    word: Tensor = mix(mix(position & WORD ^ low) + (position >> 32) + high)
     return word
 
 

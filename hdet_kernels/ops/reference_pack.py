@@ -1,4 +1,4 @@
-"""Packing and unpacking in plain torch: the text that every other backend is compared with, and that runs anywhere."""
+"""Packing and unpacking in plain torch, which runs anywhere and is the reference for other backends."""
 
 from __future__ import annotations
 
@@ -9,40 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import operators
-from hdet_kernels.ops.pack import MOST_ROWS, Matched, PieceTable
+from hdet_kernels.ops.operators import fake_in_place, register
+from hdet_kernels.ops.pack import MOST_ROWS
+from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
 
 
-def pack(table: PieceTable, matched: Matched, included: int, divisor: float, staging: Tensor) -> None:
+def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
+    """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
     _operators()[0](_rows(table, matched), *table.spans, included, divisor, staging)
 
 
-def unpack(table: PieceTable, matched: Matched, divisor: float, staging: Tensor) -> None:
+def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
+    """Divide ``staging`` and write its pieces to every row of the tensors."""
     _operators()[1](_rows(table, matched), *table.spans, divisor, staging)
 
 
-def _rows(table: PieceTable, matched: Matched) -> list[Tensor]:
+def _rows(table: PieceTable, matched: MatchedTensors) -> list[Tensor]:
     return [tensor.view(table.rows, -1) for tensor in matched.tensors]
 
 
 @cache
 def _operators() -> tuple[Any, Any]:
-    """The tensors are arguments, each of shape [rows, numel]."""
+    """Register the operators, once, and return them. The tensors are arguments, each of shape [rows, numel]."""
     spans = "int[] slots, int[] starts, int[] stops"
     return (
-        operators.register(
+        register(
             "torch_pack",
             f"Tensor[] tensors, {spans}, int included, float divisor, Tensor(a!) staging",
             "()",
             _pack,
-            operators.fake_pack,
+            fake_in_place,
         ),
-        operators.register(
+        register(
             "torch_unpack",
             f"Tensor(a!)[] tensors, {spans}, float divisor, Tensor staging",
             "()",
             _unpack,
-            operators.fake_pack,
+            fake_in_place,
         ),
     )
 
@@ -90,5 +93,5 @@ def _unpack(
 def _quotient(values: Tensor, divisor: float) -> Tensor:
     if divisor == 1:
         return values
-    # By a tensor on the device: torch's CUDA kernel multiplies by the reciprocal of a number of the host.
+    # Divide by a tensor on the device: torch's CUDA kernel multiplies by the reciprocal of a Python number.
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)

@@ -1,11 +1,15 @@
-"""The update rules in plain torch: the text that every other backend is compared with, and that runs anywhere.
+"""The update rules in plain torch, which run anywhere and are the reference for other backends.
 
 θ is a parameter, g its gradient (already multiplied by the AMP and clipping factor, and negated for ``maximize``), t
-the number of this step, counted from 1. A rule first derives, for all parameters at once, what is the same for every
-element of one; then it steps one parameter after the other, in two parts: ``push`` takes the gradient into the states,
-and ``move`` takes the parameter where the push says. Replicas that share a gradient share the push, which is replica
-0's. On an accelerator what is derived stays there, as float64 scalars, so that nothing waits for it; on the CPU it is
-Python numbers, and a branch not taken costs nothing.
+the number of this step, counted from 1. A rule has three parts:
+
+- ``derive`` computes, for all parameters at once, the numbers that are the same for every element of a parameter.
+- ``push`` updates the states of one parameter by its gradient and returns the direction of the update.
+- ``move`` applies that direction to the parameter.
+
+Replicas that share a gradient share the push of replica 0. On an accelerator derived numbers stay there as float64
+scalars, so that nothing waits for them. On the CPU they are Python numbers, and a branch that is not taken costs
+nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +22,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hdet_kernels.ops.step import check_rules
+
 States = list[Tensor | None]
 
-#: A number or truth value that was derived: on the host, or a tensor without dimensions.
+# A derived number or truth value: on the host, or a tensor without dimensions.
 Scalar = Any
 
-#: What was derived for one parameter of one replica, by name.
+# The derived numbers of one parameter of one replica, by name.
 Numbers = SimpleNamespace
 
-#: Where parameters move: the direction, and for some rules what they divide it by.
+# The result of a push: a direction and, for some rules, its divisor.
 Push = tuple[Any, ...]
 
 
 class Row(NamedTuple):
-    """The columns of the hyperparameter table (``ops.table.COLUMNS``), each with one element a parameter."""
+    """The columns of the hyperparameter table (``ops.table.COLUMNS``), each with one element for each parameter."""
 
     lr: Tensor
     weight_decay: Tensor
@@ -49,14 +55,19 @@ class Row(NamedTuple):
 
 
 class Rule(Protocol):
+    """An update rule."""
+
     def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
-        """The numbers, each with one element a parameter. ``first``: no momentum before."""
+        """Return the derived numbers, each with one element for each parameter.
+
+        ``first`` says where no step with momentum came before.
+        """
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
-        """The push and the new states, from flat old ones."""
+        """Return the push and the new states, given the old states as flat tensors."""
 
     def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
-        """The new parameter."""
+        """Return the new parameter."""
 
 
 class SGD:
@@ -70,7 +81,7 @@ class SGD:
         d = g + μ·b (nesterov), b (momentum), g (μ = 0)
         θ ← θ − lr·d
 
-    With μ = 0 nothing is kept, and replicas that share g still have each its own λ·θ.
+    With μ = 0 there is no state, and replicas that share g each add their own λ·θ.
     """
 
     def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
@@ -86,7 +97,7 @@ class SGD:
         }
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
-        """The direction, and whether λ·θ is in it."""
+        """Return the direction and whether it includes λ·θ."""
         (buffer,) = states
         if buffer is None:
             return (g, False), states
@@ -103,7 +114,7 @@ class SGD:
 
 
 class AdamW:
-    """Adam, with the decay of weights outside of the moments.
+    """Adam with weight decay that does not enter the moments.
 
     With decoupled weight decay λ::
 
@@ -127,7 +138,7 @@ class AdamW:
         }
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
-        """m and √u."""
+        """Return m and √u as the push."""
         m, v = _required(states, 2)
         m = m + n.take1 * (g - m)
         v = n.keep2 * v + n.take2 * (g * g)
@@ -144,7 +155,7 @@ class AdamW:
 
 
 class Adam(AdamW):
-    """Adam, with weight decay λ as an L2 penalty: g ← g + λ·θ, then as :class:`AdamW` without its decay."""
+    """Adam with weight decay λ as an L2 penalty: g ← g + λ·θ, then as :class:`AdamW` without its decay."""
 
     def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
         alone = super().derive(t, first, h)
@@ -169,7 +180,7 @@ class Adagrad:
         return {"decay": h.weight_decay, "decays": h.weight_decay != 0, "size": size, "eps": h.eps}
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
-        """g and √s."""
+        """Return g and √s as the push."""
         (total,) = _required(states, 1)
         g = _with_l2(theta, g, n.decay, n.decays)
         total = total + g * g
@@ -194,7 +205,7 @@ class Lion:
         return {"keep": 1 - h.lr * h.weight_decay, "lr": h.lr, **betas}
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
-        """The sign."""
+        """Return the sign as the push."""
         (m,) = _required(states, 1)
         return ((n.keep1 * m + n.take1 * g).sign(),), [n.keep2 * m + n.take2 * g]
 
@@ -204,16 +215,18 @@ class Lion:
 
 
 RULES: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(), "adamw": AdamW(), "adagrad": Adagrad(), "lion": Lion()}
+check_rules(__name__, RULES)
 
 
 def choose(condition: Scalar, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
+    """Return ``yes()`` or ``no()``; where the condition is a tensor, compute both and select on its device."""
     if isinstance(condition, bool):
         return yes() if condition else no()
     return torch.where(condition, yes(), no())
 
 
 def _with_l2(theta: Tensor, g: Tensor, decay: Scalar, decays: Scalar) -> Tensor:
-    # Not only to save work: 0·θ is not 0 where θ is infinite.
+    # A decay of 0 is skipped, because 0·θ is not 0 where θ is infinite.
     return choose(decays, lambda: g + decay * theta, lambda: g)
 
 

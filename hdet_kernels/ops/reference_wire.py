@@ -1,7 +1,7 @@
-"""The compressed average in plain torch: the text that every other backend is compared with, and that runs anywhere.
+"""The compressed average in plain torch, which runs anywhere and is the reference for other backends.
 
-:mod:`~hdet_kernels.ops.wire` has the equations. Divisors are tensors: torch on a GPU multiplies by the reciprocal of a
-Python number, which is another number in the last bit.
+:mod:`~hdet_kernels.ops.wire` has the equations. Divisors are tensors, because torch on a GPU multiplies by the
+reciprocal of a Python number, whose last bit differs from that of the quotient.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import operators
-from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, row_bytes
+from hdet_kernels.ops.operators import DECODE, ENCODE, MERGE, fake_in_place, register
+from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, encoded_bytes
 
+# The largest int8 code.
 MOST = 127.0
 
 
 @cache
 def wire_operators() -> tuple[Any, Any, Any]:
+    """Register the operators that encode, merge and decode, once, and return them."""
     return (
-        operators.register("torch_encode", operators.ENCODE, "()", _encode, operators.fake_step),
-        operators.register("torch_merge", operators.MERGE, "()", _merge, operators.fake_step),
-        operators.register("torch_decode", operators.DECODE, "()", _decode, operators.fake_step),
+        register("torch_encode", ENCODE, "()", _encode, fake_in_place),
+        register("torch_merge", MERGE, "()", _merge, fake_in_place),
+        register("torch_decode", DECODE, "()", _decode, fake_in_place),
     )
 
 
@@ -36,7 +38,7 @@ def _encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wir
         difference = difference + error
     numbers = x.new_zeros(len(wire), shard_of(format, wire))
     numbers.view(-1)[: x.numel()] = difference
-    lost = _keep(format, numbers, wire)
+    lost = _encode_into(format, numbers, wire)
     if error is not None:
         error.copy_(lost.view(-1)[: x.numel()])
 
@@ -44,13 +46,13 @@ def _encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wir
 def _merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
     if wire.numel() == 0:
         return
-    first, *others = _values(format, wires)
+    first, *others = _decoded(format, wires)
     for other in others:
         first = first + other
     mean = first / first.new_full((), divisor)
     if error is not None:
         mean = mean + error
-    lost = _keep(format, mean.unsqueeze(0), wire.unsqueeze(0))
+    lost = _encode_into(format, mean.unsqueeze(0), wire.unsqueeze(0))
     if error is not None:
         error.copy_(lost.squeeze(0))
 
@@ -58,34 +60,34 @@ def _merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wir
 def _decode(format: int, wire: Tensor, consensus: Tensor, target: Tensor | None) -> None:
     if wire.numel() == 0:
         return
-    consensus.add_(_values(format, wire).view(-1)[: consensus.numel()])
+    consensus.add_(_decoded(format, wire).view(-1)[: consensus.numel()])
     if target is not None:
         target.copy_(consensus)
 
 
 def shard_of(format: int, wire: Tensor) -> int:
-    """The elements of a shard, which its bytes are in the last dimension of ``wire``."""
-    return wire.shape[-1] // row_bytes(FORMATS[format], GRAIN) * GRAIN
+    """Return the elements of a shard, given its bytes as the last dimension of ``wire``."""
+    return wire.shape[-1] // encoded_bytes(FORMATS[format], GRAIN) * GRAIN
 
 
-def _keep(format: int, numbers: Tensor, wire: Tensor) -> Tensor:
-    """Writes the rows of ``numbers`` [rows, shard] as they travel; returns what they lose on the way."""
+def _encode_into(format: int, numbers: Tensor, wire: Tensor) -> Tensor:
+    """Encode ``numbers`` [shards, shard] into ``wire`` and return what the encoding lost."""
     if FORMATS[format] == "bf16":
         wire.view(torch.bfloat16).copy_(numbers)
     else:
         blocks = numbers.view(len(numbers), -1, BLOCK)
-        # Infinite for what is not finite: the bits of a NaN would be the processor's choice.
+        # Infinite where a number is not finite: the bits of a NaN depend on the processor.
         scale = blocks.abs().amax(2).nan_to_num(nan=math.inf, posinf=math.inf) / blocks.new_full((), MOST)
         usable = ((scale > 0) & scale.isfinite()).unsqueeze(2)
         steps = torch.where(usable, blocks / scale.unsqueeze(2), 0.0).clamp(-MOST, MOST).round()
         codes, scales = _parts(format, wire)
         codes.copy_(steps.view_as(codes))
         scales.copy_(scale)
-    return numbers - _values(format, wire)
+    return numbers - _decoded(format, wire)
 
 
-def _values(format: int, wire: Tensor) -> Tensor:
-    """What the rows of ``wire`` [rows, shard_bytes] stand for, float32 [rows, shard]."""
+def _decoded(format: int, wire: Tensor) -> Tensor:
+    """Decode ``wire`` [shards, shard_bytes] to float32 [shards, shard]."""
     if FORMATS[format] == "bf16":
         return wire.view(torch.bfloat16).float()
     codes, scales = _parts(format, wire)
@@ -93,5 +95,6 @@ def _values(format: int, wire: Tensor) -> Tensor:
 
 
 def _parts(format: int, wire: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the codes and the scales of an int8 ``wire``."""
     shard = shard_of(format, wire)
     return wire[:, :shard].view(torch.int8), wire[:, shard:].view(torch.float32)

@@ -1,4 +1,4 @@
-"""The chunk table of stacked parameters: R replicas in the rows of one flat buffer."""
+"""The chunk table of stacked parameters: R replicas as the rows of one flat buffer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,38 @@ from hdet_kernels.tensors import Slot
 class StackedTable(ChunkTable):
     """The tables of a flat buffer [replicas, n] of stacked parameters, whose gradients are [replicas, …].
 
-    With ``shares_state`` they are those of one row, and every gradient is one for all replicas (expanded, with a stride
-    of 0). Otherwise they have slots and chunks for each replica, one after the other, as of ``replicas · n`` elements:
-    replica r steps a slot of row g with hyperparameter row ``r · row_count + g``.
+    With ``shares_state`` the tables describe one replica, and all replicas have the same gradient (expanded, with a
+    stride of 0). Otherwise they have slots and chunks for each replica, one after the other, as for ``replicas · n``
+    elements: replica r steps a slot of table row g with table row ``r · table_rows_per_replica + g``.
+
+    Args:
+        slots: The parameters of one replica.
+        table_rows: For each slot, its row of the hyperparameter table within one replica's rows.
+        device: The device of the buffer.
+        dtype: The dtype of the buffer.
+        replicas: The number of replicas.
+        row_stride: Elements from one replica to the next in the flat buffer.
+        table_rows_per_replica: Rows of the hyperparameter table that each replica has.
+        shares_state: Whether the replicas share gradients and states.
     """
 
     def __init__(
         self,
         slots: Sequence[Slot],
-        rows: Sequence[int],
+        table_rows: Sequence[int],
         device: torch.device,
         dtype: torch.dtype,
         *,
         replicas: int,
         row_stride: int,
-        row_count: int,
+        table_rows_per_replica: int,
         shares_state: bool,
     ) -> None:
         self.replicas, self.shares_state = replicas, shares_state
         held = range(1 if shares_state else replicas)
         moved = [replace(slot, offset=slot.offset + r * row_stride) for r in held for slot in slots]
-        super().__init__(moved, [row + r * row_count for r in held for row in rows], device, dtype)
+        own_rows = [row + r * table_rows_per_replica for r in held for row in table_rows]
+        super().__init__(moved, own_rows, device, dtype)
         self._expect(slots)
         self._counts = [replicas * slot.numel for slot in slots]
         self._shared = [(0, *slot.stride) for slot in slots]
@@ -70,7 +81,7 @@ class StackedTable(ChunkTable):
         spread[:, :, 0] += np.arange(self.replicas)[:, None] * np.where(table[:, 0] > EMPTY_GRADIENT, apart, 0)
         return spread.reshape(-1, 2)
 
-    def _brought_into_place(self, index: int, grad: Tensor) -> Tensor:
+    def _in_slot_order(self, index: int, grad: Tensor) -> Tensor:
         slot = self._expected[index]
         shape = (self.replicas, *slot.shape)
         if grad.layout is torch.strided and tuple(grad.shape) != shape:
@@ -78,7 +89,7 @@ class StackedTable(ChunkTable):
                 f"the gradient of stacked parameter {index} has shape {tuple(grad.shape)}; its parameter has {shape}"
             )
         if grad.layout is not torch.strided:
-            return super()._brought_into_place(index, grad)  # which refuses it
+            return super()._in_slot_order(index, grad)  # raises
         shared = grad.stride(0) == 0
         if self.shares_state and self.replicas > 1 and not shared:
             raise RuntimeError(
@@ -86,7 +97,7 @@ class StackedTable(ChunkTable):
                 'the stack shares one: build it with ReplicaStack(…, gradients="local"), or give it one gradient, as '
                 "in param.grad = gradient.expand_as(param)"
             )
-        row = super()._brought_into_place(index, grad[0])
+        row = super()._in_slot_order(index, grad[0])
         if grad.dtype == row.dtype and row.stride() == grad.stride()[1:]:
             return grad
         if shared:

@@ -1,6 +1,7 @@
-"""The hyperparameter table: one row for each parameter group, read by the kernels, written without waiting for them.
+"""The hyperparameter table on the device: kernels read it, and the host writes it without waiting for them.
 
-``csrc/table.h`` has the same columns in the same order.
+It has one row for each parameter group, or for each replica and parameter group. ``csrc/table.h`` has the same columns
+in the same order.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from hdet_kernels.tensors import wide_dtype
 
-#: The columns of a row. A rule reads those that it knows; the others are zero. ``max_grad_norm`` is 0 for no clipping,
-#: ``seed`` (a whole number below 2³²) is that of stochastic rounding, and the last three are flags, 0 or 1.
+#: The columns of the table. A rule ignores those that it does not use. ``max_grad_norm`` is 0 for no clipping, ``seed``
+#: (a whole number below 2³²) seeds stochastic rounding, and the last three are flags, 0 or 1.
 COLUMNS = (
     "lr",
     "weight_decay",
@@ -32,39 +33,39 @@ COLUMNS = (
     "maximize",
 )
 
-
 _NUMBER = {name: number for number, name in enumerate(COLUMNS)}
 
 
 class Staged:
-    """A small tensor on ``device`` with a mirror on the host; it is written only when the mirror changes.
+    """A small tensor on a device with a copy of its bytes on the host; it is written only when they change.
 
-    On CUDA a write goes through fresh pinned memory and does not wait. Fresh, because a buffer of our own could be
-    overwritten while the copy out of it is still in flight; torch's pinned allocator hands a freed block out again
-    only after the stream has passed the copies that read it.
+    On CUDA a write goes through newly allocated pinned memory and does not wait. A buffer that is kept could be
+    overwritten while the copy out of it is still in flight. torch's pinned allocator reuses a freed block only after
+    the stream has passed the copies that read it.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.zeros(tuple(shape), dtype=dtype, device=device)
-        #: The bytes that the device has; None if that depends on which captured graph ran last.
+        # The bytes that the device holds; None if they depend on which captured graph ran last.
         self._mirror: bytes | None = None
         self._captured: list[Tensor] = []
 
     def holds(self, values: NDArray[np.generic]) -> bool:
+        """Return whether the device is known to hold ``values``."""
         return values.tobytes() == self._mirror
 
     @property
     def settled(self) -> bool:
-        """Whether the device keeps what was written last, whatever is replayed."""
+        """Whether the device keeps the last written values: no captured CUDA graph writes this tensor."""
         return not self._captured
 
     @property
     def capturing(self) -> bool:
-        """Whether what is written now becomes a part of a CUDA graph."""
+        """Whether a write now would be captured in a CUDA graph."""
         return self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def write(self, values: NDArray[np.generic]) -> bool:
-        """Make the device tensor hold ``values``; returns whether anything had to be copied."""
+        """Copy ``values`` to the device if it does not hold them. Return whether anything was copied."""
         written = values.tobytes()
         if written == self._mirror and not self.capturing:
             return False
@@ -78,37 +79,43 @@ class Staged:
         self.tensor.copy_(staging, non_blocking=on_cuda)
         if self.capturing:
             self._captured.append(staging)  # every replay of the graph copies from this memory
-        # A graph that writes this table leaves it in its own state whenever it is replayed.
+        # A graph that writes this tensor sets it to the captured values whenever it is replayed.
         self._mirror = written if self.settled else None
         return True
 
 
 class HyperTable:
-    """``tensor``: [rows, len(COLUMNS)], a row per parameter group.
+    """The hyperparameters of all parameter groups, on the device.
 
-    In float64, so that quantities like ``1 − β₂ᵗ`` are formed in full precision before they are rounded to the
-    precision of the parameters (float32 on devices without float64).
+    The table is float64, so that quantities like ``1 − β₂ᵗ`` are formed in full precision before they are rounded to
+    the precision of the parameters. Devices without float64 have float32.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._staged = Staged((rows, len(COLUMNS)), wide_dtype(device), device)
+    def __init__(self, table_rows: int, device: torch.device) -> None:
+        self._staged = Staged((table_rows, len(COLUMNS)), wide_dtype(device), device)
 
     @property
     def tensor(self) -> Tensor:
+        """The table, [table rows, len(COLUMNS)]."""
         return self._staged.tensor
 
-    def write(self, rows: Sequence[Mapping[str, float | Tensor]]) -> None:
-        """Write one mapping from column to value for each row; columns left out are zero.
+    def write(self, table_rows: Sequence[Mapping[str, float | Tensor]]) -> None:
+        """Write every row of the table.
 
-        A tensor on an accelerator is copied from device to device at every call, since the host cannot know whether it
-        changed. A tensor in host memory is read like a float. While a CUDA graph is captured no number may change: it
-        would be written again by every replay.
+        A tensor on an accelerator is copied from device to device at every call, because the host cannot know whether
+        it has changed. A tensor in host memory is read like a float.
+
+        Args:
+            table_rows: For each row, a mapping from column to value. Columns that are left out become zero.
+
+        Raises:
+            RuntimeError: If a number changes while a CUDA graph is captured: every replay would write it again.
         """
         lines = []
         on_device: list[tuple[int, int, Tensor]] = []
-        for index, row in enumerate(rows):
+        for index, values_by_column in enumerate(table_rows):
             line = [0.0] * len(COLUMNS)
-            for name, value in row.items():
+            for name, value in values_by_column.items():
                 if type(value) is float:
                     line[_NUMBER[name]] = value
                 elif isinstance(value, Tensor) and value.device.type != "cpu":

@@ -1,11 +1,11 @@
-"""The Triton backend: the tables of the compiled one, walked by kernels that Triton compiles for the GPU at hand.
+"""The ``triton`` backend: kernels that Triton compiles for the GPU at hand. They walk the tables of ``csrc/``.
 
-A step is two launches. ``_advance`` has one lane a slot: it counts the step and derives the slot's numbers in float64.
-``_walk`` has one program for every ``BLOCK`` elements, which loads those numbers and does the rest, for one replica or
-for all that share a gradient.
+A step is two launches. ``_advance`` has one lane for each slot: it counts the step and derives the slot's numbers in
+float64. ``_walk`` has one program for every ``BLOCK`` elements: it loads those numbers and updates parameters and
+states, of one replica or of all that share a gradient.
 """
 # mypy: disable-error-code="no-untyped-def"
-# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+# Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops import STATES, Scalars, StepArguments, operators, triton_reduce
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, MatchedGradients
+from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, fake_norm, register
+from hdet_kernels.ops.step import STATES, Scalars, StepArguments
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
+from hdet_kernels.ops.triton_reduce import read_norm
 from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
 from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, move, push
 from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
 
-#: Elements of one program of ``_walk``, and its warps: 8 elements a thread. Measured on an H200 with AdamW in fp32 and
-#: a table of chunks: 1024 with 4 warps did best, 90–97 % of the copy bandwidth; 4096 and more fell to 66–76 %.
+# Elements of one program of _walk, and its warps: 8 elements for each thread. Measured on an H200 with AdamW in fp32
+# and a table of chunks: 1024 with 4 warps did best, 90–97 % of the copy bandwidth; 4096 and more fell to 66–76 %.
 BLOCK = 1024
 WARPS = 4
 
-#: Slots of one program of ``_advance``. It moves some hundred bytes a slot: any shape does.
+# Slots of one program of _advance. It moves some hundred bytes for each slot, so its shape hardly matters.
 SLOTS = 128
 
 _RULES = tuple(STATES)
@@ -46,7 +48,7 @@ _CHUNK = tl.constexpr(CHUNK)
 _NO_GRADIENT = tl.constexpr(NO_GRADIENT)
 _EMPTY_GRADIENT = tl.constexpr(EMPTY_GRADIENT)
 
-#: The bytes of a vector access.
+# The bytes of a vector access.
 _ALIGNED = tl.constexpr(16)
 
 
@@ -69,13 +71,15 @@ def _advance(
     STOCHASTIC: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Fill ``numbers`` [rows, slots, NUMBERS] and ``plan`` [rows, slots, 3]: the address of the gradient (NO_GRADIENT
-    where the slot is to be left alone) and its dtype, both for replica 0 alone, and the key of the random bits. The
-    table has ``groups`` rows a replica."""
+    """Fill ``numbers`` [rows, slots, NUMBERS] and ``plan`` [rows, slots, 3], and count the step.
+
+    ``plan`` has the address of the gradient (NO_GRADIENT where the slot is skipped) and its dtype, both for replica 0
+    alone, and the key of the random bits. The hyperparameter table has ``groups`` rows for each replica.
+    """
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < count
     group = tl.load(slots + slot * 3 + 2, mask=inside, other=0)
-    first = table + group * _COLUMNS  # of replica 0, which decides on the gradient
+    first = table + group * _COLUMNS  # of replica 0, whose hyperparameters act on the gradient
     address = tl.load(gradients + slot * 2, mask=inside, other=_NO_GRADIENT)
     if found_inf is not None:
         address = tl.where(tl.load(found_inf) > 0, _NO_GRADIENT, address)
@@ -87,7 +91,7 @@ def _advance(
 
     tl.store(plan + slot * 3, address, mask=inside)
     tl.store(plan + slot * 3 + 1, tl.load(gradients + slot * 2 + 1, mask=inside, other=0), mask=inside)
-    # One replica after the other: other lanes would read the counts that these write.
+    # One replica after the other: replicas in other lanes would read the counts that these lanes write.
     replica = tl.cast(0, tl.int64)
     while replica < rows:
         row, mine = first + replica * groups * _COLUMNS, replica * count + slot
@@ -121,8 +125,10 @@ def _walk(
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Step the slots whose gradient has dtype ``TYPE``, which is number ``NUMBER`` in the tables: of one replica, or
-    (``SHARED``) of ``rows`` that share the gradient."""
+    """Step the slots whose gradient has dtype ``TYPE``, which is number ``NUMBER`` in the tables.
+
+    With ``SHARED``, step all of ``rows`` replicas, which share the gradient.
+    """
     program = tl.program_id(0).to(tl.int64)
     chunk = chunks + program // (_CHUNK // BLOCK) * 4
     begin = program % (_CHUNK // BLOCK) * BLOCK
@@ -139,10 +145,10 @@ def _walk(
         if SHARED:
             whole = whole & (stride % VECTOR == 0)
         if whole:
-            # What was just tested, said so that the compiler sees it: VECTOR elements are one access.
+            # Tell the compiler what was just tested, so that VECTOR elements become one access.
             grad = tl.multiple_of(first + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
             at = offset // VECTOR * VECTOR + begin + lanes
-            # lanes // 2, said so that it sees neighbours share their random word.
+            # This is lanes // 2, written so that the compiler sees that neighbours share their random word.
             halves = tl.reshape(tl.broadcast_to(tl.arange(0, BLOCK // 2)[:, None], [BLOCK // 2, 2]), [BLOCK])
             pair = ((offset + begin) >> 1) + halves
             inside = tl.full([BLOCK], True, tl.int1)
@@ -180,7 +186,7 @@ def _block(
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Step elements ``at`` of the flat buffers, as far as they are ``inside``, by the gradients at ``grad``."""
+    """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``."""
     wide: tl.constexpr = n.dtype.element_ty
     theta = _in_full(param, master, at, inside, wide)
     random = _random(pair, mine, STOCHASTIC)
@@ -211,16 +217,19 @@ def _rows(
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """The same in every row of the parameters, ``stride`` elements apart; their numbers are ``step`` slots apart."""
+    """Step the same elements of every row of the parameters.
+
+    Rows are ``stride`` elements apart, and their numbers ``step`` slots.
+    """
     wide: tl.constexpr = n.dtype.element_ty
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
     theta = g
     if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
-        # Replica 0's decay, as an L2 penalty. Where there is none, as it should be, nothing is read.
+        # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
         theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
     random = _random(pair, mine, STOCHASTIC)
     direction, other = push(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
-    # The row is a scalar: pointers that the loop advances would be of another layout.
+    # The row is a scalar, because pointers that the loop advances would get another layout.
     row = tl.cast(0, tl.int64)
     while row < rows:
         start, own = row * stride, n + row * (step * _NUMBERS)
@@ -234,7 +243,7 @@ def _rows(
 
 @triton.jit
 def _in_full(param, master, at, inside, wide: tl.constexpr):
-    """The parameters, or their masters as long as a parameter is its master's rounding to the bit."""
+    """Return the master where the parameter is its rounding, bit for bit, else the parameter."""
     stored = tl.load(param + at, mask=inside, other=0.0)
     theta = stored.to(wide)
     if master is not None:
@@ -246,17 +255,18 @@ def _in_full(param, master, at, inside, wide: tl.constexpr):
 
 @triton.jit
 def _random(pair, mine, STOCHASTIC: tl.constexpr):
-    """What the random words start from; without stochastic rounding anything."""
+    """Return the base of the random words; it is not used without stochastic rounding."""
     random = pair
     if STOCHASTIC:
         random = random_base(pair, tl.load(mine + 2).to(tl.uint32))
     return random
 
 
-def bind_step(work: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
-    chunks, rounding, rows = work.chunks, work.stochastic_rounding, work.rows
-    operator = partial(_operators()[0], *work.flats, chunks.slots, chunks.chunks)
-    known: tuple[object, list[int]] = (None, [])  # the table of the last step, and what occurs in it
+def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
+    """Return a function that runs the step on given gradients and scalars."""
+    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
+    operator = partial(_operators()[0], *arguments.flats, chunks.slots, chunks.chunks)
+    known: tuple[object, list[int]] = (None, [])  # the gradient table of the last step, and the dtypes in it
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
         nonlocal known
@@ -268,33 +278,28 @@ def bind_step(work: StepArguments) -> Callable[[MatchedGradients, Scalars], None
 
 
 def dtypes_of(grads: MatchedGradients) -> list[int]:
-    """The numbers of the dtypes that occur: ``_walk`` is launched once for each."""
+    """Return the numbers of the dtypes that occur. ``_walk`` is launched once for each."""
     to_read = grads.table[grads.table[:, 0] > EMPTY_GRADIENT, 1]
     return np.flatnonzero(np.bincount(to_read)).tolist()
 
 
 def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
+    """Return the norm of the gradients of each of ``rows`` replicas, float64 [rows]."""
     norms: Tensor = _operators()[1](chunks.chunks, chunks.point_at(grads), rows)
     return norms
 
 
-def all_finite(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
-    finite: Tensor = _operators()[2](chunks.chunks, chunks.point_at(grads), rows)
-    return finite
-
-
 @cache
-def _operators() -> tuple[Any, Any, Any]:
-    """As ``csrc/library.cpp`` declares the compiled ones, but for ``dtypes``: what occurs is known on the host, and
-    decides which kernels are launched."""
+def _operators() -> tuple[Any, Any]:
+    """Register the operators of step and norm, once, and return them.
+
+    Their schemas are those of ``csrc/library.cpp``, except for ``dtypes``: the host knows the dtypes of the gradients
+    and launches a kernel for each.
+    """
     tables = "Tensor slots, Tensor chunks, Tensor gradients, int[] dtypes"
-    reading = "Tensor chunks, Tensor gradients, int rows"
     return (
-        operators.register(
-            "triton_step_", f"{operators.FLATS}, {tables}, {operators.SCALARS}", "()", _step, operators.fake_step
-        ),
-        operators.register("triton_grad_norm", reading, "Tensor", triton_reduce.grad_norm, operators.fake_norm),
-        operators.register("triton_all_finite", reading, "Tensor", triton_reduce.all_finite, operators.fake_finite),
+        register("triton_step_", f"{FLATS}, {tables}, {SCALARS}", "()", _step, fake_in_place),
+        register("triton_grad_norm", "Tensor chunks, Tensor gradients, int rows", "Tensor", read_norm, fake_norm),
     )
 
 
@@ -366,13 +371,18 @@ def _step(
 
 
 def vector_of(gradient: torch.dtype, *flats: Tensor | None) -> int:
-    """Elements of a vector access: 16 bytes of the widest. Longer vectors of the narrow ones would give threads other
-    elements of them, and the compiler would carry those over through shared memory."""
+    """Return the elements of a vector access: 16 bytes of the widest dtype.
+
+    Longer vectors of the narrow dtypes would give a thread other elements of them, and the compiler would exchange
+    those through shared memory.
+    """
     return 16 // max(gradient.itemsize, *(flat.element_size() for flat in flats if flat is not None))
 
 
 def block_of_rows(vector: int) -> int:
-    """Elements of one program where replicas share a gradient: one vector a thread, of one replica after the other.
-    AdamW in fp32 on 2²⁸ parameters of 2 / 4 / 8 / 16 replicas came to 96 96 95 94 % of the copy bandwidth; with two
-    vectors to 97 92 96 95 %, with the loads of 2 replicas at a time to 96 89 96 96 %, of 4 to 96 93 95 95 %."""
+    """Return the elements of one program where replicas share a gradient: one vector for each thread and replica.
+
+    AdamW in fp32 on 2²⁸ parameters of 2 / 4 / 8 / 16 replicas reached 96 96 95 94 % of the copy bandwidth; with two
+    vectors 97 92 96 95 %, with the loads of 2 replicas at a time 96 89 96 96 %, of 4 replicas 96 93 95 95 %.
+    """
     return WARPS * 32 * vector

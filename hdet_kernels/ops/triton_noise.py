@@ -1,9 +1,9 @@
-"""Noise in Triton: the tables of the compiled one, one program for every block of a chunk.
+"""Normal noise in Triton: one program for every block of a chunk, over the same tables as ``csrc/noise_cuda.cu``.
 
-The numbers are those of ``reference_noise.py``, in 32-bit arithmetic.
+The numbers are those of ``reference_noise.py``, computed in 32-bit arithmetic.
 """
 # mypy: disable-error-code="no-untyped-def"
-# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+# Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops import operators
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, ChunkTable, MatchedGradients
-from hdet_kernels.ops.triton_rounding import _GOLDEN, _mix, nearest, widened
+from hdet_kernels.ops.operators import fake_in_place, register
+from hdet_kernels.ops.triton_rounding import GOLDEN, mix, nearest, widened
 
-#: Elements of one program: 8 a thread. Not measured: this runs once. Products and sums are rounded each, as elsewhere.
+# Elements of one program: 8 for each thread. The shape was not measured, because this runs once. Products and sums are
+# not fused, so that the bits are those of plain torch.
 BLOCK = 1024
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -31,7 +32,7 @@ _BFLOAT16 = tl.constexpr(GRADIENT_DTYPES.index(torch.bfloat16))
 
 @triton.jit
 def _noise_chunk(chunks, tensors, keys, scales, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """``WIDE``: the tensors are float64; else none of them is."""
+    """Add noise to one block. With ``WIDE`` all tensors are float64, otherwise none is."""
     program = tl.program_id(0).to(tl.int64)
     chunk = chunks + program // (_CHUNK // BLOCK) * 4
     begin = program % (_CHUNK // BLOCK) * BLOCK
@@ -55,14 +56,14 @@ def _noise_chunk(chunks, tensors, keys, scales, WIDE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _add_as(TYPE: tl.constexpr, wide: tl.constexpr, address, start, count, key, scale, BLOCK: tl.constexpr):
-    # Halves too move so many at a time: longer vectors of one dtype would give threads other elements of all of them.
+    # The vectors of 16-bit tensors have as many elements: longer ones would give threads other elements.
     VECTOR: tl.constexpr = 128 // wide.primitive_bitwidth
     size: tl.constexpr = TYPE.primitive_bitwidth // 8
     lanes = tl.arange(0, BLOCK)
     at = address.to(tl.pointer_type(TYPE)) + start + lanes
     noise = scale.to(wide) * _normals(key, start + lanes).to(wide)
     if (count >= BLOCK) & ((address + start * size) % (VECTOR * size) == 0):
-        # What was just tested, said so that the compiler sees it: VECTOR elements are one access.
+        # Tell the compiler what was just tested, so that VECTOR elements become one access.
         at = tl.multiple_of(at, VECTOR * size)
         tl.store(at, nearest(widened(tl.load(at), wide) + noise, TYPE))
     else:
@@ -73,24 +74,24 @@ def _add_as(TYPE: tl.constexpr, wide: tl.constexpr, address, start, count, key, 
 
 @triton.jit
 def _normals(key, position):
-    """Standard normal numbers, float32, of positions (int64) in the slot of a key."""
+    """Return standard normal numbers, float32, for positions (int64) in the slot of ``key``."""
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
-    high = high ^ _mix(low + _GOLDEN)
-    low = low ^ _mix(high + (2 * _GOLDEN & 0xFFFFFFFF))
-    high = high ^ _mix(low + (3 * _GOLDEN & 0xFFFFFFFF))
-    low = low ^ _mix(high + (4 * _GOLDEN & 0xFFFFFFFF))
+    high = high ^ mix(low + GOLDEN)
+    low = low ^ mix(high + (2 * GOLDEN & 0xFFFFFFFF))
+    high = high ^ mix(low + (3 * GOLDEN & 0xFFFFFFFF))
+    low = low ^ mix(high + (4 * GOLDEN & 0xFFFFFFFF))
     word = _word(low, high, position)
-    high = high ^ _mix(low + (5 * _GOLDEN & 0xFFFFFFFF))
-    low = low ^ _mix(high + (6 * _GOLDEN & 0xFFFFFFFF))
+    high = high ^ mix(low + (5 * GOLDEN & 0xFFFFFFFF))
+    low = low ^ mix(high + (6 * GOLDEN & 0xFFFFFFFF))
     u = (word.to(tl.float32) + 1.0) * (2.0**-32)
-    # Rounded as IEEE has it: Triton's other square root is not.
+    # sqrt_rn is correctly rounded; tl.sqrt is not.
     return tl.sqrt_rn(-2.0 * _log_of(u)) * _cos_of_turn(_word(low, high, position))
 
 
 @triton.jit
 def _word(low, high, position):
-    return _mix(_mix(position.to(tl.uint32) ^ low) + (position >> 32).to(tl.uint32) + high)
+    return mix(mix(position.to(tl.uint32) ^ low) + (position >> 32).to(tl.uint32) + high)
 
 
 @triton.jit
@@ -126,19 +127,23 @@ def _cos_of_turn(word):
 
 
 def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
+    """Add normal noise to every tensor."""
     _operator()(table.chunks, table.point_at(tensors), keys, scales, table.dtype == torch.float64)
 
 
 @cache
 def _operator() -> Any:
-    """As ``csrc/library.cpp`` declares the compiled one, but for ``wide``: whether the tensors are float64 is known on
-    the host, and decides which kernel is launched."""
-    return operators.register(
+    """Register the operator, once, and return it.
+
+    Its schema is that of ``csrc/library.cpp``, except for ``wide``: the host knows whether the tensors are float64 and
+    launches another kernel for them.
+    """
+    return register(
         "triton_add_noise_",
         "Tensor chunks, Tensor(a!) tensors, Tensor keys, Tensor scales, bool wide",
         "()",
         _add_noise,
-        operators.fake_noise,
+        fake_in_place,
     )
 
 

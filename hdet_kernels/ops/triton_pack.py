@@ -1,6 +1,6 @@
-"""Packing and unpacking in Triton: the tables of the compiled ones, one program for every block of a chunk."""
+"""Packing and unpacking in Triton: one program for every block of a chunk, over the tables of ``csrc/pack_cuda.cu``."""
 # mypy: disable-error-code="no-untyped-def"
-# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+# Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops import operators
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
-from hdet_kernels.ops.pack import MOST_ROWS, Matched, PieceTable
+from hdet_kernels.ops.operators import fake_in_place, register
+from hdet_kernels.ops.pack import MOST_ROWS
+from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
 from hdet_kernels.ops.triton_rounding import nearest, widened
 
-#: Elements of one program, of one row or of several, and its warps: a thread has four 16-byte loads of a float32 row in
-#: flight, or one of each of eight rows. Not measured: these are the shapes of ``csrc/pack_cuda.cu``.
+# Elements of one program, for one row and for several, and its warps. A thread has four 16-byte loads of one float32
+# row in flight, or one of each of eight rows. These are the shapes of csrc/pack_cuda.cu; they were not measured here.
 BLOCK = 2048
 BLOCK_OF_ROWS = 512
 WARPS = 4
@@ -44,7 +45,7 @@ def _pack_chunk(
     DIVIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of row ``first`` and, with ``MANY``, of rows ``first + 1 + k`` for the bits ``k`` of ``others``."""
+    """Pack the sum of row ``first`` and, with ``MANY``, of rows ``first + 1 + k`` for each bit ``k`` of ``others``."""
     offset, start, count, address, number, stride = _work_of(chunks, places, strides, BLOCK)
     others = tl.cast(others, tl.int64)
     divisor = _number(divisor, staging.dtype.element_ty)
@@ -79,7 +80,7 @@ def _pack_as(
     lanes = tl.arange(0, BLOCK)
     begin = address.to(tl.pointer_type(TYPE)) + start
     if _vectors(address, start, stride, count, offset, TYPE, MANY, VECTOR, BLOCK):
-        # What was just tested, said so that the compiler sees it: VECTOR elements are one access.
+        # Tell the compiler what was just tested, so that VECTOR elements become one access.
         row = tl.multiple_of(begin + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
         at = offset // VECTOR * VECTOR + lanes
         inside = tl.full([BLOCK], True, tl.int1)
@@ -95,12 +96,12 @@ def _pack_as(
 def _sum(row, stride, inside, others, wide: tl.constexpr, MANY: tl.constexpr):
     total = widened(tl.load(row, mask=inside, other=0.0), wide)
     if MANY:
-        # The row is a scalar: pointers that the loop advances would be of another layout than those that it loads from.
+        # The row is a scalar, because pointers that the loop advances would get another layout.
         index = tl.cast(1, tl.int64)
         while others != 0:
             for k in tl.static_range(0, _TOGETHER):
                 taken = ((others >> k) & 1) != 0
-                mask = tl.where(taken, inside, False)  # not &, of whose type the interpreter is mistaken
+                mask = tl.where(taken, inside, False)  # the interpreter gives & a wrong type
                 value = widened(tl.load(row + (index + k) * stride, mask=mask, other=0.0), wide)
                 total = tl.where(taken, total + value, total)  # −0 + 0 is not −0
             others = others >> _TOGETHER
@@ -161,8 +162,10 @@ def _to_rows(row, stride, rows, value, inside):
 
 @triton.jit
 def _work_of(chunks, places, strides, BLOCK: tl.constexpr):
-    """Of this program: offset in the staging buffer, start in a row, count (none: nothing to do), address and dtype of
-    the tensor, and from row to row."""
+    """Return this program's offset in the staging buffer, start in a row, count, address, dtype and row stride.
+
+    A count of zero or less means that there is nothing to do.
+    """
     program = tl.program_id(0).to(tl.int64)
     chunk = chunks + program // (_CHUNK // BLOCK) * 4
     begin = program % (_CHUNK // BLOCK) * BLOCK
@@ -190,7 +193,7 @@ def _vectors(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Whether this is a whole block that can be moved ``VECTOR`` elements at a time, on both sides."""
+    """Return whether this is a whole block that can be moved ``VECTOR`` elements at a time, on both sides."""
     size: tl.constexpr = TYPE.primitive_bitwidth // 8
     whole = (count >= BLOCK) & ((address + start * size) % (VECTOR * size) == 0) & (offset % VECTOR == 0)
     if MANY:
@@ -206,36 +209,38 @@ def _number(bits, dtype: tl.constexpr):
 @triton.jit
 def _quotient(value, divisor, DIVIDE: tl.constexpr):
     if DIVIDE:
-        # Rounded as IEEE has it: what Triton makes of `/` in float32 is not.
+        # div_rn is correctly rounded; / is not in float32.
         value = tl.div_rn(value, divisor) if value.dtype == tl.float32 else value / divisor
     return value
 
 
-def pack(table: PieceTable, matched: Matched, included: int, divisor: float, staging: Tensor) -> None:
+def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
+    """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
     _operators()[0](table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
 
 
-def unpack(table: PieceTable, matched: Matched, divisor: float, staging: Tensor) -> None:
+def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
+    """Divide ``staging`` and write its pieces to every row of the tensors."""
     _operators()[1](table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
 
 
 @cache
 def _operators() -> tuple[Any, Any]:
-    """As ``csrc/library.cpp`` declares the compiled ones."""
+    """Register the operators, once, and return them. Their schemas are those of ``csrc/library.cpp``."""
     return (
-        operators.register(
+        register(
             "triton_pack",
             "Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging",
             "()",
             _pack,
-            operators.fake_pack,
+            fake_in_place,
         ),
-        operators.register(
+        register(
             "triton_unpack",
             "Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging",
             "()",
             _unpack,
-            operators.fake_pack,
+            fake_in_place,
         ),
     )
 
@@ -282,6 +287,6 @@ def _unpack(chunks: Tensor, places: Tensor, strides: Tensor, rows: int, divisor:
 
 
 def _bits(number: float) -> int:
-    """Triton takes a Python number for a float32; so it gets the bits of a float64."""
+    """Return the bits of a float64 as a whole number, because Triton would take a Python float for a float32."""
     bits: int = from_bytes("<q", to_bytes("<d", number))[0]
     return bits

@@ -1,9 +1,9 @@
-"""Reading and writing flat buffers in Triton kernels: widening, rounding, and the random bits of stochastic rounding.
+"""Reading and writing of flat buffers in Triton kernels: widening, rounding, and stochastic rounding.
 
-The bits are those of ``rounding.py``, in 32-bit arithmetic.
+The random bits are those of ``rounding.py``, computed in 32-bit arithmetic.
 """
 # mypy: disable-error-code="no-untyped-def"
-# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+# Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
 
 from __future__ import annotations
 
@@ -12,66 +12,67 @@ import triton.language as tl
 
 from hdet_kernels.ops.backends import interpreting
 
-_GOLDEN = tl.constexpr(0x9E3779B9)
+GOLDEN = tl.constexpr(0x9E3779B9)
 _INTERPRETED = tl.constexpr(interpreting())
 
 
 @triton.jit
 def key_of(seed, t):
-    """The key of a slot's random bits at step ``t``."""
-    return _mix((seed.to(tl.int64) + t.to(tl.int64) * _GOLDEN).to(tl.uint32))
+    """Return the key of a slot's random bits at step ``t``."""
+    return mix((seed.to(tl.int64) + t.to(tl.int64) * GOLDEN).to(tl.uint32))
 
 
 @triton.jit
 def random_base(pair, key):
-    """What the random words of all streams start from. Flat positions ``2·pair`` and ``2·pair + 1`` share a word."""
-    return _mix(pair.to(tl.uint32) ^ key) + (pair >> 32).to(tl.uint32)
+    """Return the base of the random words of all streams. Flat positions ``2·pair`` and ``2·pair + 1`` share a word."""
+    return mix(pair.to(tl.uint32) ^ key) + (pair >> 32).to(tl.uint32)
 
 
 @triton.jit
 def read(flat, at, mask, dtype: tl.constexpr):
+    """Load elements ``at`` of a flat buffer as ``dtype``."""
     return tl.load(flat + at, mask=mask, other=0.0).to(dtype)
 
 
 @triton.jit
 def write(flat, at, value, mask, random, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Store, rounded to what the buffer holds. ``STREAM`` is 0 for parameters, 2 and on for their states."""
+    """Store ``value``, rounded to the buffer's dtype. ``STREAM`` is 0 for parameters, 2 and up for their states."""
     dtype: tl.constexpr = flat.dtype.element_ty
     if dtype == tl.bfloat16 and STOCHASTIC:
-        word = _mix(random + (STREAM * _GOLDEN & 0xFFFFFFFF))
+        word = mix(random + (STREAM * GOLDEN & 0xFFFFFFFF))
         value = _to_bfloat16(value, (word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF)
     tl.store(flat + at, nearest(value, dtype), mask=mask)
 
 
 @triton.jit
 def nearest(value, dtype: tl.constexpr):
-    """To the nearest number of ``dtype``, ties to even."""
+    """Round to the nearest number of ``dtype``, ties to even."""
     if _INTERPRETED and dtype == tl.bfloat16 and value.dtype == tl.float32:
-        # The GPU has an instruction for it; the interpreter cuts off.
+        # The GPU has an instruction for this; the interpreter truncates.
         value = _to_bfloat16(value, ((value.to(tl.uint32, bitcast=True) >> 16) & 1) + 0x7FFF)
     return value.to(dtype)
 
 
 @triton.jit
 def widened(value, dtype: tl.constexpr):
-    """As a number of ``dtype``, which can hold it."""
+    """Convert to a wider ``dtype``, exactly."""
     if _INTERPRETED and dtype == tl.float32 and value.dtype == tl.bfloat16:
-        # The interpreter is wrong about the numbers below 2⁻¹²⁶.
+        # The interpreter converts numbers below 2⁻¹²⁶ wrongly.
         value = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return value.to(dtype)
 
 
 @triton.jit
 def _to_bfloat16(value, addend):
-    """Cut off the low 16 bits after adding to them; a carry rounds up. NaN stays NaN; infinity has nothing to carry."""
+    """Add to the low 16 bits and cut them off; a carry rounds up. NaN stays NaN, and infinity never carries."""
     bits = value.to(tl.uint32, bitcast=True)
     bits = tl.where(value == value, bits + addend, 0x7FC00000)
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _mix(x):
-    """The finaliser of MurmurHash3, on uint32."""
+def mix(x):
+    """Return MurmurHash3's finaliser of uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

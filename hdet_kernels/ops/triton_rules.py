@@ -1,24 +1,24 @@
-"""The update rules in Triton's language; ``reference_rules.py`` has their equations.
+"""The update rules in Triton's language. ``reference_rules.py`` has their equations.
 
-A rule has three functions, side by side. ``_derive_…`` runs once a slot: it forms in float64 what is the same for every
-element, and stores it, rounded once to the precision of the arithmetic, as the slot's *numbers* 1 and on (number 0, for
-every rule, is what gradients are multiplied by). ``_push_…`` and ``_move_…`` run once an element. The first takes the
-gradient into the states, which it reads and writes, and returns a direction and what the direction is divided by, or
-whatever else replicas share; the second returns the parameter. ``n`` is where the numbers are: of one replica, or
-[replicas, 1] of them.
+A rule has three functions. ``_derive_…`` runs once for each slot. It computes in float64 the numbers that are the same
+for every element, and stores them, rounded once to the precision of the arithmetic, as the slot's *numbers* 1 and up.
+Number 0 is the factor of the gradients, for every rule. ``_push_…`` and ``_move_…`` run once for each element. The push
+reads and writes the states, and returns a direction and a second value that replicas share, such as the divisor of the
+direction. The move returns the new parameter. ``n`` points to the numbers of one replica.
 """
 # mypy: disable-error-code="no-untyped-def"
-# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+# Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from hdet_kernels.ops.step import check_rules
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_rounding import read, write
 
-#: Numbers of a slot, as many as the rule with the most needs.
+# The numbers of a slot: as many as the rule with the most has.
 NUMBERS = 9
 
 LR = tl.constexpr(COLUMNS.index("lr"))
@@ -35,15 +35,23 @@ NESTEROV = tl.constexpr(COLUMNS.index("nesterov"))
 AMSGRAD = tl.constexpr(COLUMNS.index("amsgrad"))
 MAXIMIZE = tl.constexpr(COLUMNS.index("maximize"))
 
+# The rules that derive, push and move below have a branch for.
+BRANCHES = ("sgd", "adam", "adamw", "adagrad", "lion")
+check_rules(__name__, BRANCHES)
+
 
 @triton.jit
 def column(row, INDEX: tl.constexpr, inside):
+    """Load a column of the hyperparameter table at ``row``, as float64."""
     return tl.load(row + INDEX, mask=inside, other=0.0).to(tl.float64)
 
 
 @triton.jit
 def derive(RULE: tl.constexpr, n, row, t, first, inside):
-    """Store the numbers, at ``n``, of slots whose hyperparameters are at ``row``. ``first``: no momentum before."""
+    """Store at ``n`` the numbers of slots whose hyperparameters are at ``row``.
+
+    ``first`` says where no step with momentum came before.
+    """
     if RULE == "sgd":
         _derive_sgd(n, row, first, inside)
     elif RULE == "adam":
@@ -52,15 +60,19 @@ def derive(RULE: tl.constexpr, n, row, t, first, inside):
         _derive_adam(n, row, t, inside, DECOUPLED=True)
     elif RULE == "adagrad":
         _derive_adagrad(n, row, t, inside)
-    else:
+    elif RULE == "lion":
         _derive_lion(n, row, inside)
+    else:
+        tl.static_assert(False, "derive has no branch for this update rule")
 
 
 @triton.jit
 def push(RULE: tl.constexpr, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC: tl.constexpr):
-    """Where parameters move, a pair; the states of elements ``at`` of the flat buffers are written. A state is ``None``
-    where the rule does without. ``theta`` is used where weight decay is an L2 penalty (number 1 of sgd, adam, adagrad)
-    and not 0."""
+    """Update the states of elements ``at`` of the flat buffers, and return the direction and the second shared value.
+
+    A state is ``None`` where the rule has none. ``theta`` is used only where weight decay is an L2 penalty (number 1 of
+    sgd, adam, adagrad) and not 0.
+    """
     if RULE == "sgd":
         direction, other = _push_sgd(theta, g, n, state0, at, inside, random, STOCHASTIC)
     elif RULE == "adam":
@@ -70,14 +82,16 @@ def push(RULE: tl.constexpr, theta, g, n, state0, state1, state2, at, inside, ra
         direction, other = _push_adam(g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
     elif RULE == "adagrad":
         direction, other = _push_adagrad(theta, g, n, state0, at, inside, random, STOCHASTIC)
-    else:
+    elif RULE == "lion":
         direction, other = _push_lion(g, n, state0, at, inside, random, STOCHASTIC)
+    else:
+        tl.static_assert(False, "push has no branch for this update rule")
     return direction, other
 
 
 @triton.jit
 def move(RULE: tl.constexpr, theta, direction, other, n):
-    """The new parameters."""
+    """Return the new parameters."""
     if RULE == "sgd":
         theta = _move_sgd(theta, direction, other, n)
     elif RULE == "adam":
@@ -86,15 +100,19 @@ def move(RULE: tl.constexpr, theta, direction, other, n):
         theta = _move_adam(theta * tl.load(n + 1), direction, other, n)
     elif RULE == "adagrad":
         theta = _move_adagrad(theta, direction, other, n)
-    else:
+    elif RULE == "lion":
         theta = _move_lion(theta, direction, n)
+    else:
+        tl.static_assert(False, "move has no branch for this update rule")
     return theta
 
 
 @triton.jit
 def gradient_factor(row, scale, norm, inside):
-    """What gradients are multiplied by: AMP's scale undone, clipped to a global norm (``norm``: where that of each slot
-    is), negated for ``maximize``."""
+    """Return the factor of the gradients: it undoes AMP's scale, clips to a norm, and is negative for ``maximize``.
+
+    ``norm`` points to the norm of each slot.
+    """
     factor = 1.0
     if scale is not None:
         factor = 1.0 / tl.load(scale).to(tl.float64)
@@ -108,7 +126,7 @@ def gradient_factor(row, scale, norm, inside):
 
 @triton.jit
 def count_after(RULE: tl.constexpr, row, before, t, inside):
-    """What ``steps`` holds after step ``t``: for sgd it is negative until the first step with momentum."""
+    """Return the step count after step ``t``. For sgd it is negative until the first step with momentum."""
     count = t
     if RULE == "sgd":
         count = tl.where((column(row, MOMENTUM, inside) == 0) & (before <= 0), -t, t)
@@ -127,10 +145,10 @@ def _derive_sgd(n, row, first, inside):
 
 @triton.jit
 def _push_sgd(theta, g, n, buffer, at, inside, random, STOCHASTIC: tl.constexpr):
-    """The direction, and the momentum in it: with none, nothing is kept and the decay is still to come."""
+    """Return the direction and its momentum. With momentum 0 there is no state, and ``_move_sgd`` adds the decay."""
     momentum, take, nesterov, first = tl.load(n + 2), tl.load(n + 3), tl.load(n + 5), tl.load(n + 6)
     if buffer is not None:
-        # A group without momentum among others with it: its buffer is neither read nor written.
+        # Some groups may have no momentum: their part of the buffer is neither read nor written.
         on = tl.broadcast_to(momentum, g.shape) != 0
         slope = _with_l2(theta, g, tl.load(n + 1))
         b = read(buffer, at, inside & on, g.dtype)
@@ -165,7 +183,7 @@ def _derive_adam(n, row, t, inside, DECOUPLED: tl.constexpr):
 
 @triton.jit
 def _push_adam(g, n, average, square, largest, at, inside, random, STOCHASTIC: tl.constexpr):
-    """The first moment, and the root of the second."""
+    """Return the first moment and the root of the second."""
     take1, keep2, take2 = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4)
     m = read(average, at, inside, g.dtype)
     v = read(square, at, inside, g.dtype)
@@ -175,10 +193,10 @@ def _push_adam(g, n, average, square, largest, at, inside, random, STOCHASTIC: t
     write(square, at, v, inside, random, 3, STOCHASTIC)
     used = v
     if largest is not None:
-        # A group without amsgrad among others with it: its buffer is neither read nor written.
+        # Some groups may not use amsgrad: their part of the buffer is neither read nor written.
         on = tl.broadcast_to(tl.load(n + 8), g.shape) != 0
         u = read(largest, at, inside & on, g.dtype)
-        u = tl.where((v > u) | (v != v), v, u)  # a NaN wins, as in torch.maximum
+        u = tl.where((v > u) | (v != v), v, u)  # NaN propagates, as in torch.maximum
         write(largest, at, u, inside & on, random, 4, STOCHASTIC)
         used = tl.where(on, u, v)
     return m, _root(used)
@@ -199,7 +217,7 @@ def _derive_adagrad(n, row, t, inside):
 
 @triton.jit
 def _push_adagrad(theta, g, n, total, at, inside, random, STOCHASTIC: tl.constexpr):
-    """The gradient, and the root of the sum of its squares."""
+    """Return the gradient and the root of the sum of its squares."""
     g = _with_l2(theta, g, tl.load(n + 1))
     s = read(total, at, inside, g.dtype) + g * g
     write(total, at, s, inside, random, 2, STOCHASTIC)
@@ -225,11 +243,11 @@ def _derive_lion(n, row, inside):
 
 @triton.jit
 def _push_lion(g, n, average, at, inside, random, STOCHASTIC: tl.constexpr):
-    """The sign, twice: there is nothing else to share."""
+    """Return the sign twice: Lion has no second value."""
     keep1, take1, keep2, take2 = tl.load(n + 3), tl.load(n + 4), tl.load(n + 5), tl.load(n + 6)
     m = read(average, at, inside, g.dtype)
     blend = keep1 * m + take1 * g
-    sign = tl.where(blend > 0, 1.0, tl.where(blend < 0, -1.0, blend))  # sign(0) = 0, and a NaN stays one
+    sign = tl.where(blend > 0, 1.0, tl.where(blend < 0, -1.0, blend))  # sign(0) = 0, and NaN stays NaN
     write(average, at, keep2 * m + take2 * g, inside, random, 2, STOCHASTIC)
     return sign, sign
 
@@ -241,14 +259,17 @@ def _move_lion(theta, sign, n):
 
 @triton.jit
 def _with_l2(theta, g, decay):
-    # Not always added: 0·θ is not 0 where θ is infinite.
+    # A decay of 0 is skipped, because 0·θ is not 0 where θ is infinite.
     return tl.where(decay != 0, g + decay * theta, g)
 
 
 @triton.jit
 def _one_minus_power(beta, t):
-    """1 − βᵗ in float64. Where βᵗ is near 1 the difference lacks the digits that exp rounded away; the ratio of the
-    exponent that exp was given to the one that belongs to its result brings them back."""
+    """Return 1 − βᵗ in float64.
+
+    Where βᵗ is near 1 the difference lacks the digits that exp rounded away. They are restored by the ratio of the
+    exponent given to exp to the exponent that belongs to its result.
+    """
     exponent = t * tl.log(beta)
     power = tl.exp(exponent)
     return tl.where(power > 0.5, (1 - power) * (exponent / tl.log(power)), 1 - power)
@@ -256,7 +277,7 @@ def _one_minus_power(beta, t):
 
 @triton.jit
 def _root(x):
-    # In float32 Triton's own root and quotient are approximate.
+    # In float32 tl.sqrt and / are approximate.
     return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
 
 

@@ -1,10 +1,10 @@
-"""The compressed average in Triton: a program has a tile of elements, a block in each row of it.
+"""The compressed average in Triton: each program has a tile of elements, whose rows are the blocks of the format.
 
-:mod:`~hdet_kernels.ops.wire` has the equations. Products and sums are rounded each (no fusion) and quotients correctly
-(``div_rn``), so that the bits are those of plain torch.
+:mod:`~hdet_kernels.ops.wire` has the equations. Products and sums are not fused, and quotients are correctly rounded
+(``div_rn``), so the bits are those of plain torch.
 """
 # mypy: disable-error-code="no-untyped-def"
-# What is decorated with triton.jit is not Python but a program that Triton compiles: it has no types to check.
+# Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops import operators
+from hdet_kernels.ops.operators import DECODE, ENCODE, MERGE, fake_in_place, register
 from hdet_kernels.ops.triton_rounding import nearest
-from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, row_bytes
+from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, encoded_bytes
 
-#: Blocks of one program, and how it is launched. With one warp nothing that is done to a block has to wait for another,
-#: however Triton gives elements to threads (of 4 warps and 4 blocks, two warps share each block); a thread has 16
-#: elements, four 16-byte loads of each buffer. Not measured yet: bench/test_wire.py does.
+# Blocks of one program, and how it is launched. With one warp no operation on a block waits for another warp, however
+# Triton assigns elements to threads (with 4 warps and 4 blocks, two warps share each block). A thread has 16 elements,
+# four 16-byte loads of each buffer. The shape was not measured yet; bench/test_wire.py does.
 BLOCKS = 2
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 _BLOCK = tl.constexpr(BLOCK)
 _BLOCKS = tl.constexpr(BLOCKS)
 _TILE = tl.constexpr(BLOCKS * BLOCK)
-_TILE_BYTES = tl.constexpr(row_bytes("int8", BLOCKS * BLOCK))
+_TILE_BYTES = tl.constexpr(encoded_bytes("int8", BLOCKS * BLOCK))
 _MOST = tl.constexpr(127.0)
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-#: Added to a small number it leaves no bits after the point, so that the sum is rounded, ties to even.
+# Adding and subtracting this rounds a small number to a whole one, ties to even.
 _WHOLE = tl.constexpr(1.5 * 2**23)
 
-#: Elements of a vector access of float32.
+# Elements of a vector access of float32.
 _VECTOR = tl.constexpr(4)
 
 
@@ -46,7 +46,7 @@ def _encode(x, consensus, error, codes, scales, tiles, numel):
     numbers = _load(x, first, numel) - _load(consensus, first, numel)
     if error is not None:
         numbers += _load(error, first, numel)
-    lost = _keep(numbers, codes, scales, row, tile, tiles)
+    lost = _encode_tile(numbers, codes, scales, row, tile, tiles)
     if error is not None:
         _store(error, first, numel, lost)
 
@@ -54,16 +54,16 @@ def _encode(x, consensus, error, codes, scales, tiles, numel):
 @triton.jit(do_not_specialize=["tiles", "rows", "divisor"])
 def _merge(codes, scales, error, to_codes, to_scales, tiles, rows, divisor):
     tile = tl.program_id(0).to(tl.int64)
-    numbers = _values(codes, scales, tl.cast(0, tl.int64), tile, tiles)
+    numbers = _decoded(codes, scales, tl.cast(0, tl.int64), tile, tiles)
     row = tl.cast(1, tl.int64)
     while row < rows:  # not a range: the interpreter of Triton 3.6 cannot run over one with a recent numpy
-        numbers += _values(codes, scales, row, tile, tiles)
+        numbers += _decoded(codes, scales, row, tile, tiles)
         row += 1
     numbers = tl.div_rn(numbers, tl.full([_BLOCKS, _BLOCK], divisor, tl.float32))
     end = tl.cast(tiles, tl.int64) * _TILE
     if error is not None:
         numbers += _load(error, tile * _TILE, end)
-    lost = _keep(numbers, to_codes, to_scales, tl.cast(0, tl.int64), tile, tiles)
+    lost = _encode_tile(numbers, to_codes, to_scales, tl.cast(0, tl.int64), tile, tiles)
     if error is not None:
         _store(error, tile * _TILE, end, lost)
 
@@ -72,7 +72,7 @@ def _merge(codes, scales, error, to_codes, to_scales, tiles, rows, divisor):
 def _decode(codes, scales, consensus, target, tiles, numel):
     row, tile = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     first = (row * tiles + tile) * _TILE
-    agreed = _load(consensus, first, numel) + _values(codes, scales, row, tile, tiles)
+    agreed = _load(consensus, first, numel) + _decoded(codes, scales, row, tile, tiles)
     _store(consensus, first, numel, agreed)
     if target is not None:
         _store(target, first, numel, agreed)
@@ -80,15 +80,15 @@ def _decode(codes, scales, consensus, target, tiles, numel):
 
 @triton.jit
 def _tile():
-    """The places of a tile's elements, a block in each row."""
+    """Return the offsets of a tile's elements, one block in each row."""
     return tl.arange(0, _BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
 
 
 @triton.jit
 def _load(flat, first, numel):
-    """A tile from ``first`` on; zeros beyond the end."""
+    """Load the tile that begins at ``first``, with zeros beyond the end."""
     places = _tile()
-    if first + _TILE <= numel:  # without a mask, which would keep the compiler from vectors
+    if first + _TILE <= numel:  # without a mask, which would prevent vector loads
         values = tl.load(flat + first + places)
     else:
         values = tl.load(flat + first + places, mask=first + places < numel, other=0.0)
@@ -106,12 +106,12 @@ def _store(flat, first, numel, values):
 
 @triton.jit
 def _codes_at(codes, row, tile, tiles):
-    """The codes of a tile of a row. A row has the scales of its blocks behind its codes, where there are any."""
+    """Return pointers to the codes of a tile of a row. In int8 the scales of a row's blocks follow its codes."""
     if codes.dtype.element_ty == tl.int8:
         first = row * tiles * _TILE_BYTES + tile * _TILE
     else:
         first = (row * tiles + tile) * _TILE
-    # No longer vectors than of the floats: those would give threads other elements, which would have to move.
+    # The vectors have as many elements as those of the floats: longer ones would give threads other elements.
     return tl.multiple_of(codes + first + _tile(), [1, _VECTOR * codes.dtype.element_ty.primitive_bitwidth // 8])
 
 
@@ -122,12 +122,12 @@ def _scales_at(scales, row, tile, tiles):
 
 
 @triton.jit
-def _keep(numbers, codes, scales, row, tile, tiles):
-    """Writes a tile as it travels; returns what it loses on the way."""
+def _encode_tile(numbers, codes, scales, row, tile, tiles):
+    """Encode and store a tile, and return what the encoding lost."""
     at = _codes_at(codes, row, tile, tiles)
     if codes.dtype.element_ty == tl.int8:
-        # The bits of magnitudes are in the order of the numbers, with every NaN above infinity, which it counts as: the
-        # bits of a NaN would be the processor's choice.
+        # The bits of magnitudes are ordered like the numbers, with every NaN above infinity. NaN counts as infinity,
+        # because the bits of a NaN depend on the processor.
         magnitudes = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.minimum(tl.max(magnitudes, axis=1, keep_dims=True), 0x7F800000)
         scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full([_BLOCKS, 1], _MOST, tl.float32))
@@ -146,8 +146,8 @@ def _keep(numbers, codes, scales, row, tile, tiles):
 
 
 @triton.jit
-def _values(codes, scales, row, tile, tiles):
-    """What the codes of a tile of a row stand for."""
+def _decoded(codes, scales, row, tile, tiles):
+    """Load and decode a tile of a row."""
     found = tl.load(_codes_at(codes, row, tile, tiles))
     if codes.dtype.element_ty == tl.int8:
         values = found.to(tl.float32) * tl.load(_scales_at(scales, row, tile, tiles))
@@ -158,49 +158,53 @@ def _values(codes, scales, row, tile, tiles):
 
 @triton.jit
 def _wide(kept):
-    """bf16 as float32, by its bits: the interpreter does not know subnormal ones."""
+    """Convert bf16 to float32 by its bits: the interpreter converts subnormal numbers wrongly."""
     return (kept.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @cache
 def wire_operators() -> tuple[Any, Any, Any]:
+    """Register the operators that encode, merge and decode, once, and return them."""
     return (
-        operators.register("triton_encode", operators.ENCODE, "()", encode, operators.fake_step),
-        operators.register("triton_merge", operators.MERGE, "()", merge, operators.fake_step),
-        operators.register("triton_decode", operators.DECODE, "()", decode, operators.fake_step),
+        register("triton_encode", ENCODE, "()", encode, fake_in_place),
+        register("triton_merge", MERGE, "()", merge, fake_in_place),
+        register("triton_decode", DECODE, "()", decode, fake_in_place),
     )
 
 
 def encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
+    """Encode x − consensus + error into ``wire``."""
     if wire.numel():
         _launch(_encode, (x, consensus, error, *_parts(format, wire)), _tiles(format, wire), len(wire), x.numel())
 
 
 def merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
+    """Encode the mean of ``wires`` plus ``error`` into ``wire``."""
     if wire.numel():
         parts = (*_parts(format, wires), error, *_parts(format, wire))
         _launch(_merge, parts, _tiles(format, wire), 1, len(wires), divisor)
 
 
 def decode(format: int, wire: Tensor, consensus: Tensor, target: Tensor | None) -> None:
+    """Add the decoded ``wire`` to the consensus."""
     if wire.numel():
         parts = (*_parts(format, wire), consensus, target)
         _launch(_decode, parts, _tiles(format, wire), len(wire), consensus.numel())
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], tiles: int, rows: int, *sizes: float) -> None:
-    """A program for each tile of each row that is written or read."""
+    """Launch one program for each tile of each row of the wire."""
     with torch.cuda.device_of(tensors[0]):
         kernel[(tiles, rows)](*tensors, tiles, *sizes, **OPTIONS)
 
 
 def _tiles(format: int, wire: Tensor) -> int:
-    """The tiles of a row."""
-    return wire.shape[-1] // row_bytes(FORMATS[format], GRAIN) * (GRAIN // (BLOCKS * BLOCK))
+    """Return the number of tiles of a row of the wire."""
+    return wire.shape[-1] // encoded_bytes(FORMATS[format], GRAIN) * (GRAIN // (BLOCKS * BLOCK))
 
 
 def _parts(format: int, wire: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The memory of ``wire`` as codes and as scales."""
+    """Return the memory of ``wire`` viewed as codes and as scales."""
     if FORMATS[format] == "bf16":
         return wire.view(torch.bfloat16), None
     return wire.view(torch.int8), wire.view(torch.float32)

@@ -77,7 +77,7 @@ class FlatGroup:
                 flat.dtype,
                 replicas=self.replicas,
                 row_stride=flat.shape[1],
-                row_count=self.table.tensor.shape[0] // self.replicas,
+                table_rows_per_replica=self.table.tensor.shape[0] // self.replicas,
                 shares_state=shares_state,
             )
         self.steps = torch.zeros(len(self.chunks.entries), dtype=torch.float32, device=flat.device)

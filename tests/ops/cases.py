@@ -1,8 +1,14 @@
-"""The cases that kernel tests share: backends, rules, precisions, and flat buffers with marked neighbours."""
+"""Cases that the tests of kernels share: backends, rules, precisions, and flat buffers with marked memory around slots.
+
+``make test`` runs a covering choice of the combinations: every backend with every rule and with every precision.
+``make test-full`` runs all of them. Tests with many combinations have one item for each backend and rule, and loop over
+the rest within :func:`naming`, so that collecting them is quick and a failure still names its combination.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +39,7 @@ RULES: dict[str, tuple[str, dict[str, float]]] = {
 
 @dataclass(frozen=True)
 class Precision:
-    """``grads``: the gradients' dtypes, one slot after the other, from the start again where there are more slots."""
+    """The dtypes of parameters, states and gradients. The slots take the dtypes ``grads`` in turn."""
 
     param: torch.dtype
     state: torch.dtype
@@ -42,7 +48,6 @@ class Precision:
 
 
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-
 
 PRECISIONS = {
     "fp32": Precision(FP32, FP32, (FP32,)),
@@ -62,17 +67,15 @@ PRECISIONS = {
 
 NO_SCALARS = Scalars()
 
-
-#: Around gradients and states: what is read from there shows in the result.
+# The value around gradients and states: a kernel that reads it gives a wrong result.
 POISON = float("nan")
 
-
-#: Around parameters: what is written there shows by not being this any more (a NaN would stay a NaN).
+# The value around parameters: a kernel that writes there changes it (a NaN would stay a NaN).
 SENTINEL = 7.0
 
 
 def available(name: str, device: str) -> Any:
-    """The backend on the device as a test parameter; skipped, with the reason, where it cannot run."""
+    """Return a test parameter for the backend on the device; it is skipped, with the reason, where it cannot run."""
     reason = registry.backends()[name]
     if reason == "ok" and device == "cuda" and not torch.cuda.is_available():
         reason = "torch finds no usable NVIDIA GPU"
@@ -82,7 +85,7 @@ def available(name: str, device: str) -> Any:
     if device == "cuda":
         marks.append(pytest.mark.gpu)
     if (name, device) == ("triton", "cpu"):
-        # The interpreter is numpy, which warns of quotients in lanes that are masked out.
+        # The interpreter uses numpy, which warns of quotients in lanes that are masked out.
         marks.append(pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"))
     return pytest.param((name, device), id=f"{name}-{device}", marks=marks)
 
@@ -97,15 +100,46 @@ BACKENDS = [
 ]
 
 
-#: Without Triton's interpreter, which takes a tenth of a second for a small step: for tests in which it is the
-#: optimizer that is tried, and the arithmetic has been elsewhere. (On a GPU, Triton's kernels take part.)
+# All but Triton's interpreter, which takes a tenth of a second for a small step. For tests of the optimizers, where the
+# arithmetic is not in question. On a GPU, Triton's kernels take part.
 QUICK = [backend for backend in BACKENDS if backend.id != "triton-cpu"]
+
+# All, but Triton's interpreter in make test-full alone: for tests whose steps it would make slow.
+INTERPRETER_IN_FULL = [
+    *QUICK,
+    *(pytest.param(*b.values, id=b.id, marks=[*b.marks, pytest.mark.full]) for b in BACKENDS if b.id == "triton-cpu"),
+]
+
+# The backends that run without a GPU.
+ON_CPU = [backend for backend in BACKENDS if backend.id.endswith("-cpu")]
+
+
+@contextmanager
+def naming(*labels: object) -> Iterator[None]:
+    """Put the labels of a combination in front of the message of a failed assertion."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{'-'.join(map(str, labels))}: {error}") from error
+
+
+def interpreted(backend: tuple[str, str]) -> bool:
+    """Return whether the backend is Triton's interpreter, which takes about a second for a case."""
+    return backend == ("triton", "cpu")
+
+
+def share(position: int, count: int, items: Sequence[str]) -> list[str]:
+    """Return the items of test number ``position`` of ``count``; together the tests have every item once."""
+    return [item for index, item in enumerate(items) if index % count == position]
 
 
 @dataclass
 class Case:
-    """Flat buffers with marked neighbours around every slot, and gradients with NaN around them, every other one at an
-    address that is no multiple of 16."""
+    """Flat buffers with marked memory around every slot, and gradients with NaN around them.
+
+    Every other gradient lies at an address that is no multiple of 16. With ``rows`` > 1 parameters and master are
+    [rows, n].
+    """
 
     rule: str
     param: Tensor
@@ -115,7 +149,6 @@ class Case:
     grads: list[Tensor | None]
     gap: Tensor
     master: Tensor | None = None
-    #: With more than one, parameters and master are [rows, n].
     rows: int = 1
 
     def flats(self) -> list[Tensor]:
@@ -158,8 +191,8 @@ class Case:
         step(self.chunks.match(self.grads), scalars)
 
     def in_float64(self) -> Case:
-        """The same numbers in float64, at the same offsets: parameters in full, and no master."""
-        chunks = ChunkTable(self.chunks.entries, self.chunks.rows, torch.device("cpu"), FP64)
+        """Return a case with the same numbers in float64, at the same offsets; the master becomes the parameter."""
+        chunks = ChunkTable(self.chunks.entries, self.chunks.table_rows, torch.device("cpu"), FP64)
         return replace(
             self,
             param=(self.param if self.master is None else self.master).to(FP64, copy=True),
@@ -178,12 +211,24 @@ def make_case(
     device: str,
     *,
     optional: bool,
-    rows: tuple[int, ...] = (),
+    table_rows: tuple[int, ...] = (),
     state: torch.dtype | None = None,
     grads: Sequence[torch.dtype] = (),
     master: bool = False,
 ) -> Case:
-    """``optional``: with the states that a rule can do without. ``state`` and ``grads`` are ``dtype`` unless given."""
+    """Return a case with random numbers.
+
+    Args:
+        rule: The update rule.
+        sizes: The elements of each slot.
+        dtype: The dtype of the parameters.
+        device: The device.
+        optional: Whether optional states are given.
+        table_rows: For each slot, its row of the hyperparameter table; row 0 by default.
+        state: The dtype of the states; ``dtype`` by default.
+        grads: The dtypes of the gradients, which slots take in turn; ``dtype`` by default.
+        master: Whether there is a master.
+    """
     unit = 128 // dtype.itemsize
     slots, end = [], unit
     for size in sizes:
@@ -210,15 +255,15 @@ def make_case(
     states = [
         flat(0.1, POISON, state or dtype) if optional or name not in ops.OPTIONAL_STATES else None for name in names
     ]
-    chunks = ChunkTable(slots, rows or (0,) * len(sizes), torch.empty(0, device=device).device, dtype)
+    chunks = ChunkTable(slots, table_rows or (0,) * len(sizes), torch.empty(0, device=device).device, dtype)
     steps = torch.zeros(len(sizes), device=device)
-    # Copied, not converted: a parameter must not share the memory of its master where they have the same dtype.
+    # A copy: a parameter must not share the memory of its master if they have the same dtype.
     param = in_full.to(dtype, copy=True)
     return Case(rule, param, states, steps, chunks, gradients, gap.to(device), in_full if master else None)
 
 
 def case_of(name: str, sizes: tuple[int, ...], precision: Precision, device: str) -> Case:
-    """For a row of RULES, with the optional states only if the row uses them."""
+    """Return a case for an entry of RULES, with the optional states only if the entry uses them."""
     rule, row = RULES[name]
     return make_case(
         rule,
@@ -232,17 +277,18 @@ def case_of(name: str, sizes: tuple[int, ...], precision: Precision, device: str
     )
 
 
-def make_table(device: str, *rows: dict[str, float]) -> HyperTable:
-    table = HyperTable(len(rows), torch.empty(0, device=device).device)
-    table.write(rows)
+def make_table(device: str, *table_rows: dict[str, float]) -> HyperTable:
+    """Return a hyperparameter table with the given rows."""
+    table = HyperTable(len(table_rows), torch.empty(0, device=device).device)
+    table.write(table_rows)
     return table
 
 
 def assert_as_accurate(got: Case, plain: Case, truth: Case) -> None:
-    """At most twice the error of plain torch in the same precision, both against float64; a rounding of the arithmetic
-    more, for the case that plain torch happens to be exact.
+    """Assert that the error is at most twice that of plain torch in the same precision, both against float64.
 
-    In float64 the truth itself is rounded, in every operation: there, a few roundings of the result.
+    One rounding of the arithmetic is added, because plain torch may happen to be exact. In float64 the truth itself is
+    rounded in every operation; there a few roundings of the result are allowed.
     """
     inside = ~plain.gap
     got.assert_neighbours_untouched()
@@ -259,6 +305,6 @@ def assert_as_accurate(got: Case, plain: Case, truth: Case) -> None:
 
 
 def assert_same(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """To the bit, but for the payload of a NaN."""
+    """Assert that tensors are equal bit for bit, except for the payload of a NaN."""
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, check_device=False)

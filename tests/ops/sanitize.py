@@ -1,29 +1,32 @@
-"""Every kernel once, on odd and unaligned sizes: what compute-sanitizer watches (see test_sanitizer.py).
+"""A program that runs every kernel once, on odd and unaligned sizes, for compute-sanitizer (see test_sanitizer.py).
 
-compute-sanitizer --tool memcheck python tests/sanitize.py cuda
+compute-sanitizer --tool memcheck python tests/ops/sanitize.py cuda
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from hdet_kernels import ops
 from hdet_kernels.ops.wire import FORMATS, Wire
-from tests.ops import test_noise, test_pack
+from tests.ops import noise_cases, pack_cases
 from tests.ops.cases import PRECISIONS, RULES, case_of, make_table
 from tests.ops.stacked_cases import replicas_of, rows_for, stacked
 
 SIZES = (2049, 33, 0, 1, 5000)
 
-#: Triton compiles every kernel when it is first called: of the precisions those that differ most.
+# Triton compiles every kernel when it is first called, so it runs only the precisions that differ most.
 COMPILED_FIRST = ("fp32", "fp32-grad-mixed", "bf16-state-bf16", "bf16-master")
 
 
-def main(backend: str, device: str = "cuda") -> None:
+def main(backend: str, device: str = "cuda", names: Sequence[str] = tuple(RULES)) -> None:
+    """Run the kernels of a backend, the step with each of the rules ``names``."""
     steps = 0
-    for name, (_, row) in RULES.items():
+    for name in names:
+        row = RULES[name][1]
         table = make_table(device, row | {"max_grad_norm": 1.0})
         for precision in [PRECISIONS[kind] for kind in COMPILED_FIRST] if backend == "triton" else PRECISIONS.values():
             bf16 = torch.bfloat16 in (precision.param, precision.state) and not precision.master
@@ -31,8 +34,7 @@ def main(backend: str, device: str = "cuda") -> None:
                 case = case_of(name, SIZES, precision, device)
                 grads = case.chunks.match(case.grads)
                 norm = ops.grad_norm(case.chunks, grads, backend=backend)
-                finite = ops.all_finite(case.chunks, grads, backend=backend)
-                scalars = ops.Scalars(torch.ones(1, device=device), norm, 1.0 - finite.float())
+                scalars = ops.Scalars(torch.ones(1, device=device), norm, torch.zeros(1, device=device))
                 case.step(table, backend, scalars, stochastic_rounding=stochastic)
                 case.assert_neighbours_untouched()
                 steps += 1
@@ -44,14 +46,13 @@ def main(backend: str, device: str = "cuda") -> None:
         case = case_of("sgd", SIZES * rows, PRECISIONS["fp32-grad-mixed"], device)
         grads = case.chunks.match(case.grads)
         ops.grad_norm(case.chunks, grads, rows=rows, backend=backend)
-        ops.all_finite(case.chunks, grads, rows=rows, backend=backend)
     averages(backend, device)
-    for wide, kinds in test_pack.DTYPES.values():
+    for wide, kinds in pack_cases.DTYPES.values():
         for rows, included, divisor in ((1, None, 3.0), (3, (True, False, True), 2.0)):
-            case = test_pack.make_case(test_pack.SIZES, kinds, wide, device, rows=rows)
-            test_pack.round_trip(case, backend, included, divisor)
-    for kinds in test_noise.DTYPES.values():
-        case = test_noise.make_case(kinds, device, SIZES)
+            case = pack_cases.make_case(pack_cases.SIZES, kinds, wide, device, rows=rows)
+            pack_cases.round_trip(case, backend, included, divisor)
+    for kinds in noise_cases.DTYPES.values():
+        case = noise_cases.make_case(kinds, device, SIZES)
         case.add_noise_(backend)
         case.assert_neighbours_untouched()
     if device == "cuda":
@@ -60,7 +61,7 @@ def main(backend: str, device: str = "cuda") -> None:
 
 
 def averages(backend: str, device: str) -> None:
-    """Compressed ones, of buckets at addresses that allow packs and that do not."""
+    """Run compressed averages of buckets at addresses that allow packs and at others."""
     for format in FORMATS:
         for numel, shards, offset in ((5003, 2, 0), (5003, 9, 1), (1, 3, 0), (40_000, 1, 4)):
             wire = Wire(format, numel, shards, device, backend=backend)

@@ -1,4 +1,4 @@
-"""Cases of several replicas in one buffer."""
+"""Cases of several replicas as the rows of one buffer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.ops.cases import (
     case_of,
 )
 
-#: A whole chunk and odd ones, one at an address that allows no vectors, an empty slot and a single element.
+# A whole chunk and odd ones, one at an address that allows no vectors, an empty slot and a single element.
 SIZES = (CHUNK + 1, CHUNK + 9, 0, 1)
 
 
-#: The rules whose weight decay goes into a state, where replicas cannot share it.
+# The rules whose weight decay enters a state, where replicas with different decays cannot share it.
 COUPLED = ("adam", "adagrad")
 
 
@@ -41,7 +41,7 @@ def lengthened(flat: Tensor | None, extra: int, value: float) -> Tensor | None:
 
 
 def alone(case: Case, row: int, extra: int = 0) -> Case:
-    """Replica ``row`` by itself: the case with parameters of its own, and longer flats."""
+    """Return replica ``row`` alone: the case with parameters of its own, and flats longer by ``extra`` elements."""
     param, master = (lengthened(flat, extra, SENTINEL) for flat in (case.param, case.master))
     for flat in (param, master):
         if flat is not None and row > 0:
@@ -70,7 +70,7 @@ def replicas_of(
 
 
 def rows_for(name: str, rows: int) -> list[dict[str, float]]:
-    """Hyperparameters of each replica: of those that act on the parameter its own."""
+    """Return the hyperparameters of each replica; those that act on the parameter differ."""
     rule, row = RULES[name]
     made = []
     for replica in range(rows):

@@ -1,95 +1,29 @@
-"""Noise: every backend against plain torch, to the bit, and plain torch against what normal numbers are."""
+"""Noise: every backend against plain torch, bit for bit, and plain torch against the normal distribution."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Slot
-from hdet_kernels.ops.chunks import CHUNK, ChunkTable
+from hdet_kernels.ops.chunks import CHUNK
 from hdet_kernels.ops.noise import add_noise_
 from hdet_kernels.ops.reference_noise import _word, cos_of_turn, keys_of, log_of, normals
-from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, SENTINEL, assert_same, available
+from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, assert_same, available
+from tests.ops.noise_cases import DTYPES, KEYS, Case, drawn, keys_and_scales, make_case, table_of
+from tests.ops.operator_cases import noise_operator
 
-DTYPES = {
-    "fp32": (FP32,),
-    "fp64": (FP64,),
-    "bf16": (BF16,),
-    "fp16": (FP16,),
-    "mixed": (FP32, BF16, FP16),
-}
-#: Whole blocks at an address that allows vectors and at one that does not, one element, none, odd tails.
-SIZES = (CHUNK + 1, CHUNK + 1025, 0, 1, 3, CHUNK - 1)
-GAP = 8
-#: Neighbours, their complements, and such as differ in the upper word alone.
-KEYS = (0, 1, 2, -1, 2**32, -(2**63), 2**63 - 1)
-COMPILED = [available("cpp", "cpu"), available("cuda", "cuda")]
+# The dtypes that are not among the mixed ones; the others alone are left to make test-full.
+EACH_DTYPE = [
+    pytest.param(kinds, id=name, marks=[] if name in ("fp64", "mixed") else pytest.mark.full)
+    for name, kinds in DTYPES.items()
+]
 
 
-def table_of(sizes: Sequence[int], dtype: torch.dtype, device: str) -> ChunkTable:
-    slots = [Slot(0, sum(sizes[:index]), size, (size,), (1,)) for index, size in enumerate(sizes)]
-    return ChunkTable(slots, [0] * len(slots), torch.empty(0, device=device).device, dtype)
-
-
-def keys_and_scales(count: int, device: str) -> tuple[Tensor, Tensor]:
-    keys = torch.tensor([KEYS[index % len(KEYS)] for index in range(count)], dtype=torch.int64)
-    return keys.to(device), torch.linspace(0.01, 2, count, dtype=FP64).to(device)
-
-
-@dataclass
-class Case:
-    """Tensors in the midst of larger memory that is full of a sentinel, every other one at an address that is no
-    multiple of 16."""
-
-    tensors: list[Tensor | None]
-    around: list[Tensor]
-    table: ChunkTable
-    keys: Tensor
-    scales: Tensor
-
-    def add_noise_(self, backend: str) -> None:
-        add_noise_(self.table, self.table.match(self.tensors), self.keys, self.scales, backend=backend)
-
-    def assert_neighbours_untouched(self) -> None:
-        for index, (size, outer) in enumerate(zip(self.sizes, self.around, strict=True)):
-            start = GAP + index % 2
-            beside = torch.cat([outer[:start], outer[start + size :]])
-            assert (beside == SENTINEL).all(), "something was written beside"
-
-    @property
-    def sizes(self) -> list[int]:
-        return [slot.numel for slot in self.table.entries]
-
-
-def make_case(kinds: Sequence[torch.dtype], device: str, sizes: Sequence[int] = SIZES) -> Case:
-    generator = torch.Generator().manual_seed(sum(sizes))
-    tensors: list[Tensor | None] = []
-    around = []
-    for index, size in enumerate(sizes):
-        outer = torch.full((size + 2 * GAP + 1,), SENTINEL, dtype=kinds[index % len(kinds)], device=device)
-        inner = outer[GAP + index % 2 :][:size]
-        inner.copy_(torch.randn(size, generator=generator, dtype=FP64))
-        tensors.append(inner)
-        around.append(outer)
-    return Case(tensors, around, table_of(sizes, kinds[0], device), *keys_and_scales(len(sizes), device))
-
-
-def drawn(keys: Sequence[int], count: int, backend: str = "torch", device: str = "cpu") -> Tensor:
-    """[keys, count] normal numbers, float64 on the CPU."""
-    tensors = [torch.zeros(count, device=device) for _ in keys]
-    table = table_of([count] * len(keys), FP32, device)
-    ones = torch.ones(len(keys), dtype=FP64, device=device)
-    add_noise_(table, table.match(tensors), torch.tensor(keys, device=device), ones, backend=backend)
-    return torch.stack(tensors).cpu().double()
-
-
-@pytest.mark.parametrize("kinds", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("kinds", EACH_DTYPE)
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestEveryDtype:
     def test_the_bits_are_those_of_plain_torch(self, backend: tuple[str, str], kinds: tuple[torch.dtype, ...]) -> None:
@@ -127,7 +61,7 @@ class TestEveryDtype:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestFunctionOfKeyAndElement:
-    def test_neither_of_size_nor_of_place(self, backend: tuple[str, str]) -> None:
+    def test_noise_depends_neither_on_size_nor_on_place(self, backend: tuple[str, str]) -> None:
         where, device = backend
         long, short = drawn([5], 3000, where, device)[0], drawn([7, 9, 5], 1500, where, device)[2]
         assert torch.equal(short, long[:1500])
@@ -140,13 +74,13 @@ class TestFunctionOfKeyAndElement:
 @pytest.mark.parametrize("start", [2**32 - 40, 2**33 + 2**31 - 7], ids=hex)
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if not backend.id.startswith("torch")])
 def test_positions_beyond_32_bits(backend: tuple[str, str], start: int) -> None:
-    """Elements of a tensor that would be there, if one were so large."""
+    """Use an address so far before a small tensor that these positions lie in it."""
     where, device = backend
     chunks = torch.tensor([[0, start, 64, 0]], device=device)
     tensor = torch.zeros(64, device=device)
     places = torch.tensor([[tensor.data_ptr() - 4 * start, 0]], device=device)
     key, scale = torch.tensor([3], device=device), torch.ones(1, dtype=FP64, device=device)
-    operator_of(where)(chunks, places, key, scale, *([False] if where == "triton" else []))
+    noise_operator(where)(chunks, places, key, scale, *([False] if where == "triton" else []))
     assert_same([tensor], [normals(keys_of(key[0].cpu()), torch.arange(start, start + 64))])
 
 
@@ -156,18 +90,18 @@ def test_plain_torch_takes_large_tensors_in_pieces(monkeypatch: pytest.MonkeyPat
     assert torch.equal(drawn([4], 3000), whole)
 
 
-#: Elements of each key.
+# The elements drawn with each key.
 SAMPLES = 2**20
 
 
 @pytest.fixture(scope="module")
 def sample() -> Tensor:
-    """[keys, SAMPLES], of keys that are neighbours in either word."""
+    """Return normal numbers [keys, SAMPLES] of keys that are neighbours in either word."""
     return drawn([6, 7, 6 + 2**32], SAMPLES)
 
 
 class TestNormal:
-    """Plain torch, whose bits the others have. A statistic lies within five standard errors of what it should be."""
+    """The distribution of plain torch's numbers, which all backends share, within five standard errors."""
 
     def test_moments(self, sample: Tensor) -> None:
         for row in sample:
@@ -176,7 +110,7 @@ class TestNormal:
                 assert abs(error) < 5 * math.sqrt(variance / SAMPLES), f"moment {power}"
 
     def test_distribution(self, sample: Tensor) -> None:
-        """Kolmogorov and Smirnov: √n·D stays below 1.95 in 999 of 1000 cases."""
+        """The Kolmogorov–Smirnov statistic √n·D stays below 1.95 in 999 of 1000 cases."""
         ordered = sample.flatten().sort().values
         n = ordered.numel()
         cdf = torch.special.ndtr(ordered)
@@ -203,11 +137,12 @@ class TestNormal:
         ordered = sample.sort(dim=1).values
         assert not torch.equal(ordered[0], ordered[1]), "the same numbers in another order"
 
+    @pytest.mark.full
     def test_the_bits_of_both_words_are_independent(self) -> None:
         n = 2**18
         words = [_word(key, torch.arange(n)) for number in (6, 7) for key in keys_of(torch.tensor(number))]
         bits = torch.cat([(word >> bit & 1).float()[None] * 2 - 1 for word in words for bit in range(32)])
-        # 8128 pairs: the largest of so many is beyond five standard errors once in 200 times.
+        # Among 8128 pairs the largest exceeds five standard errors once in 200 times.
         assert bits.mean(dim=1).abs().max() < 5 / math.sqrt(n)
         assert (bits @ bits.T / n).fill_diagonal_(0).abs().max() < 5.5 / math.sqrt(n)
 
@@ -284,7 +219,7 @@ def wrong(case: Case) -> dict[str, tuple[tuple[Any, ...], str]]:
     columns = [tensor[::2] for tensor in (torch.zeros(2 * size) for size in case.sizes)]
     return {
         "slots": ((table_of([1], FP32, "cpu").match([torch.ones(1)]), keys, scales), "has 6 slots, got 1 tensors"),
-        "copied": ((case.table.match(columns), keys, scales), "was copied, which the noise would not leave again"),
+        "copied": ((case.table.match(columns), keys, scales), "was copied: the noise would be added to the copy alone"),
         "keys": (
             (matched, keys.int(), scales),
             r"keys must be 6 contiguous elements of torch.int64, .* torch.int32",
@@ -303,68 +238,4 @@ def test_arguments_are_checked(what: str) -> None:
     given, message = wrong(case)[what]
     with pytest.raises(ValueError, match=message):
         add_noise_(case.table, *given)
-    assert_same(case.around, before)
-
-
-def operator_of(backend: str) -> Any:
-    if backend in ("cpp", "cuda"):
-        return torch.ops.hdet_kernels.add_noise_.default
-    if backend == "torch":
-        from hdet_kernels.ops import reference_noise as module
-    else:
-        from hdet_kernels.ops import triton_noise as module
-    return module._operator()
-
-
-def arguments(case: Case, backend: str) -> list[Any]:
-    matched = case.table.match(case.tensors)
-    if backend == "torch":
-        return [list(matched.tensors), list(range(len(matched.tensors))), case.keys, case.scales]
-    given = [case.table.chunks, case.table.point_at(matched), case.keys, case.scales]
-    return [*given, False] if backend == "triton" else given
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck(backend: tuple[str, str]) -> None:
-    where, device = backend
-    case = make_case((FP32, BF16), device, (33, 1030))
-    torch.library.opcheck(operator_of(where), arguments(case, where))
-    case.assert_neighbours_untouched()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_function_adds_like_an_eager_one(backend: tuple[str, str]) -> None:
-    where, device = backend
-    add, results = operator_of(where), []
-    for compiled in (False, True):
-        case = make_case((FP32, BF16), device, (33, 1030))
-        given = arguments(case, where)
-
-        def run(given: list[Any] = given) -> Tensor:
-            add(*given)
-            return given[2] + 1
-
-        call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
-        results.append([call(), *case.around])
-    assert_same(*results)
-
-
-WRONG = {
-    "chunks": (0, lambda value: value[:, :3].contiguous(), "chunks must have 4 columns"),
-    "tensors": (1, lambda value: value.int(), "tensors has another dtype"),
-    "keys": (2, lambda value: value[:-1], "keys must have 2 elements, got 1"),
-    "scales": (3, lambda value: value.float(), "scales has another dtype"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("backend", COMPILED)
-def test_the_compiled_operator_checks_its_arguments(backend: tuple[str, str], what: str) -> None:
-    case = make_case((FP32,), backend[1], (33, 1030))
-    given = arguments(case, backend[0])
-    position, change, message = WRONG[what]
-    given[position] = change(given[position])
-    before = [outer.clone() for outer in case.around]
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.hdet_kernels.add_noise_(*given)
     assert_same(case.around, before)

@@ -1,4 +1,4 @@
-"""The operators as torch sees them: schemas, fake kernels, and being traced by torch.compile."""
+"""The operators of every backend as torch sees them: schemas, fake kernels, and tracing by torch.compile."""
 
 from __future__ import annotations
 
@@ -8,85 +8,64 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Piece
-from hdet_kernels.ops import STATES
-from hdet_kernels.ops.chunks import flat_gradients
-from hdet_kernels.ops.pack import PieceTable
 from hdet_kernels.ops.wire import FORMATS, Wire
-from tests.ops.cases import BF16, FP32, RULES, Case, assert_same, available, make_case, make_table
+from tests.ops import noise_cases
+from tests.ops.cases import BACKENDS, BF16, FP32, INTERPRETER_IN_FULL, RULES, Case, assert_same, make_case, make_table
+from tests.ops.operator_cases import (
+    noise_arguments,
+    noise_operator,
+    norm_arguments,
+    pack_arguments,
+    pack_operators,
+    step_arguments,
+    step_operators,
+    step_tables,
+)
 
-#: The backends whose operators are written in Python; test_native.py has the compiled ones.
-WRITTEN = [
-    available("torch", "cpu"),
-    available("torch", "cuda"),
-    available("triton", "cuda"),
-    available("triton", "cpu"),
-]
-EVERYWHERE = [*WRITTEN, available("cpp", "cpu"), available("cuda", "cuda")]
 SIZES = (1030, 0, 5)
 
+# A rule without states in fp32, and one with all states in bf16 with a master; other combinations in make test-full.
+STEPS = [
+    pytest.param("sgd", False, id="sgd-fp32"),
+    pytest.param("adamw-amsgrad", True, id="adamw-amsgrad-bf16-master"),
+    pytest.param("sgd", True, id="sgd-bf16-master", marks=pytest.mark.full),
+    pytest.param("adamw-amsgrad", False, id="adamw-amsgrad-fp32", marks=pytest.mark.full),
+    pytest.param("lion", False, id="lion-fp32", marks=pytest.mark.full),
+    pytest.param("lion", True, id="lion-bf16-master", marks=pytest.mark.full),
+]
+EACH_FORMAT = [pytest.param("bf16", marks=pytest.mark.full), "int8"]
 
-def operators_of(backend: str) -> tuple[Any, Any, Any]:
-    if backend == "torch":
-        from hdet_kernels.ops import reference as module
-    else:
-        from hdet_kernels.ops import triton_kernels as module
-    return module._operators()
 
-
-def small_case(name: str, device: str, *, reduced: bool = False) -> Case:
+def small_case(name: str, device: str, *, master: bool = False) -> Case:
     rule, row = RULES[name]
     optional = bool(row.get("momentum") or row.get("amsgrad"))
-    dtype = BF16 if reduced else FP32
-    case = make_case(rule, SIZES, dtype, device, optional=optional, state=FP32, master=reduced, grads=(FP32, BF16))
+    dtype = BF16 if master else FP32
+    case = make_case(rule, SIZES, dtype, device, optional=optional, state=FP32, master=master, grads=(FP32, BF16))
     for flat in case.flats():
         flat.nan_to_num_(0.5)  # opcheck compares by equality
     return case
 
 
-def tables_of(case: Case, backend: str) -> list[Any]:
-    """What a backend's step takes after the hyperparameters and before the scalars."""
-    grads = case.chunks.match(case.grads)
-    on_device = case.chunks.point_at(grads)
-    if backend == "torch":
-        return [case.chunks.slots, on_device, [slot.offset for slot in case.chunks.entries], flat_gradients(grads)]
-    from hdet_kernels.ops.triton_kernels import dtypes_of
-
-    return [case.chunks.slots, case.chunks.chunks, on_device, dtypes_of(grads)]
-
-
-def arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
-    flats = [case.param, case.master, *[*case.states, None, None][:3], case.steps]
-    return [list(STATES).index(case.rule), *flats, table, *tables_of(case, backend), *scalars, False, 1]
-
-
-def reading(case: Case, backend: str) -> list[Any]:
-    grads = case.chunks.match(case.grads)
-    return [case.chunks.chunks, flat_gradients(grads) if backend == "torch" else case.chunks.point_at(grads), 1]
-
-
-@pytest.mark.parametrize("reduced", [False, True], ids=["fp32", "bf16-master"])
-@pytest.mark.parametrize("name", ["sgd", "adamw-amsgrad", "lion"])
-@pytest.mark.parametrize("backend", WRITTEN)
-def test_opcheck_of_a_step(backend: tuple[str, str], name: str, reduced: bool) -> None:
+@pytest.mark.parametrize(("name", "master"), STEPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck_of_a_step(backend: tuple[str, str], name: str, master: bool) -> None:
     where, device = backend
-    case = small_case(name, device, reduced=reduced)
+    case = small_case(name, device, master=master)
     scalars = [torch.ones(1, device=device), torch.ones(1, device=device).double(), torch.zeros(1, device=device)]
     for given in (scalars, [None, None, None]):
         table = make_table(device, RULES[name][1]).tensor
-        torch.library.opcheck(operators_of(where)[0], arguments(case, where, table, *given))
+        torch.library.opcheck(step_operators(where)[0], step_arguments(case, where, table, *given))
 
 
-@pytest.mark.parametrize("backend", WRITTEN)
-def test_opcheck_of_norm_and_finite(backend: tuple[str, str]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck_of_the_norm(backend: tuple[str, str]) -> None:
     where, device = backend
     case = small_case("sgd", device)
-    for operator in operators_of(where)[1:]:
-        torch.library.opcheck(operator, reading(case, where))
+    torch.library.opcheck(step_operators(where)[1], norm_arguments(case, where))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("format", EACH_FORMAT)
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
 def test_opcheck_of_a_compressed_average(backend: tuple[str, str], format: str) -> None:
     where, device = backend
     wire = Wire(format, 1500, 2, torch.device(device), backend=where)
@@ -99,7 +78,49 @@ def test_opcheck_of_a_compressed_average(backend: tuple[str, str], format: str) 
         torch.library.opcheck(wire._decode, (number, sent, consensus, None if given is None else target))
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
+def test_opcheck_of_pack_and_unpack(backend: tuple[str, str]) -> None:
+    tensors, *given = pack_arguments(*backend)
+    for operator, arguments in zip(pack_operators(backend[0]), given, strict=True):
+        torch.library.opcheck(operator, arguments)
+    assert len(tensors) == 2  # keeps them alive until here
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck_of_noise(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = noise_cases.make_case((FP32, BF16), device, (33, 1030))
+    torch.library.opcheck(noise_operator(where), noise_arguments(case, where))
+    case.assert_neighbours_untouched()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -> None:
+    where, device = backend
+    step, norm = step_operators(where)
+    row = RULES["adamw"][1] | {"max_grad_norm": 1.0}
+    results = []
+    for compiled in (False, True):
+        case = small_case("adamw", device)
+        table = make_table(device, row).tensor
+        rule, *flats = step_arguments(case, where, table, None, None, None)[:8]
+        tables, grads = step_tables(case, where), norm_arguments(case, where)
+
+        def train(
+            flats: list[Any] = flats, rule: int = rule, tables: list[Any] = tables, grads: list[Any] = grads
+        ) -> tuple[Tensor, Tensor]:
+            total = norm(*grads)
+            step(rule, *flats, *tables, None, total, (~total.isfinite()).float(), False, 1)
+            return total, flats[0].sum()  # reads what the step wrote
+
+        run = torch.compile(train, fullgraph=True, backend="aot_eager") if compiled else train
+        outputs = [value for _ in range(2) for value in run()]
+        assert case.steps.tolist() == [2, 2, 2]
+        results.append([*case.flats(), *outputs])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
 def test_a_compiled_function_averages_like_an_eager_one(backend: tuple[str, str]) -> None:
     where, device = backend
     wire = Wire("int8", 1500, 1, torch.device(device), backend=where)
@@ -119,45 +140,13 @@ def test_a_compiled_function_averages_like_an_eager_one(backend: tuple[str, str]
     assert_same(*results)
 
 
-PACKING = [*WRITTEN, available("cpp", "cpu"), available("cuda", "cuda")]
-
-
-def packing_operators(backend: str) -> tuple[Any, Any]:
-    if backend in ("cpp", "cuda"):
-        return torch.ops.hdet_kernels.pack.default, torch.ops.hdet_kernels.unpack.default
-    if backend == "torch":
-        from hdet_kernels.ops import reference_pack as module
-    else:
-        from hdet_kernels.ops import triton_pack as module
-    return module._operators()
-
-
-def packing(backend: str, device: str) -> tuple[list[Tensor], list[Any], list[Any]]:
-    """Tensors of two rows, what they are packed with (both rows, over 3) and unpacked with (halved)."""
-    tensors = [torch.randn(2, 70, device=device).to(kind) for kind in (FP32, BF16)]
-    table = PieceTable([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], 2, tensors[0].device, FP32)
-    staging = torch.zeros(table.numel, device=device)
-    if backend == "torch":
-        return tensors, [tensors, *table.spans, 3, 3.0, staging], [tensors, *table.spans, 2.0, staging]
-    tables = [table.chunks, table.point_at(table.match(tensors)), table.strides]
-    return tensors, [*tables, 3, 3.0, staging], [*tables, 2, 2.0, staging]
-
-
-@pytest.mark.parametrize("backend", PACKING)
-def test_opcheck_of_pack_and_unpack(backend: tuple[str, str]) -> None:
-    tensors, *given = packing(*backend)
-    for operator, arguments in zip(packing_operators(backend[0]), given, strict=True):
-        torch.library.opcheck(operator, arguments)
-    assert len(tensors) == 2  # alive until here
-
-
-@pytest.mark.parametrize("backend", PACKING)
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
 def test_a_compiled_function_packs_and_unpacks_like_an_eager_one(backend: tuple[str, str]) -> None:
-    pack, unpack = packing_operators(backend[0])
+    pack, unpack = pack_operators(backend[0])
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        tensors, to, back = packing(*backend)
+        tensors, to, back = pack_arguments(*backend)
 
         def average(to: list[Any] = to, back: list[Any] = back) -> Tensor:
             pack(*to)
@@ -168,30 +157,21 @@ def test_a_compiled_function_packs_and_unpacks_like_an_eager_one(backend: tuple[
         run = torch.compile(average, fullgraph=True, backend="aot_eager") if compiled else average
         results.append([run(), to[-1], *tensors])
     assert_same(*results)
-    assert torch.equal(results[1][2][0], results[1][2][1]), "the rows of a tensor that was unpacked are equal"
+    assert torch.equal(results[1][2][0], results[1][2][1]), "unpacking makes the rows of a tensor equal"
 
 
-@pytest.mark.parametrize("backend", WRITTEN)
-def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_function_adds_noise_like_an_eager_one(backend: tuple[str, str]) -> None:
     where, device = backend
-    step, norm, finite = operators_of(where)
-    row = RULES["adamw"][1] | {"max_grad_norm": 1.0}
-    results = []
+    add, results = noise_operator(where), []
     for compiled in (False, True):
-        case = small_case("adamw", device)
-        table = make_table(device, row).tensor
-        rule, *flats = arguments(case, where, table, None, None, None)[:8]
-        tables, grads = tables_of(case, where), reading(case, where)
+        case = noise_cases.make_case((FP32, BF16), device, (33, 1030))
+        given = noise_arguments(case, where)
 
-        def train(
-            flats: list[Any] = flats, rule: int = rule, tables: list[Any] = tables, grads: list[Any] = grads
-        ) -> tuple[Tensor, Tensor]:
-            total = norm(*grads)
-            step(rule, *flats, *tables, None, total, (~finite(*grads)).float(), False, 1)
-            return total, flats[0].sum()  # reads what the step wrote
+        def run(given: list[Any] = given) -> Tensor:
+            add(*given)
+            return given[2] + 1
 
-        run = torch.compile(train, fullgraph=True, backend="aot_eager") if compiled else train
-        outputs = [value for _ in range(2) for value in run()]
-        assert case.steps.tolist() == [2, 2, 2]
-        results.append([*case.flats(), *outputs])
+        call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+        results.append([call(), *case.around])
     assert_same(*results)

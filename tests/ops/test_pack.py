@@ -1,9 +1,7 @@
-"""Packing and unpacking: every backend against a formula in plain torch, to the bit."""
+"""Packing and unpacking: every backend against a formula in plain torch, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,22 +11,25 @@ from torch import Tensor
 from hdet_kernels.buckets import Piece, cut
 from hdet_kernels.ops.chunks import CHUNK
 from hdet_kernels.ops.pack import MOST_ROWS, Pack
-from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, POISON, QUICK, SENTINEL, assert_same, available
+from tests.ops.cases import (
+    BACKENDS,
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    ON_CPU,
+    POISON,
+    QUICK,
+    SENTINEL,
+    assert_same,
+    available,
+    interpreted,
+    naming,
+    share,
+)
+from tests.ops.pack_cases import DTYPES, INTERPRETED_SIZES, SIZES, assert_bits, make_case, round_trip
 
-DTYPES = {
-    "fp32": (FP32, (FP32,)),
-    "bf16": (FP32, (BF16,)),
-    "fp16": (FP32, (FP16,)),
-    "mixed": (FP32, (FP32, BF16, FP16)),
-    "fp64": (FP64, (FP64,)),
-}
-#: Whole chunks where both sides allow vectors, where one does not, where neither does; an empty tensor; odd tails.
-SIZES = (CHUNK + 8, 2 * CHUNK + 9, 0, 1, 3, CHUNK - 1, 40)
-#: For Triton's interpreter, which takes its time: whole blocks of both shapes, with and without vectors, and tails.
-INTERPRETED_SIZES = (CHUNK + 8, 521, 0, 1, 3, 511)
-GAP = 8
-
-#: Rows, which of them are included, and the divisor.
+# The number of rows, which of them are included, and the divisor.
 ROWS = {
     "1": (1, None, 1.0),
     "1-over-3": (1, None, 3.0),
@@ -41,155 +42,42 @@ ROWS = {
 }
 
 
-def combinations() -> Iterator[Any]:
-    """Every backend, dtype and choice of rows; in the interpreter every dtype with one choice, every choice once."""
-    for backend in BACKENDS:
-        for kind, dtypes in DTYPES.items():
-            for label, choice in ROWS.items():
-                if backend.id != "triton-cpu" or kind == "mixed" or label == "8-without-3":
-                    name = f"{backend.id}-{kind}-{label}"
-                    yield pytest.param(*backend.values, *dtypes, *choice, id=name, marks=backend.marks)
+# The dtypes that are not among the mixed ones; the others alone are left to make test-full.
+EACH_DTYPE = [
+    pytest.param(*dtypes, id=name, marks=[] if name in ("fp64", "mixed") else pytest.mark.full)
+    for name, dtypes in DTYPES.items()
+]
 
 
 def sizes_for(backend: tuple[str, str]) -> tuple[int, ...]:
-    return INTERPRETED_SIZES if backend == ("triton", "cpu") else SIZES
+    return INTERPRETED_SIZES if interpreted(backend) else SIZES
 
 
-@dataclass
-class Case:
-    """Tensors and a staging buffer in the midst of larger memory: around what is read stands NaN, around what is
-    written a sentinel, and every other tensor starts at an address that is no multiple of 16."""
-
-    tensors: list[Tensor]
-    around: list[Tensor]
-    staging: Tensor
-    around_staging: Tensor
-    pieces: list[Piece]
-    rows: int
-
-    @property
-    def numels(self) -> list[int]:
-        return [tensor.shape[-1] for tensor in self.tensors]
-
-    def pack(self, backend: str) -> Pack:
-        staging = self.staging
-        return Pack(self.numels, self.pieces, staging.device, staging.dtype, rows=self.rows, backend=backend)
-
-    def surround(self, tensors: float, staging: float) -> None:
-        """Fill what is around the tensors and around the staging buffer, and not what is inside."""
-        both = zip([*self.tensors, self.staging], [*self.around, self.around_staging], strict=True)
-        for inner, outer in both:
-            kept = inner.clone()
-            outer.fill_(staging if outer is self.around_staging else tensors)
-            inner.copy_(kept)
-
-    def assert_only_inside_written(self, what: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for inner, outer in what:
-            kept = inner.clone()
-            inner.fill_(SENTINEL)
-            assert (outer == SENTINEL).all(), "something was written beside"
-            inner.copy_(kept)
+def check_round_trip(backend: tuple[str, str], kind: str, choice: str) -> None:
+    (wide, kinds), (rows, included, divisor) = DTYPES[kind], ROWS[choice]
+    case = make_case(sizes_for(backend), kinds, wide, backend[1], rows=rows)
+    round_trip(case, backend[0], included, divisor)
 
 
-def make_case(
-    sizes: Sequence[int],
-    kinds: Sequence[torch.dtype],
-    wide: torch.dtype,
-    device: str,
-    *,
-    rows: int = 1,
-    pieces: Sequence[Piece] | None = None,
-    shift: int = 0,
-) -> Case:
-    generator = torch.Generator().manual_seed(sum(sizes) + rows)
-    tensors, around = [], []
-    for index, size in enumerate(sizes):
-        start, count = GAP + index % 2, rows * size
-        values = torch.randn(count, generator=generator, dtype=FP64)
-        values[::7] *= 1e-3
-        values[1::11] = -0.0
-        outer = torch.zeros(count + 2 * GAP + 1, dtype=kinds[index % len(kinds)], device=device)
-        inner = outer[start : start + count]
-        inner.copy_(values)
-        tensors.append(inner if rows == 1 and index % 3 else inner.view(rows, size))
-        around.append(outer)
-    chosen = [Piece(i, 0, size) for i, size in enumerate(sizes)] if pieces is None else list(pieces)
-    total = sum(piece.stop - piece.start for piece in chosen)
-    outer = torch.zeros(total + 2 * GAP, dtype=wide, device=device)
-    return Case(tensors, around, outer[GAP + shift : GAP + shift + total], outer, chosen, rows)
+@pytest.mark.parametrize("choice", ROWS)
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_packing_and_unpacking(backend: tuple[str, str], choice: str) -> None:
+    """Mixed dtypes with every choice of rows, and every dtype with one or more of them."""
+    for kind in {"mixed", *share(list(ROWS).index(choice) % len(DTYPES), len(DTYPES), list(DTYPES))}:
+        with naming(kind):
+            check_round_trip(backend, kind, choice)
 
 
-def packed(case: Case, included: Sequence[bool] | None, divisor: float) -> Tensor:
-    """What packing makes of the case, in plain torch, on the CPU."""
-    taken = [row for row in range(case.rows) if included is None or included[row]]
-    parts = [torch.zeros(0, dtype=case.staging.dtype)]
-    for piece in case.pieces:
-        values = case.tensors[piece.index].cpu().view(case.rows, -1) if piece.stop else torch.zeros(case.rows, 0)
-        wide = values[:, piece.start : piece.stop].to(case.staging.dtype)
-        total = torch.zeros_like(wide[0]) if not taken else wide[taken[0]].clone()
-        for row in taken[1:]:
-            total = total + wide[row]
-        parts.append(total / torch.tensor(divisor, dtype=wide.dtype))
-    return torch.cat(parts)
+@pytest.mark.full
+@pytest.mark.parametrize("choice", ROWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packing_and_unpacking_in_every_combination(backend: tuple[str, str], choice: str) -> None:
+    for kind in DTYPES:
+        with naming(kind):
+            check_round_trip(backend, kind, choice)
 
 
-def unpacked(case: Case, divisor: float) -> list[Tensor]:
-    """What unpacking makes of the case's tensors, in plain torch, on the CPU."""
-    tensors = [tensor.cpu().clone().view(case.rows, tensor.shape[-1]) for tensor in case.tensors]
-    values, offset = case.staging.cpu(), 0
-    for piece in case.pieces:
-        count = piece.stop - piece.start
-        quotient = values[offset : offset + count] / torch.tensor(divisor, dtype=values.dtype)
-        tensors[piece.index][:, piece.start : piece.stop] = quotient.to(tensors[piece.index].dtype)
-        offset += count
-    return [new.view(old.shape) for new, old in zip(tensors, case.tensors, strict=True)]
-
-
-def assert_bits(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """To the bit, the signs of zeros too."""
-    assert_same([tensor.cpu() for tensor in mine], theirs)
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a.cpu().signbit(), b.signbit()), "a zero has another sign"
-
-
-def round_trip(case: Case, backend: str, included: Sequence[bool] | None = None, divisor: float = 1.0) -> None:
-    """Pack with NaN around the tensors and in the rows that are left out; unpack other numbers to all rows."""
-    pack = case.pack(backend)
-    expected = packed(case, included, divisor)
-    case.surround(POISON, SENTINEL)
-    kept = [tensor.clone() for tensor in case.tensors]
-    for row, taken in enumerate([] if included is None else included):
-        for tensor in case.tensors:
-            if not taken and tensor.numel():
-                tensor.view(case.rows, -1)[row] = POISON
-    pack.pack(case.tensors, case.staging, included, divisor)
-    assert_bits([case.staging], [expected])
-    case.assert_only_inside_written([(case.staging, case.around_staging)])
-
-    case.staging.mul_(1.7)
-    for tensor, values in zip(case.tensors, kept, strict=True):
-        tensor.copy_(values)
-    restored = unpacked(case, divisor)
-    case.surround(SENTINEL, POISON)
-    pack.unpack(case.tensors, case.staging, divisor)
-    assert_bits(case.tensors, restored)
-    case.assert_only_inside_written(list(zip(case.tensors, case.around, strict=True)))
-
-
-@pytest.mark.parametrize(("backend", "wide", "kinds", "rows", "included", "divisor"), list(combinations()))
-def test_there_and_back(
-    backend: tuple[str, str],
-    wide: torch.dtype,
-    kinds: tuple[torch.dtype, ...],
-    rows: int,
-    included: tuple[bool, ...] | None,
-    divisor: float,
-) -> None:
-    where, device = backend
-    round_trip(make_case(sizes_for(backend), kinds, wide, device, rows=rows), where, included, divisor)
-
-
-@pytest.mark.parametrize(("wide", "kinds"), DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize(("wide", "kinds"), EACH_DTYPE)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pieces_inside_tensors_and_a_staging_buffer_at_an_odd_address(
     backend: tuple[str, str], wide: torch.dtype, kinds: tuple[torch.dtype, ...]
@@ -263,7 +151,7 @@ def test_nothing_to_pack(backend: tuple[str, str], sizes: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_buckets_of_any_size_carry_every_element_once(backend: tuple[str, str]) -> None:
+def test_buckets_of_any_size_hold_every_element_once(backend: tuple[str, str]) -> None:
     where, device = backend
     kinds = (FP32, BF16, FP64, FP16)
     flats = [torch.randn(size).to(device, kinds[index % 4]) for index, size in enumerate((700, 1, 0, 333, 40, 9, 250))]
@@ -281,12 +169,12 @@ def test_buckets_of_any_size_carry_every_element_once(backend: tuple[str, str]) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tensors_that_move_and_change_their_dtype_are_followed(backend: tuple[str, str]) -> None:
+def test_a_pack_follows_tensors_that_move_and_change_their_dtype(backend: tuple[str, str]) -> None:
     where, device = backend
     sizes = (CHUNK + 1, 0, 33)
     pack = make_case(sizes, (FP32,), FP32, device).pack(where)
     staging = torch.zeros(pack.numel, device=device)
-    alive = []  # otherwise the next tensors might come to lie at the addresses of the last
+    alive = []  # keeps the tensors, so that the next ones get other addresses
     for value, kinds in enumerate(((FP32, FP32), (FP32, FP32), (BF16, FP16), (FP16, FP32), (FP32, FP32)), start=1):
         tensors = [
             torch.full((size,), float(value), dtype=kinds[index % 2], device=device) for index, size in enumerate(sizes)
@@ -299,7 +187,7 @@ def test_tensors_that_move_and_change_their_dtype_are_followed(backend: tuple[st
 
 
 @pytest.mark.parametrize("backend", QUICK)
-def test_parameters_are_written_like_by_any_operation_in_place(backend: tuple[str, str]) -> None:
+def test_autograd_notices_that_unpack_writes_parameters(backend: tuple[str, str]) -> None:
     where, device = backend
     param = torch.nn.Parameter(torch.ones(5, device=device))
     other = torch.nn.Parameter(torch.ones(5, device=device))
@@ -390,7 +278,7 @@ def _freed(rows: int, count: int) -> Tensor:
     return tensor
 
 
-#: What is given instead of the second of the tensors, the staging buffer, what is included, the divisor.
+# Arguments that replace the second tensor, the staging buffer, the included rows or the divisor.
 BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shape": ({"tensor": torch.zeros(5, 2)}, ValueError, r"tensor 1 .*\(5, 2\).*2 rows of 5.*must be \(2, 5\)"),
     "flat": ({"tensor": torch.zeros(10)}, ValueError, r"tensor 1 .*\(10,\).*must be \(2, 5\)"),
@@ -418,13 +306,12 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD_CALLS)
-@pytest.mark.parametrize("backend", [backend for backend in QUICK if backend.id.endswith("cpu")])
-def test_bad_calls_name_what_was_given_and_expected_and_write_nothing(backend: tuple[str, str], what: str) -> None:
+def test_bad_calls_name_what_was_given_and_expected_and_write_nothing(what: str) -> None:
     change, kind, message = BAD_CALLS[what]
     first = torch.ones(2, 10)
     tensors = change.get("tensors", [first, change.get("tensor", torch.ones(2, 5))])
     staging, divisor = change.get("staging", torch.full((15,), SENTINEL)), change.get("divisor", 1.0)
-    pack = Pack([10, 5], [Piece(0, 0, 10), Piece(1, 0, 5)], torch.device("cpu"), FP32, rows=2, backend=backend[0])
+    pack = Pack([10, 5], [Piece(0, 0, 10), Piece(1, 0, 5)], torch.device("cpu"), FP32, rows=2)
     with pytest.raises(kind, match=message):
         pack.pack(tensors, staging, change.get("included"), divisor)
     if "staging" not in change:
@@ -451,7 +338,7 @@ def test_the_elements_of_a_row_may_be_of_any_shape(backend: tuple[str, str]) -> 
         assert_same([torch.cat([tensor.view(rows, -1)[-1] for tensor in tensors])], [expected])
 
 
-def test_tensors_without_a_piece_are_not_looked_at() -> None:
+def test_tensors_without_a_piece_are_ignored() -> None:
     pack = Pack([10, 5], [Piece(1, 0, 5)], torch.device("cpu"), FP32, backend="torch")
     staging = torch.zeros(5)
     pack.pack([torch.zeros(3, device="meta"), torch.ones(1, 5)], staging)

@@ -1,4 +1,4 @@
-"""The norm of all gradients, and whether they are finite."""
+"""The norm of all gradients, of each replica."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from hdet_kernels import ops
 from hdet_kernels.ops.chunks import CHUNK
 from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, Case, available, make_case
+from tests.ops.stacked_cases import SIZES as SIZES_OF_A_ROW
 
 DTYPES = {
     "fp32": (FP32, (FP32,)),
@@ -17,25 +18,25 @@ DTYPES = {
     "fp16": (FP16, (FP16,)),
     "mixed": (FP32, (FP32, BF16, FP16)),
 }
-#: Whole chunks with and without vectors, empty slots, odd tails.
+# Whole chunks with and without vectors, an empty slot, odd tails.
 SIZES = (CHUNK + 1, 2 * CHUNK + 9, 0, 1, CHUNK - 1)
+TRITON = [available("triton", "cuda"), available("triton", "cpu")]
 
 
 def gradients(dtype: torch.dtype, kinds: tuple[torch.dtype, ...], device: str) -> Case:
     return make_case("sgd", SIZES, dtype, device, optional=False, grads=kinds)
 
 
-def norm(case: Case, backend: str) -> Tensor:
-    return ops.grad_norm(case.chunks, case.chunks.match(case.grads), backend=backend)
+def norm(case: Case, backend: str, rows: int | None = None) -> Tensor:
+    return ops.grad_norm(case.chunks, case.chunks.match(case.grads), rows=rows, backend=backend)
 
 
-def finite(case: Case, backend: str) -> Tensor:
-    return ops.all_finite(case.chunks, case.chunks.match(case.grads), backend=backend)
-
-
-def true_norm(case: Case) -> float:
-    flat = torch.cat([grad.double().cpu() for grad in case.grads if grad is not None])
-    return torch.linalg.vector_norm(flat).item()
+def true_norms(case: Case, rows: int = 1) -> Tensor:
+    """Return the norm of the gradients of each replica, whose slots come one replica after the other."""
+    each = len(case.grads) // rows
+    by_row = [case.grads[row * each : (row + 1) * each] for row in range(rows)]
+    flat = [torch.cat([grad.double().cpu() for grad in own if grad is not None]) for own in by_row]
+    return torch.stack([torch.linalg.vector_norm(own) for own in flat])
 
 
 @pytest.mark.parametrize(("dtype", "kinds"), DTYPES.values(), ids=DTYPES.keys())
@@ -45,16 +46,15 @@ class TestEveryDtype:
         self, backend: tuple[str, str], dtype: torch.dtype, kinds: tuple[torch.dtype, ...]
     ) -> None:
         where, device = backend
-        case = gradients(dtype, kinds, device)  # NaN around every gradient: one of them read, and the norm is NaN
+        case = gradients(dtype, kinds, device)  # NaN around every gradient: if one is read, the norm is NaN
         for without in (None, 1, 0):
             if without is not None:
                 case.grads[without] = None
             got = norm(case, where)
             assert (got.dtype, got.shape, got.device.type) == (FP64, (), device)
-            assert got.item() == pytest.approx(true_norm(case), rel=1e-14)
-            assert finite(case, where).item() is True
+            assert got.item() == pytest.approx(true_norms(case).item(), rel=1e-14)
 
-    def test_one_element_that_is_not_finite_is_found_wherever_it_is(
+    def test_one_element_that_is_not_finite_shows_wherever_it_is(
         self, backend: tuple[str, str], dtype: torch.dtype, kinds: tuple[torch.dtype, ...]
     ) -> None:
         where, device = backend
@@ -65,48 +65,42 @@ class TestEveryDtype:
             assert grad is not None
             kept, value = grad[position].clone(), next(bad)
             grad[position] = value
-            got = finite(case, where)
-            assert (got.dtype, got.shape, got.device.type) == (torch.bool, (), device)
-            assert got.item() is False, f"{value} at {position} of slot {slot} went unnoticed"
             expected = float("nan") if value != value else float("inf")
-            assert norm(case, where).item() == pytest.approx(expected, nan_ok=True)
+            assert norm(case, where).item() == pytest.approx(expected, nan_ok=True), f"{value} in slot {slot}"
             grad[position] = kept
-        assert finite(case, where).item() is True
+        assert norm(case, where).isfinite()
 
 
-@pytest.mark.parametrize("value", [1e25, 1e-30], ids=["large", "tiny"])
 @pytest.mark.parametrize("kind", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_squares_neither_overflow_nor_vanish(backend: tuple[str, str], kind: torch.dtype, value: float) -> None:
+def test_squares_neither_overflow_nor_vanish(backend: tuple[str, str], kind: torch.dtype) -> None:
     where, device = backend
-    case = make_case("sgd", (1000, 3), FP32, device, optional=False, grads=(kind,))
-    for grad in case.grads:
-        assert grad is not None
-        grad.fill_(value)
-    assert norm(case, where).item() == pytest.approx(true_norm(case), rel=1e-14)
-    assert 0 < norm(case, where).item() < float("inf")
-    assert finite(case, where).item() is True
+    for value in (1e25, 1e-30):
+        case = make_case("sgd", (1000, 3), FP32, device, optional=False, grads=(kind,))
+        for grad in case.grads:
+            assert grad is not None
+            grad.fill_(value)
+        assert norm(case, where).item() == pytest.approx(true_norms(case).item(), rel=1e-14)
+        assert 0 < norm(case, where).item() < float("inf")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fp16_at_its_largest_is_finite(backend: tuple[str, str]) -> None:
+def test_the_largest_fp16_number_does_not_overflow(backend: tuple[str, str]) -> None:
     where, device = backend
     case = make_case("sgd", (1000,), FP16, device, optional=False)
     assert case.grads[0] is not None
     case.grads[0].fill_(65504.0)
     assert norm(case, where).item() == pytest.approx(65504 * 1000**0.5, rel=1e-14)
-    assert finite(case, where).item() is True
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 0), (3, 5)], ids=["no-slots", "empty-slots", "no-gradients"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_gradients_the_norm_is_zero_and_all_is_finite(backend: tuple[str, str], sizes: tuple[int, ...]) -> None:
+def test_without_gradients_the_norm_is_zero(backend: tuple[str, str], sizes: tuple[int, ...]) -> None:
     where, device = backend
     case = make_case("sgd", sizes, FP32, device, optional=False)
     if sizes == (3, 5):
         case.grads = [None, None]
     assert norm(case, where).item() == 0
-    assert finite(case, where).item() is True
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -116,7 +110,27 @@ def test_the_norm_is_the_same_every_time(backend: tuple[str, str]) -> None:
     assert len({norm(case, where).item() for _ in range(5)}) == 1
 
 
-@pytest.mark.parametrize("backend", [available("triton", "cuda"), available("triton", "cpu")])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_replica_has_its_norm(backend: tuple[str, str], rows: int) -> None:
+    where, device = backend
+    case = make_case("sgd", SIZES_OF_A_ROW * rows, FP32, device, optional=False, grads=(FP32, BF16))
+    case.grads[1] = None
+    got = norm(case, where, rows)
+    assert (got.dtype, got.shape, got.device.type) == (FP64, (rows,), device)
+    torch.testing.assert_close(got.cpu(), true_norms(case, rows), rtol=1e-14, atol=0)
+    case.grads[-4] = torch.full_like(case.grads[-4], float("inf"))
+    assert norm(case, where, rows).isfinite().tolist() == [True] * (rows - 1) + [False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_replicas_without_elements_have_norm_zero(backend: tuple[str, str]) -> None:
+    where, device = backend
+    case = make_case("sgd", (0, 0, 0), FP32, device, optional=False)
+    assert norm(case, where, 3).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("backend", TRITON)
 def test_triton_programs_share_more_chunks_than_there_are_programs(
     backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,11 +140,31 @@ def test_triton_programs_share_more_chunks_than_there_are_programs(
     monkeypatch.setattr(triton_reduce, "PROGRAMS", 4)
     case = gradients(FP32, (FP32, BF16), device)
     assert len(case.chunks.chunks) == 7, "two chunks for each program but the last"
-    assert norm(case, where).item() == pytest.approx(true_norm(case), rel=1e-14)
+    assert norm(case, where).item() == pytest.approx(true_norms(case).item(), rel=1e-14)
     for grad in case.grads:
         assert grad is not None
         if grad.numel():
             kept = grad[-1].clone()
             grad[-1] = float("nan")
-            assert finite(case, where).item() is False
+            assert norm(case, where).isnan()
             grad[-1] = kept
+
+
+@pytest.mark.parametrize("backend", TRITON)
+def test_triton_programs_share_the_chunks_of_many_replicas(
+    backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hdet_kernels.ops import triton_reduce
+
+    where, device = backend
+    for programs, rows in ((4, 2), (2, 4)):  # two for a replica of three chunks, and fewer than there are replicas
+        monkeypatch.setattr(triton_reduce, "PROGRAMS", programs)
+        case = make_case("sgd", (CHUNK + 1, 5) * rows, FP32, device, optional=False)
+        torch.testing.assert_close(norm(case, where, rows).cpu(), true_norms(case, rows), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_slots_that_cannot_be_divided_among_replicas_are_refused(rows: int) -> None:
+    case = make_case("sgd", SIZES_OF_A_ROW, FP32, "cpu", optional=False)
+    with pytest.raises(ValueError, match=f"each of rows={rows} replicas, got 4 slots and 5 chunks"):
+        norm(case, "torch", rows)

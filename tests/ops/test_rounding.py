@@ -1,4 +1,4 @@
-"""What is stored in fewer bits than it was computed in: rounding to nearest, stochastic rounding, master weights."""
+"""Numbers that are stored in fewer bits than they were computed in: rounding to nearest, stochastically, masters."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ from tests.ops.cases import (
     BF16,
     FP16,
     FP32,
+    INTERPRETER_IN_FULL,
+    ON_CPU,
     PRECISIONS,
     RULES,
     Case,
     Precision,
     assert_same,
-    available,
     case_of,
+    interpreted,
     make_case,
     make_table,
+    naming,
+    share,
 )
 
-#: Two whole blocks, a whole block at an address that allows no vectors, odd tails.
+# Two whole blocks, a whole block at an address that allows no vectors, odd tails.
 SIZES = (2048 + 3, 1024 + 1, 33)
 
 
 def on_a_grid(case: Case) -> None:
-    """Make every number of the case a multiple of 2⁻¹¹ below ½ (in bf16, one of its 8 bits): few enough bits for
-    float32 arithmetic to be exact, even where it squares, and too many for bf16 and fp16 after a step."""
+    """Make every number of the case a multiple of 2⁻¹¹ below ½ (in bf16, rounded to its 8 bits).
+
+    These are few enough bits for float32 arithmetic to be exact, even in squares, and too many for bf16 and fp16 after
+    a step.
+    """
     generator = torch.Generator().manual_seed(5)
     for flat in case.flats():
         values = torch.randint(1, 2**10, flat.shape, generator=generator) * 2.0**-11
@@ -38,8 +45,8 @@ def on_a_grid(case: Case) -> None:
         grad.copy_(torch.randint(1, 2**10, grad.shape, generator=generator) * 2.0**-11)
 
 
-#: Rules whose float32 arithmetic is exact on a grid. Adam's update has a root and a quotient: there the learning rate
-#: is 0, and the states alone say something.
+# Rules whose float32 arithmetic is exact on the grid. Adam's update has a root and a quotient, so its learning rate is
+# 0 and only its states are compared.
 EXACT: dict[str, tuple[str, dict[str, float]]] = {
     "sgd": ("sgd", {"lr": 0.125}),
     "sgd-momentum": ("sgd", {"lr": 0.125, "momentum": 0.5}),
@@ -54,17 +61,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_rounds_exact_arithmetic_to_the_same_bits(
-    backend: tuple[str, str], name: str, kind: tuple[torch.dtype, torch.dtype, bool]
-) -> None:
-    (where, device), (rule, row), (dtype, state, stochastic) = backend, EXACT[name], kind
+def check_bits(backend: tuple[str, str], name: str, kind: str) -> None:
+    """Assert that two steps of a backend give the bits of plain torch."""
+    (where, device), (rule, row), (dtype, state, stochastic) = backend, EXACT[name], KINDS[kind]
     rows = (row | {"seed": 1}, row | {"seed": 2**32 - 1})
     results = []
     for run, place in ((where, device), ("torch", "cpu")):
-        case = make_case(rule, SIZES, dtype, place, optional=True, rows=(0, 1, 0), state=state, grads=(FP32,))
+        case = make_case(rule, SIZES, dtype, place, optional=True, table_rows=(0, 1, 0), state=state, grads=(FP32,))
         on_a_grid(case)
         step = case.bound(make_table(place, *rows), run, stochastic_rounding=stochastic)
         for _ in range(2):
@@ -72,6 +75,25 @@ def test_every_backend_rounds_exact_arithmetic_to_the_same_bits(
         case.assert_neighbours_untouched()
         results.append([*case.flats(), case.steps])
     assert_same(*results)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("backend", [backend for backend in ON_CPU if backend.id != "torch-cpu"])
+def test_every_backend_rounds_exact_arithmetic_to_the_same_bits(backend: tuple[str, str], name: str) -> None:
+    """Every rule, in the interpreter each with one kind of rounding."""
+    position = list(EXACT).index(name)
+    for kind in share(position, len(EXACT), list(KINDS)) if interpreted(backend) else KINDS:
+        with naming(kind):
+            check_bits(backend, name, kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_rounds_to_the_same_bits_in_every_combination(backend: tuple[str, str], name: str) -> None:
+    for kind in KINDS:
+        with naming(kind):
+            check_bits(backend, name, kind)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -89,12 +111,14 @@ def test_stochastic_rounding_picks_one_of_the_two_neighbours(backend: tuple[str,
     assert ((got == low) | up).all()
     assert up.any()
     assert (got == low)[low != exact].any()
-    assert (got == low)[low == exact].all(), "what needs no rounding is not rounded"
+    assert (got == low)[low == exact].all(), "a number that bf16 can hold is not rounded"
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5], ids=["sgd", "sgd-momentum"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_update_too_small_for_bf16_arrives_in_the_mean(backend: tuple[str, str], momentum: float) -> None:
+@pytest.mark.parametrize(
+    "momentum", [pytest.param(0.0, id="sgd", marks=pytest.mark.full), pytest.param(0.5, id="sgd-momentum")]
+)
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
+def test_an_update_too_small_for_bf16_is_made_in_the_mean(backend: tuple[str, str], momentum: float) -> None:
     where, device = backend
     count, rounds, update, spacing = 8192, 6, 2.0**-12, 2.0**-7
     moved = {}
@@ -103,14 +127,14 @@ def test_an_update_too_small_for_bf16_arrives_in_the_mean(backend: tuple[str, st
         (grad,), span = case.grads, case.span(0)
         assert grad is not None
         case.param[span] = 1.5
-        grad.fill_(-1.0)  # upwards, where the spacing is the same all along
-        # The momentum reaches 1 at the first step and stays: dampening 0.5 replaces what decays.
+        grad.fill_(-1.0)  # upwards, where the spacing of bf16 does not change
+        # The momentum is 1 from the first step on: with dampening 0.5 the new gradient replaces what decays.
         row = {"lr": update, "momentum": momentum, "dampening": 0.5, "seed": 4}
         step = case.bound(make_table(device, row), where, stochastic_rounding=stochastic)
         for _ in range(rounds):
             step(case.chunks.match(case.grads))
         moved[stochastic] = (case.param[span].double() - 1.5).mean().item()
-    assert moved[False] == 0, "nearest loses every one of these updates"
+    assert moved[False] == 0, "rounding to nearest loses every one of these updates"
     chance = update / spacing
     error = spacing * (rounds * chance * (1 - chance) / count) ** 0.5
     assert abs(moved[True] - rounds * update) < 4 * error
@@ -137,7 +161,7 @@ def test_random_bits_depend_on_seed_step_and_position_alone(backend: tuple[str, 
     for other in (run(2), run(1, steps=2)):
         for mine, theirs in zip(first.flats(), other.flats(), strict=True):
             assert not torch.equal(mine, theirs)
-    # As one slot instead of two: the same positions have the same bits.
+    # The same positions have the same bits in one slot and in two.
     joined = run(1, sizes=(first.span(1).stop - first.span(0).start,))
     assert_same([joined.param[first.span(1)]], [first.param[first.span(1)]])
     ups = [flat[first.span(0)] == flat[first.span(0)].max() for flat in first.flats()]
@@ -171,10 +195,8 @@ def test_rounding_is_up_with_the_probability_of_what_is_cut_off() -> None:
 MASTERED = {name: precision for name, precision in PRECISIONS.items() if precision.master}
 
 
-@pytest.mark.parametrize("precision", MASTERED.values(), ids=MASTERED.keys())
-@pytest.mark.parametrize("name", ["sgd-momentum", "adamw-amsgrad", "adagrad", "lion"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_master_is_trained_like_fp32_parameters(backend: tuple[str, str], name: str, precision: Precision) -> None:
+def check_master(backend: tuple[str, str], name: str, precision: Precision) -> None:
+    """Assert that the master is updated as fp32 parameters are, and that the parameter is its rounding."""
     (where, device), (rule, row) = backend, RULES[name]
     case = case_of(name, SIZES, precision, device)
     assert case.master is not None
@@ -201,9 +223,30 @@ def test_a_master_is_trained_like_fp32_parameters(backend: tuple[str, str], name
                 assert_same([b[mine]], [a[theirs]])
 
 
+MASTERED_RULES = ("sgd-momentum", "adamw-amsgrad", "adagrad", "lion")
+
+
+@pytest.mark.parametrize("name", MASTERED_RULES)
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_a_master_is_trained_like_fp32_parameters(backend: tuple[str, str], name: str) -> None:
+    """Each rule with one precision."""
+    kind = list(MASTERED)[MASTERED_RULES.index(name) % len(MASTERED)]
+    with naming(kind):
+        check_master(backend, name, MASTERED[kind])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MASTERED_RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_master_is_trained_like_fp32_parameters_in_every_combination(backend: tuple[str, str], name: str) -> None:
+    for kind, precision in MASTERED.items():
+        with naming(kind):
+            check_master(backend, name, precision)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_master_follows_a_parameter_that_someone_wrote(backend: tuple[str, str], dtype: torch.dtype) -> None:
+def test_a_master_takes_the_value_of_an_overwritten_parameter(backend: tuple[str, str], dtype: torch.dtype) -> None:
     where, device = backend
     case = make_case("sgd", (1030, 5), dtype, device, optional=False, state=FP32, grads=(dtype,), master=True)
     assert case.master is not None
@@ -226,8 +269,8 @@ def test_a_master_follows_a_parameter_that_someone_wrote(backend: tuple[str, str
     case.assert_neighbours_untouched()
 
 
-@pytest.mark.parametrize("backend", [available("torch", "cpu"), available("cpp", "cpu"), available("triton", "cpu")])
-def test_small_updates_arrive_in_the_master(backend: tuple[str, str]) -> None:
+@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
+def test_a_master_keeps_updates_too_small_for_the_parameter(backend: tuple[str, str]) -> None:
     where, device = backend
     case = make_case("sgd", (64,), BF16, device, optional=False, master=True)
     (grad,), span = case.grads, case.span(0)

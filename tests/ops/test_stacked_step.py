@@ -1,14 +1,11 @@
-"""The step over replicas that share one gradient: every backend against one plain torch step for each replica."""
+"""The step of replicas that share one gradient: every backend against a plain torch step of each replica alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Slot
@@ -19,97 +16,108 @@ from tests.ops.cases import (
     BF16,
     FP32,
     FP64,
+    ON_CPU,
     PRECISIONS,
     RULES,
-    Case,
-    Precision,
     assert_as_accurate,
     assert_same,
     available,
+    interpreted,
     make_case,
     make_table,
+    naming,
+    share,
 )
 from tests.ops.stacked_cases import COUPLED, SIZES, alone, replicas_of, rows_for, stacked
 
-#: For Triton's interpreter, which takes its time: a whole block of every width, and one that lacks an element.
+# For Triton's interpreter, which is slow: a whole block of every width, and one that lacks an element.
 INTERPRETED_SIZES = (1024 + 1, 1024 - 1)
 
-
-#: Replicas, and by how much rows are longer than their slots. An odd length leaves no row but the first at an address
-#: that allows vectors. 3 and 8 rows are less than the kernels load together, and twice as many; 5 leave a rest.
+# The number of replicas, and the elements by which rows are longer than their slots. With an odd length only the first
+# row lies at an address that allows vectors. The kernels load 4 rows together: 3 are fewer, 8 are twice as many, and 5
+# leave a remainder.
 REPLICAS = {"one": (1, 0), "two-odd": (2, 3), "three": (3, 0), "five": (5, 0), "eight": (8, 0), "many": (17, 0)}
 
-#: Without Triton on a GPU, whose compiler contracts products and sums, kernel by kernel.
+# Without Triton on a GPU, whose compiler fuses products and sums kernel by kernel.
 EXACT = [backend for backend in BACKENDS if backend.id != "triton-cuda"]
 
-NO_SCALARS = Scalars()
+# Rules with which large numbers of replicas are tested.
+SEVERAL = ("sgd-nesterov", "adamw-amsgrad", "lion")
+
+# In the interpreter, beside every rule in fp32: the precisions and replicas that differ most.
+INTERPRETED = (
+    ("fp32", "one"),
+    ("fp32", "two-odd"),
+    ("bf16-master", "five"),
+    ("fp32-grad-mixed", "three"),
+    ("bf16-state-bf16", "three"),
+    ("fp64", "three"),
+)
 
 
-def combinations() -> Iterator[Any]:
-    """Every rule in every precision with three replicas, and other numbers in fp32, large ones with three rules; of
-    Triton's interpreter what differs most. Backend by backend, so that each is compared with the same plain replicas.
-    """
-    for name in RULES:
-        for label, precision in PRECISIONS.items():
-            for count, (rows, extra) in REPLICAS.items():
-                for backend in BACKENDS:
-                    if backend.id == "triton-cpu":
-                        taken = (label, count) == ("fp32", "three")
-                        taken |= name == "adamw" and (label, count) in (
-                            ("fp32", "one"),
-                            ("fp32", "two-odd"),
-                            ("bf16-master", "five"),
-                            ("fp32-grad-mixed", "three"),
-                            ("bf16-state-bf16", "three"),
-                            ("fp64", "three"),
-                        )
-                        sizes = INTERPRETED_SIZES
-                    else:
-                        several = rows < 8 or name in ("sgd-nesterov", "adamw-amsgrad", "lion")
-                        taken, sizes = count == "three" or (label == "fp32" and several), SIZES
-                    if taken:
-                        yield pytest.param(
-                            *backend.values,
-                            name,
-                            precision,
-                            rows,
-                            extra,
-                            sizes,
-                            id=f"{backend.id}-{name}-{label}-{count}",
-                            marks=backend.marks,
-                        )
-
-
-@lru_cache(maxsize=1)
-def _stepped_alone(
-    name: str, precision: Precision, rows: int, extra: int, sizes: tuple[int, ...]
-) -> list[tuple[Case, Case]]:
-    """Each replica after two steps by plain torch, and in float64."""
-    found = []
-    for plain, row in zip(replicas_of(name, precision, "cpu", rows, extra, sizes), rows_for(name, rows), strict=True):
-        truth = plain.in_float64()
-        for case in (plain, truth):
-            for _ in range(2):
-                case.step(make_table("cpu", row), "torch")
-        found.append((plain, truth))
-    return found
-
-
-@pytest.mark.parametrize(("backend", "name", "precision", "rows", "extra", "sizes"), list(combinations()))
-def test_every_replica_steps_as_it_would_alone(
-    backend: tuple[str, str], name: str, precision: Precision, rows: int, extra: int, sizes: tuple[int, ...]
-) -> None:
+def check_replicas(backend: tuple[str, str], name: str, kind: str, count: str) -> None:
+    """Assert that two steps of a stack are as accurate as those of each replica alone by plain torch."""
     where, device = backend
-    got = stacked(replicas_of(name, precision, device, rows, extra, sizes))
+    rows, extra = REPLICAS[count]
+    sizes = INTERPRETED_SIZES if interpreted(backend) else SIZES
+    got = stacked(replicas_of(name, PRECISIONS[kind], device, rows, extra, sizes))
     table = make_table(device, *rows_for(name, rows))
     for _ in range(2):
         got.case.step(table, where)
-    for row, (plain, truth) in enumerate(_stepped_alone(name, precision, rows, extra, sizes)):
+    plains = replicas_of(name, PRECISIONS[kind], "cpu", rows, extra, sizes)
+    for row, (plain, hyper) in enumerate(zip(plains, rows_for(name, rows), strict=True)):
+        truth = plain.in_float64()
+        for case in (plain, truth):
+            for _ in range(2):
+                case.step(make_table("cpu", hyper), "torch")
         assert_as_accurate(got.replica(row), plain, truth)  # the states too: those of replica 0 are those of all
         assert got.case.steps.tolist() == plain.steps.tolist()
 
 
-@pytest.mark.parametrize("label", ["bf16-state-bf16", "bf16-state-fp32", "fp32-state-bf16"])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_every_replica_steps_as_it_would_alone(backend: tuple[str, str], name: str) -> None:
+    """The compiled backend: two precisions with each rule, which cover all, and every number of replicas with Lion.
+
+    Other backends: fp32, and in the interpreter two cases more.
+    """
+    position = list(RULES).index(name)
+    for kind in share(position % 6, 6, list(PRECISIONS)) if backend[0] == "cpp" else ["fp32"]:
+        with naming(kind, "three"):
+            check_replicas(backend, name, kind, "three")
+    if backend[0] == "cpp" and name == "lion":
+        for count in REPLICAS:
+            with naming("fp32", count):
+                check_replicas(backend, name, "fp32", count)
+    if interpreted(backend) and name == "adamw":
+        for kind, count in INTERPRETED[1:3]:
+            with naming(kind, count):
+                check_replicas(backend, name, kind, count)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_replica_steps_as_it_would_alone_in_every_combination(backend: tuple[str, str], name: str) -> None:
+    """Every precision with three replicas, and other numbers of replicas in fp32, large ones with three rules."""
+    if interpreted(backend):
+        combinations = list(INTERPRETED) if name == "adamw" else []
+    else:
+        combinations = [(kind, "three") for kind in PRECISIONS]
+        combinations += [("fp32", n) for n, (rows, _) in REPLICAS.items() if rows < 8 or name in SEVERAL]
+    for kind, count in combinations:
+        with naming(kind, count):
+            check_replicas(backend, name, kind, count)
+
+
+ROUNDED = [
+    "bf16-state-bf16",
+    pytest.param("bf16-state-fp32", marks=pytest.mark.full),
+    pytest.param("fp32-state-bf16", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("label", ROUNDED)
 @pytest.mark.parametrize("backend", EXACT)
 def test_stochastic_rounding_is_that_of_the_replica_alone(backend: tuple[str, str], label: str) -> None:
     where, device = backend
@@ -136,20 +144,20 @@ def test_equal_seeds_give_equal_replicas_equal_bits(backend: tuple[str, str]) ->
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_replica_steps_each_group_with_its_own_row(backend: tuple[str, str]) -> None:
     where, device = backend
-    case = make_case("sgd", (9, 1025, 3), FP64, device, optional=False, rows=(1, 0, 1))
+    case = make_case("sgd", (9, 1025, 3), FP64, device, optional=False, table_rows=(1, 0, 1))
     got = stacked([alone(case, 0) for _ in range(3)])
     before = got.case.param.clone()
     rates = [0.5, 0.25, 1.0, 2.0, 4.0, 8.0]  # replica by replica, two groups each
     got.case.step(make_table(device, *({"lr": rate} for rate in rates)), where)
     for row in range(3):
-        for slot, group in enumerate(case.chunks.rows):
+        for slot, group in enumerate(case.chunks.table_rows):
             span, grad = case.span(slot), case.grads[slot]
             assert grad is not None
             assert torch.equal(got.case.param[row, span], before[row, span] - rates[2 * row + group] * grad)
         got.replica(row).assert_neighbours_untouched()
 
 
-#: Rules with hyperparameters that act on gradient and states, and what another replica has in their place.
+# Rules with hyperparameters that act on gradient and states, and other values for another replica.
 DECIDED = {
     "sgd": ({"lr": 0.1, "momentum": 0.9, "nesterov": 1, "dampening": 0.0}, {"momentum": 0.3, "nesterov": 0}),
     "sgd-off": ({"lr": 0.1, "weight_decay": 0.5}, {"momentum": 0.3, "weight_decay": 0.5}),
@@ -164,7 +172,7 @@ DECIDED = {
 
 @pytest.mark.parametrize("name", DECIDED)
 @pytest.mark.parametrize("backend", EXACT)
-def test_what_acts_on_gradient_and_states_is_replica_0s(backend: tuple[str, str], name: str) -> None:
+def test_hyperparameters_of_gradient_and_states_are_those_of_replica_0(backend: tuple[str, str], name: str) -> None:
     where, device = backend
     row, others = DECIDED[name]
     row = row | {"maximize": 1, "max_grad_norm": 2.0} if name != "adagrad" else row
@@ -196,7 +204,7 @@ def test_each_replica_corrects_the_bias_of_its_own_betas(backend: tuple[str, str
 
 @pytest.mark.parametrize("rule", ["sgd", *COUPLED])
 @pytest.mark.parametrize("backend", EXACT)
-def test_a_penalty_goes_into_the_states_as_replica_0_has_it(backend: tuple[str, str], rule: str) -> None:
+def test_the_states_include_the_l2_penalty_of_replica_0(backend: tuple[str, str], rule: str) -> None:
     where, device = backend
     row = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "momentum": 0.9, "weight_decay": 0.5}
     replicas = [alone(make_case(rule, (100, 7), FP32, device, optional=True), r) for r in range(2)]
@@ -228,7 +236,7 @@ def test_a_skipped_step_and_a_slot_without_gradient_change_nothing(backend: tupl
 def test_a_norm_clips_its_part_of_the_table(backend: tuple[str, str]) -> None:
     where, device = backend
     norms = torch.tensor([4.0, 16.0], dtype=FP64, device=device)
-    case = make_case("sgd", (33, 7, 5, 600), FP64, device, optional=False, rows=(0, 1, 2, 3))
+    case = make_case("sgd", (33, 7, 5, 600), FP64, device, optional=False, table_rows=(0, 1, 2, 3))
     before = case.param.clone()
     rows = [{"lr": 0.5, "max_grad_norm": limit} for limit in (1.0, 0.0, 1.0, 64.0)]
     case.step(make_table(device, *rows), where, Scalars(norm=norms))
@@ -236,61 +244,6 @@ def test_a_norm_clips_its_part_of_the_table(backend: tuple[str, str]) -> None:
         span, grad = case.span(slot), case.grads[slot]
         assert grad is not None
         torch.testing.assert_close(case.param[span], before[span] - 0.5 * factor * grad, rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-class TestReductionsByRows:
-    """Every row has the same slots; ``SIZES`` has chunks of every kind."""
-
-    def norms(self, case: Case, rows: int) -> Tensor:
-        each = len(case.grads) // rows
-        by_row = [case.grads[row * each : (row + 1) * each] for row in range(rows)]
-        flat = [torch.cat([grad.double().cpu() for grad in own if grad is not None]) for own in by_row]
-        return torch.stack([torch.linalg.vector_norm(own) for own in flat])
-
-    def test_each_row_has_its_norm(self, backend: tuple[str, str], rows: int) -> None:
-        where, device = backend
-        case = make_case("sgd", SIZES * rows, FP32, device, optional=False, grads=(FP32, BF16))
-        case.grads[1] = None
-        got = ops.grad_norm(case.chunks, case.chunks.match(case.grads), rows=rows, backend=where)
-        assert (got.dtype, got.shape, got.device.type) == (FP64, (rows,), device)
-        torch.testing.assert_close(got.cpu(), self.norms(case, rows), rtol=1e-14, atol=0)
-
-    def test_each_row_is_finite_or_not(self, backend: tuple[str, str], rows: int) -> None:
-        where, device = backend
-        case = make_case("sgd", SIZES * rows, FP32, device, optional=False)
-        for bad in range(rows):
-            grad = case.grads[bad * len(SIZES) + 1]
-            assert grad is not None
-            kept = grad[-1].clone()
-            grad[-1] = float("inf")
-            got = ops.all_finite(case.chunks, case.chunks.match(case.grads), rows=rows, backend=where)
-            assert (got.dtype, got.device.type) == (torch.bool, device)
-            assert got.tolist() == [row != bad for row in range(rows)]
-            grad[-1] = kept
-
-    def test_rows_of_nothing(self, backend: tuple[str, str], rows: int) -> None:
-        where, device = backend
-        case = make_case("sgd", (0,) * rows, FP32, device, optional=False)
-        grads = case.chunks.match(case.grads)
-        assert ops.grad_norm(case.chunks, grads, rows=rows, backend=where).tolist() == [0.0] * rows
-        assert ops.all_finite(case.chunks, grads, rows=rows, backend=where).tolist() == [True] * rows
-
-
-@pytest.mark.parametrize("backend", [available("triton", "cuda"), available("triton", "cpu")])
-def test_triton_programs_share_the_chunks_of_many_rows(
-    backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hdet_kernels.ops import triton_reduce
-
-    where, device = backend
-    for programs, rows in ((4, 2), (2, 4)):  # two for a row of three chunks, and fewer than there are rows
-        monkeypatch.setattr(triton_reduce, "PROGRAMS", programs)
-        case = make_case("sgd", (CHUNK + 1, 5) * rows, FP32, device, optional=False)
-        got = ops.grad_norm(case.chunks, case.chunks.match(case.grads), rows=rows, backend=where)
-        expected = TestReductionsByRows().norms(case, rows)
-        torch.testing.assert_close(got.cpu(), expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("backend", [available("cuda", "cuda"), available("triton", "cuda")])
@@ -349,7 +302,7 @@ def test_bad_arguments_name_what_was_given_and_expected(what: str) -> None:
         ops.Step(**given | change(given))
 
 
-def test_bad_norms_and_rows_name_what_was_given_and_expected() -> None:
+def test_bad_norms_name_what_was_given_and_expected() -> None:
     given = arguments()
     grads = given["chunks"].match([torch.zeros(slot.numel) for slot in given["chunks"].entries])
     with pytest.raises(ValueError, match=r"norm must be one element .*shape \(2,\): 2 replicas share a gradient"):
@@ -359,8 +312,3 @@ def test_bad_norms_and_rows_name_what_was_given_and_expected() -> None:
     for norm in (ones[:3], ones[:0], ones[::2]):
         with pytest.raises(ValueError, match=r"equally many of the 2 rows .* got shape \(\d,\)"):
             ops.Step(**one)(grads, Scalars(norm=norm))
-    for rows in (0, 3):
-        with pytest.raises(ValueError, match=f"each of rows={rows} rows, got 4 slots and 5 chunks"):
-            ops.grad_norm(given["chunks"], grads, rows=rows)
-        with pytest.raises(ValueError, match=f"each of rows={rows} rows, got 4 slots and 5 chunks"):
-            ops.all_finite(given["chunks"], grads, rows=rows)

@@ -1,9 +1,12 @@
-"""The step operation itself: every backend against the plain torch text, on hand-made flat buffers."""
+"""The step operation: every backend against plain torch, on flat buffers made by hand."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from tests.ops.cases import (
     FP16,
     FP32,
     FP64,
+    ON_CPU,
     POISON,
     PRECISIONS,
     RULES,
@@ -29,8 +33,11 @@ from tests.ops.cases import (
     assert_same,
     available,
     case_of,
+    interpreted,
     make_case,
     make_table,
+    naming,
+    share,
 )
 
 SIZES = {
@@ -39,38 +46,27 @@ SIZES = {
     "chunk": (CHUNK,),
     "odd": (CHUNK + 1, CHUNK + 9, 2 * CHUNK - 1),
 }
-#: For Triton's interpreter, which takes its time, all in one: whole blocks, a whole block at an address that allows no
-#: vectors, a block that lacks one element, and three slots for the mixed gradients.
-INTERPRETED_SIZES = {"all": (CHUNK + 1, 1024 + 9, 1024 - 1)}
-#: Those rules in every precision there, the others in these: how a number is read and written is the same for all.
+# For Triton's interpreter, which is slow, all kinds of slots in one case: whole blocks, a whole block at an address
+# that allows no vectors, a block that lacks one element, and three slots for the mixed gradients.
+INTERPRETED_SIZES = (CHUNK + 1, 1024 + 9, 1024 - 1)
+# In the interpreter these rules run in every precision, the others in two: numbers are read and written in the same way
+# for all rules.
 INTERPRETED_RULES = ("sgd-nesterov", "adamw-amsgrad")
 INTERPRETED_PRECISIONS = ("fp32", "bf16-master-state-bf16")
 
 
-def combinations() -> Iterator[Any]:
-    """Every backend with every tuple of slot sizes, every rule and every precision. Triton's interpreter, which takes a
-    second for each, with one tuple: every rule in two precisions, and those with most states in all."""
-    for backend in BACKENDS:
-        interpreted = backend.id == "triton-cpu"
-        for label, sizes in (INTERPRETED_SIZES if interpreted else SIZES).items():
-            for name in RULES:
-                for kind, precision in PRECISIONS.items():
-                    if interpreted and name not in INTERPRETED_RULES and kind not in INTERPRETED_PRECISIONS:
-                        continue
-                    yield pytest.param(
-                        *backend.values,
-                        sizes,
-                        name,
-                        precision,
-                        id=f"{backend.id}-{label}-{name}-{kind}",
-                        marks=backend.marks,
-                    )
+def rules_of_each_kind() -> list[Any]:
+    """Return the entries of RULES as parameters; all but one entry of each rule are left to make test-full."""
+    seen: set[str] = set()
+    parameters = []
+    for name, (rule, _) in RULES.items():
+        parameters.append(pytest.param(name, marks=[pytest.mark.full] if rule in seen else []))
+        seen.add(rule)
+    return parameters
 
 
-@pytest.mark.parametrize(("backend", "sizes", "name", "precision"), list(combinations()))
-def test_step_is_as_accurate_as_plain_torch(
-    backend: tuple[str, str], sizes: tuple[int, ...], name: str, precision: Precision
-) -> None:
+def check_accuracy(backend: tuple[str, str], sizes: tuple[int, ...], name: str, precision: Precision) -> None:
+    """Assert that two steps are as accurate as those of plain torch."""
     where, device = backend
     got = case_of(name, sizes, precision, device)
     plain = case_of(name, sizes, precision, "cpu")
@@ -85,8 +81,33 @@ def test_step_is_as_accurate_as_plain_torch(
     assert got.steps.tolist() == [counted] * len(sizes)
 
 
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_step_is_as_accurate_as_plain_torch(backend: tuple[str, str], name: str) -> None:
+    """The compiled backend: every rule in every precision, and every size with both. Others: each precision once."""
+    position, kinds = list(RULES).index(name), list(PRECISIONS)
+    for kind in kinds if backend[0] == "cpp" else share(position, len(RULES), kinds):
+        label, sizes = list(SIZES.items())[(position + kinds.index(kind)) % len(SIZES)]
+        with naming(kind, label):
+            check_accuracy(backend, INTERPRETED_SIZES if interpreted(backend) else sizes, name, PRECISIONS[kind])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bound_step_follows_gradients_that_move_come_and_go_and_change_dtype(backend: tuple[str, str]) -> None:
+def test_step_is_as_accurate_as_plain_torch_in_every_combination(backend: tuple[str, str], name: str) -> None:
+    for kind, precision in PRECISIONS.items():
+        if not interpreted(backend):
+            for label, sizes in SIZES.items():
+                with naming(kind, label):
+                    check_accuracy(backend, sizes, name, precision)
+        elif name in INTERPRETED_RULES or kind in INTERPRETED_PRECISIONS:
+            with naming(kind):
+                check_accuracy(backend, INTERPRETED_SIZES, name, precision)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bound_step_follows_gradients_that_move_appear_disappear_and_change_dtype(backend: tuple[str, str]) -> None:
     where, device = backend
     case = make_case("sgd", (1030, 33), FP32, device, optional=False)
     step = case.bound(make_table(device, {"lr": 0.5}), where)
@@ -109,7 +130,7 @@ def test_each_slot_uses_the_row_of_its_group(backend: tuple[str, str]) -> None:
     where, device = backend
     plain = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
     rows = (plain, plain | {"lr": 0.01, "amsgrad": 1, "maximize": 1})
-    both = make_case("adamw", (9, 9), FP64, device, optional=True, rows=(0, 1))
+    both = make_case("adamw", (9, 9), FP64, device, optional=True, table_rows=(0, 1))
     both.step(make_table(device, *rows), where)
     for index, row in enumerate(rows):
         alone = make_case("adamw", (9, 9), FP64, device, optional=True)
@@ -118,9 +139,9 @@ def test_each_slot_uses_the_row_of_its_group(backend: tuple[str, str]) -> None:
         assert_same([flat[span] for flat in both.flats()], [flat[span] for flat in alone.flats()])
 
 
-@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_slot_without_gradient_and_a_skipped_step_change_nothing(backend: tuple[str, str], name: str) -> None:
+@pytest.mark.parametrize("name", rules_of_each_kind())
+def test_a_slot_without_gradient_and_a_skipped_step_change_nothing(name: str, backend: tuple[str, str]) -> None:
     (where, device), (rule, row) = backend, RULES[name]
     case = make_case(rule, (33, 1100, 0), FP32, device, optional=True)
     case.grads[1] = None
@@ -146,12 +167,12 @@ def test_a_slot_without_gradient_and_a_skipped_step_change_nothing(backend: tupl
     ids=["momentum", "amsgrad"],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_group_that_does_without_the_optional_state_leaves_it_alone(
+def test_a_group_without_momentum_or_amsgrad_leaves_its_optional_state_alone(
     backend: tuple[str, str], rule: str, row: dict[str, float], flag: str
 ) -> None:
     where, device = backend
-    case = make_case(rule, (1030, 33), FP32, device, optional=True, rows=(0, 1))
-    alone = make_case(rule, (1030, 33), FP32, device, optional=False, rows=(0, 1))
+    case = make_case(rule, (1030, 33), FP32, device, optional=True, table_rows=(0, 1))
+    alone = make_case(rule, (1030, 33), FP32, device, optional=False, table_rows=(0, 1))
     optional = case.states[-1]
     assert optional is not None
     optional[case.span(0)] = POISON
@@ -193,12 +214,15 @@ def clipped_by_torch(grads: Sequence[Tensor | None], limit: float) -> tuple[list
     return [param.grad for param in params if param.grad is not None], norm
 
 
-@pytest.mark.parametrize("scale", [None, 1024.0], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("what", ["above", "below", "zero", "nan", "inf", "off"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_are_unscaled_and_clipped_as_torch_clips_them(
-    backend: tuple[str, str], what: str, scale: float | None
-) -> None:
+def test_gradients_are_unscaled_and_clipped_as_torch_clips_them(backend: tuple[str, str], what: str) -> None:
+    for scale in (None, 1024.0):
+        with naming("scale", scale):
+            check_clipping(backend, what, scale)
+
+
+def check_clipping(backend: tuple[str, str], what: str, scale: float | None) -> None:
     where, device = backend
     row = {"lr": 0.5}
     case = make_case("sgd", (100, 7), FP64, device, optional=False)
@@ -221,9 +245,9 @@ def test_gradients_are_unscaled_and_clipped_as_torch_clips_them(
     torch.testing.assert_close(case.param.cpu(), plain.param, rtol=1e-14, atol=1e-14, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_scale_divides_the_gradient(backend: tuple[str, str], name: str) -> None:
+@pytest.mark.parametrize("name", rules_of_each_kind())
+def test_the_scale_divides_the_gradient(name: str, backend: tuple[str, str]) -> None:
     (where, device), (rule, row) = backend, RULES[name]
     scaled = make_case(rule, (100,), FP64, device, optional=True)
     plain = make_case(rule, (100,), FP64, device, optional=True)
@@ -244,7 +268,7 @@ def test_plain_torch_computes_the_same_without_reading_on_the_host(
     results = []
     for free in (True, False):
         monkeypatch.setattr(reference, "_free_to_read", lambda tensor, free=free: free)
-        case = make_case(rule, (33, 7), FP32 if stochastic else FP64, "cpu", optional=True, rows=(0, 1))
+        case = make_case(rule, (33, 7), FP32 if stochastic else FP64, "cpu", optional=True, table_rows=(0, 1))
         case.states = [state.to(BF16) if state is not None and stochastic else state for state in case.states]
         for found in (0.0, 1.0, 0.0):
             scalars = Scalars(torch.tensor(2.0), torch.tensor(9.0, dtype=FP64), torch.tensor(found))
@@ -290,20 +314,20 @@ def test_lion_stays_where_its_direction_is_zero(backend: tuple[str, str]) -> Non
     assert torch.equal(case.param, before)
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP64, BF16], ids=["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_gradients_reach_the_largest_second_moment(backend: tuple[str, str], dtype: torch.dtype) -> None:
+def test_nan_gradients_reach_the_largest_second_moment(backend: tuple[str, str]) -> None:
     where, device = backend
-    case = make_case("adam", (4,), dtype, device, optional=True)
-    grad = case.grads[0]
-    assert grad is not None
-    grad[2] = float("nan")
     row = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "amsgrad": 1}
-    for _ in range(2):
-        case.step(make_table(device, row), where)
-        grad.zero_()
-    for flat in case.flats():
-        assert flat[case.span(0)].isnan().tolist() == [False, False, True, False]
+    for dtype in (FP32, FP64, BF16):
+        case = make_case("adam", (4,), dtype, device, optional=True)
+        grad = case.grads[0]
+        assert grad is not None
+        grad[2] = float("nan")
+        for _ in range(2):
+            case.step(make_table(device, row), where)
+            grad.zero_()
+        for flat in case.flats():
+            assert flat[case.span(0)].isnan().tolist() == [False, False, True, False], dtype
 
 
 @pytest.mark.parametrize("backend", [available("cuda", "cuda"), available("triton", "cuda")])
@@ -318,10 +342,6 @@ def test_more_elements_than_32_bits_count(backend: tuple[str, str]) -> None:
     step(grads)
     assert (param == -0.5).all()
     assert ops.grad_norm(chunks, grads, backend=where).item() == pytest.approx(count**0.5, rel=1e-12)
-    tensor = grads.tensors[0]
-    assert tensor is not None
-    tensor[-1] = float("nan")
-    assert not ops.all_finite(chunks, grads, backend=where)
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -385,3 +405,38 @@ def test_bad_gradients_and_scalars_name_what_was_given_and_expected() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             step(grads, scalars)
+
+
+def test_scalars_move_to_another_device_only_if_they_are_elsewhere() -> None:
+    scalars = Scalars(torch.ones(1), None, torch.zeros(1))
+    assert scalars.on(torch.device("cpu")) is scalars
+    moved = scalars.on(torch.device("meta"))
+    assert (moved.grad_scale.device.type, moved.norm, moved.found_inf.device.type) == ("meta", None, "meta")
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_a_rule_that_a_backend_lacks_fails_when_the_backend_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("reference_rules", "triton_rules"):
+        if name == "triton_rules":
+            pytest.importorskip("triton")
+        runpy.run_module(f"hdet_kernels.ops.{name}")
+        with monkeypatch.context() as patch:
+            patch.setitem(ops.STATES, "adamax", ("exp_avg",))
+            with pytest.raises(NotImplementedError, match=f"{name} has no update rule adamax"):
+                runpy.run_module(f"hdet_kernels.ops.{name}")
+            patch.delitem(ops.STATES, "adamax")
+            patch.delitem(ops.STATES, "lion")
+            with pytest.raises(NotImplementedError, match=f"{name} has update rule lion, which ops.STATES lacks"):
+                runpy.run_module(f"hdet_kernels.ops.{name}")
+
+
+def test_the_rules_are_those_of_the_header_in_the_same_order() -> None:
+    header = (Path(__file__).parents[2] / "csrc" / "rules.h").read_text()
+    assert f"enum class Rule : int64_t {{ {', '.join(ops.STATES)} }};" in header
+
+
+def test_the_folder_does_not_import_from_its_face() -> None:
+    face = re.compile(r"^\s*(?:from hdet_kernels(?:\.ops)? import .*|import hdet_kernels\b.*)$", re.M)
+    for module in Path(ops.__file__).parent.glob("*.py"):
+        found = face.findall(module.read_text())
+        assert not found, f"{module.name}: {found}"

@@ -1,11 +1,12 @@
-"""The Triton kernels where no GPU is needed: what the compiler makes of them, and positions that no test can fill.
+"""The Triton kernels without a GPU: the code that Triton's compiler generates, and positions beyond any test's memory.
 
-Run as a program it compiles them and prints what the test asks of the result. That is a process of its own because
-Triton decides between its compiler and its interpreter once, when it is imported.
+Run as a program, this file compiles the kernels and prints counts that the test checks. It runs in a process of its
+own, because Triton chooses between its compiler and its interpreter once, when it is imported.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -42,24 +43,31 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hdet_kernels.ops import triton_kernels, triton_noise, triton_pack, triton_reduce, triton_wire  # noqa: E402
+from hdet_kernels.ops import (  # noqa: E402
+    triton_kernels,
+    triton_noise,
+    triton_pack,
+    triton_reduce,
+    triton_rules,
+    triton_wire,
+)
 from hdet_kernels.ops.triton_rounding import key_of, random_base, write  # noqa: E402
 
 TRITON = [available("triton", "cuda"), available("triton", "cpu")]
 
-#: Compute capabilities: A100, H100 and H200, B200.
+# Compute capabilities: A100, H100 and H200, B200.
 TARGETS = (80, 90, 100)
 WIRE = (triton_wire._encode, triton_wire._merge, triton_wire._decode)
 _POINTERS = {FP32: "*fp32", FP64: "*fp64", BF16: "*bf16", torch.float16: "*fp16"}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
-    """Identifier, kernel, type of each argument that is not a constant (``None``: there is none), constants, target."""
+    """Yield identifier, kernel, types of the non-constant arguments (``None`` if absent), constants, target."""
     everywhere = {"fp32", "bf16-master"}
     for name, (rule, row) in RULES.items():
         for label, precision in PRECISIONS.items():
             for target in TARGETS:
-                # All rules in the precisions that differ most, all precisions with one rule, one of each elsewhere.
+                # On one target all rules in two precisions and all precisions with one rule; on the others one of each.
                 if (label in everywhere or name == "adamw") if target == 90 else (name, label) == ("adamw", "fp32"):
                     types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
                     constants = _walk_constants(rule, precision, stochastic=label == "bf16-state-bf16")
@@ -85,13 +93,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         numbers = {"numbers": "*fp64" if rule == "adam" else "*fp32"}
         given = dict.fromkeys(scalars) if rule == "lion" else scalars
         yield f"advance-{rule}", triton_kernels._advance, tables | numbers | given, constants, 90
-    for finite in (False, True):
-        types = {"chunks": "*i64", "gradients": "*i64", "partials": "*fp64", "count": "i32", "each": "i32"}
-        types["programs"] = "i32"
-        yield f"reduce-{finite}", triton_reduce._reduce, types, {"FINITE": finite}, 90
-        types = {"partials": "*fp64", "result": "*u8" if finite else "*fp64", "count": "i32"}
-        constants = {"FINITE": finite, "PROGRAMS": triton_reduce.PROGRAMS}
-        yield f"finish-{finite}", triton_reduce._finish, types, constants, 90
+    types = {"chunks": "*i64", "gradients": "*i64", "partials": "*fp64", "count": "i32", "each": "i32"}
+    types["programs"] = "i32"
+    yield "reduce", triton_reduce._reduce, types, {}, 90
+    types = {"partials": "*fp64", "result": "*fp64", "count": "i32"}
+    yield "finish", triton_reduce._finish, types, {"PROGRAMS": triton_reduce.PROGRAMS}, 90
     yield from _packing()
     yield from _wire_kernels()
     yield from _noise_kernels()
@@ -158,6 +164,7 @@ def _walk_constants(rule: str, precision: Precision, *, stochastic: bool) -> dic
 
 
 def compile_kernels() -> dict[str, dict[str, int]]:
+    """Compile the kernels and count what the test checks."""
     made = {}
     for name, kernel, types, constants, target in kernels():
         arguments = dict(enumerate(kernel.arg_names))
@@ -182,6 +189,7 @@ def compile_kernels() -> dict[str, dict[str, int]]:
     return made
 
 
+@pytest.mark.full
 def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -191,7 +199,7 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     made = json.loads(done.stdout)
-    assert len(made) >= 60
+    assert len(made) >= 58
     # 1024 elements and 4 warps: 8 for each thread, two vectors of fp32 or one of bf16, for each buffer.
     for target in TARGETS:
         assert (made[f"adamw-fp32-sm{target}"]["loads"], made[f"adamw-fp32-sm{target}"]["stores"]) == (8, 6)
@@ -221,6 +229,25 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
     for name, seen in made.items():
         assert seen["moves"] == 0, f"{name}: elements of a whole block move between threads"
         assert seen["values"] == 0, f"{name} would be compiled again for another count"
+
+
+@pytest.mark.parametrize("function", ["derive", "push", "move"])
+def test_every_rule_has_a_branch_and_another_rule_is_an_error(function: str) -> None:
+    source = inspect.getsource(getattr(triton_rules, function).fn)
+    assert re.findall(r'if RULE == "(\w+)":', source) == list(STATES)
+    assert f'    else:\n        tl.static_assert(False, "{function} has no branch' in source
+
+
+@triton.jit
+def _derive_unknown(n, row, t):
+    triton_rules.derive("adamax", n, row, t, t <= 1, t > 0)
+
+
+@pytest.mark.parametrize("backend", TRITON)
+def test_a_rule_without_a_branch_does_not_run_as_another(backend: tuple[str, str]) -> None:
+    numbers, row = torch.zeros(16, device=backend[1]), torch.zeros(16, dtype=FP64, device=backend[1])
+    with pytest.raises(Exception, match="derive has no branch for this update rule"):
+        _derive_unknown[(1,)](numbers, row, 1)
 
 
 def test_a_chunk_is_whole_blocks() -> None:
@@ -255,7 +282,7 @@ def test_random_bits_are_those_of_plain_torch_at_any_position(backend: tuple[str
 
 @pytest.mark.parametrize("backend", TRITON)
 def test_the_correction_of_the_bias_keeps_its_digits(backend: tuple[str, str]) -> None:
-    """βᵗ rounded, and taken from 1, would leave eight of them."""
+    """Rounding βᵗ before subtracting it from 1 would leave eight digits."""
     where, device = backend
     case = make_case("adam", (5,), FP64, device, optional=False)
     before, (grad,), span, t = case.param.clone(), case.grads, case.span(0), 5
@@ -274,7 +301,7 @@ def test_the_correction_of_the_bias_keeps_its_digits(backend: tuple[str, str]) -
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("backend", TRITON)
 def test_slots_at_odd_offsets(backend: tuple[str, str], stochastic: bool) -> None:
-    """Buckets align every slot; a table of someone else need not."""
+    """Buckets align every slot, but other callers' tables need not."""
     where, device = backend
     results = []
     for run, place in ((where, device), ("torch", "cpu")):

@@ -1,0 +1,60 @@
+"""The ``cpp`` and ``cuda`` backends: typed calls of the operators that ``csrc/library.cpp`` declares.
+
+:func:`~hdet_kernels.ops.backends.implementation` hands this module out only after
+:mod:`~hdet_kernels.ops.extension` has loaded the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
+from hdet_kernels.ops.step import Scalars, StepArguments
+
+# kScratchBytes of csrc/step.h.
+SCRATCH_BYTES = 128
+
+
+def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
+    """Return a function that runs the step on given gradients and scalars."""
+    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
+    # Zeros, because a kernel that loads a whole row of the scratch also loads the gaps between its numbers.
+    scratch = torch.zeros(SCRATCH_BYTES * rows * len(chunks.entries), dtype=torch.uint8, device=arguments.param.device)
+    operator = partial(torch.ops.hdet_kernels.step_.default, *arguments.flats, chunks.slots, chunks.chunks)
+
+    def run(grads: MatchedGradients, scalars: Scalars) -> None:
+        operator(chunks.point_at(grads), scratch, *scalars, rounding, rows)
+
+    return run
+
+
+def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
+    """Return the norm of the gradients of each of ``rows`` replicas, float64 [rows]."""
+    return torch.ops.hdet_kernels.grad_norm(chunks.chunks, chunks.point_at(grads), rows)
+
+
+def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
+    """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
+    torch.ops.hdet_kernels.pack(table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
+
+
+def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
+    """Divide ``staging`` and write its pieces to every row of the tensors."""
+    torch.ops.hdet_kernels.unpack(table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
+
+
+def wire_operators() -> tuple[Any, Any, Any]:
+    """Return the operators that encode, merge and decode."""
+    library = torch.ops.hdet_kernels
+    return library.encode.default, library.merge.default, library.decode.default
+
+
+def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
+    """Add normal noise to every tensor."""
+    torch.ops.hdet_kernels.add_noise_(table.chunks, table.point_at(tensors), keys, scales)

@@ -1,0 +1,277 @@
+"""The fused optimizer step: its rules and dtypes, its arguments and their checks, and the call of a backend.
+
+:class:`Step` updates flat parameters and their states in place by one of the rules in :data:`STATES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops.backends import implementation, resolve
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.table import COLUMNS
+
+#: The update rules and the names of their state buffers (torch.optim's names). ``csrc/rules.h`` has the same order.
+STATES: dict[str, tuple[str, ...]] = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adagrad": ("sum",),
+    "lion": ("exp_avg",),
+}
+
+#: State buffers that are absent without momentum or without amsgrad.
+OPTIONAL_STATES = frozenset({"momentum_buffer", "max_exp_avg_sq"})
+
+#: By dtype of the parameters, the dtypes that their state can have. The exponent of fp16 is too short for squares of
+#: gradients.
+STATE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.float32: (torch.float32, torch.bfloat16),
+    torch.float64: (torch.float64,),
+    torch.bfloat16: (torch.float32, torch.bfloat16),
+    torch.float16: (torch.float32,),
+}
+
+#: The dtypes of parameters.
+DTYPES = tuple(STATE_DTYPES)
+
+#: The dtypes of parameters that can have a float32 master.
+MASTERED = (torch.bfloat16, torch.float16)
+
+
+def check_rules(where: str, rules: Collection[str]) -> None:
+    """Raise if a backend's rules are not those of :data:`STATES`. Backends call it when they are imported.
+
+    Args:
+        where: The module of the backend, for the message.
+        rules: The rules that it implements.
+
+    Raises:
+        NotImplementedError: If a rule is missing or unknown.
+    """
+    missing = [rule for rule in STATES if rule not in rules]
+    unknown = [rule for rule in rules if rule not in STATES]
+    if missing:
+        raise NotImplementedError(f"{where} has no update rule {', '.join(missing)}, which ops.STATES declares; add it")
+    if unknown:
+        raise NotImplementedError(f"{where} has update rule {', '.join(unknown)}, which ops.STATES lacks; declare it")
+
+
+class Scalars(NamedTuple):
+    """Scalars that a step reads on the device beside the tables, each a tensor or ``None``.
+
+    Gradients are divided by ``grad_scale`` (one float32). ``norm`` (dtype of the hyperparameter table) is the norm of
+    the gradients as they are stored. Where it is given and the table's ``max_grad_norm`` is not 0, gradients are also
+    multiplied by ``min(1, max_grad_norm / (norm/grad_scale + 1e-6))``. It may have K elements, each for one K-th of the
+    hyperparameter table: slots with table row q are clipped by ``norm[q // (len(table) / K)]``. If ``found_inf`` (one
+    float32) is above zero, nothing changes.
+    """
+
+    grad_scale: Tensor | None = None
+    norm: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def on(self, device: torch.device) -> Scalars:
+        """Return the same scalars on another device, without waiting for it."""
+        given = (self.grad_scale, self.norm, self.found_inf)
+        if all(scalar is None or scalar.device == device for scalar in given):
+            return self
+        return Scalars(*(None if scalar is None else scalar.to(device, non_blocking=True) for scalar in given))
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """The arguments of a :class:`Step`, without the gradients."""
+
+    rule: str
+    param: Tensor
+    states: Sequence[Tensor | None]
+    steps: Tensor
+    table: Tensor
+    chunks: ChunkTable
+    master: Tensor | None
+    stochastic_rounding: bool
+    rows: int
+
+    @property
+    def flats(self) -> tuple[Any, ...]:
+        """The first arguments of every backend's step operator (``operators.FLATS``)."""
+        states = [*self.states, None, None][:3]
+        return list(STATES).index(self.rule), self.param, self.master, *states, self.steps, self.table
+
+
+class Step:
+    """One step of an update rule, in place, for every slot that has a gradient; checked once, called often.
+
+    With ``rows`` > 1 that many replicas share the gradients, and therefore the states. Their ``param`` and ``master``
+    are [rows, n], and the table has equally many rows for each replica: replica r steps a slot of table row g with
+    table row r·G + g, G = len(table)/rows. Everything else is that of one replica. Hyperparameters that act on the
+    parameter are each replica's own (learning rate, decoupled weight decay, ε, bias correction, seed). Those that act
+    on gradient and states are replica 0's (betas, momentum, dampening, nesterov, amsgrad, maximize, clipping), so the
+    states are those that replica 0 would have alone. Weight decay as an L2 penalty (sgd, adam, adagrad) differs by
+    replica and cannot be shared through a state: the caller keeps it at 0 where there is a state. Without a state (sgd
+    without momentum) it is each replica's own.
+
+    Args:
+        rule: A key of :data:`STATES`.
+        param: The flat parameters, [n] or [rows, n].
+        states: The state buffers [n] in the order of :data:`STATES`, laid out like one replica's parameters; ``None``
+            for an optional one that is not in use.
+        steps: float32 [slots], the step count of each slot. The step advances it, so a skipped slot or step does not
+            advance the bias correction. For ``"sgd"`` it is negative until the first step with momentum, which is the
+            one without dampening.
+        table: The hyperparameters, [table rows, columns].
+        chunks: The slots of one replica's parameters.
+        master: float32 copy of bf16 or fp16 parameters, of their shape. The rule updates the master, and the parameter
+            is its rounding. Where a parameter is no longer that rounding, other code has written it
+            (``load_state_dict``, averaging), and the master takes its value.
+        stochastic_rounding: Round what is stored as bf16 up or down with the probability that makes the expectation
+            exact. The random bits depend only on the table's ``seed``, the step count and the position, so a run can be
+            repeated bit for bit.
+        rows: The number of replicas in ``param``.
+        backend: A backend by name; the fastest available by default.
+
+    Raises:
+        ValueError: If buffers do not fit together.
+        TypeError: If the parameters have a dtype that is not in :data:`DTYPES`.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        param: Tensor,
+        states: Sequence[Tensor | None],
+        steps: Tensor,
+        table: Tensor,
+        chunks: ChunkTable,
+        *,
+        master: Tensor | None = None,
+        stochastic_rounding: bool = False,
+        rows: int = 1,
+        backend: str | None = None,
+    ) -> None:
+        arguments = StepArguments(rule, param, states, steps, table, chunks, master, stochastic_rounding, rows)
+        _check_arguments(arguments)
+        self.chunks, self._table, self._rows = chunks, table, rows
+        self.backend = resolve(param.device, backend)
+        self._run: Callable[[MatchedGradients, Scalars], None] = implementation(self.backend).bind_step(arguments)
+
+    def __call__(self, grads: MatchedGradients, scalars: Scalars = Scalars()) -> None:  # noqa: B008 (frozen)
+        """Run one step with ``grads``, one for each slot, made by ``chunks.match``."""
+        if len(grads.table) != len(self.chunks.entries):
+            raise ValueError(f"the chunk table has {len(self.chunks.entries)} slots, got {len(grads.table)} gradients")
+        _check_scalars(scalars, self._table, self._rows)
+        self._run(grads, scalars)
+
+
+def _check_arguments(given: StepArguments) -> None:
+    if given.rule not in STATES:
+        raise ValueError(f"unknown update rule {given.rule!r}; choose one of {', '.join(STATES)}")
+    if given.param.dtype not in DTYPES:
+        raise TypeError(f"parameters must be one of {DTYPES}, got {given.param.dtype}")
+    _check_shape(given)
+    buffers = _check_buffers(given)
+    _check_tables(given)
+    tables = {"steps": given.steps, "table": given.table, "chunks": given.chunks.chunks}
+    for name, tensor in (buffers | tables).items():
+        _check_device(name, tensor, given.param.device)
+
+
+def _check_shape(given: StepArguments) -> None:
+    rows, param = given.rows, given.param
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1, got {rows}")
+    if param.shape[:-1] != (rows,) and not (rows == 1 and param.dim() == 1):
+        raise ValueError(f"with rows={rows} the parameters must be [{rows}, n], got shape {tuple(param.shape)}")
+
+
+def _check_buffers(given: StepArguments) -> dict[str, Tensor]:
+    """Check parameters, master and states, and return those that are given by name."""
+    rule, param, states, master = given.rule, given.param, given.states, given.master
+    names = STATES[rule]
+    if len(states) != len(names):
+        raise ValueError(f"{rule} has state buffers {names}, got {len(states)} of them (None for one not in use)")
+    buffers: dict[str, tuple[Tensor, tuple[torch.dtype, ...]]] = {"param": (param, (param.dtype,))}
+    for name, state in zip(names, states, strict=True):
+        if state is not None:
+            buffers[name] = (state, STATE_DTYPES[param.dtype])
+        elif name not in OPTIONAL_STATES:
+            raise ValueError(f"{rule} needs its state buffer {name!r}, got None")
+    state_dtypes = [None if state is None else state.dtype for state in states]
+    if len(set(state_dtypes) - {None}) > 1:
+        raise ValueError(f"the states must have one dtype, got {state_dtypes}")
+    if master is not None:
+        if param.dtype not in MASTERED:
+            raise ValueError(f"only bf16 and fp16 parameters have a master, these are {param.dtype}")
+        buffers["master"] = (master, (torch.float32,))
+    if given.stochastic_rounding and (master is not None or param.dtype == torch.float16):
+        raise ValueError(
+            "stochastic rounding is for bf16 parameters without master, got "
+            f"{param.dtype} {'with' if master is not None else 'without'} master"
+        )
+    for name, (tensor, dtypes) in buffers.items():
+        shape = tuple(param.shape) if name in ("param", "master") else (param.shape[-1],)
+        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            expected = " or ".join(map(str, dtypes))
+            raise ValueError(
+                f"{name} must be a contiguous {expected} buffer of shape {shape} for parameters of shape "
+                f"{tuple(param.shape)}, got {tensor.dtype} of shape {tuple(tensor.shape)}"
+                f"{'' if tensor.is_contiguous() else ', not contiguous'}"
+            )
+    return {name: tensor for name, (tensor, _) in buffers.items()}
+
+
+def _check_tables(given: StepArguments) -> None:
+    steps, table, chunks, rows = given.steps, given.table, given.chunks, given.rows
+    param, numel = given.param, given.param.shape[-1]
+    if chunks.dtype != param.dtype:
+        raise ValueError(f"the chunk table is for parameters of {chunks.dtype}, got {param.dtype}")
+    if chunks.extent > numel:
+        raise ValueError(f"the chunk table reaches to element {chunks.extent}, the parameters have {numel}")
+    if steps.shape != (len(chunks.entries),) or steps.dtype != torch.float32 or not steps.is_contiguous():
+        raise ValueError(
+            f"steps must be {len(chunks.entries)} contiguous float32 counts, "
+            f"got {steps.dtype} of shape {tuple(steps.shape)}"
+        )
+    least = rows * chunks.table_row_count
+    if table.dim() != 2 or table.shape[1] != len(COLUMNS) or table.shape[0] < least:
+        raise ValueError(
+            f"the hyperparameter table must have {len(COLUMNS)} columns and at least {least} rows, "
+            f"got shape {tuple(table.shape)}"
+        )
+    if table.shape[0] % rows:
+        raise ValueError(
+            f"the hyperparameter table must have equally many rows for each of {rows} replicas, got {table.shape[0]}"
+        )
+
+
+def _check_scalars(scalars: Scalars, table: Tensor, rows: int) -> None:
+    for name, scalar, dtype in (
+        ("grad_scale", scalars.grad_scale, torch.float32),
+        ("norm", scalars.norm, table.dtype),
+        ("found_inf", scalars.found_inf, torch.float32),
+    ):
+        if scalar is None:
+            continue
+        parts = scalar.numel() if name == "norm" and rows == 1 else 1
+        if scalar.numel() != parts or scalar.dtype != dtype:
+            raise ValueError(
+                f"{name} must be one element of {dtype}, got {scalar.dtype} of shape {tuple(scalar.shape)}"
+                f"{f': {rows} replicas share a gradient, and so its norm' if name == 'norm' and rows > 1 else ''}"
+            )
+        if parts != 1 and (parts == 0 or len(table) % parts or not scalar.is_contiguous()):
+            raise ValueError(
+                f"norm must have one element, or contiguous ones for equally many of the {len(table)} rows of the "
+                f"hyperparameter table, got shape {tuple(scalar.shape)}"
+            )
+        _check_device(name, scalar, table.device)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and the parameters on {device}; they must be together")

@@ -1,0 +1,99 @@
+"""Arguments of the operators themselves, for tests that call them as torch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.buckets import Piece
+from hdet_kernels.ops import STATES
+from hdet_kernels.ops.chunks import flat_gradients
+from hdet_kernels.ops.compiled import SCRATCH_BYTES
+from hdet_kernels.ops.piece_table import PieceTable
+from tests.ops.cases import BF16, FP32, Case
+from tests.ops.noise_cases import Case as NoiseCase
+
+
+def is_compiled(backend: str) -> bool:
+    return backend in ("cpp", "cuda")
+
+
+def step_operators(backend: str) -> tuple[Any, Any]:
+    """Return the operators of step and norm."""
+    if is_compiled(backend):
+        return torch.ops.hdet_kernels.step_.default, torch.ops.hdet_kernels.grad_norm.default
+    if backend == "torch":
+        from hdet_kernels.ops import reference as module
+    else:
+        from hdet_kernels.ops import triton_kernels as module
+    return module._operators()
+
+
+def step_arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
+    """Return the arguments of the step operator, with three ``scalars``."""
+    flats = [case.param, case.master, *[*case.states, None, None][:3], case.steps]
+    return [list(STATES).index(case.rule), *flats, table, *step_tables(case, backend), *scalars, False, 1]
+
+
+def step_tables(case: Case, backend: str) -> list[Any]:
+    """Return the arguments of the step operator between the hyperparameters and the scalars."""
+    grads = case.chunks.match(case.grads)
+    on_device = case.chunks.point_at(grads)
+    if backend == "torch":
+        return [case.chunks.slots, on_device, [slot.offset for slot in case.chunks.entries], flat_gradients(grads)]
+    if is_compiled(backend):
+        scratch = torch.zeros(SCRATCH_BYTES * len(case.chunks.entries), dtype=torch.uint8, device=case.param.device)
+        return [case.chunks.slots, case.chunks.chunks, on_device, scratch]
+    from hdet_kernels.ops.triton_kernels import dtypes_of
+
+    return [case.chunks.slots, case.chunks.chunks, on_device, dtypes_of(grads)]
+
+
+def norm_arguments(case: Case, backend: str) -> list[Any]:
+    """Return the arguments of the norm operator."""
+    grads = case.chunks.match(case.grads)
+    return [case.chunks.chunks, flat_gradients(grads) if backend == "torch" else case.chunks.point_at(grads), 1]
+
+
+def pack_operators(backend: str) -> tuple[Any, Any]:
+    """Return the operators of packing and unpacking."""
+    if is_compiled(backend):
+        return torch.ops.hdet_kernels.pack.default, torch.ops.hdet_kernels.unpack.default
+    if backend == "torch":
+        from hdet_kernels.ops import reference_pack as module
+    else:
+        from hdet_kernels.ops import triton_pack as module
+    return module._operators()
+
+
+def pack_arguments(backend: str, device: str) -> tuple[list[Tensor], list[Any], list[Any]]:
+    """Return tensors of two rows, the arguments to pack them (both rows, over 3), and to unpack them (halved)."""
+    tensors = [torch.randn(2, 70, device=device).to(kind) for kind in (FP32, BF16)]
+    table = PieceTable([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], 2, tensors[0].device, FP32)
+    staging = torch.zeros(table.numel, device=device)
+    if backend == "torch":
+        return tensors, [tensors, *table.spans, 3, 3.0, staging], [tensors, *table.spans, 2.0, staging]
+    tables = [table.chunks, table.point_at(table.match(tensors)), table.strides]
+    return tensors, [*tables, 3, 3.0, staging], [*tables, 2, 2.0, staging]
+
+
+def noise_operator(backend: str) -> Any:
+    """Return the operator of noise."""
+    if is_compiled(backend):
+        return torch.ops.hdet_kernels.add_noise_.default
+    if backend == "torch":
+        from hdet_kernels.ops import reference_noise as module
+    else:
+        from hdet_kernels.ops import triton_noise as module
+    return module._operator()
+
+
+def noise_arguments(case: NoiseCase, backend: str) -> list[Any]:
+    """Return the arguments of the noise operator."""
+    matched = case.table.match(case.tensors)
+    if backend == "torch":
+        return [list(matched.tensors), list(range(len(matched.tensors))), case.keys, case.scales]
+    given = [case.table.chunks, case.table.point_at(matched), case.keys, case.scales]
+    return [*given, False] if backend == "triton" else given

@@ -1,0 +1,65 @@
+"""The hyperparameter table, and small tensors that are written to the device only when they change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hdet_kernels.ops.table import COLUMNS, HyperTable, Staged
+from tests.ops.cases import make_table
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_staged_values_are_written_only_when_they_changed(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch finds no usable NVIDIA GPU")
+    staged = Staged((2, 2), torch.float64, torch.device(device))
+    values = np.array([[1.0, 2.0], [3.0, 4.0]])
+    assert staged.write(values)
+    assert not staged.write(values.copy())
+    staged.tensor.zero_()
+    assert not staged.write(values.copy()), "equal values must not be copied again"
+    seen = []
+    for value in range(2000):  # far more copies than are ever in flight: no staging buffer may be overwritten too early
+        staged.write(np.array([[float(value), 0.0], [0.0, 0.0]]))
+        seen.append(staged.tensor[0, 0].clone())
+    assert torch.stack(seen).tolist() == list(range(2000))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_tensor_learning_rate_follows_its_tensor(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch finds no usable NVIDIA GPU")
+    table = HyperTable(2, torch.device(device))
+    lr = torch.tensor([0.5], device=device)
+    rows = [{"lr": lr, "eps": 1e-8}, {"lr": 0.25}]
+    table.write(rows)
+    lr.fill_(0.125)
+    table.write(rows)
+    assert table.tensor[:, 0].tolist() == [0.125, 0.25]
+    assert table.tensor[:, COLUMNS.index("eps")].tolist() == [1e-8, 0.0]
+
+
+def test_a_seed_of_32_bits_is_kept_exactly() -> None:
+    assert make_table("cpu", {"seed": 2**32 - 1}).tensor[0, COLUMNS.index("seed")].item() == 2**32 - 1
+
+
+def test_columns_that_are_left_out_become_zero() -> None:
+    table = make_table("cpu", {"lr": 0.5, "momentum": 0.9})
+    table.write([{"lr": 0.25, "eps": 1}])
+    row = dict(zip(COLUMNS, table.tensor[0].tolist(), strict=True))
+    assert {name: value for name, value in row.items() if value} == {"lr": 0.25, "eps": 1.0}
+    with pytest.raises(KeyError, match="learning_rate"):
+        table.write([{"learning_rate": 0.1}])
+
+
+def test_the_host_knows_what_the_device_holds() -> None:
+    staged = Staged((2,), torch.int64, torch.device("cpu"))
+    values = np.array([3, 4])
+    assert not staged.holds(values)
+    staged.write(values)
+    assert staged.holds(values)
+    assert staged.settled
+    assert not staged.capturing
+    assert not staged.holds(np.array([3, 5]))
