@@ -14,8 +14,7 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
 7. The payload is settled: copies go back to the tensors that they were made of, parameters are rounded from their
    master weights.
 
-:mod:`.overlap` runs steps 1 to 5 on a copy, in a background thread while training goes on, and applies the difference
-later.
+:mod:`.overlap` runs steps 1 to 5 on a copy, in a thread, while training goes on, and applies the difference later.
 """
 
 from hdet_kernels.converge.compress import Format

@@ -243,10 +243,13 @@ def test_an_early_average_lands_before_the_next(k: int) -> None:
     assert EARLY[(k,)] == [landed] * 2
 
 
-def _trained(rank: int, kind: str, k: int) -> tuple[Tensor, list[float]]:
-    """Buffers stay the replica's own, as in the simulation."""
+def _trained(rank: int, kind: str, k: int) -> tuple[Tensor, list[list[float]], list[Tensor]]:
+    """Parameters after a run, the learning rates of both replicas, and their parameters as simulated here. Buffers stay
+    the replica's own, as in the simulation."""
     replica = Replica(rank, kind, k, average_buffers=False).train(TOTAL)
-    return replica.parameters(), [rate for (rate,) in replica.rates]
+    rates: list[Any] = [None, None]
+    dist.all_gather_object(rates, [rate for (rate,) in replica.rates])
+    return replica.parameters(), rates, _simulated(k, rates)
 
 
 TRAINED = Cases(2, _trained, [(kind, k) for kind in ("sgd loose", "sgd homed") for k in (1, 2, SYNC - 1)])
@@ -256,10 +259,10 @@ TRAINED = Cases(2, _trained, [(kind, k) for kind in ("sgd loose", "sgd homed") f
 def test_a_whole_run_is_that_of_two_replicas_simulated_in_one_process(k: int) -> None:
     for kind in ("sgd loose", "sgd homed"):
         results = TRAINED[kind, k]
-        expected, other = _simulated(k, [rates for _, rates in results])
+        (_, rates, (expected, other)), _ = results
         assert torch.equal(expected, other)
-        assert results[0][1] != results[1][1], "the replicas have learning rates of their own"
-        for parameters, _ in results:
+        assert rates[0] != rates[1], "the replicas have learning rates of their own"
+        for parameters, _, _ in results:
             if kind == "sgd loose":
                 assert torch.equal(parameters, expected)
             # A fused step may multiply and add with one rounding instead of two.
