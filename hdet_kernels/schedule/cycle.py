@@ -139,12 +139,7 @@ class Cycle:
         mark = self.window.mark() if syncs or lands else None
         if loss is not None:
             self.window.record(loss)
-        if self.spread.reads_losses and self.probe is None and not self.window.ever:
-            raise RuntimeError(
-                f"{type(self.spread.controller).__name__} needs losses, and none was recorded: call "
-                "scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step() where a framework calls "
-                "it bare; or pass probe="
-            )
+        self._check_losses()
         if mark is not None:
             try:
                 self._land(step)
@@ -172,6 +167,20 @@ class Cycle:
                 f"step {self.step + 1} is past the end: total_steps is {last_step}; stop there, or build the scheduler "
                 "with the number of steps that you mean to make"
             )
+
+    def _check_losses(self) -> None:
+        """Raise if losses decide at a sync and none was ever recorded."""
+        if self.probe is not None or self.window.ever:
+            return
+        record = (
+            "none was recorded: call scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step() "
+            "where a framework calls it bare; or pass probe="
+        )
+        if self.spread.reads_losses:
+            name = type(self.spread.controller).__name__
+            raise RuntimeError(f"{name} needs losses, and {record}, or auto_lr=False (fan-out and averaging only)")
+        if self._takes_best:
+            raise RuntimeError(f"merge='best' copies the replica whose loss is lowest, but {record}")
 
     def _before_optimizer_step(self) -> None:
         if not self.started:  # not at construction: weights may be loaded, or noise added, after that
