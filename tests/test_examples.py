@@ -41,7 +41,7 @@ def test_one_device_for_a_few_steps(
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    arguments = ["--replicas", "2", "--steps", "6", "--out", str(tmp_path), "--device", "cpu"]
+    arguments = ["--replicas", "2", "--steps", "4", "--out", str(tmp_path), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["one_device.py", *arguments])
     example.main()
     check_one_device(capsys.readouterr().out, tmp_path)

@@ -32,14 +32,14 @@ def test_with_a_probe_the_first_cycle_has_early_syncs() -> None:
         {"spread": 0.0},
         {"auto_lr": hk.RegressionController(start_at=0.05)},
         {"auto_lr": hk.HypergradientController()},
-        {"auto_lr": hk.SoftmaxController(warmup_steps=40)},
+        {"auto_lr": hk.SoftmaxController(warmup_steps=20)},
     ],
     ids=["no probe", "no controller", "no spread", "starts later", "hypergradient", "softmax"],
 )
 def test_no_early_syncs_without_a_controller_that_uses_them(options: dict[str, Any]) -> None:
     make = StackTrainer if "probe" in options else probed_trainer
-    trainer = make(**{"total_steps": 160, "sync_every": 16, **options}).train(20)
-    assert [record.step for record in trainer.scheduler.history] == [16]
+    trainer = make(**{"total_steps": 80, "sync_every": 8, **options}).train(10)
+    assert [record.step for record in trainer.scheduler.history] == [8]
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_replicas_depart_until_the_controller_stops(options: dict[str, Any]) -> 
     "options",
     [
         {"auto_lr": False},
-        {"auto_lr": hk.SoftmaxController(warmup_steps=10)},
+        {"auto_lr": hk.SoftmaxController(warmup_steps=5)},
         {"auto_lr": hk.RegressionController(stop_at=1.0)},
-        {"sync_every": 25},
+        {"sync_every": 12},
     ],
     ids=["no controller", "softmax", "to the end", "never acts"],
 )
 def test_replicas_depart_to_the_end_unless_a_controller_stops(options: dict[str, Any]) -> None:
-    trainer = StackTrainer(**{**SHORT, **options}).train(38)
+    trainer = StackTrainer(**{"total_steps": 20, "sync_every": 2, **options}).train(19)
     assert departures(trainer).any()
 
 
