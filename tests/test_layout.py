@@ -85,9 +85,9 @@ def test_nothing_inside_ops_imports_its_face() -> None:
 def expected_test_file(path: Path) -> Path:
     """Return the test file of a module. The implementations of an operation are tested with the operation."""
     folder, name = path.relative_to(PACKAGE).parent, path.stem
-    for implementation in ("reference_", "triton_"):
-        if folder == Path("ops") and name.startswith(implementation) and name != "triton_kernels":
-            name = name.removeprefix(implementation)
+    if folder == Path("ops"):
+        name = name.removeprefix("reference_").removeprefix("triton_")
+        name = {"reference": "step", "kernels": "step", "rules": "step"}.get(name, name)
     name = {"__main__": "main"}.get(name, name)
     return ROOT / "tests" / folder / f"test_{name}.py"
 

@@ -27,9 +27,14 @@ def result(trainer: Trainer) -> dict[str, Any]:
     history = [{**r.to_dict(), "seconds": 0.0} for r in trainer.scheduler.history]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.optimizer.param_groups]
     return {
-        "parameters": trainer.parameters(), "moments": trainer.moments(), "rates": trainer.rates, "history": history,
-        "groups": groups, "last_lr": trainer.scheduler.get_last_lr(), "control": trainer.scheduler.cycle.spread.controller_state,
-    }  # fmt: skip
+        "parameters": trainer.parameters(),
+        "moments": trainer.moments(),
+        "rates": trainer.rates,
+        "history": history,
+        "groups": groups,
+        "last_lr": trainer.scheduler.get_last_lr(),
+        "controller_state": trainer.scheduler.cycle.spread.controller_state,
+    }
 
 
 def save(trainer: Trainer, path: Path) -> None:

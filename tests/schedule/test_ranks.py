@@ -256,9 +256,11 @@ def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train(400)
     return {
-        "calls": calls, "mu": trainer.scheduler.cycle.spread.controller_state["mu"], "history": trainer.scheduler.history,
+        "calls": calls,
+        "mu": trainer.scheduler.cycle.spread.controller_state["mu"],
+        "history": trainer.scheduler.history,
         "parameters": trainer.parameters(),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("explore", [False, True], ids=["lr", "lr+wd"])
