@@ -15,6 +15,9 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 QUALITY_ARGS ?=
 
+# Tests and demo start many Python processes. Without byte code each of them would compile torch's sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 

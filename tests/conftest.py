@@ -10,6 +10,10 @@ import os
 import sys
 from pathlib import Path
 
+# Before torch is imported, for this process and those that it starts: the tests run in as many processes as there are
+# cores, and their tensors are small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
