@@ -1,4 +1,4 @@
-"""Which backend runs, and what is said when one cannot."""
+"""The choice of a backend, and the messages where one cannot run."""
 
 from __future__ import annotations
 
@@ -76,3 +76,12 @@ def test_unknown_and_unfit_backends_are_refused(monkeypatch: pytest.MonkeyPatch)
         registry.resolve("cpu", "cuda")
     with pytest.raises(ValueError, match=r"'cpp' \(backend=\) cannot serve tensors on cuda.*are cuda, triton, torch"):
         registry.resolve("cuda", "cpp")
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton", "cpp", "torch"])
+def test_every_backend_implements_every_operation(name: str) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    module = registry.implementation(name)
+    for operation in ("bind_step", "grad_norm", "pack", "unpack", "wire_operators", "add_noise_"):
+        assert callable(getattr(module, operation)), f"{module.__name__} lacks {operation}"
