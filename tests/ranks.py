@@ -10,7 +10,7 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -52,7 +52,7 @@ def run_ranks(
     return [pickle.loads(found[rank][1]) if rank in found else None for rank in range(n)]
 
 
-Arguments = Mapping[Any, tuple[Any, ...]] | list[tuple[Any, ...]]
+Arguments = Mapping[Any, tuple[Any, ...]] | Sequence[tuple[Any, ...]]
 
 
 class Cases:
@@ -68,7 +68,7 @@ class Cases:
         full: more cases, for tests that are marked ``full``. Another group of ranks runs them.
     """
 
-    def __init__(self, n: int, function: Callable[..., Any], cases: Arguments, full: Arguments = ()) -> None:  # type: ignore[assignment]
+    def __init__(self, n: int, function: Callable[..., Any], cases: Arguments, full: Arguments = ()) -> None:
         self.n, self.function = n, function
         self.cases, self.full = _by_key(cases), _by_key(full)
         self._results: dict[bool, list[dict[Any, Any]]] = {}
