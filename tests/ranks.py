@@ -10,8 +10,10 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 # The timeout of the ranks' process group, and of a run, in seconds. Both are generous: the machine may be busy with
 # other things. A test that waits for a timeout makes a group with a short one of its own.
@@ -50,30 +52,42 @@ def run_ranks(
     return [pickle.loads(found[rank][1]) if rank in found else None for rank in range(n)]
 
 
+Arguments = Mapping[Any, tuple[Any, ...]] | Sequence[tuple[Any, ...]]
+
+
 class Cases:
     """The results of a function for several cases, which one group of ranks computes one after the other.
 
-    Most of the time of a short run is spent on what a process does for the first time. So parametrised tests share the
-    ranks: the first test that asks for its case runs all of them. The function must leave its process as it found it.
+    Parametrised tests share the ranks: the first test that asks for its case runs all of them. The function must leave
+    its process as it found it.
 
     Args:
         n: number of ranks.
         function: is called as ``function(rank, *arguments)``.
-        cases: the arguments of each case. A sequence of tuples is keyed by these.
+        cases: the arguments of each case, by its key. A list of tuples is keyed by these.
+        full: more cases, for tests that are marked ``full``. Another group of ranks runs them.
     """
 
-    def __init__(
-        self, n: int, function: Callable[..., Any], cases: Mapping[Hashable, tuple[Any, ...]] | list[tuple[Any, ...]]
-    ) -> None:
+    def __init__(self, n: int, function: Callable[..., Any], cases: Arguments, full: Arguments = ()) -> None:
         self.n, self.function = n, function
-        self.cases = dict(cases) if isinstance(cases, Mapping) else {case: case for case in cases}
-        self._results: list[dict[Hashable, Any]] | None = None
+        self.cases, self.full = _by_key(cases), _by_key(full)
+        self._results: dict[bool, list[dict[Any, Any]]] = {}
 
     def __getitem__(self, case: Hashable) -> list[Any]:
         """The results of all ranks."""
-        if self._results is None:
-            self._results = run_ranks(self.n, _each, self.function, self.cases)
-        return [results[case] for results in self._results]
+        full = case in self.full
+        if full not in self._results:
+            self._results[full] = run_ranks(self.n, _each, self.function, self.full if full else self.cases)
+        return [results[case] for results in self._results[full]]
+
+    def params(self) -> list[Any]:
+        """The keys as parameters of a test."""
+        keys = [(key if isinstance(key, tuple) else (key,), key in self.full) for key in (*self.cases, *self.full)]
+        return [pytest.param(*key, marks=pytest.mark.full if full else []) for key, full in keys]
+
+
+def _by_key(cases: Arguments) -> dict[Any, tuple[Any, ...]]:
+    return dict(cases) if isinstance(cases, Mapping) else {case: case for case in cases}
 
 
 def _each(rank: int, function: Callable[..., Any], cases: Mapping[Hashable, tuple[Any, ...]]) -> dict[Hashable, Any]:

@@ -367,24 +367,21 @@ def check_healed(results: list[dict[str, Any]]) -> None:
         assert all(torch.isfinite(tensor).all() for tensor in result["end"].values())
 
 
+QUICK = [("homed", "loss"), ("loose", "moment"), ("homed", "buffer"), ("masters", "gradient")]
 SICK = [
     *itertools.product(["homed", "loose"], ["loss", "moment", "buffer"]),
-    ("masters", "gradient"),
     ("masters", "moment"),
     ("fixed", "gradient"),
 ]
 HEALED = Cases(
     3,
     _sick,
-    {
-        **{(kind, what): (kind, what, {}) for kind, what in SICK},
-        "one bucket": ("homed", "moment", {"bucket_bytes": None}),
-        "master alone": ("masters", "master alone", {}),
-    },
+    {case: (*case, {}) for case in QUICK},
+    full={case: (*case, {}) for case in SICK if case not in QUICK},
 )
 
 
-@pytest.mark.parametrize(("kind", "what"), SICK)
+@pytest.mark.parametrize(("kind", "what"), HEALED.params())
 def test_a_bad_replica_is_left_out_and_healed_in_everything(kind: str, what: str) -> None:
     results = HEALED[kind, what]
     check_healed(results)
@@ -394,15 +391,16 @@ def test_a_bad_replica_is_left_out_and_healed_in_everything(kind: str, what: str
         assert int(tracked) == 20, "an integer is the first healthy replica's"
 
 
+@pytest.mark.full
 def test_a_bad_replica_is_healed_from_a_single_bucket_too() -> None:
-    results = HEALED["one bucket"]
+    results = run_ranks(3, _sick, "homed", "moment", {"bucket_bytes": None})
     check_healed(results)
     assert [result["excluded"][1] for result in results] == [[0]] * 3
 
 
 def test_a_master_that_alone_is_bad_does_not_reach_the_mean() -> None:
     """Its parameter is finite: the replica is either left out, or its master is made of the parameter again."""
-    results = HEALED["master alone"]
+    results = run_ranks(3, _sick, "masters", "master alone", {})
     for name, tensor in results[0]["after"].items():
         assert torch.isfinite(tensor).all(), name
         assert name.startswith("buffer") or all(bits(tensor) == bits(other["after"][name]) for other in results), name
@@ -605,11 +603,15 @@ def _sick_overlapped(rank: int, kind: str, what: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SICK_OVERLAPPED = [("homed", "gradient"), ("loose", "gradient"), ("masters", "gradient"), ("homed", "loss")]
-HEALED_LATER = Cases(3, _sick_overlapped, SICK_OVERLAPPED)
+HEALED_LATER = Cases(
+    3,
+    _sick_overlapped,
+    [("masters", "gradient"), ("homed", "loss")],
+    full=[("homed", "gradient"), ("loose", "gradient")],
+)
 
 
-@pytest.mark.parametrize(("kind", "what"), SICK_OVERLAPPED)
+@pytest.mark.parametrize(("kind", "what"), HEALED_LATER.params())
 def test_a_bad_replica_is_healed_where_the_average_lands(kind: str, what: str) -> None:
     results = HEALED_LATER[kind, what]
     for name in (key for key in results[0]["start"] if key.startswith("parameter")):

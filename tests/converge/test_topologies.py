@@ -154,12 +154,14 @@ def _sharded(rank: int, how: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 SHARDED = Cases(
-    4, _sharded, {(how, size): (how, {"bucket_bytes": size}) for how in ("hsdp", "fsdp") for size in (None, 64)}
+    4,
+    _sharded,
+    {(how, size): (how, {"bucket_bytes": size}) for how, size in (("hsdp", 64), ("fsdp", None))},
+    full={(how, size): (how, {"bucket_bytes": size}) for how, size in (("hsdp", None), ("fsdp", 64))},
 )
 
 
-@pytest.mark.parametrize("bucket_bytes", [None, 64], ids=["one bucket", "many buckets"])
-@pytest.mark.parametrize("how", ["hsdp", "fsdp"])
+@pytest.mark.parametrize(("how", "bucket_bytes"), SHARDED.params())
 def test_sharded_replicas_are_averaged_shard_by_shard(how: str, bucket_bytes: int | None) -> None:
     results = SHARDED[how, bucket_bytes]
     assert [r["place"] for r in results] == [(2, 0), (2, 0), (2, 1), (2, 1)]
@@ -213,11 +215,12 @@ def _sick_shard(rank: int, how: str, what: str) -> dict[str, Any]:
     return {"before": before, "after": after, "moments": moments, "end": sharded.parameters(), "excluded": excluded}
 
 
-SICK = [("hsdp", "parameter"), ("hsdp", "loss"), ("fsdp", "parameter"), ("fsdp", "moment")]
-SICK_SHARDS = Cases(4, _sick_shard, SICK)
+SICK_SHARDS = Cases(
+    4, _sick_shard, [("hsdp", "loss"), ("fsdp", "moment")], full=[("hsdp", "parameter"), ("fsdp", "parameter")]
+)
 
 
-@pytest.mark.parametrize(("how", "what"), SICK)
+@pytest.mark.parametrize(("how", "what"), SICK_SHARDS.params())
 def test_a_bad_shard_leaves_its_replica_out_and_all_its_ranks_are_healed(how: str, what: str) -> None:
     results = SICK_SHARDS[how, what]
     assert not torch.equal(results[0]["before"], results[2]["before"])
@@ -250,10 +253,10 @@ def _torn(rank: int, how: str) -> tuple[str, bool]:
     return _refused(sharded, loss)
 
 
-TORN = Cases(4, _torn, [("hsdp",), ("fsdp",)])
+TORN = Cases(4, _torn, [("fsdp",)], full=[("hsdp",)])
 
 
-@pytest.mark.parametrize("how", ["hsdp", "fsdp"])
+@pytest.mark.parametrize("how", TORN.params())
 def test_ranks_of_one_replica_that_disagree_are_an_error_on_all(how: str) -> None:
     for message, unchanged in TORN[(how,)]:
         assert "disagree on the step" in message
