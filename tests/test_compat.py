@@ -83,12 +83,13 @@ def test_defect_1_the_spread_reaches_the_optimizer_from_the_first_step() -> None
         np.testing.assert_allclose(sorted(rates / rates.mean()), hk.multipliers(4, 1 / 9))
 
 
-@pytest.mark.parametrize("auto", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("auto", [pytest.param(False, marks=pytest.mark.full), True], ids=["off", "on"])
 def test_defect_2_weights_are_averaged_whether_or_not_auto_lr_is_on(auto: bool) -> None:
     results = run_ranks(4, _authors_loop, 12, {"enable_auto_lr": auto}, False)
     assert [equal_on_ranks(results, step) for step in range(12)] == [False, False, False, True] * 3
 
 
+@pytest.mark.full
 def test_defect_3_the_learning_rate_ends_at_onecycles_floor() -> None:
     """At torch's factors and K = 36 the published γ makes it grow 18 % a sync."""
     assert published_decay(25.0, 1e4, 36) == pytest.approx(-0.181, abs=1e-3)
@@ -122,6 +123,7 @@ def test_defect_4_no_global_generator_is_touched() -> None:
     assert run_ranks(2, _generators) == [True, True]
 
 
+@pytest.mark.full
 def test_defect_4_the_permutation_is_the_same_on_all_ranks_whatever_they_draw() -> None:
     results = run_ranks(4, _authors_loop, 24, {"enable_auto_lr": True}, True)
     rates = np.array([r["rates"] for r in results])

@@ -140,10 +140,10 @@ class TestMu:
         controller = kind(rate=0.5)
         for last, expected in [(2.0, 0.0), (4.0, 1 - 0.19 / (0.09 * 0.9**2 + 0.1 * 4.0**2))]:
             state = controller.start(1)
-            for sure in (0.9, last if last > 2 else 0.9):
+            for significance in (0.9, last if last > 2 else 0.9):
                 before = state
                 state = controller._moved(
-                    RUN, state, np.ones(1), np.full(1, sure), np.ones(1, bool), slopes_seen([1.0])
+                    RUN, state, np.ones(1), np.full(1, significance), np.ones(1, bool), slopes_seen([1.0])
                 )
             assert before["mu"] == [0.0]
             assert state["mu"][0] == pytest.approx(-0.5 * expected, rel=1e-9)

@@ -15,7 +15,7 @@ from hdet_kernels.fanout.explore import Hyperparameter, expand
 
 
 def adam_groups(count: int = 2, **entries: Any) -> list[dict[str, Any]]:
-    """Parameter groups as an optimizer has them; group g has a learning rate and weight decay of its own."""
+    """Return parameter groups as an optimizer has them, each with its own learning rate and weight decay."""
     return [
         {
             "params": [torch.nn.Parameter(torch.full((2,), float(g)))],
@@ -106,7 +106,7 @@ class TestExpand:
     def test_a_tensor_learning_rate(self) -> None:
         assert [h.base for h in expand((), adam_groups(lr=torch.tensor(0.1)), 0.3)] == [None, None]
 
-    def test_touches_nothing(self) -> None:
+    def test_changes_neither_groups_nor_setters(self) -> None:
         calls: list[float] = []
         groups = adam_groups(lr=torch.tensor(0.1))
         before, objects = copy.deepcopy(groups), [dict(group) for group in groups]
@@ -170,17 +170,17 @@ REFUSED = [
 
 class TestExpandRefuses:
     @pytest.mark.parametrize(("explores", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-    def test_what_cannot_be_explored(self, explores: list[Explore], message: str) -> None:
+    def test_hyperparameters_that_cannot_be_explored(self, explores: list[Explore], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             expand(explores, adam_groups(), 0.3)
 
     @pytest.mark.parametrize("value", [0.0, -0.1, math.nan, math.inf])
-    def test_a_group_value_that_has_no_multiples(self, value: float) -> None:
+    def test_a_base_value_that_is_not_positive(self, value: float) -> None:
         with pytest.raises(ValueError, match=rf"base value of weight_decay of parameter group 0 .* got {value}.*base="):
             expand([Explore("weight_decay")], adam_groups(weight_decay=value), 0.3)
 
     @pytest.mark.parametrize("wrong", ["weight_decay", 0.3, None, ("eps", 0.1)], ids=repr)
-    def test_what_is_not_an_explore(self, wrong: object) -> None:
+    def test_objects_that_are_not_an_explore(self, wrong: object) -> None:
         with pytest.raises(TypeError, match=r"takes hdet_kernels.Explore objects, got"):
             expand([wrong], adam_groups(), 0.3)
 

@@ -1,4 +1,4 @@
-"""Fan-out: multipliers by hand-computed tables, permutations as functions of their arguments alone."""
+"""Multipliers against tables computed by hand, and permutations as functions of their arguments alone."""
 
 from __future__ import annotations
 
@@ -152,6 +152,7 @@ class TestPermutation:
         """A resumed run draws its permutations anew: another algorithm would silently change them."""
         assert permutation(**arguments).tolist() == expected
 
+    @pytest.mark.full
     def test_the_same_in_a_process_with_other_seeds(self) -> None:
         asked = [arguments for arguments, _ in GOLDEN]
         code = (
@@ -189,7 +190,7 @@ class TestPermutation:
             [{"hyperparameter": h} for h in ("lr/0", "lr/1", "lr/10", "weight_decay/0", "lr", "")],
             [{"seed": 1, "cycle": 11}, {"seed": 11, "cycle": 1}, {"seed": 0, "cycle": 111}, {"seed": 111, "cycle": 0}],
         ],
-        ids=["seed", "cycle", "hyperparameter", "no digit wanders from seed to cycle"],
+        ids=["seed", "cycle", "hyperparameter", "digits of seed and cycle do not mix"],
     )
     def test_every_argument_matters(self, others: list[dict]) -> None:
         drawn = [tuple(draw(n=16, **arguments)) for arguments in others]
@@ -215,17 +216,17 @@ class TestPermutation:
         ids=["two groups", "two scalars", "two seeds"],
     )
     def test_two_streams_are_independent(self, this: dict, that: dict) -> None:
-        """Otherwise the regression could not tell two hyperparameters apart."""
+        """Otherwise the regression could not separate two hyperparameters."""
         pairs = [(draw(4, cycle=c, **this)[0], draw(4, cycle=c, **that)[0]) for c in range(2000)]
         assert pair_statistic(pairs) < chi_square_bound(15)
 
-    def test_a_cycle_says_nothing_of_the_next(self) -> None:
+    def test_consecutive_cycles_are_independent(self) -> None:
         pairs = [(draw(4, cycle=c)[0], draw(4, cycle=c + 1)[0]) for c in range(2000)]
         assert pair_statistic(pairs) < chi_square_bound(15)
 
 
 def chi_square_bound(freedom: int) -> float:
-    """Six standard deviations above the mean of a chi-square variable: the draws are fixed, so it never flickers."""
+    """Return six standard deviations above the mean of a chi-square variable. The draws are fixed."""
     return freedom + 6 * (2 * freedom) ** 0.5
 
 
@@ -238,7 +239,7 @@ def pair_statistic(pairs: list[tuple[int, int]]) -> float:
 
 
 class TestPairs:
-    """Multipliers [J, n] in which a replica departs in one hyperparameter at most."""
+    """Multipliers [J, n] in which every replica departs in at most one hyperparameter."""
 
     @staticmethod
     def of(n: int, count: int, look: int = 0, seed: int = 0) -> np.ndarray:
@@ -246,7 +247,9 @@ class TestPairs:
 
     @PROPERTY
     @given(counts, st.integers(1, 9), st.integers(0, 50), st.integers(0, 5))
-    def test_one_below_for_each_above_and_no_replica_twice(self, n: int, count: int, look: int, seed: int) -> None:
+    def test_departures_are_symmetric_and_no_replica_departs_twice(
+        self, n: int, count: int, look: int, seed: int
+    ) -> None:
         found = self.of(n, count, look, seed)
         assert found.shape == (count, n)
         assert ((found != 1).sum(axis=0) <= 1).all()
@@ -256,24 +259,24 @@ class TestPairs:
             np.testing.assert_allclose(np.sort(departing), multipliers(max(len(departing), 1), 0.3)[: len(departing)])
 
     @pytest.mark.parametrize(("n", "equal"), [(1, 1), (2, 0), (3, 1), (4, 2), (5, 3), (8, 2), (9, 3), (16, 2)], ids=str)
-    def test_from_four_on_two_at_least_are_equal(self, n: int, equal: int) -> None:
+    def test_from_four_replicas_on_at_least_two_have_the_base_values(self, n: int, equal: int) -> None:
         for count in (1, 2, 4):
             assert (self.of(n, count) == 1).all(axis=0).sum() == equal
 
     @pytest.mark.parametrize(("n", "count"), [(2, 1), (2, 3), (4, 2), (8, 2), (8, 4), (8, 5), (16, 4)], ids=str)
-    def test_all_are_explored_equally_often(self, n: int, count: int) -> None:
+    def test_all_hyperparameters_are_explored_equally_often(self, n: int, count: int) -> None:
         found = np.stack([self.of(n, count, look) for look in range(count)])
         often = (found != 1).sum(axis=(0, 2))
         assert set(often.tolist()) == {2 * (n // 2 - (n >= 4))}
 
-    def test_one_without_a_spread_is_left_out(self) -> None:
+    def test_a_hyperparameter_without_spread_is_left_out(self) -> None:
         found = pairs(8, [(0.3, "linear"), (0.0, "linear"), (2.0, "log")], seed=0, sync=0)
         assert (found[1] == 1).all()
         assert (found[[0, 2]] != 1).any(axis=1).all()
         assert found[2].max() == 3.0
         assert (pairs(8, [(0.0, "linear")], seed=0, sync=0) == 1).all()
 
-    def test_replicas_change_places_from_look_to_look_and_from_seed_to_seed(self) -> None:
+    def test_replicas_change_places_with_the_sync_and_the_seed(self) -> None:
         places = {self.of(8, 1, look, seed).tobytes() for look in range(5) for seed in range(5)}
         assert len(places) == 25
         assert (self.of(8, 3, 7, 2) == self.of(8, 3, 7, 2)).all()

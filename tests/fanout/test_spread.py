@@ -20,7 +20,7 @@ class Place:
 
 
 class Listening(RegressionController):
-    """Keeps what it is shown."""
+    """A controller that keeps its observations."""
 
     seen: list[Observation]
 
@@ -35,7 +35,7 @@ def spread(controller: Any, bounds: tuple[float, float] | None = None) -> Spread
     return Spread([rate, other], controller, Place(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
 
 
-def test_the_controller_sees_what_was_applied_not_what_bounds_cut_off() -> None:
+def test_the_controller_sees_multipliers_after_bounds() -> None:
     controller = Listening()
     object.__setattr__(controller, "seen", [])
     values = spread(controller, bounds=(0.08, 0.11))
@@ -57,18 +57,18 @@ def test_slopes_are_those_of_the_learning_rates_and_zero_for_the_others() -> Non
     assert slopes.tolist() == [0.7, 0.0]
 
 
-def test_softmax_goes_on_from_the_bounded_base() -> None:
+def test_softmax_continues_from_the_bounded_base() -> None:
     controller = SoftmaxController(warmup_steps=0, scale=0.1, rate=0.5, decay=0.0)
     values = spread(controller, bounds=(0.09, 0.101))
     rho = values.placement().values[0]
-    losses = -rho  # higher is better: the base wants to rise without end
+    losses = -rho  # a higher value is better: the base would rise without end
     for _ in range(30):
         values.move(RUN, values.placement(), losses * 100, None, 70)
     assert values.base(0) == 0.101
-    assert values.controller_state["eta"][0] < 0.101 * 1.2, "no winding up beyond the bound"
+    assert values.controller_state["eta"][0] < 0.101 * 1.2, "it does not grow beyond the bound"
 
 
-def test_softmax_never_turns_the_sign() -> None:
+def test_softmax_never_changes_the_sign() -> None:
     controller = SoftmaxController(warmup_steps=0, scale=1e-3, rate=3.0, decay=0.0)
     rate = Hyperparameter("lr/0", 0.9, "linear", None, None, 0, "lr")
     values = Spread([rate], controller, Place(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
@@ -76,3 +76,36 @@ def test_softmax_never_turns_the_sign() -> None:
         values.fan_out(cycle)
         values.move(RUN, values.placement(), values.placement().values[0] * 1e3, None, 70)
         assert values.base(0) > 0
+
+
+def test_multipliers_are_one_where_replicas_do_not_depart() -> None:
+    values = spread(None)
+    assert values.diverges
+    for in_pairs in (False, True):
+        values.fan_out(3, 5, in_pairs=in_pairs, departs=(False, True))
+        applied = values.placement().applied
+        assert (applied[0] == 1).all()
+        assert (applied[1] != 1).any()
+        values.fan_out(3, 5, in_pairs=in_pairs, departs=(False, False))
+        assert (values.placement().applied == 1).all()
+        assert not values.diverges
+
+
+def test_pairs_depart_in_at_most_one_hyperparameter() -> None:
+    values = spread(None)
+    values.fan_out(0, 1, in_pairs=True)
+    first = values.placement().applied
+    assert ((first != 1).sum(axis=0) <= 1).all()
+    values.fan_out(0, 2, in_pairs=True)
+    assert (values.placement().applied != first).any(), "the sync decides who departs, not the cycle"
+
+
+def test_the_state_of_the_controller_is_copied() -> None:
+    values = spread(RegressionController())
+    state = values.state_dict()
+    values.controller_state["mu"][0] = 7.0
+    assert state["controller"]["mu"] == [0.0, 0.0]
+    values.load_state_dict(state, [{"lr": 0.1}])
+    state["controller"]["mu"][0] = 9.0
+    assert values.controller_state["mu"] == [0.0, 0.0]
+    assert values.scheduled == [0.1]

@@ -1,4 +1,4 @@
-"""Saving and loading a small run, as the checkpoint tests share it."""
+"""Save and load a small run, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.training import Trainer
 TOTAL, SYNC = 40, 5
 
 
-#: The controller acts at steps 5, 10, 15 and 20; the spread is wide, so that a wrong place in it shows.
+#: The controller acts at steps 5, 10, 15 and 20. The spread is wide, so that a wrong multiplier shows.
 SETTINGS: dict[str, Any] = {
     "total_steps": TOTAL,
     "sync_every": SYNC,
@@ -27,14 +27,10 @@ def result(trainer: Trainer) -> dict[str, Any]:
     history = [{**r.to_dict(), "seconds": 0.0} for r in trainer.scheduler.history]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.optimizer.param_groups]
     return {
-        "parameters": trainer.parameters(),
-        "moments": trainer.moments(),
-        "rates": trainer.rates,
-        "history": history,
-        "groups": groups,
-        "last_lr": trainer.scheduler.get_last_lr(),
-        "controller_state": trainer.scheduler.cycle.spread.controller_state,
-    }
+        "parameters": trainer.parameters(), "moments": trainer.moments(), "rates": trainer.rates, "history": history,
+        "groups": groups, "last_lr": trainer.scheduler.get_last_lr(),
+        "controller": trainer.scheduler.cycle.spread.controller_state,
+    }  # fmt: skip
 
 
 def save(trainer: Trainer, path: Path) -> None:

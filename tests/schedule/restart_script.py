@@ -22,7 +22,7 @@ from tests.training import Trainer
 TOTAL, SYNC = 16, 4
 #: Rank 1 dies here, in the first attempt, before the step is made.
 DEATH = 11
-#: The controller acts at every sync; the spread is wide, so that a wrong place in it shows.
+#: The controller acts at every sync. The spread is wide, so that a wrong multiplier shows.
 SETTINGS: dict[str, Any] = {
     "total_steps": TOTAL,
     "sync_every": SYNC,

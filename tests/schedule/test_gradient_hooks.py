@@ -1,4 +1,4 @@
-"""What the gradients tell: whether they are shared, and the hypergradient's slopes."""
+"""Gradients before a step: whether replicas share them, and the hypergradient's slopes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def test_equal_gradients_have_equal_fingerprints_and_no_gradient_has_none() -> N
 
 
 def test_gradients_of_equal_norm_are_told_apart() -> None:
-    """Clipping tensor by tensor makes local gradients equally long."""
+    """Clipping each tensor gives local gradients equal norms."""
     first, second = torch.tensor([0.6, 0.8]), torch.tensor([0.8, -0.6])
     assert fingerprint([group(first)]) != fingerprint([group(second)])
 
 
-def test_one_bit_of_bf16_is_seen() -> None:
+def test_fingerprints_differ_by_one_bit_of_bf16() -> None:
     first = torch.full((1000,), 1.0, dtype=torch.bfloat16)
     second = first.clone()
     second[500] = 1.0078125
     assert fingerprint([group(first)]) != fingerprint([group(second)])
 
 
-def test_sparse_and_complex_gradients_have_one() -> None:
+def test_sparse_and_complex_gradients_have_fingerprints() -> None:
     sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, 3.0], (4,), check_invariants=True)
     param = nn.Parameter(torch.zeros(4))
     param.grad = sparse
@@ -60,7 +60,7 @@ def test_slopes_are_gradient_times_displacement_per_group() -> None:
     assert displacement.turn() == [0.0, 0.0, -2.0]
 
 
-def test_a_scale_that_was_left_to_the_optimizer_is_divided_out() -> None:
+def test_a_gradient_scale_of_the_optimizer_is_divided_out() -> None:
     param = nn.Parameter(torch.tensor([1.0]))
     optimizer = torch.optim.SGD([param], lr=0.1)
     displacement = Displacement(optimizer)

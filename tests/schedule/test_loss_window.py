@@ -1,4 +1,4 @@
-"""The window of training losses: summed wide, where the losses are, without holding on to them."""
+"""The losses since the last sync: summed in float64 on their own device, without keeping them."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class TestRecord:
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     @pytest.mark.parametrize("kind", [float, torch.tensor])
-    def test_what_is_not_finite_is_kept_for_the_sync_to_see(self, bad: float, kind: Any) -> None:
+    def test_non_finite_losses_stay_in_the_sum(self, bad: float, kind: Any) -> None:
         assert not math.isfinite(float(filled(1.0, kind(bad), 1.0).sum))
 
-    def test_a_later_change_of_the_loss_does_not_matter(self) -> None:
+    def test_the_recorded_tensor_may_change_later(self) -> None:
         first, second = torch.tensor(2.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)
         window = filled(first, second)
         first.fill_(100)
@@ -117,7 +117,7 @@ class TestRecord:
         assert not window.sum.requires_grad
 
     def test_recording_never_asks_the_device_for_a_value(self) -> None:
-        """A meta tensor has no value: whoever waits for one raises."""
+        """Reading the value of a meta tensor raises."""
         window = filled(torch.ones((), device="meta"), torch.ones((), device="meta"), 1.0)
         window.mark()
         window.clear()
@@ -149,7 +149,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("start", [(), (1.5,), (torch.tensor(1.5),)], ids=["empty", "number", "tensor"])
-def test_refused_with_nothing_changed(start: tuple[Any, ...], case: str) -> None:
+def test_wrong_losses_raise_and_change_nothing(start: tuple[Any, ...], case: str) -> None:
     loss, error, message = REFUSED[case]
     window = filled(*start)
     before = shown(window)
@@ -163,7 +163,7 @@ KINDS = [float, torch.tensor]
 
 @pytest.mark.parametrize("kind", KINDS, ids=["numbers", "tensors"])
 class TestMoments:
-    def test_clear_forgets_all_but_that_there_were_losses(self, kind: Any) -> None:
+    def test_clear_keeps_only_that_there_were_losses(self, kind: Any) -> None:
         window = filled(kind(1.5), kind(2.0))
         window.clear()
         assert shown(window) == (0.0, 0, True)
@@ -171,7 +171,7 @@ class TestMoments:
         assert shown(window) == (3.0, 1, True)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_clear_forgets_what_was_not_finite(self, kind: Any, bad: float) -> None:
+    def test_clear_removes_non_finite_losses(self, kind: Any, bad: float) -> None:
         window = filled(kind(bad))
         window.clear()
         window.record(kind(2.0))

@@ -28,7 +28,7 @@ def _fan_out(rank: int) -> list[list[float]]:
     return Trainer(rank, groups=True, auto_lr=False, spread=0.3).train(12).rates
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_hold_every_multiplier_once_and_change_places(n: int) -> None:
     rates = np.array(run_ranks(n, _fan_out))  # [rank, step, group]
     schedule = rates.mean(axis=0)
@@ -61,9 +61,16 @@ def _shared(rank: int, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("n", [2, 4])
-def test_shared_gradients_diverge_on_a_line_and_converge_to_the_mean(n: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [
+        (2, "ours"),
+        pytest.param(2, "torch", marks=pytest.mark.full),
+        pytest.param(4, "torch", marks=pytest.mark.full),
+        pytest.param(4, "ours", marks=pytest.mark.full),
+    ],
+)
+def test_replicas_with_shared_gradients_diverge_and_become_equal_at_a_sync(n: int, kind: str) -> None:
     results = run_ranks(n, _shared, kind)
     within = torch.stack([r["within"] for r in results])
     assert not all_equal(list(within))
@@ -84,7 +91,7 @@ def _step_by_hand(rank: int, kind: str) -> tuple[Tensor, Tensor]:
     return torch.stack(gathered).double().mean(dim=0), trainer.parameters()
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [pytest.param("torch", marks=pytest.mark.full), "ours"])
 def test_converge_is_the_mean_of_the_replicas(kind: str) -> None:
     for expected, found in run_ranks(3, _step_by_hand, kind):
         torch.testing.assert_close(found, expected.float(), rtol=2e-7, atol=2e-8)
@@ -100,11 +107,16 @@ def _local(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"within": within, "moments": trainer.moments(), "mean": mean, "record": record.to_dict()}
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["torch", pytest.param("ours", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("options", "averaged"),
-    [({}, True), ({"gradients": "local"}, True), ({"average_state": False}, False), ({"gradients": "shared"}, False)],
-    ids=["found-out", "said", "not-asked", "said-shared"],
+    [
+        ({}, True),
+        pytest.param({"gradients": "local"}, True, marks=pytest.mark.full),
+        ({"average_state": False}, False),
+        pytest.param({"gradients": "shared"}, False, marks=pytest.mark.full),
+    ],
+    ids=["auto", "local", "average_state=False", "shared"],
 )
 def test_local_gradients_average_the_moments_too(kind: str, options: dict[str, Any], averaged: bool) -> None:
     results = run_ranks(3, _local, kind, options)
@@ -125,7 +137,8 @@ def _same_batches(rank: int) -> list[str]:
     return [record.gradients for record in trainer.scheduler.history]
 
 
-def test_equal_gradients_are_called_shared_whatever_made_them_equal() -> None:
+@pytest.mark.full
+def test_equal_gradients_count_as_shared_even_if_they_are_computed_locally() -> None:
     """With T = 1 and equal data the replicas' gradients are equal at every step: nothing needs averaging but them."""
     assert run_ranks(2, _same_batches) == [["shared"] * 6] * 2
 
@@ -174,6 +187,7 @@ def _local_sgd(rank: int) -> tuple[Tensor, Tensor]:
     return trainer.train(3).parameters(), trainer.train(1).parameters()
 
 
+@pytest.mark.full
 def test_without_spread_local_gradients_are_still_averaged() -> None:
     results = run_ranks(2, _local_sgd)
     assert not all_equal([r[0] for r in results])
@@ -189,7 +203,7 @@ def _buffers(rank: int, options: dict[str, Any]) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in trainer.module.named_buffers()}
 
 
-@pytest.mark.parametrize("average", [True, False], ids=["averaged", "own"])
+@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.full)], ids=["averaged", "own"])
 def test_batchnorm_statistics_are_averaged_on_request(average: bool) -> None:
     results = run_ranks(2, _buffers, {"average_buffers": average})
     assert all_equal([r["norm.running_mean"] for r in results]) is average
@@ -216,7 +230,7 @@ def _consensus(rank: int, ddp: bool) -> dict[str, Any]:
     return {"own": own, "inside": inside, "same": same, "refused": refused, "end": trainer.parameters()}
 
 
-@pytest.mark.parametrize("ddp", [True, False], ids=["shared", "local"])
+@pytest.mark.parametrize("ddp", [pytest.param(True, marks=pytest.mark.full), False], ids=["shared", "local"])
 def test_consensus_shows_the_average_and_gives_the_replicas_back(ddp: bool) -> None:
     results = run_ranks(3, _consensus, ddp)
     mean = torch.stack([r["own"] for r in results]).double().mean(dim=0).float()
@@ -236,7 +250,7 @@ def _converge_now(rank: int) -> dict[str, Any]:
     return {"averaged": averaged, "records": [(r.step, r.cycle, r.kind) for r in trainer.scheduler.history]}
 
 
-def test_converge_averages_at_once_and_leaves_the_cycle_as_it_is() -> None:
+def test_converge_averages_at_once_and_the_cycle_goes_on() -> None:
     results = run_ranks(2, _converge_now)
     assert all_equal([r["averaged"] for r in results])
     assert results[0]["records"] == [(2, 0, "manual"), (4, 0, "sync")]
@@ -256,13 +270,12 @@ def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train(400)
     return {
-        "calls": calls,
-        "mu": trainer.scheduler.cycle.spread.controller_state["mu"],
-        "history": trainer.scheduler.history,
-        "parameters": trainer.parameters(),
-    }
+        "calls": calls, "mu": trainer.scheduler.cycle.spread.controller_state["mu"],
+        "history": trainer.scheduler.history, "parameters": trainer.parameters(),
+    }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("explore", [False, True], ids=["lr", "lr+wd"])
 def test_auto_lr_raises_a_learning_rate_that_is_much_too_low(explore: bool) -> None:
     results = run_ranks(4, _auto_lr, explore)
@@ -285,6 +298,7 @@ def _hypergradient(rank: int, ddp: bool) -> list[float]:
     return mu
 
 
+@pytest.mark.full
 def test_the_hypergradient_controller_works_with_shared_gradients_and_with_one_replica() -> None:
     two = run_ranks(2, _hypergradient, True)
     assert two[0] == two[1]

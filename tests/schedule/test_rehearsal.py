@@ -1,4 +1,4 @@
-"""Playing a copy of a schedule: what it finds, and that nothing else notices."""
+"""Playing a copy of a schedule: its peak and end are found, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chained(optimizer: Optimizer) -> schedules.LRScheduler:
 
 
 SCHEDULES: dict[str, tuple[Callable[[Optimizer], schedules.LRScheduler], float, float]] = {
-    # what makes it, highest and last over PEAK
+    # constructor, highest and last value over PEAK
     "lambda": (lambda o: schedules.LambdaLR(o, lambda t: min(t / 10, 1.0)), 1.0, 1.0),
     "constant": (lambda o: schedules.ConstantLR(o, 1.0, 0), 1.0, 1.0),
     "cosine": (lambda o: schedules.CosineAnnealingLR(o, TOTAL), 1.0, (1 + math.cos(math.pi * 39 / 40)) / 2),
@@ -90,7 +90,7 @@ def test_finds_peak_and_end(make: Any, highest: float, last: float, lr: Any) -> 
 
 @pytest.mark.parametrize("lr", [PEAK, torch.tensor(PEAK)], ids=["float", "tensor"])
 @each
-def test_optimizer_and_schedule_are_as_before(make: Any, highest: float, last: float, lr: Any) -> None:
+def test_optimizer_and_schedule_are_unchanged(make: Any, highest: float, last: float, lr: Any) -> None:
     optimizer, scheduler = built(make, copy.deepcopy(lr))
     plain, reference = built(make, copy.deepcopy(lr))
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -107,7 +107,7 @@ def test_optimizer_and_schedule_are_as_before(make: Any, highest: float, last: f
         assert [float(g["lr"]) for g in optimizer.param_groups] == [float(g["lr"]) for g in plain.param_groups]
 
 
-def test_the_generators_are_as_before() -> None:
+def test_random_generators_are_unchanged() -> None:
     def noisy(step: int) -> float:
         return 1.0 + 0.0 * (random.random() + np.random.rand() + float(torch.rand(())))  # noqa: NPY002
 
@@ -133,7 +133,7 @@ def test_the_generators_are_as_before() -> None:
     ids=["warm-up", "all warm-up", "constant", "cosine", "warm-up and cosine", "onecycle"],
 )
 def test_finds_when_the_peak_is_reached(make: Any, peak: float) -> None:
-    """The first step at which one group has 99 % of it."""
+    """The first step at which one group reaches 99 % of its peak."""
     _, scheduler = built(make)
     found = rehearse(scheduler, TOTAL)
     assert found is not None
@@ -181,7 +181,7 @@ class NoCopy(schedules.ConstantLR):
         raise TypeError("holds a socket")
 
 
-def test_a_schedule_that_cannot_be_copied_is_taken_to_anneal(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_that_cannot_be_copied_counts_as_annealing(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, scheduler = built(lambda o: NoCopy(o, 1.0, 0))
     with caplog.at_level(logging.INFO, "hdet_kernels"):
         assert rehearse(scheduler, TOTAL) is None
@@ -192,7 +192,7 @@ def test_a_schedule_that_cannot_be_copied_is_taken_to_anneal(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_schedule_without_finite_values_is_not_relied_on(bad: float) -> None:
+def test_a_schedule_with_non_finite_values_is_not_used(bad: float) -> None:
     _, scheduler = built(lambda o: schedules.LambdaLR(o, lambda t: bad if t == 5 else 1.0))
     assert rehearse(scheduler, TOTAL) is None
 
@@ -219,11 +219,11 @@ def test_a_long_run_is_not_played() -> None:
         ({"spread": 0.0}, False),
         ({"spread": 0.0, "explore": [hk.Explore("weight_decay", base=0.1)]}, False),
         ({"ensemble": None}, False),
-        ({"auto_lr": hk.SoftmaxController(warmup_steps=5, decay=0.1)}, False),
+        ({"auto_lr": hk.SoftmaxController(warmup_steps=5, decay=0.1)}, True),
     ],
     ids=["default", "slopes", "slopes, one", "off", "no spread", "lr without spread", "one replica", "softmax"],
 )
-def test_is_played_only_where_a_learning_rate_is_moved(options: dict[str, Any], plays: bool) -> None:
+def test_is_played_only_for_a_controller_that_can_move_a_learning_rate(options: dict[str, Any], plays: bool) -> None:
     calls: list[int] = []
     _, scheduler = built(counting(calls))
     calls.clear()
@@ -235,7 +235,7 @@ def test_is_played_only_where_a_learning_rate_is_moved(options: dict[str, Any], 
 
 
 @each
-def test_the_scheduler_tells_its_controller(make: Any, highest: float, last: float) -> None:
+def test_the_controller_gets_peaks_and_end(make: Any, highest: float, last: float) -> None:
     _, scheduler = built(make)
     run = hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two()).cycle.run
     assert run.peaks == pytest.approx([PEAK * highest] * 2)
@@ -251,7 +251,7 @@ def test_onecyclelr_anneals_to_nothing() -> None:
 
 @pytest.mark.parametrize("auto_lr", [True, False], ids=["auto", "plain"])
 def test_one_replica_has_the_plain_schedule(auto_lr: bool) -> None:
-    """Nothing can be compared, and no ceiling is put on it."""
+    """Nothing can be compared, and no cap applies."""
     optimizer, scheduler = built(lambda o: schedules.CosineAnnealingLR(o, TOTAL))
     plain, reference = built(lambda o: schedules.CosineAnnealingLR(o, TOTAL))
     ours = hk.HDETScheduler(scheduler, auto_lr=auto_lr)
