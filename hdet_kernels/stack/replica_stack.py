@@ -231,8 +231,8 @@ class ReplicaStack:
     def module(self) -> nn.Module:
         """Return a copy of the module with the mean of the replicas in this process.
 
-        Replicas with non-finite parameters or buffers are left out. Integer buffers are those of the first replica that
-        is not.
+        Replicas with non-finite parameters or buffers are left out. Integer buffers are those of the first finite
+        replica.
 
         Raises:
             RuntimeError: all replicas are non-finite.

@@ -109,8 +109,8 @@ def _differing_stack(rank: int, what: str) -> str:
     ],
 )
 def test_processes_must_build_the_same_stack(what: str, message: str) -> None:
-    for said in run_ranks(2, _differing_stack, what):
-        assert re.search(message, said)
+    for error in run_ranks(2, _differing_stack, what):
+        assert re.search(message, error)
 
 
 def test_cuda_graphs_change_nothing_on_a_cpu() -> None:
