@@ -12,12 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import command
 import pytest
-import run_report
-import suites
-import table
 
+from bench import command, run_report, suites
 from hdet_kernels.__main__ import main
 
 ROOT = Path(__file__).parents[2]

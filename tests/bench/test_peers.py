@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import layout
-import peers
 import pytest
-import suites
 import torch
-import ways
 from torch import nn
+
+from bench import comparison_table, implementations, peers, suites
 
 DEVICES = ("cpu", "cuda")
 
@@ -33,7 +31,7 @@ def absent(**what: Any) -> peers.Peer:
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_a_peer_makes_the_step_of_torch(name: str, device: str) -> None:
     """Root mean squares: of the smallest elements 8 bits keep little, as their authors mean it."""
-    if (reason := ways.why_not(name, device)) is not None:
+    if (reason := implementations.why_not(name, device)) is not None:
         pytest.skip(reason)
     dtype = torch.float32 if "adamw-fp32" in peers.PEERS[name].works else torch.bfloat16
     ours, theirs = parameters(device, dtype), parameters(device)
@@ -56,7 +54,7 @@ def rms(values: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_compiled_step_is_compiled(device: str) -> None:
-    if (reason := ways.why_not("torch-compiled", device)) is not None:
+    if (reason := implementations.why_not("torch-compiled", device)) is not None:
         pytest.skip(reason)
     optimizer = peers.CompiledAdamW(parameters(device))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -89,7 +87,7 @@ def test_an_absent_peer_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     missing = "absent: there is no module nobody.at_all; pip install nobody"
     assert peers.why_not("nobody", "cpu") == missing
     assert peers.present()["nobody"] == missing
-    assert ways.why_not("nobody", "cpu") == missing
+    assert implementations.why_not("nobody", "cpu") == missing
 
 
 def test_a_peer_for_gpus_says_so_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +111,14 @@ def test_a_peer_that_raises_is_noted_and_ours_is_not_excused(monkeypatch: pytest
 
 def test_a_peer_knows_no_rule_but_adamw() -> None:
     with pytest.raises(ValueError, match="torch-compiled is an AdamW, and was asked for lion"):
-        ways.optimizer("torch-compiled", "lion", parameters("cpu"))
+        implementations.optimizer("torch-compiled", "lion", parameters("cpu"))
 
 
 def test_every_peer_has_a_place_in_the_tables_and_work_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(suites.HERE)
-    import test_optim_step
+    from bench import test_optim_step
 
     for name, peer in peers.PEERS.items():
-        assert layout.WAYS[name] == peer.title
+        assert comparison_table.WAYS[name] == peer.title
         assert peer.works
         assert set(peer.works) <= set(test_optim_step.WORKS)

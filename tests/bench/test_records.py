@@ -7,12 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import compare
-import layout
-import plots
 import pytest
-import records
-import sections
+
+from bench import compare, comparison_table, plots, records, sections
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -177,7 +174,7 @@ def test_many_peers_that_few_rows_have_stand_in_a_table_of_their_own(tmp_path: P
 
 def test_every_recorded_way_has_a_name() -> None:
     ways = {each["params"]["way"] for each in records.entries([RESULTS]) if "way" in (each["params"] or {})}
-    assert ways - set(layout.WAYS) == {"addresses"}
+    assert ways - set(comparison_table.WAYS) == {"addresses"}
 
 
 def test_names_in_the_roofline_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

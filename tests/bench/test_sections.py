@@ -151,7 +151,7 @@ def trained(model: str, ratio: float, parts: Any) -> dict[str, Any]:
 
     ways = {"torch-fused": (20.0, 3072.0), "hdet-cuda": (20.0 * ratio, 3000.0), "a sync every step": (25.0, 3500.0)}
     info = {
-        "ways": {way: {"ms": ms, "peak MiB": peak} for way, (ms, peak) in ways.items()},
+        "ways": {way: {"ms": ms, "peak MiB": peak} for way, (ms, peak) in implementations.items()},
         "ratio": of(ratio),
         "amortised": {"1000": of(ratio + 0.001), "100": of(ratio + 0.01)},
         "sync": {"ms": 5.0, "bytes": 1, "collectives": 2},
