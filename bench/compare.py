@@ -218,9 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m bench.compare: error: {error}", file=sys.stderr)
         return 2
     if machines(before) != machines(after):
-        print(
-            f"the runs are from different machines: {', '.join(sorted(machines(before)))} and on {', '.join(sorted(machines(after)))}\n"
-        )
+        old_machines, new_machines = (", ".join(sorted(machines(entries))) for entries in (before, after))
+        print(f"the runs are from different machines: {old_machines}; {new_machines}\n")
     old, new = ratios(before), ratios(after)
     changes = compare(old, new, arguments.least)
     print(report(old, new, changes))

@@ -41,7 +41,7 @@ def text(results: Path) -> str:
         _answer(),
         "## Share of the training time",
         f"The table has the cost of averaging the parameters every T = {PLAIN.every} steps, by the number of replicas. "
-        f'The columns *int8* use `compress="int8"` and run behind the next {CHEAPEST.overlap} steps. Beside it is the '
+        f'Columns *int8* use `compress="int8"` and run behind the next {CHEAPEST.overlap} steps. Beside it is the '
         "time that DDP with 128 replicas waits for fp32 gradients at *every* step. With shared gradients HDET pays "
         "both. With local gradients it pays no DDP, but AdamW's moments are averaged too: three times the bytes. × "
         "means times the training time. Ten times the T costs a tenth.",

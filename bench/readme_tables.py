@@ -70,10 +70,11 @@ def _by_way(entries: list[Entry], **wanted: str) -> dict[str, Entry]:
 def quality_table(results: Path) -> str:
     """Return one row for each task: validation loss of plain training and of HDET from the same three starts."""
     reports = [Report(**json.loads(path.read_text())) for path in sorted(results.glob("*.json"))]
-    rows = []
-    for report in sorted(reports, key=lambda report: len(report.records), reverse=True):
-        for task in report.best:
-            rows.append([task, *(_losses(report, task, start) for start in STARTS)])
+    rows = [
+        [task, *(_losses(report, task, start) for start in STARTS)]
+        for report in sorted(reports, key=lambda report: len(report.records), reverse=True)
+        for task in report.best
+    ]
     header = ["task", *(f"{name}: plain → HDET" for name in STARTS.values())]
     return "\n".join(table_lines(header, rows))
 

@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         help="train with and without HDET on this machine, in a minute or two",
         description=(
             "Train a small model twice from a learning rate that is about ten times too low: with torch's OneCycleLR "
-            "under plain data parallel, and with HDET. Both runs have the same data, seeds and number of steps. The demo "
-            "prints a table, and writes plots (these need matplotlib), a table of syncs and all numbers as JSON to --out."
+            "under plain data parallel, and with HDET. Both runs have the same data, seeds and steps. A table "
+            "is printed; plots (these need matplotlib), a table of syncs and all numbers as JSON are written to --out."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -82,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         help="measure speed and memory beside torch and the peers that are installed",
         description=(
-            "Run suites of benchmarks on the GPU if there is one, else on the CPU. Each suite writes its results as JSON "
-            "to --out, followed by a report with tables and plots (these need matplotlib). The command needs the source "
-            "tree and hdet_kernels[test]. The exit code is 1 if a suite failed."
+            "Run suites of benchmarks on the GPU if there is one, else on the CPU. Each suite writes its results as "
+            "JSON to --out, followed by a report with tables and plots (these need matplotlib). The command needs the "
+            "source tree and hdet_kernels[test]. The exit code is 1 if a suite failed."
         ),
     )
     bench.add_argument(
