@@ -1,4 +1,4 @@
-"""Set up the test session: Triton's interpreter without a GPU, the benchmarks on the path, and the two test runs.
+"""Set up the test session: Triton's interpreter without a GPU, and the two test runs.
 
 ``make test`` runs what is not marked ``full``; ``make test-full`` runs the rest. Whatever needs a GPU belongs to the
 second, so that a machine without one prints the reason for each skip there.
@@ -7,14 +7,9 @@ second, so that a machine without one prints the reason for each skip there.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-# The benchmarks import each other by their bare names. Last on the path: some tests have the same names.
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 # Triton decides when it is first imported.
 if not torch.cuda.is_available():
