@@ -112,11 +112,11 @@ def test_interrupted_run_keeps_its_finished_cases(tmp_path: Path) -> None:
     with open(reader.fileno(), closefd=False) as lines:
         for line in lines:  # until all processes have closed their standard output
             printed.append(line)
-            if line.startswith("waiting for the interrupt"):
+            if "waiting for the interrupt" in line:
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group
     process.join(PATIENCE)
     assert process.exitcode == 1, "".join(printed)
-    assert "waiting for the interrupt\n" in printed
+    assert "waiting for the interrupt" in "".join(printed)
     assert not [line for line in printed if line.startswith("[2/2]")]
     (entry,) = json.loads((tmp_path / "reduce.json").read_text())["benchmarks"]
     assert entry["name"] == "test_quick"
