@@ -1,6 +1,6 @@
-"""``python -m hdet_kernels bench``: runs suites, and writes what they measured, a report and plots into a folder.
+"""Run benchmark suites (``python -m hdet_kernels bench``) and write records, a report and plots into a folder.
 
-Each suite is a process of its own, so that one that fails or fills the memory leaves the others alone.
+Each suite runs in its own process, so that a failure or a full memory does not affect the others.
 """
 
 from __future__ import annotations
@@ -13,34 +13,45 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import records
-import run_report
 import torch
-from outcome import Outcome, read_ends
-from suites import HERE, SUITES, command
 
-#: Exit codes of pytest.
+from bench import records, run_report
+from bench.outcome import Outcome, read_ends
+from bench.suites import HERE, SUITES, command
+
+# Exit codes of pytest.
 CUT, NOTHING_COLLECTED = 2, 5
 
 
 def chosen(names: Sequence[str]) -> list[str]:
+    """Return the named suites in their usual order; all if ``names`` is empty."""
     unknown = [name for name in names if name not in SUITES]
     if unknown:
-        raise ValueError(f"there is no suite {', '.join(unknown)}; the suites are {', '.join(SUITES)}")
+        raise ValueError(f"--suite: unknown {', '.join(unknown)}; choose from {', '.join(SUITES)}")
     return [name for name in SUITES if name in names] if names else list(SUITES)
 
 
 def listing() -> str:
+    """Return one line for each suite: its name and what it measures."""
     width = max(map(len, SUITES))
     return "\n".join(f"{name:<{width}}  {suite.what}" for name, suite in SUITES.items())
 
 
 def run(names: Sequence[str], out: Path, quick: bool, seconds: float | None = None) -> int:
-    """Runs the suites, all by default, on the GPU if there is one, else on the CPU, each for about ``seconds`` at most;
-    1 if one of them failed."""
+    """Run suites on the GPU if there is one, else on the CPU.
+
+    Args:
+        names: The suites; all if empty.
+        out: Folder of the results.
+        quick: Run few and short rounds.
+        seconds: Begin no case but the first of a suite after this time.
+
+    Returns:
+        The exit code: 1 if a suite failed or was interrupted, else 0.
+    """
     selected = chosen(names)
     if seconds is not None and not seconds >= 0:
-        raise ValueError(f"--seconds must be a number of seconds, at least 0, got {seconds}")
+        raise ValueError(f"--seconds must be at least 0, got {seconds}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -55,19 +66,19 @@ def run(names: Sequence[str], out: Path, quick: bool, seconds: float | None = No
     today = datetime.date.today()
     text = run_report.text(records.entries(recorded), outcomes, device, today, run_report.plots(recorded, out))
     (out / "REPORT.md").write_text(text)
-    print(f"{out / 'REPORT.md'} has the tables; {', '.join(path.name for path in recorded) or 'nothing was measured'}")
+    print(f"tables: {out / 'REPORT.md'}; records: {', '.join(path.name for path in recorded) or 'none'}")
     return 1 if any(outcome.failed or outcome.interrupted for outcome in outcomes) else 0
 
 
 def one(name: str, device: str, out: Path, quick: bool, seconds: float | None = None) -> Outcome:
-    """Runs one suite in a process of its own; its record is written if any case was measured."""
+    """Run one suite in its own process. Its record is written if any case was measured."""
     record, ends = out / f"{name}.json", out / f".{name}.xml"
     record.unlink(missing_ok=True)  # of an earlier run
     arguments = [*command(name, device), f"--benchmark-json={record}"]
     arguments += [f"--seconds={seconds:g}"] if seconds is not None else []
     if quick:
         arguments += ["--benchmark-max-time=0.05", "--benchmark-min-rounds=3"]
-    # Of a pytest around this one: in a worker of pytest-xdist, benchmarks are switched off.
+    # Settings of an outer pytest must not apply: a worker of pytest-xdist switches benchmarks off.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     own = {"PYTEST_ADDOPTS": f"--junit-xml={ends} -p no:cacheprovider", "HDET_BENCH_QUICK": "1" if quick else "0"}
     start = time.perf_counter()
@@ -75,14 +86,14 @@ def one(name: str, device: str, out: Path, quick: bool, seconds: float | None = 
     with subprocess.Popen([sys.executable, *arguments], cwd=HERE.parent, env=environment | own) as process:
         try:
             code = process.wait()
-        except KeyboardInterrupt:  # the suite has heard it too, and writes what it has
+        except KeyboardInterrupt:  # the suite gets the signal too, and writes its record
             interrupted, code = True, process.wait()
     outcome = Outcome(name, time.perf_counter() - start, cut=code == CUT, interrupted=interrupted)
     if ends.exists():
         read_ends(ends, outcome)
         ends.unlink()
-    if outcome.interrupted:  # pytest counts the case that was running
+    if outcome.interrupted:  # pytest also counts the interrupted case
         outcome.passed = len(records.entries([record])) if record.exists() else 0
     if code not in (0, CUT, NOTHING_COLLECTED) and not outcome.failed:
-        outcome.failed[name] = f"pytest ended with code {code}; what it printed stands above"
+        outcome.failed[name] = f"pytest ended with exit code {code}; see its output above"
     return outcome

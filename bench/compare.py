@@ -1,19 +1,17 @@
-"""Did anything become slower? Two recorded runs beside each other; exit code 1 if something did.
+"""Compare two recorded runs; the exit code is 1 if something became slower.
 
-python bench/compare.py old.json new.json
-python bench/compare.py bench/results bench-out          # folders of records
-python bench/compare.py old.json new.json --least 0.02   # changes below 2 % do not count
+python -m bench.compare old.json new.json
+python -m bench.compare bench/results bench-out          # folders of records
+python -m bench.compare old.json new.json --least 0.02   # changes below 2 % do not count
 
-What is compared is not a time but a ratio within one run, so that clocks cancel: the time of ours over that of each
-peer of the same case, or over the time of a copy of the same bytes where a case has no peer (the inverse of the share
-of the copy bandwidth). The spread of a time is the distance of its quartiles over its median. That of a ratio is the
-same of the ratios of each turn where ours and torch's fused step took turns, else the root of the summed squares of
-both spreads.
+Ratios within one run are compared instead of times, so that clocks cancel: the time of ours over that of each peer of
+the same case, or, without a peer, over the time of a copy of the same bytes. The spread of a time is its interquartile
+range over its median. The spread of a ratio is the interquartile range of the ratios of single turns where ours and
+torch's fused step took turns, else the root of the summed squares of both spreads.
 
-A ratio is worse if new/old − 1 is more than the root of the summed squares of its spreads in both runs, and more than
-``--least``; better if old/new − 1 is. Quartiles are of one run, and do not know how much one start differs from the
-next: with few rounds, or on a busy machine, take ``--least``. A case that has neither peer nor share (``test_overlap``)
-is not compared.
+A ratio is worse if new/old − 1 exceeds the root of the summed squares of its spreads in both runs, and ``--least``; it
+is better if old/new − 1 does. Quartiles do not include the difference between two starts of a process: use ``--least``
+with few rounds or on a busy machine. Cases with neither a peer nor a share (``test_overlap``) are not compared.
 """
 
 from __future__ import annotations
@@ -26,24 +24,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import records
-from cost_model import grid
-from records import Entry
+from bench import records
+from bench.markdown import table_lines
+from bench.records import Entry
 
-#: What says who made a step; all else says which step.
-WHO = ("way", "kind", "method")
-#: What belongs to ours alone: the peers are measured once for all of its values.
+# Parameters of a case that name the implementation; the others describe the operation.
+IMPLEMENTATION = ("way", "kind", "method")
+# Parameters of our implementations only: peers are measured once for all values.
 OURS_ALONE = ("addresses",)
-#: Ways that are no peers: a part of every step, measured for itself.
+# Names that are no implementations: a part of every step that is measured alone.
 PARTS = ("addresses",)
-#: Methods of ``test_converge.py`` that are the peers of all others.
+# Methods of ``test_converge.py`` that are the peers of all others.
 PLAIN = ("one AllReduce per tensor", "copy of the same bytes")
 COPY = "a copy of its bytes"
 
 
 @dataclass(frozen=True)
 class Time:
-    """Any unit; ``spread`` is relative, ``None`` where it is not known. ``share`` is that of the copy bandwidth."""
+    """A time in any unit, its relative spread (None if unknown), and its share of the copy bandwidth."""
 
     value: float
     spread: float | None
@@ -52,12 +50,16 @@ class Time:
 
 @dataclass(frozen=True)
 class Ratio:
+    """A ratio of two times, and its relative spread."""
+
     value: float
     spread: float | None
 
 
 @dataclass(frozen=True)
 class Change:
+    """The same ratio in two runs."""
+
     case: str
     old: Ratio
     new: Ratio
@@ -65,6 +67,7 @@ class Change:
 
     @property
     def allowed(self) -> float | None:
+        """Return the change that is explained by the spreads."""
         if self.old.spread is None or self.new.spread is None:
             return None
         return max(math.hypot(self.old.spread, self.new.spread), self.least)
@@ -79,7 +82,7 @@ class Change:
 
 
 def ratios(entries: Iterable[Entry]) -> dict[str, Ratio]:
-    """By name of the case, with ours and the peer in it."""
+    """Return the ratios of a run, by a name of case, implementation and peer."""
     found: dict[str, Ratio] = {}
     groups: dict[str, dict[tuple[str, str], Time]] = {}
     for entry in entries:
@@ -87,17 +90,19 @@ def ratios(entries: Iterable[Entry]) -> dict[str, Ratio]:
         if "ways" in info:
             found |= _in_turns(name, info)
         else:
-            groups.setdefault(name, {})[_who(entry)] = _time(entry)
+            groups.setdefault(name, {})[_implementation(entry)] = _time(entry)
     for name, times in groups.items():
         found |= _one_by_one(name, times)
     return found
 
 
 def compare(old: Mapping[str, Ratio], new: Mapping[str, Ratio], least: float = 0.0) -> list[Change]:
+    """Return the ratios that both runs have."""
     return [Change(case, ratio, new[case], least) for case, ratio in old.items() if case in new]
 
 
 def report(old: Mapping[str, Ratio], new: Mapping[str, Ratio], changes: Sequence[Change]) -> str:
+    """Format changed ratios as tables, and list the cases that only one run has."""
     lines = []
     for verdict in ("worse", "better", "not judged: no spread"):
         found = [change for change in changes if change.verdict == verdict]
@@ -125,28 +130,28 @@ def _table(changes: Sequence[Change]) -> list[str]:
         ]
         for change in worst
     ]
-    return grid(["case", "old", "new", "change", "spread"], body)
+    return table_lines(["case", "old", "new", "change", "spread"], body)
 
 
 def _case(entry: Entry) -> str:
-    """The test and its parameters, without who made the step."""
+    """Return the test and its parameters, without the implementation."""
     test = entry["fullname"].split("[")[0].split("/")[-1]
     params = entry["params"] or {}
-    kept = [str(value) for key, value in params.items() if key not in (*WHO, *OURS_ALONE)]
+    kept = [str(value) for key, value in params.items() if key not in (*IMPLEMENTATION, *OURS_ALONE)]
     return f"{test}[{'-'.join(kept)}]"
 
 
-def _who(entry: Entry) -> tuple[str, str]:
-    """Who made the step, and what of it belongs to ours alone."""
+def _implementation(entry: Entry) -> tuple[str, str]:
+    """Return the implementation, and the values of parameters that only ours have."""
     params = entry["params"] or {}
-    who = next((str(params[key]) for key in WHO if key in params), "")
-    return who, ", ".join(str(params[key]) for key in OURS_ALONE if key in params)
+    name = next((str(params[key]) for key in IMPLEMENTATION if key in params), "")
+    return name, ", ".join(str(params[key]) for key in OURS_ALONE if key in params)
 
 
-def _is_ours(who: str, everyone: Iterable[str]) -> bool:
-    if set(PLAIN) & set(everyone):
-        return who not in PLAIN
-    return who.startswith("hdet")
+def _is_ours(way: str, ways: Iterable[str]) -> bool:
+    if set(PLAIN) & set(ways):
+        return way not in PLAIN
+    return way.startswith("hdet")
 
 
 def _time(entry: Entry) -> Time:
@@ -158,13 +163,13 @@ def _time(entry: Entry) -> Time:
 
 
 def _one_by_one(name: str, times: dict[tuple[str, str], Time]) -> dict[str, Ratio]:
-    everyone = [who for who, _ in times]
-    peers = {who: time for (who, _), time in times.items() if not _is_ours(who, everyone) and who not in PARTS}
+    ways = [way for way, _ in times]
+    peers = {way: time for (way, _), time in times.items() if not _is_ours(way, ways) and way not in PARTS}
     found = {}
-    for (who, kind), time in times.items():
-        if who in PARTS or not _is_ours(who, everyone):
+    for (way, kind), time in times.items():
+        if way in PARTS or not _is_ours(way, ways):
             continue
-        own = f"{name} {who}{f' ({kind})' if kind else ''}"
+        own = f"{name} {way}{f' ({kind})' if kind else ''}"
         for peer, theirs in peers.items():
             found[f"{own} / {peer}"] = Ratio(time.value / theirs.value, _both(time.spread, theirs.spread))
         if not peers and time.share is not None:
@@ -193,6 +198,7 @@ def _both(a: float | None, b: float | None) -> float | None:
 
 
 def machines(entries: Iterable[Entry]) -> set[str]:
+    """Return the names of the GPUs or CPUs of the entries."""
     infos = [record["machine_info"] for record in records.records(entries)]
     return {info.get("gpu") or info["cpu"].get("brand_raw") or info["machine"] for info in infos}
 
@@ -204,15 +210,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("old", type=Path, help="a record, or a folder of them")
     parser.add_argument("new", type=Path, help="a record, or a folder of them")
-    parser.add_argument("--least", type=float, default=0.0, help="a change of no more than this share never counts")
+    parser.add_argument("--least", type=float, default=0.0, help="ignore changes up to this share")
     arguments = parser.parse_args(argv)
     try:
         before, after = records.entries([arguments.old]), records.entries([arguments.new])
     except FileNotFoundError as error:
-        print(f"bench/compare.py: error: {error}", file=sys.stderr)
+        print(f"python -m bench.compare: error: {error}", file=sys.stderr)
         return 2
     if machines(before) != machines(after):
-        print(f"measured on {', '.join(sorted(machines(before)))} and on {', '.join(sorted(machines(after)))}\n")
+        old_machines, new_machines = (", ".join(sorted(machines(entries))) for entries in (before, after))
+        print(f"the runs are from different machines: {old_machines}; {new_machines}\n")
     old, new = ratios(before), ratios(after)
     changes = compare(old, new, arguments.least)
     print(report(old, new, changes))

@@ -1,5 +1,4 @@
-"""What every recorded benchmark says of itself: the command, the GPU, the versions, the yardsticks of its run; and no
-more than its statistics."""
+"""Configure pytest for the suites: stop in time, record command, machine, versions and copy bandwidth."""
 
 from __future__ import annotations
 
@@ -13,17 +12,15 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import measure
-import peers
 import pytest
 import torch
-import yardstick
 
 import hdet_kernels as hk
+from bench import copy_bandwidth, measure, peers
 
 ROOT = Path(__file__).parents[1]
 
-#: Processes that ran here in the minute before: on a busy machine a time on the CPU is that of the others too.
+# Load of the machine before the run: it affects times on the CPU.
 LOAD = os.getloadavg()[0]
 START = time.monotonic()
 
@@ -33,8 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A run that is told to stop stops as by Ctrl-C, also where that is ignored, as in the background: what was
-    measured until then is written. For every case anew: peers have handlers of their own."""
+    """Treat SIGTERM and SIGINT as Ctrl-C, also in the background, so that the record is written.
+
+    This is done for every case, since peers install their own handlers.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
 
@@ -42,7 +41,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     limit = item.config.getoption("--seconds")
     if time.monotonic() - START > limit:
-        item.session.shouldstop = f"the {limit:g} seconds are over: what was measured is recorded"
+        item.session.shouldstop = f"stopped after --seconds={limit:g}; the finished cases are recorded"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,13 +49,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         return (yield)
     except KeyboardInterrupt:
-        item.funcargs["benchmark"].has_error = True  # type: ignore[attr-defined]  # half measured: not to be recorded
+        item.funcargs["benchmark"].has_error = True  # type: ignore[attr-defined]  # half measured: must not be recorded
         raise
 
 
 @pytest.fixture(autouse=True)
-def memory_is_free_again() -> Iterator[None]:
-    """An optimizer and its parameters refer to each other, and the next case may need their memory."""
+def free_gpu_memory() -> Iterator[None]:
+    """Free the GPU memory of a finished case; optimizers and parameters refer to each other in cycles."""
     yield
     if torch.cuda.is_available():
         gc.collect()
@@ -84,5 +83,5 @@ def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, An
 def pytest_benchmark_update_json(config: Any, benchmarks: list[Any], output_json: dict[str, Any]) -> None:
     for entry in output_json["benchmarks"]:
         entry["stats"].pop("data", None)
-    output_json.pop("commit_info", None)  # of a copy without history it says nothing
-    output_json["yardsticks"] = yardstick.measured
+    output_json.pop("commit_info", None)  # empty where the source tree is a copy without history
+    output_json["yardsticks"] = copy_bandwidth.measured

@@ -1,62 +1,61 @@
-"""The tables of what ``test_end_to_end.py`` recorded: the whole step, and where its time goes."""
+"""Format the records of ``test_end_to_end.py``: time of the whole training step, and of its parts."""
 
 from __future__ import annotations
 
-import records
-from cost_model import grid
-from layout import NOTHING, WAYS, short
-from records import Entry
+from bench import records
+from bench.comparison_table import NOTHING, TITLES, short
+from bench.markdown import section_text, table_lines
+from bench.records import Entry
 
-#: What ours costs beside torch's is at most this, or the claim fails.
+# The time of ours over torch's that is claimed not to be exceeded.
 CLAIM = 1.0
-#: The way that syncs after every step.
+# Key in the records: the training that syncs after every step.
 SYNCING = "a sync every step"
 
 
 def section(found: list[Entry]) -> str:
-    """Of the suite's entries on one device."""
+    """Return the sections of the suite's entries on one device."""
     found = [entry for entry in found if "amortised" in entry["extra_info"]]
     return f"{_whole(found)}\n\n{_parts(found)}" if found else ""
 
 
 def _whole(found: list[Entry]) -> str:
-    every = list(found[0]["extra_info"]["amortised"])
-    title = (
-        "**A whole training step** under bf16 autocast (forward, backward, clipping, step, scheduler, zero_grad): "
-        "plain torch (AdamW with `fused=True`, `OneCycleLR`, `clip_grad_norm_`) beside ours with HDET on "
-        "(`FusedAdamW` that clips, `HDETOneCycleLR`), in turns; and the peak of the memory. A sync is what an average "
-        "and the controller add to a step, over a process group of one rank: what the wires take with many is in the "
-        "table of costs. "
-        "Ratios are ours / torch, for a step between syncs and with its share of a sync every T; behind them the "
-        f"quartiles of the turns. {_verdict(found)}"
+    intervals = list(found[0]["extra_info"]["amortised"])
+    description = (
+        "Forward, backward, clipping, optimizer, scheduler and zero_grad under bf16 autocast, with the peak memory. "
+        "torch: AdamW with `fused=True`, `OneCycleLR` and `clip_grad_norm_`. Ours: HDET with `FusedAdamW`, which clips "
+        "within its step, and `HDETOneCycleLR`. Both are measured in turns. *A sync* is the time that an average and "
+        "the controller add to a step, over a process group of one rank; the cost page has the network time of many "
+        "replicas. Ratios are ours / torch, for a step between syncs and with a T-th of a sync added; in brackets are "
+        f"the quartiles of the turns. {_verdict(found)}"
     )
-    header = ["", "torch", "ours", "a sync", "between syncs", *(f"T = {t}" for t in every)]
-    header += ["with an optimizer at the copy bandwidth"]
+    header = ["", "torch", "ours", "a sync", "between syncs", *(f"T = {t}" for t in intervals)]
+    header += ["optimizer at the copy bandwidth"]
     body = []
     for entry in found:
         info, ours = entry["extra_info"], _ours(entry)
         ways, sync = info["ways"], info["sync"]
         peaks = f"{short(sync['ms'])} ms, {_mebibytes(ways[SYNCING]['peak MiB'])}"
         cells = [_way(ways["torch-fused"]), _way(ways[ours]), peaks, _ratio(info["ratio"])]
-        cells += [_ratio(info["amortised"][t]) for t in every]
+        cells += [_ratio(info["amortised"][t]) for t in intervals]
         body.append([_label(entry), *cells, f"{info['least ratio']:.3f}"])
-    return "\n".join([title, records.sources(found), "", *grid(header, body)])
+    return section_text("Whole training step", description, records.sources(found), table_lines(header, body))
 
 
 def _verdict(found: list[Entry]) -> str:
-    """Whether HDET with our optimizer costs no more than plain training with torch's, in how many of all cases."""
+    """Return in how many cases ours takes at most the time of torch's, syncs included, and the exceptions."""
     ratios = {
         (_label(entry), every): ratio["ratio"]
         for entry in found
         for every, ratio in entry["extra_info"]["amortised"].items()
     }
     above = [f"{label} with T = {every} ({ratio:.3f})" for (label, every), ratio in ratios.items() if ratio > CLAIM]
-    told = f"At most {CLAIM:.1f}, syncs included, in {len(ratios) - len(above)} of {len(ratios)} cases"
-    return f"{told}; not for {', '.join(above)}." if above else f"{told}."
+    text = f"The ratio with syncs is at most {CLAIM:.1f} in {len(ratios) - len(above)} of {len(ratios)} cases"
+    return f"{text}, except {', '.join(above)}." if above else f"{text}."
 
 
 def _parts(found: list[Entry]) -> str:
-    """A row for each training and way; a step that the profiler could not look into says why."""
+    """Return a row for each training and implementation, or the reason why the profiler failed."""
     known = [
         part
         for entry in found
@@ -69,14 +68,15 @@ def _parts(found: list[Entry]) -> str:
     for entry in found:
         for way, parts in entry["extra_info"]["parts"].items():
             if isinstance(parts, str):
-                body.append([_label(entry), WAYS[way], parts, *[NOTHING] * len(names)])
+                body.append([_label(entry), TITLES[way], parts, *[NOTHING] * len(names)])
                 continue
             cells = [_part(parts.get(name)) for name in names]
-            body.append([_label(entry), WAYS[way], *cells, short(sum(part["device ms"] for part in parts.values()))])
+            body.append([_label(entry), TITLES[way], *cells, short(sum(part["device ms"] for part in parts.values()))])
     device = found[0]["params"]["device"]
-    of_what = "that the device is busy" if device == "cuda" else "of each part"
-    title = f"**Where the time goes**, in ms {of_what} (torch's profiler); ours clips within its optimizer's step."
-    return "\n".join([title, "", *grid(["", "", *names, "in all"], body, left=2)])
+    measured = "ms that the device is busy, by torch's profiler" if device == "cuda" else "ms"
+    description = f"In {measured}. Our optimizer clips within its step."
+    lines = table_lines(["", "", *names, "in all"], body, left=2)
+    return section_text("Parts of a training step", description, "", lines)
 
 
 _ORDER = ("forward", "backward", "clip", "optimizer", "scheduler", "zero_grad", "elsewhere")

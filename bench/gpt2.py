@@ -1,4 +1,4 @@
-"""GPT-2 in few lines, for whole training steps: its parameters are those of ``models.transformer``."""
+"""A small implementation of GPT-2 for whole training steps, with the shapes of ``models.transformer``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GPT2(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean cross entropy of every next token; ``tokens`` is [batch, time + 1]."""
+        """Return the mean cross entropy of the next token; ``tokens`` is [batch, time + 1]."""
         read, wanted = tokens[:, :-1], tokens[:, 1:]
         places = torch.arange(read.shape[1], device=tokens.device)
         x = self.norm(self.blocks(self.tokens(read) + self.positions(places)))

@@ -1,5 +1,4 @@
-"""A transformer in the manner of Llama, for whole training steps: its parameters are those of
-``models.gated_transformer``."""
+"""A small implementation of Llama for whole training steps, with the shapes of ``models.gated_transformer``."""
 
 from __future__ import annotations
 
@@ -7,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Heads that share one key and one value.
+# Query heads that share one key and one value head.
 SHARED = 4
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary positions; ``x`` is [batch, heads, time, width]."""
+    """Apply rotary position embeddings; ``x`` is [batch, heads, time, width]."""
     half = x.shape[-1] // 2
     speeds = 10_000 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * speeds
@@ -61,6 +60,6 @@ class Llama(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean cross entropy of every next token; ``tokens`` is [batch, time + 1]."""
+        """Return the mean cross entropy of the next token; ``tokens`` is [batch, time + 1]."""
         logits = self.head(self.norm(self.blocks(self.tokens(tokens[:, :-1]))))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,8 +1,8 @@
-"""How the benchmarks measure.
+"""Time calls on a GPU or a CPU.
 
-A time on a GPU is that between two CUDA events around a row of calls, on a device that was idle before the first. The
-row is long enough that the wait for its first launch does not count. Where the host is slower than the device, the
-device waits within the row, so that this is the wall time.
+A time on a GPU is that between two CUDA events around a series of calls on an idle device. The series is long enough
+that the latency of its first launch does not count. Where the host is slower than the device, the device waits within
+the series, and the result is the wall time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 
 Call = Callable[[], object]
 
-#: To see that everything runs: few and short rows, times that are good for nothing else (``bench --quick``).
+# Set by ``bench --quick``: few and short rounds, to check that everything runs. The times are meaningless.
 QUICK = os.environ.get("HDET_BENCH_QUICK", "0") not in ("", "0")
 
-#: Seconds that a row of calls between two readings of the clock takes.
-ROW = {"cuda": 0.05, "cpu": 0.02}
+# Seconds that a series of calls between two readings of the clock takes at least.
+SERIES = {"cuda": 0.05, "cpu": 0.02}
 
 
 class CudaEvent:
-    """A reading of the device's clock: the difference of two is in seconds, and waits for the later one."""
+    """A reading of the GPU's clock. The difference of two readings is in seconds and waits for the later one."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
@@ -38,21 +38,23 @@ class CudaEvent:
 
 
 def clock(device: str) -> Callable[[], Any]:
-    """A timer, for pytest-benchmark too: the difference of two of its readings is in seconds."""
+    """Return a timer for the device: the difference of two of its readings is in seconds."""
     return CudaEvent if device == "cuda" else time.perf_counter
 
 
 def synchronize(device: str) -> None:
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def rounds(wanted: int) -> int:
+    """Return ``wanted``, or at most 3 in a quick run."""
     return min(wanted, 3) if QUICK else wanted
 
 
-def row(call: Call, device: str, iterations: int) -> float:
-    """Seconds that each of ``iterations`` calls in a row takes."""
+def seconds_each(call: Call, device: str, iterations: int) -> float:
+    """Return the seconds of one call, averaged over a series of ``iterations`` calls."""
     now = clock(device)
     start = now()
     for _ in range(iterations):
@@ -61,18 +63,20 @@ def row(call: Call, device: str, iterations: int) -> float:
 
 
 def plan(call: Call, device: str, seconds: float = 0.5) -> dict[str, int]:
-    """Warms ``call`` up, and says how many rounds of how many iterations take about ``seconds``."""
+    """Warm ``call`` up and return the rounds and iterations that take about ``seconds``, for pytest-benchmark."""
     for _ in range(3):
         call()
     synchronize(device)
-    once = min(row(call, device, 1) for _ in range(3))
-    iterations = 1 if QUICK else min(max(math.ceil(ROW[device] / once), 1), 2000)
+    once = min(seconds_each(call, device, 1) for _ in range(3))
+    iterations = 1 if QUICK else min(max(math.ceil(SERIES[device] / once), 1), 2000)
     return {"iterations": iterations, "rounds": rounds(min(max(int(seconds / (once * iterations)), 5), 15))}
 
 
 def few_rounds(call: Call, prepare: Call, device: str, most: int, seconds: float = 2.0) -> dict[str, int]:
-    """Warms a single ``call`` after ``prepare`` up, and says how many rounds of both take about ``seconds``: at least
-    five, at most ``most``."""
+    """Warm ``prepare`` and ``call`` up and return the rounds of both that take about ``seconds``.
+
+    There are at least five rounds and at most ``most``.
+    """
     for _ in range(3):
         start = time.perf_counter()
         prepare()
@@ -83,13 +87,13 @@ def few_rounds(call: Call, prepare: Call, device: str, most: int, seconds: float
 
 
 def sample(call: Call, device: str, seconds: float) -> list[float]:
-    """The time of one call in each round."""
+    """Return the seconds of one call in each round."""
     planned = plan(call, device, seconds)
-    return [row(call, device, planned["iterations"]) for _ in range(planned["rounds"])]
+    return [seconds_each(call, device, planned["iterations"]) for _ in range(planned["rounds"])]
 
 
 def host_times(call: Call, device: str, wanted: int = 20) -> list[float]:
-    """Until each of so many calls returns, on a device that has nothing else to do."""
+    """Return the seconds until each of ``wanted`` calls returns, on an idle device."""
     times = []
     for _ in range(rounds(wanted)):
         synchronize(device)
@@ -101,7 +105,7 @@ def host_times(call: Call, device: str, wanted: int = 20) -> list[float]:
 
 
 def until_done(call: Call, device: str) -> Call:
-    """``call`` and the wait for the device, so that its host time is the wall time of one call alone."""
+    """Return a function that calls and waits for the device, so that its host time is the wall time of one call."""
 
     def alone() -> None:
         call()
@@ -113,17 +117,22 @@ def until_done(call: Call, device: str) -> Call:
 def take_turns(
     benchmark: Any, calls: Mapping[str, Call], device: str, *, turns: int, iterations: int
 ) -> dict[str, list[float]]:
-    """Times ``calls`` in turns of ``iterations`` each, forwards and backwards, so that a drift of the clocks hits all
-    alike; records each one, and the ratio of ours to ``torch-fused``. Returns the seconds of a call in every turn."""
+    """Time ``calls`` in turns of ``iterations`` each, forwards and backwards, so that clock drift affects all alike.
+
+    Records each time and the ratio of ours to ``torch-fused`` in ``benchmark``.
+
+    Returns:
+        The seconds of a call in every turn, by name.
+    """
     for call in calls.values():
-        row(call, device, 3)
+        seconds_each(call, device, 3)
     times: dict[str, list[float]] = {name: [] for name in calls}
 
     def turn() -> None:
         names = list(calls)
         for name in names if len(times[names[0]]) % 2 == 0 else reversed(names):
             synchronize(device)
-            times[name].append(row(calls[name], device, iterations))
+            times[name].append(seconds_each(calls[name], device, iterations))
 
     benchmark.pedantic(turn, rounds=rounds(turns))
     benchmark.extra_info["ways"] = {name: _summary(found) for name, found in times.items()}
@@ -142,7 +151,7 @@ def _summary(times: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """The ratio of the medians, and the quartiles of the ratios of each turn."""
+    """Return the ratio of the medians, and the quartiles of the ratios of single turns."""
     low, high = _quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
     return {"ratio": statistics.median(ours) / statistics.median(theirs), "low": low, "high": high}
 

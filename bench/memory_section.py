@@ -1,24 +1,24 @@
-"""The table of what ``test_memory.py`` recorded."""
+"""Format the records of ``test_memory.py`` as a table."""
 
 from __future__ import annotations
 
-import records
-from cost_model import grid
-from layout import NOTHING, WAYS
-from records import Entry
+from bench import records
+from bench.comparison_table import NOTHING, TITLES
+from bench.markdown import section_text, table_lines
+from bench.records import Entry
 
-#: The phases of a record, and what their columns are called.
+# Phases of a record, with the titles of their columns.
 PHASES = {
-    "built": "building it",
+    "built": "construction",
     "first step": "first step",
-    "step": "a step",
+    "step": "later step",
     "loaded": "`load_state_dict`",
-    "step after it": "a step after it",
+    "step after it": "step after loading",
 }
 
 
 def section(found: list[Entry]) -> str:
-    """Of the suite's entries on one device."""
+    """Return the section of the suite's entries on one device."""
     found = [entry for entry in found if "held B a parameter" in entry["extra_info"]]
     if not found:
         return ""
@@ -31,22 +31,22 @@ def section(found: list[Entry]) -> str:
         peaks = [f"{info['peak B a parameter'][phase]:.2f}" for phase in PHASES]
         known = least.get(params["mode"])
         ratio = info["peak B a parameter"]["step"] / known if known and params["way"].startswith("hdet-") else None
-        cells = [params["mode"], WAYS[params["way"]], f"{info['held B a parameter']:.2f}", *peaks]
+        cells = [params["mode"], TITLES[params["way"]], f"{info['held B a parameter']:.2f}", *peaks]
         body.append([*cells, NOTHING if ratio is None else f"{ratio:.3f}"])
     millions = found[0]["extra_info"]["parameters"] / 1e6
-    title = (
-        f"**Memory in bytes a parameter** of {millions:.1f} M: parameters, gradients, state and temporaries that "
-        "torch's allocator has handed out, measured: what stays after a step, and the peaks. There are no gradients "
-        "yet (but fixed ones) while the optimizer is built and while a checkpoint is loaded"
-        + (", which counts too. " if records.device_of(found[0]) == "cpu" else " from the host's memory. ")
-        + "The ratio is of our step's peak to the lower of torch's two."
+    description = (
+        f"Bytes a parameter of {millions:.1f} M that torch's allocator holds: parameters, gradients, optimizer state "
+        "and temporaries, after a step and at the peak of each phase. While the optimizer is built and while a "
+        "checkpoint is loaded there are no gradients, except fixed ones. The checkpoint is in host memory"
+        + (", which is counted here. " if records.device_of(found[0]) == "cpu" else ". ")
+        + "The ratio is the peak of our step over the lower peak of torch's two."
     )
-    header = ["work", "", "held", *PHASES.values(), "ours / torch"]
-    return "\n".join([title, records.sources(found), "", *grid(header, body, left=2)])
+    header = ["optimizer", "", "held", *PHASES.values(), "ours / torch"]
+    return section_text("Memory", description, records.sources(found), table_lines(header, body, left=2))
 
 
 def _least(found: list[Entry]) -> dict[str, float]:
-    """By mode, the lowest peak of a step of torch's."""
+    """Return the lowest peak of torch's steps, by mode."""
     least: dict[str, float] = {}
     for entry in found:
         if entry["params"]["way"].startswith("torch-"):

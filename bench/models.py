@@ -1,4 +1,4 @@
-"""The models whose optimizer step is measured: the shapes of their parameters, and tensors of these shapes."""
+"""Parameter shapes of the models whose optimizer step is measured, and tensors of these shapes."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-import measure
 import torch
 from torch import Tensor, nn
 
+from bench import measure
+
 Shapes = list[tuple[int, ...]]
 
-#: By the name that a case has for it.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: Gradients of about this size: neither zero nor so large that a long run of steps leaves the range of fp16 or bf16.
+# Standard deviation of the gradients: many steps with it stay within the range of fp16.
 GRADIENT = 1e-3
 
 
 def transformer(layers: int, width: int, hidden: int, vocabulary: int, context: int) -> Shapes:
-    """GPT-2: biases everywhere, learned positions, the head tied to the embedding."""
+    """Return the shapes of a GPT-2: biases, learned positions, the head tied to the embedding."""
     block: Shapes = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,)]
     block += [(hidden, width), (hidden,), (width, hidden), (width,)]
     return [(vocabulary, width), (context, width), *(block * layers), (width,), (width,)]
 
 
 def gated_transformer(layers: int, width: int, hidden: int, vocabulary: int) -> Shapes:
-    """Llama: no biases, a quarter as many heads for keys and values, a head of its own."""
+    """Return the shapes of a Llama: no biases, a quarter of the heads for keys and values, an untied head."""
     block: Shapes = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
     block += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
     return [(vocabulary, width), *(block * layers), (width,), (vocabulary, width)]
 
 
 def tables() -> Shapes:
-    """A recommender: one large and forty middling embedding tables, and two hundred small dense layers."""
+    """Return the shapes of a recommender: one large and forty medium embedding tables, 200 small dense layers."""
     return [(2_000_000, 64), *[(50_000, 32)] * 40, *[(512, 512), (512,)] * 200]
 
 
 def many_small(count: int) -> Shapes:
+    """Return ``count`` small shapes, matrices and vectors by turns."""
     return [(32, 32) if index % 2 == 0 else (128 + index % 97,) for index in range(count)]
 
 
 @dataclass(frozen=True)
 class Model:
-    """Shapes, and what they must amount to: tensors, and millions of parameters."""
+    """Shapes, with the number of tensors and of parameters in millions that they must have."""
 
     shapes: Shapes
     tensors: int
@@ -54,7 +55,7 @@ class Model:
         millions = sum(map(prod, self.shapes)) / 1e6
         if len(self.shapes) != self.tensors or round(millions, 1) != self.millions:
             raise ValueError(
-                f"a model of {len(self.shapes)} tensors and {millions:.1f} M parameters; it must have {self.tensors} "
+                f"the shapes have {len(self.shapes)} tensors and {millions:.1f} M parameters, expected {self.tensors} "
                 f"and {self.millions} M"
             )
 
@@ -74,7 +75,7 @@ MODELS: dict[str, dict[str, Model]] = {
 
 
 def is_small(model: str) -> bool:
-    """Whether the time of a step is that of the host: the tensors are many and their elements few."""
+    """Return whether the model has many tiny tensors, so that host time dominates a step."""
     return model.startswith("many-small")
 
 
@@ -93,7 +94,7 @@ def set_gradients(params: Sequence[Tensor]) -> None:
 
 
 class Swap:
-    """Gradients at other addresses than last time, by turns in one of two sets of tensors that Python knows already."""
+    """Callable that moves the gradients to other addresses: one of two sets of tensors, by turns."""
 
     def __init__(self, params: Sequence[Tensor], device: str) -> None:
         self.params = params
@@ -108,10 +109,9 @@ class Swap:
 
 
 class Backward:
-    """What a backward pass leaves, once it is done: gradients in new tensors, which Python has not seen, at other
-    addresses than last time.
+    """Callable that runs a backward pass, which puts gradients into new tensors at new addresses.
 
-    The gradient of a parameter with respect to itself is what is handed in, so this is autograd's accumulation alone.
+    The loss is the parameter itself, so that the pass consists of autograd's accumulation alone.
     """
 
     def __init__(self, params: Sequence[Tensor], device: str) -> None:
@@ -121,7 +121,7 @@ class Backward:
         self._previous: list[Tensor | None] = []
 
     def __call__(self) -> None:
-        # Alive until the next call: otherwise the allocator hands their memory out again, at the same addresses.
+        # Kept until the next call: the allocator would reuse their addresses otherwise.
         self._previous = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None

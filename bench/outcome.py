@@ -1,4 +1,4 @@
-"""How the cases of a suite ended."""
+"""Count the cases of a suite that were measured, skipped or failed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from xml.etree import ElementTree
 
 @dataclass
 class Outcome:
-    """Of one suite: its cases by how they ended, and why those that were skipped or failed did. ``cut``: it ended
-    before all of them had begun. ``interrupted``: by Ctrl-C."""
+    """Result of one suite: measured cases, reasons of skipped and failed ones.
+
+    ``cut``: the suite ended before all cases had begun. ``interrupted``: it was ended by Ctrl-C.
+    """
 
     name: str
     seconds: float = 0.0
@@ -23,16 +25,17 @@ class Outcome:
 
     @property
     def line(self) -> str:
+        """Summarise the counts in a few words."""
         end = ", then stopped" if self.cut else ""
         if self.failed:
             return f"{len(self.failed)} failed, {self.passed} measured{end}"
         if not self.passed and not self.cut:
-            return f"skipped: {'; '.join(self.skipped) or 'it has no case for this device'}"
+            return f"skipped: {'; '.join(self.skipped) or 'no case for this device'}"
         return f"{self.passed} measured, {self.skipped.total()} skipped{end}"
 
 
 def read_ends(path: Path, outcome: Outcome) -> None:
-    """How every case ended, from pytest's JUnit file."""
+    """Add the result of every case in pytest's JUnit file to ``outcome``."""
     for case in ElementTree.parse(path).iter("testcase"):
         skipped = case.find("skipped")
         wrong = case.find("failure") if case.find("failure") is not None else case.find("error")

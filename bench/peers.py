@@ -1,7 +1,7 @@
-"""Other people's AdamW, one small adapter each, and why one of them is not to be had here.
+"""Adapters of other AdamW implementations, and the reasons why one of them cannot be measured.
 
-All are given the same hyperparameters and make the same update as ``torch.optim.AdamW``, but for the ``note``: what
-they keep in other precision. The bytes that they have to move are counted from what they hold after a step.
+All get the same hyperparameters and make the update of ``torch.optim.AdamW``; ``note`` names state that is kept in
+another precision. The bytes that a peer has to move are counted from its tensors after a step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-#: torch's own defaults; the others have others.
+# torch's defaults, given to every peer.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
-#: The works of ``test_optim_step.py`` that the peers can do.
+# The cases of ``test_optim_step.py`` that most peers can run.
 ALL = ("adamw-fp32", "adamw-fp32-clip", "adamw-bf16")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """``make`` takes parameters of one dtype and returns what has ``step()`` and ``state``. ``module``, from the
-    distribution ``package``, must be there. ``compiled``: for every model anew, and so only for models of a few
-    tensors."""
+    """An optimizer of another package.
+
+    Args:
+        title: Name in tables.
+        package: Distribution that has ``module``.
+        module: Module that must be importable.
+        make: Function of parameters of one dtype that returns an object with ``step()`` and ``state``.
+        devices: Devices that it runs on.
+        works: Cases of ``test_optim_step.py`` that it can run.
+        compiled: Whether it is compiled for every model, and so measured only with few tensors.
+        note: Differences from torch's AdamW.
+        get: How to install it, if not by ``pip install package``.
+    """
 
     title: str
     package: str
@@ -44,16 +54,18 @@ class Peer:
     get: str = ""
 
 
-#: Tensors of the largest model that is compiled: on the CPU 52 of them took 40 seconds.
+# Tensors of the largest model that is compiled. On the CPU, 52 tensors took 40 seconds to compile.
 COMPILED = {"cuda": 200, "cpu": 16}
 
 
 class CompiledAdamW:
-    """As torch's recipe has it: ``step`` under ``torch.compile``, and the learning rate in a tensor, so that a
-    scheduler can change it without another compilation."""
+    """torch's AdamW with ``step`` under ``torch.compile``, by torch's recipe.
+
+    The learning rate is a tensor, so that a scheduler can change it without recompilation.
+    """
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        torch.compiler.reset()  # those of earlier optimizers count towards a limit, beyond which nothing is compiled
+        torch.compiler.reset()  # compilations of earlier optimizers count towards a limit
         optimizer = torch.optim.AdamW(params, **ADAMW | {"lr": torch.tensor(ADAMW["lr"])})
         self.state = optimizer.state
         self.step = torch.compile(lambda: optimizer.step(), fullgraph=False)
@@ -163,12 +175,12 @@ PEERS: dict[str, Peer] = {
     ),
 }
 
-#: What a peer that was measured raised, in this run.
+# Exceptions that peers raised in this process, by name.
 failed: dict[str, str] = {}
 
 
 def why_not(name: str, device: str, tensors: int = 1) -> str | None:
-    """Why the peer cannot be measured on ``device`` with so many tensors, if so."""
+    """Return why the peer cannot be measured on ``device`` with so many tensors, or None if it can."""
     peer = PEERS[name]
     if (absent := _absent(peer)) is not None:
         return absent
@@ -177,12 +189,12 @@ def why_not(name: str, device: str, tensors: int = 1) -> str | None:
     if peer.compiled and device == "cpu" and _compiler() is None:
         return f"{peer.title} needs a C++ compiler on the CPU: set CXX, or put c++, g++ or clang++ on PATH"
     if peer.compiled and tensors > COMPILED[device]:
-        return f"{peer.title} is measured with up to {COMPILED[device]} tensors: it is compiled anew for every model"
+        return f"{peer.title} is measured with up to {COMPILED[device]} tensors, since it is compiled for every model"
     return None
 
 
 def present() -> dict[str, str]:
-    """``{name: version, or "absent: …", or "failed: …"}`` of every peer."""
+    """Return the version of every peer, or "absent: …" or "failed: …" with the reason."""
     found = {}
     for name, peer in PEERS.items():
         absent = _absent(peer)
@@ -192,7 +204,7 @@ def present() -> dict[str, str]:
 
 @contextlib.contextmanager
 def guarded(way: str) -> Iterator[None]:
-    """A peer that raises is noted and its case skipped; whatever else raises is ours, and raises."""
+    """Skip the case of a peer that raises, and note the exception; exceptions of our own code propagate."""
     try:
         yield
     except Exception as error:
@@ -202,14 +214,16 @@ def guarded(way: str) -> Iterator[None]:
 
 
 def fail(name: str, error: Exception) -> str:
-    """Notes what the peer raised, and says it in one line."""
+    """Note the exception of a peer, and return it in one line."""
     failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return f"{PEERS[name].title} failed: {failed[name]}"
 
 
 def bytes_moved(params: Sequence[Tensor], optimizer: Any, clipped: bool) -> int:
-    """What a step must move: parameters and state are read and written, gradients read, and once more for their norm.
-    To be called after a step, when the state is there."""
+    """Return the bytes that a step must move. Call it after a step, when the state exists.
+
+    Parameters and state are read and written, gradients are read, and read once more for their norm if clipped.
+    """
     held = {id(tensor): tensor.nbytes for value in optimizer.state.values() for tensor in _tensors(value)}
     own = sum(param.nbytes for param in params)
     gradients = sum(param.grad.nbytes for param in params if param.grad is not None)
@@ -217,7 +231,7 @@ def bytes_moved(params: Sequence[Tensor], optimizer: Any, clipped: bool) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All plain tensors within: of subclasses and of objects what they hold."""
+    """Yield all plain tensors within a value, also those inside of tensor subclasses and objects."""
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
@@ -237,13 +251,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _absent(peer: Peer) -> str | None:
     try:
         found = importlib.util.find_spec(peer.module)
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # a parent package is missing
         found = None
-    except Exception as error:  # a parent that is there and cannot be imported
+    except Exception as error:  # a parent package cannot be imported
         return f"absent: import {peer.module} raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if found is not None:
         return None
-    return f"absent: there is no module {peer.module}; {peer.get or f'pip install {peer.package}'}"
+    return f"absent: no module {peer.module}; {peer.get or f'pip install {peer.package}'}"
 
 
 def _version(package: str) -> str:

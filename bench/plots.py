@@ -1,4 +1,4 @@
-"""Plots of recorded results, without pyplot (``hdet_kernels/report.py`` has the style)."""
+"""Plot recorded results in the style of ``hdet_kernels/report.py``, without pyplot."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import records
-from layout import WAYS, fastest
-from records import Entry
-
+from bench import records
+from bench.comparison_table import TITLES, fastest
+from bench.records import Entry
 from hdet_kernels import report
 
 Point = tuple[str, float, float]
 
-#: One colour and mark for each backend of ours; the others' are grey.
+# Colour and mark of each of our backends; peers are grey.
 MARKS = {
     "hdet-cuda": ("#c8442d", "o"),
     "hdet-triton": ("#4878d0", "s"),
     "hdet-cpp": ("#c8442d", "o"),
     "hdet-torch": ("#b59a3b", "v"),
 }
-#: Torch's own ways, and others.
+# Colours of torch's implementations and of other peers.
 PEERS = ("#5f6b7a", "#b7bcc6")
 
 
 def roofline(entries: list[Entry], path: Path) -> bool:
-    """Every operation and backend a point: bytes a parameter (or element) against the share of the copy bandwidth.
+    """Draw bytes a parameter (or element) against the share of the copy bandwidth, a point for each operation.
 
-    Models and sizes of one operation are one point, their median; what stays in the cache is left out. False, and no
-    file, where there is nothing to draw.
+    A point is the median over models and sizes, without those that fit into the cache.
+
+    Returns:
+        Whether there was anything to draw; if not, no file is written.
     """
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for entry in entries:
         info, params = entry["extra_info"], entry["params"] or {}
-        if "share" in info and not info["cached"] and params.get("way") in WAYS:
+        if "share" in info and not info["cached"] and params.get("way") in TITLES:
             found.setdefault((_operation(entry), params["way"]), []).append((_bytes_each(entry), info["share"]))
     if not found:
         return False
@@ -45,7 +46,7 @@ def roofline(entries: list[Entry], path: Path) -> bool:
         "Share of the copy bandwidth", "bytes moved for each parameter or element (logarithmic)", "share of a copy"
     )
     figure.set_size_inches(12, 7.5)
-    for way in WAYS:
+    for way in TITLES:
         own = [xy for (_, w), xy in points.items() if w == way]
         if own:
             colour, mark = MARKS.get(way, (report.MUTED, "x"))
@@ -56,7 +57,7 @@ def roofline(entries: list[Entry], path: Path) -> bool:
                 color=colour if ours else report.MUTED,
                 markersize=7 if ours else 5,
                 alpha=0.9 if ours else 0.55,
-                label=f"our {WAYS[way].strip('`')} backend" if ours else None,
+                label=f"our {TITLES[way].strip('`')} backend" if ours else None,
                 zorder=3 if ours else 2,
             )
     if any(not way.startswith("hdet-") for _, way in points):
@@ -65,7 +66,7 @@ def roofline(entries: list[Entry], path: Path) -> bool:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_ylim(0, 0.25 + max(1.0, *(y for _, y in points.values())))  # with room for names
+    axes.set_ylim(0, 0.25 + max(1.0, *(y for _, y in points.values())))  # room for labels
     main = fastest([way for _, way in points])
     labelled = [(name, *xy) for (name, way), xy in points.items() if way == main]
     axes.margins(x=0.22)
@@ -76,9 +77,13 @@ def roofline(entries: list[Entry], path: Path) -> bool:
 
 
 def bars(entries: list[Entry], path: Path) -> bool:
-    """Time of every peer relative to our fastest backend in the same case: a bar for each peer and operation, of the
-    median of its models, with a line from the least to the greatest. False, and no file, where there is nothing to
-    draw."""
+    """Draw the time of every peer relative to our fastest backend in the same case.
+
+    A bar is the median over models; a line goes from the least to the greatest.
+
+    Returns:
+        Whether there was anything to draw; if not, no file is written.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for operation, times in _side_by_side(entries):
         for way, ratio in _relative(times).items():
@@ -92,14 +97,14 @@ def bars(entries: list[Entry], path: Path) -> bool:
     place = 0.0
     for operation, ratios in found.items():
         axes.text(0.0, place, f" {operation}", transform=axes.get_yaxis_transform(), fontsize=8, va="center", zorder=3)
-        for way in sorted(ratios, key=list(WAYS).index):
+        for way in sorted(ratios, key=list(TITLES).index):
             place += 1
             middle, least, most = statistics.median(ratios[way]), min(ratios[way]), max(ratios[way])
             colour = PEERS[0] if way.startswith("torch-") else PEERS[1]
             axes.barh(place, middle - 1, 0.75, left=1.0, color=colour, zorder=2)
             axes.plot([least, most], [place, place], color=report.INK, linewidth=1, zorder=3)
             axes.annotate(f" {middle:.3g}", (max(most, 1.0), place), fontsize=7, va="center")
-            names.append(WAYS[way])
+            names.append(TITLES[way])
             places.append(place)
         place += 1.4
     figure.set_size_inches(9, max(3.0, 1.2 + 0.155 * place))
@@ -115,7 +120,7 @@ def bars(entries: list[Entry], path: Path) -> bool:
 
 
 def _side_by_side(entries: list[Entry]) -> Iterator[tuple[str, dict[str, float]]]:
-    """An operation and the time of each way, of every case that was measured in several."""
+    """Yield the operation and the time by implementation of every case that several implementations ran."""
     steps: dict[tuple[str, str], dict[str, float]] = {}
     for entry in entries:
         info, params = entry["extra_info"], entry["params"] or {}
@@ -131,11 +136,11 @@ def _relative(times: dict[str, float]) -> dict[str, float]:
     ours = fastest(list(times))
     if ours is None:
         return {}
-    return {way: time / times[ours] for way, time in times.items() if way in WAYS and not way.startswith("hdet-")}
+    return {way: time / times[ours] for way, time in times.items() if way in TITLES and not way.startswith("hdet-")}
 
 
 def _operation(entry: Entry) -> str:
-    """What is done, by name and dtype, whatever the model or size."""
+    """Return a name for the operation and dtype of an entry, without model and size."""
     params, suite = entry["params"], records.suite(entry)
     if suite == "optim_step":
         return str(params["work"])
@@ -151,7 +156,7 @@ def _operation(entry: Entry) -> str:
 
 
 def _bytes_each(entry: Entry) -> float:
-    """For each parameter or element that an operation works on."""
+    """Return the bytes that are moved for each parameter or element."""
     params, info, suite = entry["params"], entry["extra_info"], records.suite(entry)
     if "bytes a parameter" in info:
         return float(info["bytes a parameter"])
@@ -159,14 +164,16 @@ def _bytes_each(entry: Entry) -> float:
     if "mean_of_rows" in entry["name"]:
         return 8 * width + 4
     if suite == "wire":
-        one = {"bf16": 2.0, "int8": 1 + 4 / 256}[params["format"]]  # the wire; of a merge 8 shards make up the elements
+        one = {"bf16": 2.0, "int8": 1 + 4 / 256}[params["format"]]  # in a message; a merge reads 8 shards
         return {"encode": 16 + one, "decode": 12 + one, "merge": one + 1 + one / 8}[params["operation"]]
     return {"reduce": width, "pack": width + 4, "noise": 2 * width}.get(suite, 12)
 
 
 def _label(figure: Any, axes: Any, points: Sequence[Point], others: Sequence[tuple[float, float]]) -> None:
-    """A name for each point, in the nearest place where it covers no other name and none of the ``others``; with a line
-    to its point where that is not beside it. One that finds no place is left out: the tables have it."""
+    """Label each point in the nearest free place, with a line to the point where the label is not beside it.
+
+    A label covers neither another label nor one of the ``others``. One that finds no place is left out.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
@@ -200,7 +207,7 @@ def _label(figure: Any, axes: Any, points: Sequence[Point], others: Sequence[tup
 
 
 def _places(width: float, height: float) -> list[tuple[float, float]]:
-    """Offsets of a label's lower left corner from its point, in points of type, the nearest first."""
+    """Return offsets of a label's lower left corner from its point, in typographic points, the nearest first."""
     rows = [(level + 0.5) * sign * (height + 1) - height / 2 for level in range(24) for sign in (1, -1)]
     found = [(dx, dy) for dy in rows for dx in (6, -width - 6, -width / 2, 25, -width - 25, 50, -width - 50, 80)]
     return sorted(found, key=lambda place: math.hypot(place[0] + width / 2, 1.5 * (place[1] + height / 2)))

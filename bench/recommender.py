@@ -1,5 +1,4 @@
-"""A recommender, for whole training steps: embedding tables and a deep stack of dense layers; its parameters are those
-of ``models.tables``."""
+"""A recommender for whole training steps: embedding tables and dense layers, with the shapes of ``models.tables``."""
 
 from __future__ import annotations
 
@@ -11,19 +10,21 @@ from torch import Tensor, nn
 
 
 class Recommender(nn.Module):
-    """``tables`` are rows and width of each; ``layers`` dense layers of ``width`` follow. Gradients are dense, as
-    ``torch.optim.AdamW`` needs them."""
+    """Embedding ``tables`` (entries and width of each), followed by ``layers`` dense layers of ``width``.
+
+    Gradients are dense, as ``torch.optim.AdamW`` requires.
+    """
 
     def __init__(self, tables: Sequence[tuple[int, int]], layers: int, width: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(rows, columns) for rows, columns in tables)
+        self.tables = nn.ModuleList(nn.Embedding(entries, columns) for entries, columns in tables)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.width = width
 
     def forward(self, features: Tensor, clicked: Tensor) -> Tensor:
-        """The mean logistic loss; ``features`` is [batch, tables], ``clicked`` [batch]."""
+        """Return the mean logistic loss; ``features`` is [batch, tables], ``clicked`` [batch]."""
         seen = torch.cat([table(column) for table, column in zip(self.tables, features.unbind(1), strict=True)], dim=1)
-        # Laid over each other in pieces of the layers' width: a layer that mixes them would be a parameter more.
+        # Embeddings are summed in pieces of the layers' width: a mixing layer would be one more parameter.
         padded = F.pad(seen, (0, -seen.shape[1] % self.width))
         x = padded.unflatten(1, (-1, self.width)).sum(1) / self.width**0.5
         for layer in self.layers:
@@ -32,6 +33,6 @@ class Recommender(nn.Module):
 
 
 def clicks(tables: Sequence[tuple[int, int]], batch: int) -> tuple[Tensor, Tensor]:
-    """Made-up features and clicks."""
-    features = torch.stack([torch.randint(rows, (batch,)) for rows, _ in tables], dim=1)
+    """Return random features and clicks."""
+    features = torch.stack([torch.randint(entries, (batch,)) for entries, _ in tables], dim=1)
     return features, torch.randint(2, (batch,)).float()

@@ -1,4 +1,4 @@
-"""Reading what was recorded: pytest-benchmark's JSON, with what ``conftest.py`` adds to it."""
+"""Read recorded benchmarks: the JSON of pytest-benchmark with the additions of ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Entry = dict[str, Any]
 
 
 def files(places: Sequence[Path]) -> list[Path]:
-    """The files among ``places``, and the JSON files of the folders among them."""
+    """Return the files among ``places`` and the JSON files of the folders among them."""
     found: list[Path] = []
     for place in places:
         if not place.exists():
-            raise FileNotFoundError(f"there is no record {place}: give a JSON file of a benchmark, or a folder of them")
+            raise FileNotFoundError(f"no record at {place}: give the JSON file of a benchmark, or a folder of them")
         found += sorted(place.glob("*.json")) if place.is_dir() else [place]
     return found
 
 
 def entries(places: Sequence[Path]) -> list[Entry]:
-    """Every benchmark of the files and folders ``places``, with its ``record``: the file that it is from."""
+    """Return every benchmark of the files and folders ``places``; ``record`` is the content of its file."""
     found = []
     for path in files(places):
         record = json.loads(path.read_text())
@@ -30,35 +30,37 @@ def entries(places: Sequence[Path]) -> list[Entry]:
 
 
 def suite(entry: Entry) -> str:
-    """``optim_step`` of an entry of ``bench/test_optim_step.py``."""
+    """Return the suite of an entry: ``optim_step`` for ``bench/test_optim_step.py``."""
     return Path(entry["fullname"].split("::")[0]).stem.removeprefix("test_")
 
 
 def of(found: Iterable[Entry], name: str) -> list[Entry]:
+    """Return the entries of one suite."""
     return [entry for entry in found if suite(entry) == name]
 
 
 def device_of(entry: Entry) -> str:
-    """A benchmark that does not say is one of the host."""
+    """Return the device of an entry; benchmarks without one run on the CPU."""
     return str((entry["params"] or {}).get("device", "cpu"))
 
 
 def records(found: Iterable[Entry]) -> list[dict[str, Any]]:
-    """The files that the entries are from, each once."""
+    """Return the records that the entries belong to, each once."""
     return list({id(entry["record"]): entry["record"] for entry in found}.values())
 
 
 def sources(found: Sequence[Entry]) -> str:
-    """What the entries were measured on and by which command."""
+    """Describe the machines and commands that the entries come from."""
     return " ".join(source(record, device_of(found[0])) for record in records(found))
 
 
 def source(record: dict[str, Any], device: str) -> str:
+    """Describe the machine and the command of a record."""
     return f"{machine(record, device)}. `{record['machine_info']['command']}`"
 
 
 def machine(record: dict[str, Any], device: str) -> str:
-    """The device, its driver and clock, torch, the day, and the bandwidth of a copy if it was measured."""
+    """Describe the machine of a record: device, driver, clock, torch, date, and copy bandwidth if measured."""
     known, info = record.get("yardsticks", {}).get(device, {}), record["machine_info"]
     if device == "cuda":
         state = known.get("under load")

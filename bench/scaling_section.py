@@ -1,8 +1,8 @@
-"""How the time of a step grows: tables of what ``test_scaling.py`` recorded, the fitted slopes, and a plot.
+"""Format the records of ``test_scaling.py``: tables, fitted slopes and a plot of step time against size.
 
 A slope is that of a straight line through log time against log bytes, or log tensors, by least squares: 1 is linear, 0
-constant. Time against bytes is fitted above the floor, where the launch or the caches decide: to the sizes that are not
-``cached`` and take at least ``ABOVE`` times as long as the smallest of all. Time against tensors is fitted to all.
+constant. Time against bytes is fitted only where neither caches nor launches dominate: to sizes that are not ``cached``
+and take at least ``FLOOR_FACTOR`` times as long as the shortest. Time against tensors is fitted to all sizes.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import records
-from cost_model import grid
-from layout import NOTHING, WAYS, short
-from records import Entry
+from bench import records
+from bench.comparison_table import NOTHING, TITLES, short
+from bench.markdown import section_text, table_lines
+from bench.records import Entry
 
-#: Times the shortest time of a series: the floor is then at most a fifth of what is fitted.
-ABOVE = 5
-#: What is measured of a step, and milliseconds by it.
+# Times that are fitted are at least this many times the shortest of a series.
+FLOOR_FACTOR = 5
+# Clocks of a step: key in the record, and its unit in ms.
 CLOCKS = {"in a row": ("ms", 1.0), "device busy": ("device ms", 1.0), "host": ("host us", 1e-3)}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """``slope`` ± ``error`` (one standard error), through ``points``."""
+    """A fitted slope with its standard error and the number of points."""
 
     slope: float
     error: float
@@ -36,7 +36,7 @@ class Fit:
 
 
 def fit(xs: Sequence[float], ys: Sequence[float]) -> Fit | None:
-    """Through log y against log x; ``None`` with fewer than three points, which leave nothing to tell an error by."""
+    """Fit log y against log x; return None with fewer than three distinct points, which have no standard error."""
     if len(set(xs)) < 3:
         return None
     logs = [(math.log(x), math.log(y)) for x, y in zip(xs, ys, strict=True)]
@@ -49,13 +49,14 @@ def fit(xs: Sequence[float], ys: Sequence[float]) -> Fit | None:
 
 
 def above_the_floor(series: Iterable[Entry], clock: str = "in a row") -> list[Entry]:
-    """The results that a slope against bytes is fitted to."""
+    """Return the results that a slope against bytes is fitted to."""
     known = [info for info in series if _time(info, clock) is not None]
     floor = min((_time(info, clock) or 0.0 for info in known), default=0.0)
-    return [info for info in known if not info["cached"] and (_time(info, clock) or 0.0) >= ABOVE * floor]
+    return [info for info in known if not info["cached"] and (_time(info, clock) or 0.0) >= FLOOR_FACTOR * floor]
 
 
 def slope(axis: str, series: Sequence[Entry], clock: str = "in a row") -> Fit | None:
+    """Fit the slope of a series against bytes (axis "parameters") or tensors."""
     used = above_the_floor(series, clock) if axis == "parameters" else series
     points = [(info["bytes" if axis == "parameters" else "tensors"], _time(info, clock)) for info in used]
     known = [(x, y) for x, y in points if y is not None]
@@ -63,27 +64,27 @@ def slope(axis: str, series: Sequence[Entry], clock: str = "in a row") -> Fit | 
 
 
 def section(found: list[Entry]) -> str:
-    """Of the suite's entries on one device."""
+    """Return the sections of the suite's entries on one device."""
     found = [entry for entry in found if "ms" in entry["extra_info"]]
-    titles = {
+    descriptions = {
         "parameters": (
-            "**Time of an AdamW step against parameters** (fp32, {tensors} tensors), in ms, and its share of the copy "
-            "bandwidth. \\* fits into the cache in part. The last row is the slope of log time against log bytes above "
-            "the floor of caches and launches, with its standard error: 1 is linear."
+            "An AdamW step in fp32 with {tensors} tensors: ms, share of the copy bandwidth. \\* fits into the cache "
+            "in part. The last row is the slope of log time against log bytes, without the sizes at which caches and "
+            "launches dominate, with its standard error: 1 is linear."
         ),
         "tensors": (
-            "**Time of an AdamW step against tensors** (fp32, {parameters} parameters in all), in ms: in a row of "
-            "steps; device busy; and until the call returns. The last row has the slopes of log time against log "
-            "tensors: 0 is constant."
+            "An AdamW step in fp32 with {parameters} parameters in all, in ms: a step in a series of steps; the device "
+            "is busy; the call returns. The last row has the slopes of log time against log tensors: 0 is constant."
         ),
     }
     parts = []
-    for axis, title in titles.items():
+    for axis, description in descriptions.items():
         of_axis = [entry for entry in found if entry["params"]["axis"] == axis]
         if of_axis:
             first = of_axis[0]["extra_info"]
-            told = title.format(tensors=first["tensors"], parameters=_count(first["parameters"]))
-            parts.append("\n".join([told, records.sources(of_axis), "", *_table(axis, of_axis)]))
+            text = description.format(tensors=first["tensors"], parameters=_count(first["parameters"]))
+            heading = f"Step time against the number of {axis}"
+            parts.append(section_text(heading, text, records.sources(of_axis), _table(axis, of_axis)))
     return "\n\n".join(parts)
 
 
@@ -93,7 +94,7 @@ def _measured(entries: list[Entry], device: str) -> list[Entry]:
 
 
 def series_of(found: Iterable[Entry], axis: str) -> dict[str, list[Entry]]:
-    """The results of every way, by its name, from few to many."""
+    """Return the results of every implementation, by its title, in ascending order."""
     by_way: dict[str, list[Entry]] = {}
     for entry in found:
         params = entry["params"]
@@ -110,14 +111,14 @@ def _table(axis: str, found: list[Entry]) -> list[str]:
         at = {way: next((info for info in series if info[axis] == count), None) for way, series in by_way.items()}
         body.append([_count(count), *(_cell(axis, info) for info in at.values())])
     fits = [_slopes(axis, series) for series in by_way.values()]
-    return grid([axis, *by_way], [*body, ["slope", *fits]])
+    return table_lines([axis, *by_way], [*body, ["slope", *fits]])
 
 
 def _slopes(axis: str, series: list[Entry]) -> str:
     if axis == "parameters":
         found, busy = slope(axis, series), slope(axis, series, "device busy")
-        told = NOTHING if found is None else f"{found} ({found.points} sizes)"
-        return told if busy is None else f"{told}; device busy {busy}"
+        text = NOTHING if found is None else f"{found} ({found.points} sizes)"
+        return text if busy is None else f"{text}; device busy {busy}"
     return "; ".join(NOTHING if (found := slope(axis, series, clock)) is None else str(found) for clock in CLOCKS)
 
 
@@ -131,18 +132,18 @@ def _cell(axis: str, info: Entry | None) -> str:
 
 
 def _time(info: Entry, clock: str) -> float | None:
-    """Milliseconds; ``None`` where the profiler saw no work of the device."""
+    """Return milliseconds, or None where the profiler saw no work of the device."""
     name, unit = CLOCKS[clock]
     return info[name] * unit if info.get(name) else None
 
 
 def _label(axis: str, params: Entry) -> str:
-    name = WAYS[params["way"]]
+    name = TITLES[params["way"]]
     return name if axis == "parameters" or params["way"].startswith("torch") else f"{name}, {params['addresses']}"
 
 
 def _count(value: int) -> str:
-    """10⁴, 4·10⁹."""
+    """Format a round number as a power of ten: 10⁴, 4·10⁹."""
     power = len(str(value)) - 1
     if power < 3 or value % 10**power:
         return str(value)
@@ -151,8 +152,13 @@ def _count(value: int) -> str:
 
 
 def plot(entries: list[Entry], path: str | Path) -> bool:
-    """Time against parameters and against tensors, both logarithmic; of the GPU, if it was measured. A dashed line is
-    what the bytes take at the copy bandwidth. Whether there was anything to draw."""
+    """Draw time against parameters and against tensors, of the GPU if it was measured.
+
+    A dashed line is the time of the bytes at the copy bandwidth.
+
+    Returns:
+        Whether there was anything to draw.
+    """
     from matplotlib.figure import Figure
 
     device = "cuda" if _measured(entries, "cuda") else "cpu"
@@ -171,7 +177,7 @@ def plot(entries: list[Entry], path: str | Path) -> bool:
         least = sorted({(info[axis], info["bytes"]) for series in by_way.values() for info in series})
         panel.plot([x for x, _ in least], [b / bandwidth * 1e3 for _, b in least], "--", color="0.5", label="a copy")
         panel.set(xscale="log", yscale="log", xlabel=axis)
-        panel.grid(color="0.92")
+        panel.table_lines(color="0.92")
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("ms, one AdamW step in fp32")

@@ -1,4 +1,4 @@
-"""What stands in the README and in the report of a run for every suite: a table, what it was measured on, and how."""
+"""Format the records of every suite as a section of Markdown: description, machine, command and table."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import end_to_end_section
-import memory_section
-import records
-import scaling_section
-from cost_model import grid
-from layout import NOTHING, WAYS, model, section, short, turns
-from records import Entry
+from bench import end_to_end_section, memory_section, records, scaling_section
+from bench.comparison_table import NOTHING, TITLES, comparison, model, short, turns
+from bench.markdown import section_text, table_lines
+from bench.records import Entry
 
-ADDRESSES = {
-    "fixed": 'gradients="fixed"',
-    "same": "default, gradients at the same addresses",
-    "swapped": "default, gradients in two sets of tensors by turns",
-    "new": "default, gradients fresh from a backward pass",
+GRADIENTS = {
+    "fixed": '`gradients="fixed"`',
+    "same": "gradients at the same addresses",
+    "swapped": "gradients in two sets of tensors by turns",
+    "new": "gradients fresh from a backward pass",
 }
-#: Bytes of an element.
+# Bytes of an element.
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def text(entries: list[Entry], drift: Path | None = None) -> str:
-    """Every section that has results, the suites of the GPU first; ``drift`` is the record of ``bench/drift.py``."""
+    """Return the sections of all suites that have entries, those of the GPU first.
+
+    Args:
+        entries: The recorded benchmarks.
+        drift: The record of ``compression_drift.py``, if it is to be shown.
+    """
     devices = [device for device in ("cuda", "cpu") if device in map(records.device_of, entries)]
     parts = []
     for device in devices:
@@ -41,12 +43,12 @@ def _steps(found: list[Entry]) -> str:
         least = info.get("work's bytes a parameter", info["bytes a parameter"])
         return f"{params['work']} ({least} B)", model(params["model"], info)
 
-    title = (
-        "**`optimizer.step()` as the user calls it**: median time, and its share of the copy bandwidth of the same "
-        "run. Beside the work, the bytes that must move for each parameter. many-small: wall time of single steps, "
+    description = (
+        "Median time of `optimizer.step()`, and its share of the copy bandwidth of the same run. In brackets behind "
+        "the optimizer are the bytes that a step must move for each parameter. many-small: wall time of single steps "
         "with gradients at new addresses every time."
     )
-    return section(title, found, ("work", "model"), key)
+    return comparison("Optimizer step", description, found, ("optimizer", "model"), key)
 
 
 def _stack_steps(found: list[Entry]) -> str:
@@ -60,14 +62,14 @@ def _stack_steps(found: list[Entry]) -> str:
     if not found:
         return ""
     each = max(entry["extra_info"].get("parameters", 0) for entry in found)
-    title = (
-        f"**A stack of R replicas** of {short_count(each)} parameters each, fp32 (of {short_count(each // 8)} for the "
-        "noise). A step with a shared gradient must move 20 + 8R bytes a parameter, with local ones 28R; torch's has R "
-        "separate parameters and moves 28R."
+    description = (
+        f"R replicas of {short_count(each)} parameters each in fp32 ({short_count(each // 8)} for the noise). A step "
+        "with a shared gradient must move 20 + 8R bytes a parameter, with local gradients 28R. torch's fused AdamW has "
+        "R separate parameters and moves 28R."
     )
     if any(entry["params"].get("dtype") == "bf16" for entry in found):
-        title += " In bf16, states too, it is 10 + 4R and 14R."
-    return section(title, found, ("work", "R"), key)
+        description += " With everything in bf16 it is 10 + 4R and 14R."
+    return comparison("Optimizer step of a stack", description, found, ("operation", "R"), key)
 
 
 def _stack_training(found: list[Entry]) -> str:
@@ -80,7 +82,7 @@ def _stack_training(found: list[Entry]) -> str:
         "processes": "8 processes",
     }
     names = {way: name for way, name in names.items() if way in found[0]["extra_info"]["ways"]}
-    ours, called = (
+    ours, title = (
         ("hdet-stack-graphs", "stack with graphs") if "hdet-stack-graphs" in names else ("hdet-stack", "stack")
     )
     body = []
@@ -90,16 +92,16 @@ def _stack_training(found: list[Entry]) -> str:
         cells = [f"{short(ways[name]['ms'])} ms, {ways[name]['peak MiB'] / 1024:.1f} GiB" for name in names]
         ratios = [f"{best / ways['torch-fused']['ms']:.2f}", f"{ways['processes']['ms'] / best:.1f}"]
         body.append([f"{info['tokens']} tokens", *cells, *ratios])
-    lines = [
-        f"**A whole training step of {found[0]['extra_info']['replicas']} replicas** of a transformer of "
-        f"{_millions(found[0]['extra_info']['parameters'])} parameters under bf16 autocast, beside one plain model "
-        "(torch's fused AdamW and OneCycleLR) on the same tokens, and 8 processes under DDP over gloo on the same "
-        f"{'GPU' if records.device_of(found[0]) == 'cuda' else 'CPU'}; and the memory that torch took.",
-        records.sources(found),
-        "",
-    ]
-    header = ["", *names.values(), f"{called} / plain", f"processes / {called}"]
-    return "\n".join(lines + grid(header, body))
+    first = found[0]["extra_info"]
+    description = (
+        f"Time and memory of {first['replicas']} replicas of a transformer of {_millions(first['parameters'])} "
+        "parameters under bf16 autocast, beside one plain model (torch's fused AdamW and OneCycleLR) on the same "
+        "tokens, and beside 8 processes under DDP over gloo on the same "
+        f"{'GPU' if records.device_of(found[0]) == 'cuda' else 'CPU'}."
+    )
+    header = ["", *names.values(), f"{title} / plain", f"processes / {title}"]
+    heading = "Whole training step of a stack"
+    return section_text(heading, description, records.sources(found), table_lines(header, body))
 
 
 def _host_times(found: list[Entry]) -> str:
@@ -115,29 +117,25 @@ def _host_times(found: list[Entry]) -> str:
         column += ", until the device is done" if "is_done" in entry["name"] else ""
         columns += [column] if column not in columns else []
         if params["way"] == "addresses":
-            row = "a bare loop over `param.grad.data_ptr()`"
+            row = "loop over `param.grad.data_ptr()` alone"
         elif not params["way"].startswith("hdet-"):
-            row = WAYS[params["way"]]
+            row = TITLES[params["way"]]
         else:
-            row = f"{WAYS[params['way']]}, {ADDRESSES[params['addresses']]}"
+            row = f"{TITLES[params['way']]}, {GRADIENTS[params['addresses']]}"
         rows.setdefault(row, {})[column] = short(info["us"])
-    lines = [
-        "**Host time of `step()`** in µs: until the call returns, on an idle device, AdamW in fp32.",
-        records.sources(found),
-        "",
-    ]
-    lines += grid(
-        ["", *columns], ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
-    )
-    return "\n".join(lines)
+    body = ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
+    description = "Time in µs until `step()` returns, on an idle device, for AdamW in fp32."
+    return section_text("Host time of a step", description, records.sources(found), table_lines(["", *columns], body))
 
 
 def _reductions(found: list[Entry]) -> str:
     def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
         return f"`{params['operation']}`", params["dtype"], model(params["model"], info)
 
-    title = "**One read of all gradients**; a read alone can be faster than a copy."
-    return section(title, found, ("operation", "gradients", "model"), key, sort=1)
+    description = "One read of all gradients. A read alone can be faster than a copy."
+    return comparison(
+        "Norm and finite check of gradients", description, found, ("operation", "gradients", "model"), key, sort=1
+    )
 
 
 def _packs(found: list[Entry]) -> str:
@@ -147,27 +145,29 @@ def _packs(found: list[Entry]) -> str:
             return "mean of 8 rows", params["dtype"], f"{short_count(elements)} elements", NOTHING
         return f"`{params['operation']}`", params["dtype"], model(params["model"], info), params["place"]
 
-    title = (
-        "**Tensors into one staging buffer and back**, and the mean of stacked replicas. odd: nothing lies at a "
+    description = (
+        "Tensors into one staging buffer and back, and the mean of stacked replicas. *odd*: no tensor lies at a "
         "multiple of 16 bytes in the buffer."
     )
-    return section(title, found, ("operation", "tensors", "model", "place"), key, sort=1)
+    return comparison(
+        "Packing, and the mean of a stack", description, found, ("operation", "tensors", "model", "place"), key, sort=1
+    )
 
 
 def _noises(found: list[Entry]) -> str:
     def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
         return params["dtype"], model(params["model"], info)
 
-    title = "**Normal noise added to all tensors**, the second half of `warm_noisy_init_`: a read and a write of each."
-    return section(title, found, ("tensors", "model"), key)
+    description = "Normal noise added to all tensors by `warm_noisy_init_`: one read and one write of each."
+    return comparison("Noise", description, found, ("tensors", "model"), key)
 
 
 def _wires(found: list[Entry]) -> str:
     def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
         return f"`{params['operation']}`", params["format"], model(params["size"], info)
 
-    title = "**The parts of a compressed average** of 8 processes."
-    return section(title, found, ("operation", "format", "elements"), key, sort=2)
+    description = "The local operations of a compressed average of 8 processes."
+    return comparison("Compression", description, found, ("operation", "format", "elements"), key, sort=2)
 
 
 def _drift(path: Path) -> str:
@@ -175,29 +175,28 @@ def _drift(path: Path) -> str:
         return ""
     record = json.loads(path.read_text())
     syncs = list(next(iter(record["ways"].values()))["drift"])
-    lines = [
-        f"**Drift of the consensus** from the exact mean of {record['ranks']} replicas, in units of what one sync "
-        "moves (root mean square), and the bytes of a sync beside those of fp32. "
-        f"torch {record['torch']}, {record['date']}. "
-        f"`{record['command']}`",
-        "",
-    ]
+    description = (
+        f"Distance of the consensus from the exact mean of {record['ranks']} replicas, in units of the step between "
+        "two syncs (root mean square), and the bytes of a sync relative to fp32. Error feedback keeps the distance "
+        "constant; the rows without it are from an option that has been removed since."
+    )
+    source = f"torch {record['torch']}, {record['date']}. `python -m bench.compression_drift --out drift.json`"
     body = [
         [way, f"{found['bytes'] / found['in full']:.3f}", *(f"{found['drift'][sync]:.2g}" for sync in syncs)]
         for way, found in record["ways"].items()
     ]
-    return "\n".join(lines + grid(["", "bytes", *(f"after {sync} syncs" for sync in syncs)], body))
+    lines = table_lines(["", "bytes", *(f"after {sync} syncs" for sync in syncs)], body)
+    return section_text("Drift of a compressed consensus", description, source, lines)
 
 
 def _overlap(found: list[Entry]) -> str:
     if not found:
         return ""
     commands = {entry["record"]["machine_info"]["command"] for entry in found}
-    lines = [
-        "**What a sync adds to the training steps around it**, in ms: in all, and until the call returns. A collective "
-        "takes 50 ms more here than between neighbours. " + " ".join(f"`{command}`" for command in sorted(commands)),
-        "",
-    ]
+    description = (
+        "Time in ms that a sync adds to the training steps around it: in all, and until the call returns. Every "
+        "collective is delayed by 50 ms, as over a slow network."
+    )
     names = {"cuda": "GPT-2 124 M, one rank over NCCL", "cpu": "4 M parameters, two ranks over gloo"}
     body = []
     for entry in found:
@@ -205,28 +204,24 @@ def _overlap(found: list[Entry]) -> str:
         cells = [info[kind] for kind in ("waited for", "behind the steps")]
         numbers = [f"{cell['added ms']:.2f}, {cell['until it returns ms']:.2f}" for cell in cells]
         body.append([names[entry["params"]["device"]], f"{info['step ms']:.1f}", *numbers])
-    return "\n".join(lines + grid(["", "a step", "waited for", "behind the next 5 steps"], body))
+    lines = table_lines(["", "a step", "sync waited for", "sync behind the next 5 steps"], body)
+    return section_text("Overlapped sync", description, " ".join(f"`{command}`" for command in sorted(commands)), lines)
 
 
 def _on_the_cpu(found: list[Entry]) -> str:
-    title = "**On the CPU**, AdamW in fp32 with two threads, in turns; behind the ratio the quartiles of the turns."
-    return turns(title, found, lambda entry: entry["params"]["model"])
+    description = "AdamW in fp32 with two threads, in turns; in brackets are the quartiles of the turns."
+    return turns("Optimizer step on the CPU", description, found, lambda entry: entry["params"]["model"])
 
 
 def _scheduler(found: list[Entry]) -> str:
     if not found:
         return ""
     times = {(entry["params"]["kind"], entry["params"]["groups"]): entry["stats"]["median"] * 1e6 for entry in found}
-    return (
-        f"Host time of `scheduler.step(loss)` between two syncs (`{found[0]['record']['machine_info']['command']}`): "
-        + "; ".join(
-            f"{times['hdet', groups]:.0f} µs beside {times['torch', groups]:.0f} µs of torch's OneCycleLR with "
-            f"{groups} parameter group{'s' if groups > 1 else ''}"
-            for kind, groups in times
-            if kind == "hdet"
-        )
-        + "."
-    )
+    groups = [count for kind, count in times if kind == "hdet"]
+    body = [[str(count), f"{times['torch', count]:.0f} µs", f"{times['hdet', count]:.0f} µs"] for count in groups]
+    lines = table_lines(["parameter groups", "torch's OneCycleLR", "HDETOneCycleLR"], body)
+    command = f"`{found[0]['record']['machine_info']['command']}`"
+    return section_text("Host time of `scheduler.step(loss)`", "Between two syncs.", command, lines)
 
 
 def _converge(found: list[Entry]) -> str:
@@ -237,13 +232,14 @@ def _converge(found: list[Entry]) -> str:
     for entry in found:
         stats = entry["stats"]
         rows.setdefault(entry["params"]["method"], {})[entry["params"]["model"]] = f"{short(stats['median'] * 1e3)} ms"
-    lines = [
-        "**The average of two replicas over gloo**, the number of tensors and elements of each above the times. "
-        f"{records.sources(found)}",
-        "",
-    ]
+    description = (
+        "Two ranks on one machine; columns have the number of tensors and the elements of each. *loose*: parameters "
+        "that are packed into a staging buffer. *in place*: parameters that live in buckets."
+    )
     body = [[row, *(cells.get(column, NOTHING) for column in columns)] for row, cells in rows.items()]
-    return "\n".join(lines + grid(["", *columns], body))
+    return section_text(
+        "Average of two replicas over gloo", description, records.sources(found), table_lines(["", *columns], body)
+    )
 
 
 def _millions(count: int) -> str:
@@ -251,13 +247,13 @@ def _millions(count: int) -> str:
 
 
 def short_count(count: int) -> str:
-    """«268 M»"""
+    """Format a count in millions or thousands: "268 M"."""
     return f"{count / 1e6:.0f} M" if count >= 10**6 else f"{count / 1e3:.0f} k"
 
 
 Section = Callable[[list[Entry]], str]
 
-#: By suite: its section on one device.
+# Sections that are written for each device, by suite.
 BY_DEVICE: dict[str, Section] = {
     "optim_step": _steps,
     "stack_step": _stack_steps,
@@ -271,7 +267,7 @@ BY_DEVICE: dict[str, Section] = {
     "scaling": scaling_section.section,
     "memory": memory_section.section,
 }
-#: Those that are of no device in particular, or of several.
+# Sections that cover several devices or the host alone.
 OTHERS: dict[str, Section] = {
     "overlap": _overlap,
     "cpp_step": _on_the_cpu,

@@ -1,4 +1,4 @@
-"""The suites: every ``bench/test_*.py`` by its name, and what it measures. ``bench/README.md`` has this table."""
+"""List the suites: every ``bench/test_<suite>.py`` with a description. ``bench/README.md`` has the same table."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Suite:
-    """``by_device``: its cases are named ``gpu-…`` and ``cpu-…``; the others are of the host alone."""
+    """A suite. With ``by_device`` its cases are named ``gpu-…`` and ``cpu-…``; otherwise they run on the CPU."""
 
     what: str
     by_device: bool = True
 
 
 SUITES: dict[str, Suite] = {
-    "optim_step": Suite("`optimizer.step()` beside torch's and other peers, and as a share of the copy bandwidth"),
-    "host_time": Suite("how long the call takes, by number of tensors and by where the gradients are"),
-    "end_to_end": Suite("whole training steps of four models with HDET on beside plain torch: time, memory, profile"),
-    "stack_step": Suite("one step of R stacked replicas, and their initial noise"),
+    "optim_step": Suite("`optimizer.step()` beside torch and other peers, as a share of the copy bandwidth"),
+    "host_time": Suite("time until `step()` returns, by the number of tensors and the addresses of the gradients"),
+    "end_to_end": Suite("whole training steps of four models, HDET beside plain torch: time, memory, profile"),
+    "stack_step": Suite("one optimizer step of R stacked replicas, and their initial noise"),
     "stack_training": Suite("a whole training step of 8 stacked replicas, beside a plain model and 8 processes"),
     "reduce": Suite("norm and finite check of all gradients"),
     "pack": Suite("tensors into one staging buffer and back, and the mean of stacked replicas"),
     "noise": Suite("normal noise added to all tensors"),
-    "wire": Suite("the parts of a compressed average"),
-    "scaling": Suite("a step against the number of parameters and against the number of tensors, with fitted slopes"),
-    "memory": Suite("peak bytes a parameter of every precision beside torch's"),
-    "overlap": Suite("what a sync adds to the training steps around it, waited for and behind them"),
-    "cpp_step": Suite("the `cpp` backend beside torch's own steps on the CPU, in turns", by_device=False),
-    "scheduler_step": Suite("`scheduler.step()` beside torch's", by_device=False),
-    "converge": Suite("the average of two gloo ranks in every way beside one AllReduce per tensor", by_device=False),
+    "wire": Suite("encoding, merging and decoding of a compressed average"),
+    "scaling": Suite("step time against the number of parameters and of tensors, with fitted slopes"),
+    "memory": Suite("peak memory in bytes a parameter, for every precision, beside torch"),
+    "overlap": Suite("time that a sync adds to training, waited for and behind the next steps"),
+    "cpp_step": Suite("the `cpp` backend beside torch's optimizers on the CPU, in turns", by_device=False),
+    "scheduler_step": Suite("`scheduler.step()` beside torch", by_device=False),
+    "converge": Suite("the average of two gloo ranks beside one all-reduce per tensor", by_device=False),
 }
 
 
@@ -40,7 +40,7 @@ def path(name: str) -> Path:
 
 
 def command(name: str, device: str) -> list[str]:
-    """The arguments of ``python`` that run a suite on a device, from the folder above this one."""
+    """Return the arguments of ``python`` that run a suite on a device, from the repository root."""
     arguments = ["-m", "pytest", "-q", "-s", "--benchmark-only", "--benchmark-columns=median"]
     arguments.append(path(name).relative_to(HERE.parent).as_posix())
     if SUITES[name].by_device:

@@ -1,5 +1,6 @@
-"""The average of two replicas over gloo: buckets of several sizes, in place and packed, compressed, and without a
-backup, beside one AllReduce per tensor and a copy of the same bytes in the same run.
+"""Time the average of two replicas over gloo, beside one all-reduce per tensor and a copy of the same bytes.
+
+Measured are buckets of several sizes, parameters in place and packed, compressed, and without a backup.
 
     python -m pytest bench/test_converge.py --benchmark-only
 """
@@ -9,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import measure
 import pytest
 import torch
 import torch.distributed as dist
-import two_ranks
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 import hdet_kernels as hk
+from bench import measure, two_ranks
 from hdet_kernels.converge import Report
 
-#: Number of tensors and elements of each: a small model of many tensors, and 64 MB in few.
+# Number of tensors and elements of each: many small tensors, and 64 MB in few.
 MODELS = {"400 x 1 k": (400, 1000), "16 x 1 M": (16, 1_000_000)}
-#: The arguments of the converger, and whether the parameters are in buckets.
+# Whether the parameters are in buckets, and arguments of the converger. The names are keys in the records.
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "loose": (False, {}),
     "in place": (True, {}),
@@ -36,7 +36,7 @@ METHODS = ("one AllReduce per tensor", "copy of the same bytes", *WAYS)
 
 
 def operations() -> list[Callable[[], object]]:
-    """All methods on all models, in one order on both ranks."""
+    """Return all methods on all models, in the same order on both ranks."""
     found: list[Callable[[], object]] = []
     for count, size in MODELS.values():
         tensors = [torch.randn(size) for _ in range(count)]

@@ -1,8 +1,8 @@
-"""The ``cpp`` backend beside torch's own steps on the CPU, with two threads, in turns.
+"""Time AdamW on the CPU with two threads: the ``cpp`` backend beside torch and its peers, in turns.
 
     python -m pytest bench/test_cpp_step.py --benchmark-only
 
-The time that pytest-benchmark shows is that of a turn of all.
+The time that pytest-benchmark shows is that of a turn of all implementations.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-import measure
-import models
-import peers
 import pytest
 import torch
-import ways
-import yardstick
+
+from bench import copy_bandwidth, implementations, measure, models, peers
 
 MODELS: dict[str, models.Shapes] = {
     "10M-in-10": [(1000, 1000)] * 10,
@@ -25,7 +22,7 @@ MODELS: dict[str, models.Shapes] = {
 }
 WAYS = ("torch-foreach", "torch-fused", *peers.PEERS, "hdet-cpp")
 BYTES = 28
-REASON = ways.why_not("hdet-cpp", "cpu")
+REASON = implementations.why_not("hdet-cpp", "cpu")
 
 
 @pytest.fixture
@@ -40,14 +37,14 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("model", MODELS)
 def test_cpp_step(benchmark: Any, model: str) -> None:
-    yardstick.yardstick("cpu")
+    copy_bandwidth.measure_once("cpu")
     calls, moved, count = {}, {}, sum(map(prod, MODELS[model]))
     for way in WAYS:
-        if ways.why_not(way, "cpu", tensors=len(MODELS[model])) is not None:
+        if implementations.why_not(way, "cpu", tensors=len(MODELS[model])) is not None:
             continue
         params = models.parameters(MODELS[model], "cpu")
         models.set_gradients(params)
-        optimizer = ways.optimizer(way, "adamw", params)
+        optimizer = implementations.optimizer(way, "adamw", params)
         try:
             optimizer.step()
         except Exception as error:
@@ -59,6 +56,6 @@ def test_cpp_step(benchmark: Any, model: str) -> None:
         moved[way] = peers.bytes_moved(params, optimizer, False) if way in peers.PEERS else BYTES * count
     measure.take_turns(benchmark, calls, "cpu", turns=30, iterations=3)
     for way, found in benchmark.extra_info["ways"].items():
-        found |= yardstick.share(moved[way], found["ms"] / 1e3, "cpu", held=0)
+        found |= copy_bandwidth.share(moved[way], found["ms"] / 1e3, "cpu", held=0)
         if abs(moved[way] / count / BYTES - 1) > 0.01:
             found |= {"bytes a parameter": moved[way] / count, "work's bytes a parameter": BYTES}

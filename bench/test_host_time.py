@@ -1,12 +1,11 @@
-"""Host time of ``optimizer.step()`` (until the call returns) and its wall time (until the device is done).
+"""Time ``optimizer.step()`` on the host (until the call returns) and in all (until the device is done).
 
     python -m pytest bench/test_host_time.py --benchmark-only -k gpu
 
-Single calls on an idle device, so that no full queue makes them wait. ``fixed`` is ``gradients="fixed"``; the others
-are the default: ``same``, with gradients where they were in the last step; ``swapped``, in one of two sets of tensors
-by turns; ``new``, where a backward pass has just put them, in tensors that have no Python object yet. torch's steps and
-those of the peers (``peers.py``) are measured after the same backward pass. ``addresses`` is the loop that any
-optimizer needs which looks where the gradients are.
+Single calls on an idle device are timed, so that they never wait for a full queue. ``fixed`` is ``gradients="fixed"``.
+The others are the default: ``same`` has gradients at the addresses of the last step, ``swapped`` in one of two sets of
+tensors by turns, ``new`` in tensors of a fresh backward pass, which have no Python object yet. torch and the peers
+(``peers.py``) are measured after a backward pass too. ``addresses`` is the bare loop over the gradients' addresses.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import measure
-import models
-import peers
 import pytest
-import ways
-import yardstick
 from torch import nn
 
-#: Host time depends on the number of tensors: one, some and many.
+from bench import copy_bandwidth, implementations, measure, models, peers
+
+# Models with one, some and many tensors, which host time depends on.
 MODELS: dict[str, dict[str, models.Shapes]] = {
     device: {"one-tensor": [(1024, 1024)], **{name: models.MODELS[device][name].shapes for name in names}}
     for device, names in {
@@ -37,17 +33,17 @@ def _cases(wall: bool) -> Iterator[Any]:
     for device, known in MODELS.items():
         for model in known:
             if wall and not models.is_small(model):
-                continue  # that is the time of the device, in test_optim_step.py
+                continue  # dominated by the device: test_optim_step.py measures it
             for way, addresses in _ways(device, wall):
-                reason = ways.why_not(way, device, tensors=len(known[model]))
-                yield ways.case(device, model, way, addresses, why_not=reason)
+                reason = implementations.why_not(way, device, tensors=len(known[model]))
+                yield implementations.case(device, model, way, addresses, why_not=reason)
 
 
 def _ways(device: str, wall: bool) -> Iterator[tuple[str, str]]:
     yield from (("torch-foreach", "new"), ("torch-fused", "new"))
     yield from ((peer, "new") for peer, known in peers.PEERS.items() if "adamw-fp32" in known.works)
-    for backend in ways.BACKENDS[device]:
-        if backend != "torch":  # the fallback, which is for devices that have nothing else
+    for backend in implementations.BACKENDS[device]:
+        if backend != "torch":  # the fallback is not measured
             yield from ((f"hdet-{backend}", addresses) for addresses in ("fixed", "same", "swapped", "new"))
     if not wall:
         yield from (("addresses", "swapped"), ("addresses", "new"))
@@ -57,11 +53,11 @@ def call_of(way: str, addresses: str, params: list[nn.Parameter]) -> measure.Cal
     if way == "addresses":
         return lambda: [param.grad.data_ptr() for param in params]  # type: ignore[union-attr]
     options = {"gradients": "fixed"} if addresses == "fixed" else {}
-    return ways.optimizer(way, "adamw", params, **options).step
+    return implementations.optimizer(way, "adamw", params, **options).step
 
 
 def _run(benchmark: Any, device: str, model: str, way: str, addresses: str, wall: bool) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     params = models.parameters(MODELS[device][model], device)
     models.set_gradients(params)
     prepare: Callable[[], None] = partial(measure.synchronize, device)

@@ -1,19 +1,18 @@
-"""Bytes of memory a parameter: what an optimizer in each of its precisions takes with its parameters and gradients.
+"""Measure memory in bytes a parameter: parameters, gradients and optimizer state, in every precision.
 
     python -m pytest bench/test_memory.py --benchmark-only -k gpu
 
-Counted is what torch's allocator has handed out since before the parameters were made (``ledger.py``): parameters,
-gradients, state, tables and temporaries, at the peak of each phase:
+The memory of torch's allocator is counted from before the parameters exist (``memory_tracker.py``), at the peak of each
+phase:
 
-    built          the optimizer is built; there are no gradients yet. Ours moves the parameters into one buffer
-    first step     which makes the state, with all gradients there
-    step           a later one; pytest-benchmark's time is that of such a step
-    loaded         ``load_state_dict`` of a checkpoint in the memory of the host, which on a CPU is counted too: torch
-                   makes it the state, ours copies it
-    step after it  with new gradients, when the checkpoint is forgotten
+    built          the optimizer is constructed, without gradients. Ours moves the parameters into one buffer
+    first step     the state is created, with all gradients present
+    step           a later step, whose time pytest-benchmark shows
+    loaded         ``load_state_dict`` of a checkpoint in host memory, which is counted too on a CPU: torch uses it as
+                   the state, ours copies it
+    step after it  with new gradients, after the checkpoint is freed
 
-``held`` is what stays after a step. Nothing is computed from sizes. With ``clip`` gradients are clipped first, ours
-within the step.
+``held`` is the memory after a step. With ``clip`` gradients are clipped first; ours clips within the step.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import ledger
-import models
 import pytest
 import torch
-import ways
-import yardstick
 from torch import nn
-from trainings import OURS
+
+from bench import copy_bandwidth, implementations, memory_tracker, models
+from bench.training_steps import OURS
 
 MODEL = {"cuda": "gpt2-124M", "cpu": "transformer-5M"}
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -37,7 +34,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Mode:
-    """Parameters of ``dtype``; ``options`` are our optimizer's; ``beside`` are torch's ways of the same."""
+    """A precision: dtype of the parameters, options of our optimizer, and torch's implementations beside it."""
 
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
@@ -70,11 +67,11 @@ def _cases() -> Iterator[Any]:
     for device in MODEL:
         for name, mode in MODES.items():
             for way in (*mode.beside, OURS[device]):
-                yield ways.case(device, name, way, why_not=ways.why_not(way, device, mode.rule))
+                yield implementations.case(device, name, way, why_not=implementations.why_not(way, device, mode.rule))
 
 
 def put_gradients(params: list[nn.Parameter]) -> None:
-    """As a backward pass would: into new tensors, or where the gradients are for good."""
+    """Fill the gradients as a backward pass does: in new tensors, or in place where they exist."""
     for param in params:
         if param.grad is None:
             param.grad = torch.empty_like(param)
@@ -82,7 +79,7 @@ def put_gradients(params: list[nn.Parameter]) -> None:
 
 
 def in_host_memory(state: Any) -> Any:
-    """A copy of a state_dict as ``torch.load(map_location="cpu")`` gives it."""
+    """Copy a state_dict to the CPU, as ``torch.load(map_location="cpu")`` returns it."""
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
@@ -92,13 +89,13 @@ def in_host_memory(state: Any) -> Any:
 
 @pytest.mark.parametrize(("device", "mode", "way"), list(_cases()))
 def test_memory(benchmark: Any, device: str, mode: str, way: str) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     known = MODES[mode]
-    book = ledger.Ledger(device)
+    book = memory_tracker.MemoryTracker(device)
     with book.phase("parameters"):
         params = models.parameters(models.MODELS[device][MODEL[device]].shapes, device, known.dtype)
     with book.phase("built"):
-        optimizer, step = ways.stepper(way, known.rule, params, known.max_grad_norm, **known.options)
+        optimizer, step = implementations.stepper(way, known.rule, params, known.max_grad_norm, **known.options)
     with book.phase("gradients"):
         put_gradients(params)
     with book.phase("first step"):
@@ -123,5 +120,5 @@ def test_memory(benchmark: Any, device: str, mode: str, way: str) -> None:
         "peak B a parameter": {name: book.peaks[name] / count for name in phases},
         "held B a parameter": book.held["step"] / count,
     }
-    told = ", ".join(f"{name} {peak:.2f}" for name, peak in benchmark.extra_info["peak B a parameter"].items())
-    print(f"\n{benchmark.name}: bytes a parameter at most: {told}")
+    peaks = ", ".join(f"{name} {peak:.2f}" for name, peak in benchmark.extra_info["peak B a parameter"].items())
+    print(f"\n{benchmark.name}: peak bytes a parameter: {peaks}")

@@ -1,9 +1,9 @@
-"""Normal noise added in place to all tensors of a model in one launch, as a share of the copy bandwidth.
+"""Time the addition of normal noise to all tensors of a model in one launch.
 
     python -m pytest bench/test_noise.py --benchmark-only -k gpu
 
-Bytes are those of a read and a write of every element. Beside it the same in torch: for every tensor its noise, which
-is written and read again, and the sum.
+Every element is read and written once. The peer is plain torch: for every tensor it writes the noise, reads it again
+and adds it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-import measure
-import models
 import pytest
 import torch
-import ways
-import yardstick
 from torch import Tensor
 
+from bench import copy_bandwidth, implementations, measure, models
 from hdet_kernels.buckets import Slot, wide_dtype
 from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.ops.noise import add_noise_
 
-#: So small that however often it is added, nothing leaves the range of fp16.
+# So small that repeated addition stays within the range of fp16.
 SCALE = 1e-6
 MODELS = {"cuda": ("gpt2-124M", "llama-1.2B"), "cpu": ("transformer-5M", "many-small-1k")}
 
@@ -33,8 +30,10 @@ def _cases() -> Iterator[Any]:
     for device, names in MODELS.items():
         for model in names:
             for dtype in models.DTYPES if not models.is_small(model) else ("fp32",):
-                for way in ("torch", *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
-                    yield ways.case(device, model, dtype, way, why_not=ways.why_not(way, device), on_device=True)
+                for way in ("torch", *(f"hdet-{backend}" for backend in implementations.BACKENDS[device])):
+                    yield implementations.case(
+                        device, model, dtype, way, why_not=implementations.why_not(way, device), on_device=True
+                    )
 
 
 def call_of(way: str, tensors: list[Tensor]) -> measure.Call:
@@ -58,10 +57,10 @@ def call_of(way: str, tensors: list[Tensor]) -> measure.Call:
 
 @pytest.mark.parametrize(("device", "model", "dtype", "way"), list(_cases()))
 def test_noise(benchmark: Any, device: str, model: str, dtype: str, way: str) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     params = models.parameters(models.MODELS[device][model].shapes, device, models.DTYPES[dtype])
     tensors = [param.detach().view(-1) for param in params]
     call = call_of(way, tensors)
     benchmark.pedantic(call, warmup_rounds=1, **measure.plan(call, device, seconds=0.25))
     moved = 2 * sum(tensor.nbytes for tensor in tensors)
-    yardstick.report(benchmark, device, moved=moved, held=moved // 2)
+    copy_bandwidth.report(benchmark, device, moved=moved, held=moved // 2)

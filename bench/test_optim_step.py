@@ -1,11 +1,11 @@
-"""Time of one optimizer step as a share of the copy bandwidth of the same run, beside torch's own.
+"""Time one optimizer step beside torch and other peers, as a share of the copy bandwidth of the same run.
 
     python -m pytest bench/test_optim_step.py --benchmark-only -k gpu
     python -m pytest bench/test_optim_step.py --benchmark-only -k 'gpu and adamw-fp32 and not clip'
 
-Every step must read θ, g and the state and write θ and the state: 28 bytes a parameter for AdamW in fp32. Many small
-tensors are measured one step at a time, call to end of the work, with gradients at new addresses every step. The share
-of a peer (``peers.py``) is of the bytes that it has to move with the state that it keeps.
+A step must read θ, g and the state and write θ and the state: 28 bytes a parameter for AdamW in fp32. Models of many
+small tensors are measured one step at a time until the device is done, with gradients at new addresses every step. A
+peer (``peers.py``) that keeps its state in another precision has its share computed from its own bytes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import measure
-import models
-import peers
 import pytest
 import torch
-import ways
-import yardstick
+
+from bench import copy_bandwidth, implementations, measure, models, peers
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """``read`` and ``written`` are bytes a parameter; ``options`` are our optimizer's; ``beside`` are torch's ways.
-    ``sizes``: only models of one size and another, where every model would say the same again."""
+    """An optimizer step.
+
+    Args:
+        rule: Update rule, a key of ``implementations.RULES``.
+        read: Bytes a parameter that a step reads.
+        written: Bytes a parameter that a step writes.
+        beside: torch's implementations that are measured too.
+        dtype: Dtype of the parameters.
+        options: Options of our optimizer.
+        max_grad_norm: Clip gradients to this norm.
+        small_too: Whether models of many small tensors are measured.
+        sizes: Whether only the models of ``SIZES`` are measured.
+    """
 
     rule: str
     read: int
@@ -40,7 +48,7 @@ class StepCase:
     sizes: bool = False
 
 
-#: By device: the models of works with ``sizes``.
+# Models of cases with ``sizes``, by device.
 SIZES = {"cuda": ("gpt2-124M", "llama-1.2B"), "cpu": ("transformer-5M",)}
 BF16, FP16 = torch.bfloat16, torch.float16
 ALL_BF16 = {"state_dtype": BF16, "master_weights": False}
@@ -50,7 +58,7 @@ WORKS = {
     "adamw-fp32-bf16-state": StepCase("adamw", 12, 8, options={"state_dtype": BF16}),
     "adamw-bf16": StepCase("adamw", 8, 6, ("torch-fused",), BF16, ALL_BF16),
     "adamw-bf16-stochastic": StepCase("adamw", 8, 6, (), BF16, {"state_dtype": BF16, "stochastic_rounding": True}),
-    # θ is read too: a parameter that is not the rounding of its master was written by someone else.
+    # θ is read too, to notice a parameter that was written from outside and differs from its rounded master.
     "adamw-bf16-master": StepCase("adamw", 16, 14, (), BF16, {"master_weights": True}),
     "adamw-fp16-master": StepCase("adamw", 16, 14, (), FP16, {"master_weights": True}, sizes=True),
     "adam-fp32": StepCase("adam", 16, 12, ("torch-fused",), sizes=True),
@@ -72,14 +80,20 @@ def _cases() -> Iterator[Any]:
                 if (models.is_small(model) and not work.small_too) or (work.sizes and model not in SIZES[device]):
                     continue
                 others = (peer for peer in peers.PEERS if name in peers.PEERS[peer].works)
-                for way in (*work.beside, *others, *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
-                    reason = ways.why_not(way, device, work.rule, known[model].tensors)
-                    yield ways.case(device, model, name, way, why_not=reason, on_device=not models.is_small(model))
+                for way in (
+                    *work.beside,
+                    *others,
+                    *(f"hdet-{backend}" for backend in implementations.BACKENDS[device]),
+                ):
+                    reason = implementations.why_not(way, device, work.rule, known[model].tensors)
+                    yield implementations.case(
+                        device, model, name, way, why_not=reason, on_device=not models.is_small(model)
+                    )
 
 
 @pytest.mark.parametrize(("device", "model", "work", "way"), list(_cases()))
 def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     known = WORKS[work]
     params = models.parameters(models.MODELS[device][model].shapes, device, known.dtype)
     count = sum(param.numel() for param in params)
@@ -87,7 +101,7 @@ def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str
     info = benchmark.extra_info
     info |= {"parameters": count, "tensors": len(params), "bytes a parameter": least}
     with peers.guarded(way):
-        optimizer, step = ways.stepper(way, known.rule, params, known.max_grad_norm, **known.options)
+        optimizer, step = implementations.stepper(way, known.rule, params, known.max_grad_norm, **known.options)
         if models.is_small(model):
             alone, backward = measure.until_done(step, device), models.Backward(params, device)
             benchmark.pedantic(alone, setup=backward, **measure.few_rounds(alone, backward, device, 10))
@@ -100,4 +114,4 @@ def test_optim_step(benchmark: Any, device: str, model: str, work: str, way: str
         if abs(own / least - 1) > 0.01:
             info |= {"bytes a parameter": own, "work's bytes a parameter": least}
     moved = round(count * info["bytes a parameter"])
-    yardstick.report(benchmark, device, moved=moved, held=round(moved * known.read / least))
+    copy_bandwidth.report(benchmark, device, moved=moved, held=round(moved * known.read / least))

@@ -1,11 +1,11 @@
-"""What a sync adds to the training steps around it: waited for, and behind the next steps.
+"""Time a sync within training: waited for, and running behind the next steps.
 
     python -m pytest bench/test_overlap.py --benchmark-only -k gpu     # GPT-2, one rank over NCCL
     python -m pytest bench/test_overlap.py --benchmark-only -k cpu     # a perceptron, two ranks over gloo
 
-A lap is a few training steps with a sync after the first, or without one. Laps of the three kinds take turns, and what
-a sync adds is the difference to a lap without. Over one rank, or on one machine, a collective takes hardly any time:
-here it takes 50 ms more, as over a slow network, by a kernel (on the CPU a thread) that sleeps.
+A lap is a few training steps, without a sync or with one after the first step. Laps of the three kinds take turns; a
+sync costs the difference to a lap without. On one machine a collective takes hardly any time, so that it is delayed by
+50 ms, as over a slow network, by a sleeping kernel (on the CPU by a sleep).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import measure
 import pytest
 import torch
-import two_ranks
-import ways
 from torch import Tensor, nn
-from trainings import TRAININGS, Steps, one_rank
 
 import hdet_kernels as hk
+from bench import implementations, measure, two_ranks
+from bench.training_steps import TRAININGS, Steps, one_rank
 from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import Collective
 
 KINDS = ("without", "waited for", "behind the steps")
-#: Steps of a lap, and after how many of them the sync lands.
+# Steps of a lap, and the step after which an overlapped sync lands.
 LAP, BEHIND = 8, 5
 TURNS = 9
-#: Seconds that a collective takes more.
+# Seconds that every collective is delayed by.
 SLOW = 0.05
 
 
 class SlowEnsemble(hk.ProcessEnsemble):
+    """A process group whose all-reduce is delayed."""
+
     def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
         if tensor.is_cuda:
             torch.cuda._sleep(int(SLOW * 1.98e9))  # cycles, at the clock of an H200 under load
@@ -57,7 +57,7 @@ class _Late:
 
 
 def laps(step: Callable[[], object], converger: hk.Converger, device: str) -> dict[str, Callable[[], dict[str, float]]]:
-    """By kind, a function that runs a lap and says what each part of it took, in seconds."""
+    """Return a function for each kind of lap that runs it and returns the seconds of its parts."""
 
     def lap(kind: str) -> dict[str, float]:
         measure.synchronize(device)
@@ -107,7 +107,7 @@ def nccl() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("device", [ways.case("cuda", why_not=ways.why_not("hdet-cuda", "cuda"))])
+@pytest.mark.parametrize("device", [implementations.case("cuda", why_not=implementations.why_not("hdet-cuda", "cuda"))])
 def test_a_sync_on_a_gpu(benchmark: Any, nccl: None, device: str) -> None:
     steps = Steps(TRAININGS["cuda"]["gpt2-124M"], device, "hdet-cuda", None)
     converger = hk.Converger(steps.optimizer.buckets, SlowEnsemble())  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def test_a_sync_on_a_gpu(benchmark: Any, nccl: None, device: str) -> None:
 
 
 def operations() -> list[Callable[[], object]]:
-    """One lap of each kind; the process that measures reads what they took from ``measured``."""
+    """Return one lap of each kind; their times are appended to ``measured``."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
     optimizer = hk.FusedSGD(model.parameters(), lr=1e-3)
@@ -133,7 +133,7 @@ def operations() -> list[Callable[[], object]]:
 measured: list[dict[str, float]] = []
 
 
-@pytest.mark.parametrize("device", [ways.case("cpu", why_not=None)])
+@pytest.mark.parametrize("device", [implementations.case("cpu", why_not=None)])
 def test_a_sync_on_a_cpu(benchmark: Any, device: str) -> None:
     threads = max((os.cpu_count() or 2) // 4, 1)  # half of them for the ranks, half for gloo
     with two_ranks.lead(operations, threads) as lead:

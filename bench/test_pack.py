@@ -1,9 +1,9 @@
-"""Tensors into one staging buffer and back, and the mean of stacked replicas, as a share of the copy bandwidth.
+"""Time packing tensors into one staging buffer and back, and the mean of stacked replicas.
 
     python -m pytest bench/test_pack.py --benchmark-only -k gpu
 
-Bytes are those read and those written. ``odd`` is the same model with one more element before all others, so that in
-the staging buffer nothing lies at a multiple of 16 bytes. Beside it torch's ``_flatten_dense_tensors``, which allocates
+Bytes read and written are counted. ``odd`` is the same model with one more element before all others, so that no tensor
+lies at a multiple of 16 bytes in the staging buffer. The peers are torch's ``_flatten_dense_tensors``, which allocates
 its result, ``_foreach_copy_`` between the tensors and views of the buffer, and ``torch.mean``.
 """
 
@@ -13,34 +13,31 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import measure
-import models
 import pytest
 import torch
-import ways
-import yardstick
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from bench import copy_bandwidth, implementations, measure, models
 from hdet_kernels.buckets import Piece, flat_view
 from hdet_kernels.ops.pack import Pack
 
-#: Replicas that are stacked, and elements of each.
+# Number of stacked replicas, and elements of each.
 ROWS = 8
 ELEMENTS = {"cuda": {"17M": 2**24, "268M": 2**28}, "cpu": {"262k": 2**18, "1M": 2**20}}
 
 
 def _why_not(device: str, operation: str, dtype: str, way: str) -> str | None:
     if way == "torch-flatten" and operation == "unpack":
-        return "torch's way back is views and a copy of each, which is torch-foreach"
+        return "unpacking with torch is torch-foreach"
     if way == "torch-flatten" and dtype != "fp32":
-        return "it keeps the dtype: there is no float32 buffer of other tensors"
-    return ways.why_not(way, device)
+        return "torch's flatten keeps the dtype and makes no float32 buffer"
+    return implementations.why_not(way, device)
 
 
 def _cases() -> Iterator[Any]:
     for device, known in models.MODELS.items():
-        ours = [f"hdet-{backend}" for backend in ways.BACKENDS[device]]
+        ours = [f"hdet-{backend}" for backend in implementations.BACKENDS[device]]
         for model in known:
             small = models.is_small(model)
             for dtype in ("fp32",) if small else models.DTYPES:
@@ -49,14 +46,16 @@ def _cases() -> Iterator[Any]:
                         for way in ("torch-flatten", "torch-foreach", *ours):
                             why_not = _why_not(device, operation, dtype, way)
                             values = (model, dtype, place, operation, way)
-                            yield ways.case(device, *values, why_not=why_not, on_device=True)
+                            yield implementations.case(device, *values, why_not=why_not, on_device=True)
 
 
 def _means() -> Iterator[Any]:
     for device, sizes in ELEMENTS.items():
         for size, dtype in product(sizes, models.DTYPES):
-            for way in ("torch", *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
-                yield ways.case(device, size, dtype, way, why_not=ways.why_not(way, device), on_device=True)
+            for way in ("torch", *(f"hdet-{backend}" for backend in implementations.BACKENDS[device])):
+                yield implementations.case(
+                    device, size, dtype, way, why_not=implementations.why_not(way, device), on_device=True
+                )
 
 
 def call_of(operation: str, way: str, tensors: list[Tensor], staging: Tensor) -> measure.Call:
@@ -75,19 +74,19 @@ def call_of(operation: str, way: str, tensors: list[Tensor], staging: Tensor) ->
 
 @pytest.mark.parametrize(("device", "model", "dtype", "place", "operation", "way"), list(_cases()))
 def test_pack(benchmark: Any, device: str, model: str, dtype: str, place: str, operation: str, way: str) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     shapes = [(1,)] * (place == "odd") + models.MODELS[device][model].shapes
     tensors = [flat_view(param) for param in models.parameters(shapes, device, models.DTYPES[dtype])]
     staging = torch.zeros(sum(tensor.numel() for tensor in tensors), device=device)
     call = call_of(operation, way, tensors, staging)
     benchmark.pedantic(call, warmup_rounds=1, **measure.plan(call, device, seconds=0.25))
     moved = staging.nbytes + sum(tensor.nbytes for tensor in tensors)
-    yardstick.report(benchmark, device, moved=moved, held=moved)
+    copy_bandwidth.report(benchmark, device, moved=moved, held=moved)
 
 
 @pytest.mark.parametrize(("device", "size", "dtype", "way"), list(_means()))
 def test_mean_of_rows(benchmark: Any, device: str, size: str, dtype: str, way: str) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     count = ELEMENTS[device][size]
     rows = torch.ones((ROWS, count), dtype=models.DTYPES[dtype], device=device)
     staging = torch.zeros(count, device=device)
@@ -105,4 +104,4 @@ def test_mean_of_rows(benchmark: Any, device: str, size: str, dtype: str, way: s
     benchmark.pedantic(call, warmup_rounds=1, **measure.plan(call, device, seconds=0.25))
     assert (staging == 1).all()
     moved = rows.nbytes + staging.nbytes
-    yardstick.report(benchmark, device, moved=moved, held=moved)
+    copy_bandwidth.report(benchmark, device, moved=moved, held=moved)

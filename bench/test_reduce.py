@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import measure
-import models
 import pytest
 import torch
-import ways
-import yardstick
 
+from bench import copy_bandwidth, implementations, measure, models
 from hdet_kernels import Buckets, ops
 from hdet_kernels.ops.chunks import ChunkTable
 
@@ -27,8 +24,10 @@ def _cases() -> Iterator[Any]:
     for device, known in models.MODELS.items():
         for model in known:
             for dtype in models.DTYPES if not models.is_small(model) else ("fp32",):
-                for way in ("torch", *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
-                    yield ways.case(device, model, dtype, way, why_not=ways.why_not(way, device), on_device=True)
+                for way in ("torch", *(f"hdet-{backend}" for backend in implementations.BACKENDS[device])):
+                    yield implementations.case(
+                        device, model, dtype, way, why_not=implementations.why_not(way, device), on_device=True
+                    )
 
 
 def call_of(operation: str, way: str, params: list[torch.nn.Parameter]) -> measure.Call:
@@ -45,9 +44,9 @@ def call_of(operation: str, way: str, params: list[torch.nn.Parameter]) -> measu
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("device", "model", "dtype", "way"), list(_cases()))
 def test_reduce(benchmark: Any, device: str, model: str, dtype: str, way: str, operation: str) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     params = models.parameters(models.MODELS[device][model].shapes, device, models.DTYPES[dtype])
     call = call_of(operation, way, params)
     benchmark.pedantic(call, warmup_rounds=1, **measure.plan(call, device, seconds=0.25))
     moved = sum(param.nbytes for param in params)
-    yardstick.report(benchmark, device, moved=moved, held=moved)
+    copy_bandwidth.report(benchmark, device, moved=moved, held=moved)

@@ -1,13 +1,13 @@
-"""Time of an AdamW step in fp32 against the number of parameters, and against the number of tensors.
+"""Time an AdamW step in fp32 against the number of parameters, and against the number of tensors.
 
     python -m pytest bench/test_scaling.py --benchmark-only -k gpu
     python -m pytest bench/test_scaling.py --benchmark-only -k 'gpu and tensors'
 
-Parameters are counted up in a fixed number of tensors, tensors at a fixed number of parameters. ``ms`` is the time of a
-step in a row of them: the longer of what the device and the host take. ``device ms`` is how long a GPU is busy (by
-torch's profiler), ``host us`` until the call returns on an idle device. ``fixed`` is ``gradients="fixed"``, which
-looks at no gradient; with ``same`` gradients are where they were at the last step, and ours looks at each of them, as
-torch's does. The fits are in ``scaling_section.py``.
+Parameters grow in a fixed number of tensors, and tensors at a fixed number of parameters. ``ms`` is the time of a step
+in a series of steps, the longer of device and host time. ``device ms`` is the time that a GPU is busy (by torch's
+profiler), ``host us`` the time until the call returns on an idle device. ``fixed`` is ``gradients="fixed"``, which
+reads no gradient's address; with ``same`` gradients keep their addresses, and ours reads each of them, as torch does.
+``scaling_section.py`` fits the slopes.
 """
 
 from __future__ import annotations
@@ -17,29 +17,26 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import measure
-import models
 import pytest
-import timeline
 import torch
-import ways
-import yardstick
 from torch import nn
 
-#: Tensors that a number of parameters is split into, and parameters that a number of tensors has.
+from bench import copy_bandwidth, implementations, measure, models, step_profile
+
+# Tensors of the cases with growing parameters, and parameters of the cases with growing tensors.
 TENSORS = 16
 PARAMETERS = {"cuda": 10**8, "cpu": 10**6}
 SIZES: dict[str, dict[str, list[int]]] = {
     "parameters": {
-        # Two more between the decades, where the slope is fitted.
+        # Two sizes between the decades, where the slope is fitted.
         "cuda": [10**4, 10**5, 10**6, 10**7, 3 * 10**7, 10**8, 3 * 10**8, 10**9, 4 * 10**9],
         "cpu": [10**4, 10**5, 10**6, 10**7],
     },
     "tensors": {"cuda": [10**n for n in range(6)], "cpu": [10**n for n in range(5)]},
 }
-#: Bytes a parameter: what a step must move, and what it works on.
+# Bytes a parameter that a step must move, and that it works on.
 MOVED, HELD = 28, 16
-#: The ways, and where their gradients are.
+# Implementations, and the addresses of their gradients.
 WAYS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "parameters": {
         "cuda": [("torch-fused", "same"), ("hdet-cuda", "same"), ("hdet-triton", "same")],
@@ -53,21 +50,21 @@ WAYS: dict[str, dict[str, list[tuple[str, str]]]] = {
 
 
 def split(parameters: int, tensors: int) -> models.Shapes:
-    """Vectors as equal as can be."""
+    """Return shapes of vectors of almost equal length."""
     least, more = divmod(parameters, tensors)
     return [(least + 1,)] * more + [(least,)] * (tensors - more)
 
 
 def too_large(parameters: int, device: str) -> str | None:
-    """Why there is no room for so many, if so: a tenth more than what a step works on, for tables and temporaries."""
-    needed = int(1.1 * HELD * parameters)
+    """Return why so many parameters do not fit into memory, or None if they do."""
+    needed = int(1.1 * HELD * parameters)  # a tenth more for tables and temporaries
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed <= free:
         return None
-    return f"{parameters:.0e} parameters need {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} are free"
+    return f"{parameters:.0e} parameters need {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
 
 
 def _cases() -> Iterator[Any]:
@@ -75,18 +72,18 @@ def _cases() -> Iterator[Any]:
         for device, counts in sizes.items():
             for count in counts[:3] if measure.QUICK else counts:
                 for way, addresses in WAYS[axis][device]:
-                    reason = ways.why_not(way, device)
+                    reason = implementations.why_not(way, device)
                     if reason is None and axis == "parameters":
                         reason = too_large(count, device)
-                    yield ways.case(device, axis, count, way, addresses, why_not=reason, on_device=True)
+                    yield implementations.case(device, axis, count, way, addresses, why_not=reason, on_device=True)
 
 
 def step_of(way: str, addresses: str, params: list[nn.Parameter]) -> measure.Call:
-    """A step, with gradients in their places."""
+    """Return the step of an optimizer whose gradients exist."""
     if addresses == "same":
         models.set_gradients(params)
-        return ways.optimizer(way, "adamw", params).step
-    optimizer = ways.optimizer(way, "adamw", params, gradients="fixed")
+        return implementations.optimizer(way, "adamw", params).step
+    optimizer = implementations.optimizer(way, "adamw", params, gradients="fixed")
     for param in params:
         assert param.grad is not None
         param.grad.fill_(models.GRADIENT)
@@ -95,7 +92,7 @@ def step_of(way: str, addresses: str, params: list[nn.Parameter]) -> measure.Cal
 
 @pytest.mark.parametrize(("device", "axis", "count", "way", "addresses"), list(_cases()))
 def test_scaling(benchmark: Any, device: str, axis: str, count: int, way: str, addresses: str) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     parameters, tensors = (count, TENSORS) if axis == "parameters" else (PARAMETERS[device], count)
     params = models.parameters(split(parameters, tensors), device)
     step = step_of(way, addresses, params)
@@ -107,5 +104,5 @@ def test_scaling(benchmark: Any, device: str, axis: str, count: int, way: str, a
         "host us": statistics.median(measure.host_times(step, device, 5)) * 1e6,
     }
     if device == "cuda":
-        benchmark.extra_info["device ms"] = timeline.device_seconds(step, device) * 1e3
-    yardstick.report(benchmark, device, moved=MOVED * parameters, held=HELD * parameters)
+        benchmark.extra_info["device ms"] = step_profile.device_seconds(step, device) * 1e3
+    copy_bandwidth.report(benchmark, device, moved=MOVED * parameters, held=HELD * parameters)

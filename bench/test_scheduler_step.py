@@ -1,4 +1,4 @@
-"""Host time of ``scheduler.step()`` between two syncs, beside torch's OneCycleLR in the same run."""
+"""Time ``scheduler.step()`` on the host between two syncs, beside torch's OneCycleLR."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import hdet_kernels as hk
 
-STEPS = 10**9  # never ends, never syncs, while it is measured
+STEPS = 10**9  # so long that neither its end nor a sync is reached
 
 
 def make(kind: str, groups: int) -> Any:

@@ -1,10 +1,10 @@
-"""One step of R stacked replicas as a share of the copy bandwidth of the same run, and their initial noise.
+"""Time one optimizer step of R stacked replicas, and their initial noise.
 
     python -m pytest bench/test_stack_step.py --benchmark-only -k gpu
 
-With a shared gradient AdamW must read g, the moments and R parameter rows, and write the moments and the rows: 20 + 8R
-bytes a parameter. With local gradients every replica has all of its own: 28R. Beside it torch's fused AdamW on R
-separate parameters, which moves 28R too. In bf16, states too, it is half of all these.
+With a shared gradient AdamW must read g, the moments and R rows of parameters, and write the moments and the rows:
+20 + 8R bytes a parameter. With local gradients every replica has its own moments: 28R. The peer is torch's fused AdamW
+on R separate parameters, which moves 28R too. With everything in bf16 it is half of these.
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import measure
-import models
 import pytest
 import torch
-import ways
-import yardstick
 from torch import nn
 
 import hdet_kernels as hk
+from bench import copy_bandwidth, implementations, measure, models
 from hdet_kernels.ensemble import RowEnsemble
 from hdet_kernels.stack.parameter import StackedParameter
 
-#: Parameters of each replica.
+# Parameters of each replica.
 ELEMENTS = {"cuda": {"large": 2**28, "small": 2**24}, "cpu": {"large": 2**18, "small": 2**16}}
 ROWS = {"shared": (2, 4, 8, 16), "local": (2, 8)}
-#: Size and dtype; all numbers of replicas for the first, 8 for the others.
+# Size and dtype: the first with all numbers of replicas, the others with 8.
 KINDS = (("large", "fp32"), ("small", "fp32"), ("large", "bf16"))
 
 
@@ -38,16 +35,18 @@ def _cases() -> Iterator[Any]:
         for (size, dtype), (gradients, counts) in product(KINDS, ROWS.items()):
             for replicas in counts if (size, dtype) == KINDS[0] else (8,):
                 beside = ("torch-fused",) if gradients == "shared" and replicas <= 8 else ()
-                for way in (*beside, *(f"hdet-{backend}" for backend in ways.BACKENDS[device])):
+                for way in (*beside, *(f"hdet-{backend}" for backend in implementations.BACKENDS[device])):
                     values = (size, dtype, gradients, replicas, way)
-                    yield ways.case(device, *values, why_not=ways.why_not(way, device), on_device=True)
+                    yield implementations.case(
+                        device, *values, why_not=implementations.why_not(way, device), on_device=True
+                    )
 
 
 @pytest.mark.parametrize(("device", "size", "dtype", "gradients", "replicas", "way"), list(_cases()))
 def test_stack_step(
     benchmark: Any, device: str, size: str, dtype: str, gradients: str, replicas: int, way: str
 ) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     count = ELEMENTS[device][size]
     shared = gradients == "shared"
     kind: dict[str, Any] = {"device": device, "dtype": models.DTYPES[dtype]}
@@ -68,19 +67,19 @@ def test_stack_step(
     bytes_each = 20 + 8 * replicas if shared and way != "torch-fused" else 28 * replicas
     bytes_each = bytes_each * kind["dtype"].itemsize // 4
     benchmark.extra_info |= {"parameters": count, "bytes a parameter": bytes_each}
-    yardstick.report(benchmark, device, moved=count * bytes_each, held=count * bytes_each)
+    copy_bandwidth.report(benchmark, device, moved=count * bytes_each, held=count * bytes_each)
 
 
 def _noises() -> Iterator[Any]:
     for device in ELEMENTS:
-        for way in (f"hdet-{backend}" for backend in ways.BACKENDS[device]):
-            yield ways.case(device, way, why_not=ways.why_not(way, device), on_device=True)
+        for way in (f"hdet-{backend}" for backend in implementations.BACKENDS[device]):
+            yield implementations.case(device, way, why_not=implementations.why_not(way, device), on_device=True)
 
 
 @pytest.mark.parametrize(("device", "way"), list(_noises()))
 def test_initial_noise(benchmark: Any, device: str, way: str) -> None:
-    """``warm_noisy_init_`` of 8 replicas: a read of each for its norm, then a read and a write."""
-    yardstick.yardstick(device)
+    """Time ``warm_noisy_init_`` of 8 replicas: one read of each for its norm, then a read and a write."""
+    copy_bandwidth.measure_once(device)
     replicas, count = 8, ELEMENTS[device]["large"] // 8
     stacked = StackedParameter(torch.ones(replicas, count, device=device))
 
@@ -89,4 +88,4 @@ def test_initial_noise(benchmark: Any, device: str, way: str) -> None:
 
     benchmark.pedantic(perturb, warmup_rounds=1, **measure.plan(perturb, device, seconds=0.25))
     assert math.isfinite(float(stacked.detach().sum()))
-    yardstick.report(benchmark, device, moved=3 * stacked.nbytes, held=stacked.nbytes)
+    copy_bandwidth.report(benchmark, device, moved=3 * stacked.nbytes, held=stacked.nbytes)

@@ -1,12 +1,11 @@
-"""A whole training step of 8 stacked replicas of a transformer of 10 M parameters, beside one plain model on the whole
-batch, and beside 8 processes on the same device.
+"""Time a whole training step of 8 stacked replicas, beside one plain model and beside 8 processes.
 
     python -m pytest bench/test_stack_training.py --benchmark-only -k gpu
 
-All train on the same tokens under bf16 autocast: the plain model with torch's fused AdamW and OneCycleLR on all of
-them, a replica on an eighth of them. Plain model and stack take turns; the processes, under DDP over gloo (NCCL refuses
-several ranks on one GPU), run alone. The peak of the memory that torch took from the device is recorded beside the
-times; of the processes it is the sum, without what CUDA itself takes for each.
+The model is a transformer of 10 M parameters under bf16 autocast. The plain model trains with torch's fused AdamW and
+OneCycleLR on all tokens, each replica on an eighth of them. Plain model and stack take turns. The processes run alone,
+under DDP over gloo, since NCCL refuses several ranks on one GPU. The peak of torch's memory is recorded too; of the
+processes it is the sum, without the memory of the CUDA contexts.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import measure
 import pytest
 import torch
 import torch.distributed as dist
-import ways
-import yardstick
-from gpt2 import GPT2
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
+from bench import copy_bandwidth, implementations, measure
+from bench.gpt2 import GPT2
 
 REPLICAS = 8
 TOTAL_STEPS = 10_000
@@ -38,7 +35,7 @@ TOTAL_STEPS = 10_000
 
 @dataclass(frozen=True)
 class Training:
-    """``size`` is layers, width, heads, hidden width, vocabulary and context; ``batch`` the sequences of a step."""
+    """A model and batch: ``size`` is layers, width, heads, hidden width, vocabulary and context."""
 
     size: tuple[int, int, int, int, int, int]
     batch: int
@@ -46,7 +43,7 @@ class Training:
     steps: int
 
 
-#: 6 layers of width 384 over bytes: the usual small language model, with 10.8 M parameters.
+# 6 layers of width 384 over bytes: 10.8 M parameters.
 SMALL = (6, 384, 6, 1536, 256, 256)
 TRAININGS = {
     "cuda": {
@@ -60,7 +57,9 @@ TRAININGS = {
 def _cases() -> Iterator[Any]:
     for device, known in TRAININGS.items():
         for name in known:
-            yield ways.case(device, name, why_not=ways.why_not("hdet-cuda" if device == "cuda" else "hdet-cpp", device))
+            yield implementations.case(
+                device, name, why_not=implementations.why_not("hdet-cuda" if device == "cuda" else "hdet-cpp", device)
+            )
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -109,7 +108,7 @@ def stack(training: Training, device: str, cuda_graphs: bool = False) -> measure
 
 
 def _rank(rank: int, training: Training, device: str, store: str, found: Any) -> None:
-    """One of the processes: the medians of its steps, and the peak of its memory."""
+    """Train as one of the processes, and send the median time of a step and the peak memory."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", f"file://{store}", timeout=timeout, rank=rank, world_size=REPLICAS)
@@ -130,7 +129,7 @@ def _rank(rank: int, training: Training, device: str, store: str, found: Any) ->
 
     for _ in range(3):
         step()
-    times = [measure.row(step, device, training.steps) for _ in range(3)]
+    times = [measure.seconds_each(step, device, training.steps) for _ in range(3)]
     found.put((statistics.median(times), torch.cuda.max_memory_reserved() if device == "cuda" else 0))
     dist.barrier()
     dist.destroy_process_group()
@@ -147,20 +146,20 @@ def processes(training: Training, device: str) -> dict[str, float]:
 
 
 def with_peak(make: Any, training: Training, device: str) -> tuple[measure.Call, float]:
-    """A way to step, and the MiB that it takes from the device, activations and recorded graphs included."""
+    """Return a training step and its peak memory in MiB, including activations and recorded CUDA graphs."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved() if device == "cuda" else 0
     call = make(training, device)
-    measure.row(call, device, 5)  # the third is recorded where there are CUDA graphs
+    measure.seconds_each(call, device, 5)  # the third call records the CUDA graph
     peak = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     return call, (peak - before) / 2**20
 
 
 @pytest.mark.parametrize(("device", "training"), list(_cases()))
 def test_stack_training(benchmark: Any, device: str, training: str) -> None:
-    yardstick.yardstick(device)
+    copy_bandwidth.measure_once(device)
     known = TRAININGS[device][training]
     makers = {"torch-fused": plain, "hdet-stack": stack, "hdet-stack-graphs": partial(stack, cuda_graphs=True)}
     made = {

@@ -1,4 +1,4 @@
-"""Two gloo ranks that do the same things in the same order: the process that measures, and one that follows it."""
+"""Run the same operations on two gloo ranks: this process, which measures, and a second one that follows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Operations = Callable[[], Sequence[Callable[[], object]]]
 
 @contextlib.contextmanager
 def lead(operations: Operations, threads: int = 1) -> Iterator[Callable[[int], None]]:
-    """A function that runs operation number i on both ranks; each of them calls ``operations`` once, in its group."""
+    """Yield a function that runs operation number i on both ranks.
+
+    Each rank calls ``operations`` once, within the process group, to build its list of operations.
+    """
     with tempfile.TemporaryDirectory() as folder:
         follower = multiprocessing.get_context("spawn").Process(target=_follow, args=(operations, folder, threads))
         follower.start()

@@ -1,4 +1,4 @@
-"""Draw how_it_works.svg: the learning rates of four replicas, by the library's own fan-out and controller.
+"""Draw how_it_works.svg: the learning rates of four replicas, computed by the library's fan-out and controller.
 
 python docs/figure.py
 """
@@ -16,11 +16,12 @@ from hdet_kernels.controller.peak_posterior import turns_at
 from hdet_kernels.controller.protocol import Observation, Run
 
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
-#: The best peak learning rate of this figure's scripted run, and the one that it starts with.
+# Best peak learning rate of the simulated run, and the one that it starts with.
 BEST, START = 6.0, 1.0
 
 
 def schedule() -> list[float]:
+    """Return the learning rates of the plain OneCycleLR."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, START, TOTAL, cycle_momentum=False)
     rates = []
@@ -32,7 +33,10 @@ def schedule() -> list[float]:
 
 
 def replica_rates() -> tuple[np.ndarray, np.ndarray]:
-    """[TOTAL] base and [TOTAL, N] replicas: losses are lowest where the way is the one at which a task turns."""
+    """Return learning rates of the base [TOTAL] and of the replicas [TOTAL, N].
+
+    Simulated losses are lowest where the path length (sum of learning rates) is that of the best peak.
+    """
     controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,), (START,))
     state = controller.start(1, run)
     plain = schedule()
@@ -44,13 +48,14 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
         base[step] = controller.base(state, 0, plain[step])
         rates[step] = base[step] * (own if departs is None or step < departs[1] else 1.0)
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
-            way = base[: step + 1].sum() + base[step] * SYNC
-            losses = np.log(np.cosh(np.log(way * own / (BEST * turns_at(SYNC, TOTAL))))) / 3 - step / SYNC
+            path_length = base[: step + 1].sum() + base[step] * SYNC
+            losses = np.log(np.cosh(np.log(path_length * own / (BEST * turns_at(SYNC, TOTAL))))) / 3 - step / SYNC
             state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], step + 1))
     return base, rates
 
 
 def draw(path: Path) -> None:
+    """Write the figure to ``path``."""
     base, rates = replica_rates()
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
     axes = figure.add_subplot()

@@ -1,8 +1,9 @@
-"""``python -m hdet_kernels info | demo | bench``."""
+"""Command line of the package: ``python -m hdet_kernels info | demo | bench``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from hdet_kernels import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's own); returns the exit code."""
+    """Run the command line ``argv`` (default: that of the process) and return the exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -35,8 +36,8 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser(
         "info",
-        help="what is available here: backends, GPUs, versions",
-        description="Say which backends can run here, which cannot and why, and the versions of everything.",
+        help="list the available backends, GPUs and versions",
+        description="List the backends that can run here, the reasons why others cannot, GPUs and versions.",
     )
     info.set_defaults(run=_info)
 
@@ -45,55 +46,61 @@ def _parser() -> argparse.ArgumentParser:
         help="train with and without HDET on this machine, in a minute or two",
         description=(
             "Train a small model twice from a learning rate that is about ten times too low: with torch's OneCycleLR "
-            "under plain data parallel, and with HDET. Same data, same seeds, same number of steps. Ends with a table, "
-            "and with plots (which need matplotlib), a table of syncs and all numbers as JSON in --out."
+            "under plain data parallel, and with HDET. Both runs have the same data, seeds and steps. A table "
+            "is printed; plots (these need matplotlib), a table of syncs and all numbers as JSON are written to --out."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--replicas", type=int, default=4, metavar="N", help="processes that train together, at least 2")
+    demo.add_argument("--replicas", type=int, default=4, metavar="N", help="number of processes, at least 2")
     demo.add_argument(
-        "--steps", type=int, metavar="S", default=argparse.SUPPRESS, help="steps of each run (default: the task's own)"
+        "--steps",
+        type=int,
+        metavar="S",
+        default=argparse.SUPPRESS,
+        help="steps of each run (default: depends on the task)",
     )
     demo.add_argument(
         "--task",
         choices=("text", "digits"),
         default="text",
-        help="text: a byte-level transformer on the standard library's source; digits: an MLP on scikit-learn's digits",
+        help="text: byte-level transformer on the standard library's source; digits: MLP on scikit-learn's digits",
     )
     demo.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="folder for the results")
-    demo.add_argument("--seed", type=int, default=0, metavar="S", help="of the first model and the data order")
+    demo.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="seed of the initial model and of the data order"
+    )
     demo.add_argument(
         "--max-lr",
         type=float,
         metavar="X",
         default=argparse.SUPPRESS,
-        help="peak learning rate that both start from (default: a tenth of a good one)",
+        help="peak learning rate at the start of both runs (default: a tenth of a good one)",
     )
     demo.set_defaults(run=_demo)
 
     bench = commands.add_parser(
         "bench",
-        help="measure on this machine, beside torch and whatever peers are installed",
+        help="measure speed and memory beside torch and the peers that are installed",
         description=(
-            "Run suites of benchmarks on the GPU if there is one, else on the CPU. Each leaves its results as JSON in "
-            "--out; at the end a report with tables, and plots (which need matplotlib), are written there. Needs the "
+            "Run suites of benchmarks on the GPU if there is one, else on the CPU. Each suite writes its results as "
+            "JSON to --out, followed by a report with tables and plots (these need matplotlib). The command needs the "
             "source tree and hdet_kernels[test]. The exit code is 1 if a suite failed."
         ),
     )
     bench.add_argument(
-        "--suite", nargs="+", action="extend", default=[], metavar="NAME", help="which ones (default: all)"
+        "--suite", nargs="+", action="extend", default=[], metavar="NAME", help="suites to run (default: all)"
     )
     bench.add_argument(
         "--out", type=Path, default=Path("bench-out"), metavar="DIR", help="folder for the results (default: bench-out)"
     )
-    bench.add_argument("--list", action="store_true", help="name the suites and what they measure, and do nothing else")
+    bench.add_argument("--list", action="store_true", help="only list the suites")
     bench.add_argument(
         "--seconds",
         type=float,
         metavar="S",
-        help="begin no case but the first later than this, in each suite",
+        help="begin no case of a suite after this time, except the first",
     )
-    bench.add_argument("--quick", action="store_true", help="few and short rounds: to see that everything runs")
+    bench.add_argument("--quick", action="store_true", help="few and short rounds, to check that everything runs")
     bench.set_defaults(run=_bench)
     return parser
 
@@ -124,7 +131,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         print(f"\npython -m hdet_kernels demo: error: cannot write the results: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped; all replicas have ended", file=sys.stderr)
+        print("\ninterrupted; all replicas have ended", file=sys.stderr)
         return 130
     return 0
 
@@ -133,14 +140,14 @@ def _bench(arguments: argparse.Namespace) -> int:
     folder = Path(__file__).parents[1] / "bench"
     if not (folder / "command.py").exists():
         return _bench_error(
-            f"the benchmarks are not a part of the installed package: there is no {folder}. They are in bench/ of the "
-            "source tree of hdet_kernels: get that, and call `make bench` in it"
+            f"the benchmarks are not part of the installed package: {folder} does not exist. Get the source tree of "
+            "hdet_kernels and run `make bench` in it"
         )
     missing = [name for name in ("pytest", "pytest_benchmark") if util.find_spec(name) is None]
     if missing:
         return _bench_error(f"{' and '.join(missing)} not installed: pip install 'hdet_kernels[test]'")
-    sys.path.insert(0, str(folder))
-    import command  # type: ignore[import-not-found]
+    sys.path.insert(0, str(folder.parent))
+    command = importlib.import_module("bench.command")
 
     if arguments.list:
         print(command.listing())
@@ -152,7 +159,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return _bench_error(f"cannot write to --out {arguments.out}: {error}")
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         return 130
     return code
 
@@ -203,7 +210,7 @@ def _version_of(package: str) -> str:
 def _gpus() -> dict[str, str]:
     count = torch.cuda.device_count()
     if not count:
-        return {"none": "torch finds no GPU that it can use"}
+        return {"none": "torch finds no usable GPU"}
     found = {}
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)

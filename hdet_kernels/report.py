@@ -1,7 +1,7 @@
-"""History → tables and plots.
+"""Format the history of a scheduler as tables and plots.
 
 Every function takes ``scheduler.history``, or the same records as dicts (from a checkpoint or a JSON file). Plots need
-matplotlib (``pip install 'hdet_kernels[demo]'``) and leave its global state, pyplot and backend, alone.
+matplotlib (``pip install 'hdet_kernels[demo]'``) and do not change its global state (pyplot, backend).
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ MUTED = "#7a7f8c"
 
 
 def table(history: History) -> str:
-    """A Markdown table with a row for every sync; it reads as plain text too.
+    """Return a Markdown table with a row for every sync.
 
-    Losses are the replicas' mean training losses since the last sync: their mean, best and worst over the finite ones
-    («–» where none was recorded). A column for the base value of every hyperparameter. ``bytes`` is what this process
-    sent, ``ms`` what the sync took.
+    Columns have the mean, best and worst of the replicas' finite training losses since the last sync ("–" where none
+    was recorded), the base value of every hyperparameter, the bytes that this process sent, and the time in ms.
     """
     records = _records(history)
     names = list(records[0].base) if records else []
@@ -38,9 +37,12 @@ def table(history: History) -> str:
 
 
 def summary(history: History) -> dict[str, Any]:
-    """Totals over all syncs: ``syncs``, ``steps``, ``collectives``, ``bytes``, ``seconds``, ``excluded`` (how often a
-    replica was left out), ``first_loss`` and ``last_loss`` (mean over replicas, None where none was recorded), and for
-    every hyperparameter under ``base`` its ``first``, ``last`` and ``peak`` value at a sync."""
+    """Return totals over all syncs.
+
+    The keys are ``syncs``, ``steps``, ``collectives``, ``bytes``, ``seconds``, ``excluded`` (how often a replica was
+    left out), ``first_loss`` and ``last_loss`` (mean over replicas, None where none was recorded), and ``base``: the
+    ``first``, ``last`` and ``peak`` value of every hyperparameter at a sync.
+    """
     records = _records(history)
     losses = [_loss_range(record.losses)[0] for record in records]
     names = list(records[0].base) if records else []
@@ -59,8 +61,7 @@ def summary(history: History) -> dict[str, Any]:
 
 
 def plot_losses(history: History, path: Path) -> None:
-    """Write a plot of the replicas' training loss at every sync: their mean, and the band from best to worst. Where a
-    probe ran, its mean loss too."""
+    """Plot the training loss at every sync to ``path``: mean and range of the replicas, and the mean probe loss."""
     records = _nonempty(history)
     figure, axes = new_figure("Training loss at every sync", "step", "loss")
     ranges = [_loss_range(record.losses) for record in records]
@@ -77,13 +78,16 @@ def plot_losses(history: History, path: Path) -> None:
 
 
 def plot_values(history: History, path: Path, name: str = "lr/0") -> None:
-    """Write a plot of hyperparameter ``name``: the value of every replica in each cycle, and the base value.
+    """Plot hyperparameter ``name`` to ``path``: the value of every replica in each cycle, and the base value.
 
-    Learning rates are called ``lr/0``, ``lr/1``, … by parameter group, the others by their own names.
+    Learning rates are named ``lr/0``, ``lr/1``, … by parameter group.
+
+    Raises:
+        ValueError: The history is empty or has no such hyperparameter.
     """
     records = _nonempty(history)
     if name not in records[0].values:
-        raise ValueError(f"there is no hyperparameter {name!r} in this history; it has {', '.join(records[0].values)}")
+        raise ValueError(f"no hyperparameter {name!r} in this history; choose from {', '.join(records[0].values)}")
     figure, axes = new_figure(f"{name}: base and replicas", "step", name)
     steps = [record.step for record in records]
     rows = [record.values[name] for record in records]
@@ -101,7 +105,7 @@ def plot_values(history: History, path: Path, name: str = "lr/0") -> None:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0) -> str:
-    """A Markdown table with aligned columns; the first ``left`` of them to the left, the others to the right."""
+    """Return a padded Markdown table; the first ``left`` columns are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -113,7 +117,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
 
 
 def format_bytes(count: float) -> str:
-    """«548.9 kB»: decimal units, one digit."""
+    """Format a number of bytes in decimal units: "548.9 kB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000 or unit == "TB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -122,7 +126,7 @@ def format_bytes(count: float) -> str:
 
 
 def new_figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """An empty labelled figure that belongs to nobody: matplotlib's pyplot does not know it."""
+    """Return an empty labelled figure that is not registered with pyplot."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -141,12 +145,12 @@ def new_figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` in the format that the name of ``path`` ends with."""
+    """Write ``figure`` to ``path`` in the format of its suffix."""
     figure.savefig(path)
 
 
 def replica_colours(count: int) -> list[Any]:
-    """One colour for each replica, told apart as well as ``count`` of them can be."""
+    """Return ``count`` distinguishable colours, one for each replica."""
     import matplotlib
 
     if count <= 8:
@@ -161,7 +165,7 @@ def _records(history: History) -> list[SyncRecord]:
 def _nonempty(history: History) -> list[SyncRecord]:
     records = _records(history)
     if not records:
-        raise ValueError("the history is empty: nothing to plot before the first sync")
+        raise ValueError("the history is empty: there is nothing to plot before the first sync")
     return records
 
 
@@ -180,7 +184,7 @@ def _row(record: SyncRecord, names: Sequence[str]) -> list[str]:
 
 
 def _loss_range(losses: Sequence[float | None]) -> tuple[float | None, float | None, float | None]:
-    """Mean, best and worst of the finite losses; None (what JSON has instead of NaN) counts as not recorded."""
+    """Return mean, best and worst of the finite losses; None, which JSON has instead of NaN, is not recorded."""
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     return (math.fsum(finite) / len(finite), min(finite), max(finite)) if finite else (None, None, None)
 

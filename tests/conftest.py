@@ -1,4 +1,4 @@
-"""Set up the test session: Triton's interpreter without a GPU, the benchmarks on the path, and the two test runs.
+"""Set up the test session: Triton's interpreter without a GPU, and the two test runs.
 
 ``make test`` runs what is not marked ``full``; ``make test-full`` runs the rest. Whatever needs a GPU belongs to the
 second, so that a machine without one prints the reason for each skip there.
@@ -7,8 +7,6 @@ second, so that a machine without one prints the reason for each skip there.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 # Before torch is imported, for this process and those that it starts: the tests run in as many processes as there are
 # cores, and their tensors are small.
@@ -16,9 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-
-# The benchmarks import each other by their bare names. Last on the path: some tests have the same names.
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 # Triton decides when it is first imported.
 if not torch.cuda.is_available():

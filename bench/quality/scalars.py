@@ -1,7 +1,7 @@
-"""Scalars other than the learning rate: which way does the controller move them, and which way is right?
+"""Explore scalars other than the learning rate: does the controller move them towards the best value?
 
-Dropout, label smoothing and attention's temperature act in the loss: replicas need local gradients, and the probe has
-none of them. Weight decay acts in the optimizer's step. What is right is known from a grid of fixed values.
+Dropout, label smoothing and attention temperature act in the loss: replicas need local gradients, and the probe is
+evaluated without them. Weight decay acts in the optimizer's step. The best value is known from a grid of fixed values.
 """
 
 from __future__ import annotations
@@ -22,14 +22,22 @@ from .spec import Record
 from .tasks import Task
 from .train import REPLICAS, validation_loss
 
-#: The loss of a batch where the scalar has this value.
+# (model, value of the scalar, batch) → loss.
 ScalarLoss = Callable[[Any, Tensor, tuple[Tensor, ...]], Tensor]
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """``task``: where it is explored, with learning rate ``lr``; ``starts``: a value below and one above the best of
-    ``grid``. ``loss`` is None for an entry of the optimizer's groups."""
+    """A scalar and the task that it is explored on.
+
+    Args:
+        task: Name of the task.
+        lr: Learning rate of its runs.
+        grid: Fixed values that are compared.
+        starts: A value below and one above the best of the grid.
+        bounds: Limits of the exploration.
+        loss: The loss with the scalar, or None for an option of the optimizer.
+    """
 
     task: str
     lr: float
@@ -67,8 +75,10 @@ SCALARS: dict[str, Scalar] = {
 def train_scalar(
     task: Task, name: str, value: float, seed: int, device: torch.device, *, explores: bool, steps: int | None = None
 ) -> Record:
-    """One run with the scalar fixed at ``value``, or explored from there: the validation loss without the scalar, and
-    where its base went."""
+    """Train with the scalar fixed at ``value``, or explored from there.
+
+    The record has the validation loss, computed without the scalar, and the final value of an explored scalar.
+    """
     start = time.perf_counter()
     scalar, steps = SCALARS[name], steps or task.steps
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What a run is, and what is recorded of it."""
+"""Description of one run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Spec:
-    """A run. ``factors`` multiplies the learning rates of parameter groups; without it there is one group."""
+    """A run.
+
+    Args:
+        task: Name of the task.
+        method: "plain", a configuration of HDET, or a peer (``methods.py``).
+        lr: Peak learning rate at the start.
+        seed: Seed of the model and of the data order.
+        schedule: "onecycle", "cosine" or "constant".
+        probe: Whether the controller reads a probe instead of training losses.
+        steps: Number of steps; None for the task's own.
+        factors: Factors of the learning rates of parameter groups; without any there is one group.
+        options: Constants of the controller.
+    """
 
     task: str
     method: str
@@ -23,4 +35,5 @@ class Spec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> Record:
+        """Return the fields as a dict."""
         return asdict(self)

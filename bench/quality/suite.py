@@ -1,4 +1,4 @@
-"""Which runs answer which question. A part of the suite is a list of jobs; parts after the grid need its best."""
+"""List the runs of the suite. A part is a list of jobs; all parts but the grid need the grid's best learning rate."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .scalars import SCALARS
 from .spec import Record, Spec
 from .tasks import TASKS
 
-#: Where runs start, as factors of the best plain learning rate.
+# Learning rates at the start, as factors of the best one of plain training.
 STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)
 
-#: How many times longer long runs are, where they start, and at which learning rates plain ones are compared besides:
-#: factors of the best one for a run of the usual length.
+# Long runs: their length in usual lengths, their starts, and further learning rates of plain runs, as factors of the
+# best one for the usual length.
 LONGER = 3
 LONG_STARTS = (1 / 10, 1.0, 10.0, 30.0)
 LONG_GRID = (1 / 4, 1 / 2, 2.0)
 
-#: The learning rates of the grid, as powers of two times the task's own.
+# Learning rates of the grid, as powers of two times the task's ``lr``.
 POWERS = range(-5, 5)
 
-#: Groups that start wrong, by task; the others start at the best value.
+# Factors of the best learning rate at which the parameter groups start, by task.
 MIXED = {
     "ratings": {"embedding": 0.1, "transformer": 10.0, "dense": 1.0, "no-decay": 1.0},
     "language": {"embedding": 0.1, "transformer": 10.0, "dense": 1.0, "no-decay": 1.0},
 }
 
-#: The paper's configurations, in its order, and ours.
+# The paper's configurations in its order, and ours: title, method, factor of the learning rate.
 PAPER = (
     ("Baseline-Low", "plain", 8 / 9),
     ("Baseline-High", "plain", 10 / 9),
@@ -46,8 +46,10 @@ PAPER = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much of the suite: tasks, seeds, parts, scalars; seeds from each start, and by task and start where that is
-    too few."""
+    """A selection of the suite: tasks, seeds, parts and scalars.
+
+    ``start_seeds`` is the number of seeds from each start; ``more_seeds`` replaces it by task and start.
+    """
 
     tasks: tuple[str, ...]
     seeds: int
@@ -65,16 +67,16 @@ SIZES = {
         ("starts", "paper", "mixed", "scalars", "schedules", "long", "peers", "seeds"),
         ("temperature",),
         start_seeds=10,
-        # A start three times off costs less there than what seeds differ by.
+        # A start that is three times off costs less there than the deviation between seeds.
         more_seeds={"images": {1 / 3: 640, 1.0: 192, 3.0: 192}},
     ),
-    # The controller was made without these; two rules were found on flights since (README.md).
+    # The controller was developed without these tasks, except for two rules found on flights (README.md).
     "unseen": Size(("flights", "reconstruction"), 3, ("starts", "schedules", "long"), (), start_seeds=10),
 }
 
 
 def grid_jobs(size: Size) -> list[Job]:
-    """Plain runs at every learning rate of the grid; three seeds suffice to find the best."""
+    """Return plain runs at every learning rate of the grid, with three seeds at most."""
     return [
         _job("grid", Spec(task, "plain", TASKS[task].lr * 2.0**power, seed))
         for seed in range(min(size.seeds, 3))
@@ -84,7 +86,7 @@ def grid_jobs(size: Size) -> list[Job]:
 
 
 def best_rates(records: Iterable[Record]) -> dict[str, float]:
-    """The learning rate of the grid with the lowest mean validation loss, by task."""
+    """Return the learning rate of the grid with the lowest mean validation loss, by task."""
     values: dict[str, dict[float, list[float]]] = {}
     for record in records:
         if record["kind"] == "grid" and "val" in record:
@@ -93,7 +95,7 @@ def best_rates(records: Iterable[Record]) -> dict[str, float]:
 
 
 def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
-    """All other jobs, the most wanted first."""
+    """Return the jobs of all parts but the grid, the most important first."""
     return [job for part in size.parts for job in PARTS[part](size, best)]
 
 
@@ -110,8 +112,7 @@ def _starts(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def _seeds(size: Size, best: dict[str, float]) -> list[Job]:
-    """More seeds where a few cannot tell, and for each of them plain training at the best, with which all are
-    compared."""
+    """Return jobs for more seeds, each with plain training at the best learning rate, which all are compared with."""
     jobs = []
     for task, seeds in size.more_seeds.items():
         for seed in range(size.start_seeds, max(seeds.values())):
@@ -150,7 +151,7 @@ def _mixed(size: Size, best: dict[str, float]) -> list[Job]:
 def _peers(size: Size, best: dict[str, float]) -> list[Job]:
     seeds = range(min(size.seeds, 2))
     here = [name for name, peer in PEERS.items() if peer.missing() is None]
-    free = [name for name in here if PEERS[name].schedule == "cosine"]  # their result does not depend on the start
+    free = [name for name in here if PEERS[name].schedule == "cosine"]  # the result does not depend on the start
     fixed = ["local SGD", "DiLoCo"]
     moving = ["PBT", "hypergradient", *(name for name in here if name not in free)]
     jobs = [
@@ -169,7 +170,7 @@ def _peers(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def _schedules(size: Size, best: dict[str, float]) -> list[Job]:
-    """Cosine and constant: a plain grid for the yardstick, and HDET and plain runs from wrong and right starts."""
+    """Return runs with cosine and constant schedules: a plain grid, and HDET and plain runs from three starts."""
     jobs = []
     for seed in range(min(size.seeds, 3)):
         for schedule in ("cosine", "constant"):
@@ -185,8 +186,7 @@ def _schedules(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def _long(size: Size, best: dict[str, float]) -> list[Job]:
-    """Longer runs: HDET and plain ones from wrong and right starts, and plain ones around the best of the usual length,
-    as the best of longer ones may be another."""
+    """Return longer runs: HDET and plain ones from several starts, and plain ones around the usual best."""
     jobs = []
     for seed in range(min(size.seeds, 3)):
         for task in size.tasks:
@@ -211,7 +211,7 @@ def _scalars(size: Size, best: dict[str, float]) -> list[Job]:
     return jobs
 
 
-#: What the jobs of each part are.
+# Functions that return the jobs of each part.
 PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
     "starts": _starts,
     "paper": _paper,
@@ -233,11 +233,19 @@ def _job(kind: str, spec: Spec, **more: object) -> Job:
 
 
 def select(records: Sequence[Record], **wanted: object) -> list[Record]:
-    """Records whose entries are these, without those that failed."""
-    return [r for r in records if "val" in r and all(_same(r.get(key), value) for key, value in wanted.items())]
+    """Return the records with these entries, without failed runs."""
+    rates = {key: value for key, value in wanted.items() if isinstance(value, float)}
+    others = {key: value for key, value in wanted.items() if key not in rates}
+    return [
+        record
+        for record in records
+        if "val" in record
+        and all(record.get(key) == value for key, value in others.items())
+        and all(_same(record.get(key), value) for key, value in rates.items())
+    ]
 
 
-def _same(found: object, wanted: object) -> bool:
-    if isinstance(found, float) and isinstance(wanted, float):
-        return math.isclose(found, wanted, rel_tol=1e-4)  # files have five digits
+def _same(found: object, wanted: float) -> bool:
+    if isinstance(found, float):
+        return math.isclose(found, wanted, rel_tol=1e-4)  # results files have five digits
     return found == wanted

@@ -1,4 +1,4 @@
-"""The sweep that costs as much as one run: short runs at eight learning rates, then the rest with the best."""
+"""Sweep learning rates at the cost of one run: short runs at eight of them, then a run with the best."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .spec import Record, Spec
 from .tasks import Task
 from .train import train
 
-#: Eight learning rates, a factor of 4 apart, around the start: from 1/256 to 64 of it.
+# Factors of the start: eight learning rates, a factor of 4 apart, from 1/256 to 64.
 FACTORS = tuple(4.0**k for k in range(-4, 4))
 
 
 def train_sweep(task: Task, spec: Spec, device: torch.device) -> Record:
-    """Half of the steps go to eight plain runs of a sixteenth each, half to a run with what came out best of them."""
+    """Spend half of the steps on eight plain runs of a sixteenth each, and half on one run with the best of them."""
     steps = spec.steps or task.steps
     plain = replace(spec, method="plain")
     short = [

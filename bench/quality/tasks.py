@@ -1,7 +1,7 @@
-"""The tasks: data, model, loss and length of a run.
+"""Tasks: data, model, loss and length of a run.
 
-A task knows nothing of how it is trained. Batches are drawn for all replicas at once, from one generator, so that a
-stack, processes and a plain run of the same seed see the same examples.
+Batches are drawn for all replicas at once from one generator, so that a stack, processes and a plain run of the same
+seed see the same examples.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ Batch = tuple[Tensor, ...]
 
 
 class Task(Protocol):
-    """``steps`` optimizer steps on ``batch`` examples for each replica; the best plain learning rate is within a few
-    powers of two of ``lr``. ``data`` is the name of what it loads."""
+    """Interface of a task.
+
+    A run has ``steps`` optimizer steps on ``batch`` examples for each replica. The best learning rate of plain training
+    is within a few powers of two of ``lr``. ``data`` is the name of its data set.
+    """
 
     name: ClassVar[str]
     data: ClassVar[str]
@@ -35,10 +38,10 @@ class Task(Protocol):
     def model(self) -> nn.Module: ...
 
     def draw(self, count: int, generator: Generator) -> Batch:
-        """``count`` training examples."""
+        """Draw ``count`` training examples."""
 
     def probe(self) -> Batch:
-        """Held-out examples for the controller, none of which is among those of :meth:`validation`."""
+        """Return held-out examples for the controller, disjoint from :meth:`validation`."""
 
     def validation(self) -> Batch: ...
 
@@ -47,17 +50,17 @@ class Task(Protocol):
 
     @staticmethod
     def group(name: str) -> str:
-        """The parameter group of a parameter: embedding, no-decay, transformer or dense."""
+        """Return the group of a parameter: embedding, no-decay, transformer or dense."""
 
 
 class _Arrays:
-    """Examples that lie on the device as tensors with one row each."""
+    """Examples as tensors on the device; the first dimension counts examples."""
 
     train: Batch
     unseen: Batch
 
     def _divide(self, unseen: Tensor, device: torch.device, *tensors: Tensor) -> None:
-        """Into what is learned and what is held out."""
+        """Split the tensors into training and held-out examples."""
         self.train = tuple(tensor[~unseen].to(device) for tensor in tensors)
         self.unseen = tuple(tensor[unseen].to(device) for tensor in tensors)
 
@@ -81,7 +84,7 @@ class _Arrays:
 
 
 class _Classes(_Arrays):
-    """Inputs and the number of the class of each."""
+    """Inputs with a class number each."""
 
     @staticmethod
     def loss(model: Any, *batch: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ class Ratings(_Arrays):
 
     @staticmethod
     def loss(model: Any, *batch: Tensor) -> Tensor:
-        """The mean of the three heads' cross-entropies: 4 stars or more, 5 stars, which of the five."""
+        """Return the mean cross-entropy of three heads: 4 stars or more, 5 stars, and which of the five."""
         categories, dense, stars = batch
         logits = model(categories, dense)
         liked = F.binary_cross_entropy_with_logits(logits[:, 0], (stars >= 4).float())
@@ -217,7 +220,7 @@ class Digits(_Classes):
 
 
 class FewDigits(Digits):
-    """Three hundred of them, all at every step: what holds weights back matters, and no draw tells replicas apart."""
+    """300 digits, all of them in every batch: regularisation matters, and replicas see the same examples."""
 
     name: ClassVar[str] = "few digits"
     title: ClassVar[str] = "300 of scikit-learn's digits, MLP"
@@ -234,8 +237,10 @@ class FewDigits(Digits):
 
 
 class Flights(_Arrays):
-    """By how much flights from New York are late, from the delay at departure, the plan and the day; about one pass.
-    One flight in ten is held out, half of those for the probe."""
+    """Arrival delays of flights from New York, from the departure delay, the plan and the day; about one pass.
+
+    One flight in ten is held out, half of those for the probe.
+    """
 
     name: ClassVar[str] = "flights"
     data: ClassVar[str] = "flights"
@@ -265,7 +270,7 @@ class Flights(_Arrays):
 
 
 class Reconstruction(Images):
-    """Fashion-MNIST again, of which now the images themselves are learned, through sixteen numbers."""
+    """Autoencoder of Fashion-MNIST with a code of sixteen numbers."""
 
     name: ClassVar[str] = "reconstruction"
     title: ClassVar[str] = "Fashion-MNIST, autoencoder, squared error"
@@ -300,7 +305,7 @@ def _images(pixels: NDArray[Any], classes: NDArray[Any], device: torch.device) -
 def _dense_features(
     found: dict[str, NDArray[Any]], user: NDArray[Any], film: NDArray[Any], time: NDArray[Any], seen: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """How often the user and the film were rated (in the training ratings), the film's year and genres, the moment."""
+    """Return the number of training ratings of user and film, the film's year and genres, and the rating's time."""
     often = [np.log1p(np.bincount(who[seen], minlength=who.max() + 1))[who] for who in (user, film)]
     day = time / 86400
     columns = [*often, found["year"][film] / 10, day / 100, np.sin(2 * np.pi * day), np.cos(2 * np.pi * day)]
@@ -308,6 +313,6 @@ def _dense_features(
 
 
 def _standard(columns: NDArray[Any]) -> NDArray[np.float32]:
-    """Of mean 0 and deviation 1."""
+    """Scale columns to mean 0 and standard deviation 1."""
     standard: NDArray[np.float32] = ((columns - columns.mean(0)) / columns.std(0)).astype(np.float32)
     return standard

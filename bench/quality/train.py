@@ -1,6 +1,6 @@
-"""One run of a task by one method: what is trained, with what, and how it ended.
+"""Train one task by one method.
 
-HDET's replicas are the rows of a stack, or gloo processes under DDP, with the same data and the same scheduler; plain
+HDET's replicas are the rows of a stack, or gloo processes under DDP, with the same data and the same scheduler. Plain
 methods train one model on the batches of all replicas together. Every method sees the same number of examples.
 """
 
@@ -27,7 +27,7 @@ REPLICAS = 8
 
 
 def train(task: Task, spec: Spec, device: torch.device) -> Record:
-    """Train, and say how: the validation loss, the curve of training losses, learning rates over time."""
+    """Train, and return the validation loss, the curve of training losses and the learning rates over time."""
     start = time.perf_counter()
     torch.manual_seed(spec.seed)
     steps = spec.steps or task.steps
@@ -41,7 +41,7 @@ def train(task: Task, spec: Spec, device: torch.device) -> Record:
 
 
 def validation_loss(task: Task, model: nn.Module, rows: int = 8192) -> float:
-    """The mean loss over all validation examples; infinite where it is not a number."""
+    """Return the mean loss over all validation examples; infinity where it is not finite."""
     batch = task.validation()
     count, total = len(batch[0]), 0.0
     model.eval()
@@ -53,7 +53,7 @@ def validation_loss(task: Task, model: nn.Module, rows: int = 8192) -> float:
 
 
 def param_groups(task: Task, named: Iterator[tuple[str, Tensor]], spec: Spec) -> list[dict[str, Any]]:
-    """One group, or those of the task with their own learning rates, in the order of their names."""
+    """Return one parameter group, or those of the task with their own learning rates, sorted by name."""
     if not spec.factors:
         return [{"params": [param for _, param in named], "lr": spec.lr, "name": "all"}]
     groups: dict[str, list[Tensor]] = {}
@@ -65,7 +65,7 @@ def param_groups(task: Task, named: Iterator[tuple[str, Tensor]], spec: Spec) ->
 
 
 def schedule_of(kind: str, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
-    """A torch scheduler whose peaks are the groups' learning rates; None where the optimizer needs none."""
+    """Return a torch scheduler whose peaks are the groups' learning rates, or None for an optimizer without one."""
     if kind == "onecycle":
         peaks = [group["lr"] for group in optimizer.param_groups]
         return OneCycleLR(optimizer, peaks, steps, cycle_momentum=False)
@@ -155,7 +155,7 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
 
 
 class _Stack:
-    """The replicas as rows on one device."""
+    """All replicas as the rows of a stack on one device."""
 
     def __init__(self, task: Task, model: nn.Module, method: Method) -> None:
         self.task = task
@@ -174,7 +174,7 @@ class _Stack:
 
 
 class _Rank:
-    """One of the replicas, in a process of its own."""
+    """One replica in its own process."""
 
     def __init__(self, task: Task, model: nn.Module, method: Method) -> None:
         self.task, self.ensemble = task, None

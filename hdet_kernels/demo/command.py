@@ -1,4 +1,4 @@
-"""The demo from beginning to end."""
+"""Run the demo: train, print the table, write the files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from hdet_kernels.demo.training import Progress, train_both
 
 
 def run_demo(options: Options) -> None:
-    """Train both, print the table, write the files. Raises :class:`hdet_kernels.demo.launch.RankFailed`."""
+    """Train with OneCycleLR and with HDET, print the table, and write the files to ``options.out``.
+
+    Raises:
+        RankFailed: A replica raised or died.
+    """
     backend, device = place(options.replicas)
-    kind = "CPU" if device == "cpu" else "a GPU each" if backend == "nccl" else "sharing the GPUs"
+    kind = "CPU" if device == "cpu" else "one GPU each" if backend == "nccl" else "sharing the GPUs"
     where = f"{options.replicas} replicas, {kind}, {backend}"
     print(f"Task: {TASKS[options.task].title}.")
     print(f"Two runs of {options.steps} steps from peak learning rate {options.max_lr:g}: {where}.")
@@ -44,7 +48,7 @@ def run_demo(options: Options) -> None:
 
 
 class _Bars:
-    """One bar for each run, made when its first message comes."""
+    """One progress bar for each run, created at its first message."""
 
     def __init__(self) -> None:
         self.bars: dict[str, Bar] = {}

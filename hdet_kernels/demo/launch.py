@@ -1,4 +1,4 @@
-"""Run a function on N processes of this machine, in one process group; watch them, and clean up after them."""
+"""Run a function in N processes of this machine, in one process group, and end all of them in any case."""
 
 from __future__ import annotations
 
@@ -19,26 +19,36 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-#: ``function(rank, device, send, *args)``; ``send`` gives any picklable object to the parent process.
+# ``function(rank, device, send, *args)``; ``send`` passes any picklable object to the parent process.
 RankFunction = Callable[..., Any]
 
 
 class RankFailed(RuntimeError):
-    """A rank raised or died; the message holds its traceback."""
+    """Raised when a rank raised or died; the message has its traceback."""
 
 
 def place(replicas: int) -> tuple[str, str]:
-    """(process group backend, device) for ``replicas`` processes here: NCCL if each can have a GPU of its own, which
-    NCCL insists on; gloo where they share fewer GPUs, or on the CPU."""
+    """Return the process group backend and the device for ``replicas`` processes on this machine.
+
+    NCCL requires a GPU for each process. Where processes share GPUs, or on the CPU, the backend is gloo.
+    """
     gpus = torch.cuda.device_count()
     return "nccl" if gpus >= replicas else "gloo", "cuda" if gpus else "cpu"
 
 
 def run_ranks(replicas: int, function: RankFunction, *args: Any, on_message: Callable[[Any], None]) -> list[Any]:
-    """The results of ``function`` on every rank, in order of rank.
+    """Return the results of ``function`` on every rank, in the order of ranks.
 
-    The first rank that fails ends all of them and raises :class:`RankFailed`; so does an interrupt, which goes on to
-    the caller. No process outlives the call.
+    No process outlives the call, also if it is interrupted.
+
+    Args:
+        replicas: Number of processes.
+        function: Called as ``function(rank, device, send, *args)``; must be picklable.
+        args: Further arguments.
+        on_message: Called with every object that a rank sends.
+
+    Raises:
+        RankFailed: A rank raised or died.
     """
     context = mp.get_context("spawn")
     pipes = [context.Pipe() for _ in range(replicas)]
@@ -62,7 +72,7 @@ def run_ranks(replicas: int, function: RankFunction, *args: Any, on_message: Cal
             raise
         finally:
             for ours, _ in pipes:
-                ours.close()  # what a rank that has finished waits for
+                ours.close()  # a finished rank waits for this
         for process in ranks:
             process.join(timeout=10)
         _terminate(ranks)
@@ -94,9 +104,9 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 
 
 def _first_failure(ranks: list[Any], pipes: list[Connection], rank: int, value: Any) -> RankFailed:
-    """A rank that fails takes its peers down with it: report the one that was first, by the clock."""
+    """Return the error of the rank that failed first: the failure of one rank makes its peers fail too."""
     failures = [(rank, value)]
-    deadline = time.monotonic() + 1.0  # a killed rank's peers may hear of it before its pipe is closed
+    deadline = time.monotonic() + 1.0  # peers may notice a killed rank before its pipe is closed
     for other, pipe in enumerate(pipes):
         while other != rank and pipe.poll(max(deadline - time.monotonic(), 0)):
             kind, theirs = _receive(pipe)
@@ -104,7 +114,7 @@ def _first_failure(ranks: list[Any], pipes: list[Connection], rank: int, value: 
                 failures.append((other, theirs))
                 break
     died = [other for other, theirs in failures if theirs is None]
-    if died:  # killed from outside: it had no time to say why, and what the others say follows from it
+    if died:  # killed from outside; the errors of the others are consequences
         ranks[died[0]].join(timeout=5)
         code = ranks[died[0]].exitcode
         return RankFailed(f"rank {died[0]} ended without a result (exit code {code}); was it killed, or out of memory?")
@@ -125,10 +135,12 @@ def _terminate(ranks: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C reaches the whole process group, but what happens then is the parent's to decide: processes started in
-    this block inherit its signal mask and never see an interrupt. One that comes meanwhile reaches the parent at the
-    end of the block."""
-    resource_tracker.ensure_running()  # the first process would start it, and it unblocks interrupts behind itself
+    """Block SIGINT within the block, also in the processes that it starts.
+
+    Ctrl-C goes to the whole process group, but only the parent handles it and ends its children: these inherit the
+    signal mask and never receive it. A signal during the block reaches the parent at its end.
+    """
+    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -145,7 +157,7 @@ def _rank_main(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if backend == "gloo" and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not matter
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works without a resolvable host name
         torch.set_num_threads(1)
         dist.init_process_group(
             backend,
@@ -162,5 +174,5 @@ def _rank_main(
             pipe.send(("error", (time.monotonic(), traceback.format_exc())))
         os._exit(1)  # destroy_process_group would wait for the peers
     with contextlib.suppress(EOFError, OSError):
-        pipe.recv()  # until the parent has all results: a rank that leaves early could look dead to the others
+        pipe.recv()  # until the parent has all results: a rank that leaves early would look dead to the others
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What the two runs gave: numbers, table and JSON."""
+"""Merge the replicas' results, and format them as a table, a sentence and JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,17 @@ TITLES: dict[RunName, str] = {"plain": "plain OneCycleLR", "hdet": "HDET"}
 
 @dataclass(frozen=True)
 class Run:
-    """One run over all replicas. Arrays are [steps] or [replicas, steps]; ``losses`` is the mean over the replicas."""
+    """One run over all replicas.
+
+    Args:
+        losses: Mean training loss of the replicas, [steps].
+        rates: Learning rate of every replica, [replicas, steps].
+        base: Learning rate before the fan-out, [steps].
+        held_out: Loss of the averaged model on held-out data.
+        seconds: Time of the training steps.
+        gradient_bytes: Bytes that DDP all-reduced.
+        history: The syncs, as dicts.
+    """
 
     losses: NDArray[np.float64]
     rates: NDArray[np.float64]
@@ -35,15 +45,16 @@ class Run:
 
     @property
     def last_losses(self) -> float:
-        """Mean training loss of the last 10 % of the steps."""
+        """Return the mean training loss of the last 10 % of the steps."""
         return float(self.losses[-max(len(self.losses) // 10, 1) :].mean())
 
     @property
     def peak(self) -> float:
-        """The highest base learning rate."""
+        """Return the highest base learning rate."""
         return float(self.base.max())
 
     def numbers(self) -> dict[str, Any]:
+        """Return the numbers of the table by name."""
         totals = report.summary(self.history)
         return {
             "held_out_loss": self.held_out,
@@ -60,7 +71,7 @@ class Run:
 
 
 def gathered(replicas: Sequence[Sequence[ReplicaRun]]) -> dict[RunName, Run]:
-    """From one list of runs for each replica to one :class:`Run` over all replicas by name."""
+    """Merge one list of runs for each replica into one :class:`Run` over all replicas, by name."""
     return {name: _one_run([runs[index] for runs in replicas]) for index, name in enumerate(RUNS)}
 
 
@@ -78,7 +89,7 @@ def _one_run(replicas: Sequence[ReplicaRun]) -> Run:
 
 
 def comparison(runs: dict[RunName, Run], options: Options) -> str:
-    """The table that ends the demo."""
+    """Return the table that the demo prints."""
     numbers = {name: run.numbers() for name, run in runs.items()}
 
     def row(label: str, key: str, style: str) -> list[str]:
@@ -103,7 +114,7 @@ def comparison(runs: dict[RunName, Run], options: Options) -> str:
 
 
 def verdict(runs: dict[RunName, Run], options: Options) -> str:
-    """The table in one sentence, whichever way it went."""
+    """Summarise the table in one sentence."""
     plain, hdet = runs["plain"].held_out, runs["hdet"].held_out
     factor = runs["hdet"].peak / options.max_lr
     found = f"HDET changed the peak learning rate by a factor of {factor:.2g}"
@@ -113,7 +124,7 @@ def verdict(runs: dict[RunName, Run], options: Options) -> str:
 
 
 def write_json(runs: dict[RunName, Run], options: Options, backend: str, path: Path) -> None:
-    """Everything that the table and the plots show, step by step."""
+    """Write options and results of all steps to ``path``."""
     content = {
         "options": {
             "replicas": options.replicas,
@@ -140,7 +151,7 @@ def write_json(runs: dict[RunName, Run], options: Options, backend: str, path: P
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The demo's two plots."""
+"""Draw the demo's two plots: training losses and learning rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS: dict[RunName, str] = {"plain": "#8a8f99", "hdet": "#c8442d"}
 
 
 def plot_training_losses(runs: dict[RunName, Run], options: Options, path: Path) -> None:
-    """Mean loss of the replicas at every step: as it was, faint, and smoothed."""
+    """Draw the mean training loss of the replicas at every step, raw and smoothed."""
     title = f"Training loss from the same start, peak learning rate {options.max_lr:.0e}"
     figure, axes = report.new_figure(title, "step", "training loss, mean of the replicas (nats)")
     steps = np.arange(1, options.steps + 1)
@@ -37,7 +37,7 @@ def plot_training_losses(runs: dict[RunName, Run], options: Options, path: Path)
 
 
 def plot_learning_rates(runs: dict[RunName, Run], options: Options, path: Path) -> None:
-    """Every replica's learning rate and the base of the HDET run, and the plain run's."""
+    """Draw the learning rates of the replicas and the base of the HDET run, and that of the plain run."""
     plain, hdet = runs["plain"], runs["hdet"]
     figure, axes = report.new_figure("Learning rate of every replica", "step", "learning rate (logarithmic)")
     steps = np.arange(1, options.steps + 1)
@@ -47,7 +47,7 @@ def plot_learning_rates(runs: dict[RunName, Run], options: Options, path: Path) 
     axes.plot(steps, hdet.base, color=report.INK, linewidth=2.2, label="HDET, base")
     axes.plot(steps, plain.base, color=_COLOURS["plain"], linewidth=2.2, linestyle="--", label="plain OneCycleLR")
     axes.set_yscale("log")
-    # OneCycleLR ends at 1/250 000 of its peak: the last few steps would flatten all the rest.
+    # OneCycleLR ends at 1/250 000 of its peak: the last steps would compress the rest of the axis.
     lowest, highest = min(plain.base[0], hdet.rates[:, 0].min()), max(hdet.rates.max(), plain.peak)
     axes.set_ylim(lowest / 2, highest * 1.6)
     axes.set_xlim(0, options.steps)
@@ -57,7 +57,7 @@ def plot_learning_rates(runs: dict[RunName, Run], options: Options, path: Path) 
 
 
 def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Moving mean over 5 % of the run, over what there is of it at both ends."""
+    """Return the moving mean over 5 % of the run; the window is cut at both ends."""
     half = max(len(values) // 40, 1)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -67,7 +67,7 @@ def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mark_controller(axes: Axes, run: Run, label_at: Literal["top", "bottom"]) -> None:
-    """Shade the part of the run in which syncs move the base."""
+    """Shade the part of the run in which the controller moves the base."""
     acting = [record["step"] for record in run.history if record["probes"] is not None]
     if not acting:
         return

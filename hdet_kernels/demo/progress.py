@@ -1,4 +1,4 @@
-"""A progress bar: a line that is redrawn on a terminal, a line now and then elsewhere."""
+"""Show a progress bar: one redrawn line on a terminal, a few lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOG_SHARE = 0.25
 
 
 class Bar:
-    """Progress of one thing that takes ``total`` steps, on ``stream``."""
+    """Progress of ``total`` steps, written to ``stream``."""
 
     def __init__(self, label: str, total: int, stream: TextIO) -> None:
         self.label = label
@@ -25,7 +25,7 @@ class Bar:
         self.logged = 0.0
 
     def update(self, done: int, note: str) -> None:
-        """``done`` of ``total`` steps are finished; ``note`` is shown behind the bar."""
+        """Show that ``done`` steps are finished, with ``note`` behind the bar."""
         if self.terminal:
             now = time.monotonic()
             if done == self.total or now - self.drawn >= _REDRAW_SECONDS:
@@ -40,7 +40,7 @@ class Bar:
         left = elapsed / done * (self.total - done) if done else 0.0
         when = f"{elapsed:.0f} s" if done == self.total else f"{left:.0f} s left"
         text = f"{done:>{len(str(self.total))}}/{self.total}  {note}  {when}"
-        # A line that wraps could not be redrawn.
+        # A line that wraps cannot be redrawn.
         width = min(_WIDEST_BAR, shutil.get_terminal_size().columns - len(text) - 20) if self.terminal else _WIDEST_BAR
         filled = max(width, 0) * done // self.total
         bar = self.full * filled + self.empty * (width - filled)

@@ -1,6 +1,6 @@
-"""What is learned: a byte-level language model on the standard library's source, or a classifier of digits.
+"""Tasks of the demo: a byte-level language model of the standard library's source, and a classifier of digits.
 
-Both use data that is on every machine, and are small enough for a laptop's CPU.
+Both use data that comes with Python or scikit-learn, and are small enough for a laptop's CPU.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch import Generator, Tensor, nn
 
 from hdet_kernels.demo.transformer import ByteTransformer
 
-#: Inputs and targets of a classification: class numbers of any shape [..., ].
+# Inputs, and the class number of every output position.
 Batch = tuple[Tensor, Tensor]
 
 
 class Task(Protocol):
-    """Data and a model for it. ``poor_lr`` is about a tenth of a good peak learning rate for ``steps`` steps."""
+    """Interface of a task: data and a model.
+
+    ``poor_lr`` is about a tenth of a good peak learning rate for ``steps`` steps.
+    """
 
     title: ClassVar[str]
     steps: ClassVar[int]
@@ -30,22 +33,22 @@ class Task(Protocol):
 
     @staticmethod
     def missing() -> str | None:
-        """Why the task cannot run here, with the remedy, or None."""
+        """Return why the task cannot run here and how to fix it, or None if it can."""
 
     def model(self) -> nn.Module: ...
 
     def batch(self, generator: Generator) -> Batch:
-        """The next training batch of a replica."""
+        """Draw the next training batch of a replica."""
 
     def probe(self, generator: Generator) -> Batch:
-        """Training data for the controller's probe: larger than a batch, never from the held-out data."""
+        """Draw training data for the controller's probe, more than a batch."""
 
     def held_out(self) -> Batch:
-        """What no step has seen."""
+        """Return the data that is not trained on."""
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy in nats."""
+    """Return the mean cross-entropy in nats."""
     inputs, targets = batch
     logits: Tensor = model(inputs)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
@@ -72,9 +75,7 @@ class TextTask:
         folder = _source_folder(None)
         if sum(file.stat().st_size for file in folder.glob("*.py")) > 500_000:
             return None
-        return (
-            f"the standard library's source files are not in {folder}; use a full Python installation or --task digits"
-        )
+        return f"the standard library's source is not in {folder}: use a full Python installation, or --task digits"
 
     def model(self) -> nn.Module:
         return ByteTransformer(width=64, heads=2, layers=2, context=self.context)
@@ -116,7 +117,7 @@ class DigitsTask:
     def missing() -> str | None:
         if importlib.util.find_spec("sklearn") is not None:
             return None
-        return "--task digits needs scikit-learn, which is not installed: pip install scikit-learn; or use --task text"
+        return "--task digits needs scikit-learn, which is not installed: pip install scikit-learn, or use --task text"
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))

@@ -1,4 +1,4 @@
-"""One replica's two runs: plain DDP with torch's OneCycleLR, and the same with HDET. Everything else is equal."""
+"""Train as one replica: first with plain DDP and torch's OneCycleLR, then with HDET. All else is equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS: tuple[RunName, ...] = ("plain", "hdet")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is; what rank 0 tells the parent process now and then."""
+    """Progress of a run, sent by rank 0 to the parent process."""
 
     run: RunName
     step: int
@@ -34,10 +34,16 @@ class Progress:
 
 @dataclass
 class ReplicaRun:
-    """What one replica saw of one run. Lists have one entry a step; ``base`` is the learning rate before the spread.
+    """Result of one run on one replica. Lists have one entry for each step.
 
-    seconds: of the training steps alone, scheduler and syncs included. held_out: loss of the averaged model.
-    gradient_bytes: what DDP all-reduces in the run.
+    Args:
+        losses: Training losses.
+        rates: Learning rates of this replica.
+        base: Learning rates before the fan-out.
+        held_out: Loss of the averaged model on held-out data.
+        seconds: Time of the training steps, including scheduler and syncs.
+        gradient_bytes: Bytes that DDP all-reduces in the run.
+        history: The syncs, as dicts.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -50,7 +56,7 @@ class ReplicaRun:
 
 
 def train_both(rank: int, device: torch.device, send: Callable[[object], None], options: Options) -> list[ReplicaRun]:
-    """Both runs, one after the other, as replica ``rank`` of the default process group."""
+    """Train both runs, one after the other, as replica ``rank`` of the default process group."""
     task: Task = TASKS[options.task]()
     return [_train(run, task, rank, device, send if rank == 0 else _silent, options) for run in RUNS]
 
@@ -58,7 +64,7 @@ def train_both(rank: int, device: torch.device, send: Callable[[object], None], 
 def _train(
     run: RunName, task: Task, rank: int, device: torch.device, send: Callable[[object], None], options: Options
 ) -> ReplicaRun:
-    torch.manual_seed(options.seed)  # the same first model in both runs and on all replicas
+    torch.manual_seed(options.seed)  # the same initial model in both runs and on all replicas
     model = task.model().to(device)
     replicated = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.max_lr)
@@ -88,7 +94,7 @@ def _train(
     seen.losses = losses.tolist()
     seen.seconds = time.perf_counter() - start
 
-    # The last step of an HDET run ends in a sync: the model here is the averaged one.
+    # The last step of an HDET run ends in a sync, so that the model is the averaged one.
     seen.held_out = _held_out_loss(model, task, rank, device)
     if isinstance(scheduler, HDETOneCycleLR):
         seen.history = [record.to_dict() for record in scheduler.history]
@@ -117,7 +123,7 @@ def _scheduler(
 
 @torch.no_grad()
 def _held_out_loss(model: nn.Module, task: Task, rank: int, device: torch.device) -> float:
-    """Every replica takes its share of the held-out data."""
+    """Return the mean loss on the held-out data; every replica evaluates a part of it."""
     inputs, targets = task.held_out()
     share = inputs[rank :: dist.get_world_size()], targets[rank :: dist.get_world_size()]
     count = share[1].numel()

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 
 class ByteTransformer(nn.Module):
-    """Bytes [batch, length] → logits of the next byte [batch, length, 256]; pre-norm blocks, learned positions."""
+    """Language model: bytes [batch, length] → logits of the next byte [batch, length, 256].
+
+    It has pre-norm blocks and learned positions.
+    """
 
     def __init__(self, *, width: int, heads: int, layers: int, context: int) -> None:
         super().__init__()

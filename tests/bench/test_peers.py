@@ -1,22 +1,20 @@
-"""The peers of the benchmarks: that they do the work that they are compared in, and what is said of absent ones."""
+"""The peers make the step that they are compared in; absent peers are named with the reason."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import layout
-import peers
 import pytest
-import suites
 import torch
-import ways
 from torch import nn
+
+from bench import comparison_table, implementations, peers, test_optim_step
 
 DEVICES = ("cpu", "cuda")
 
 
 def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """So small that in bf16 too a step of the learning rate is far above the rounding."""
+    """Return parameters so small that also in bf16 a step is far above the rounding."""
     source = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=source).mul(0.01)) for shape in ((64, 64), (4097,))]
     params = [nn.Parameter(param.detach().to(device, dtype)) for param in params]
@@ -30,10 +28,12 @@ def absent(**what: Any) -> peers.Peer:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", peers.PEERS)
-def test_a_peer_makes_the_step_of_torch(name: str, device: str) -> None:
-    """Root mean squares: of the smallest elements 8 bits keep little, as their authors mean it."""
-    if (reason := ways.why_not(name, device)) is not None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * peer.compiled) for name, peer in peers.PEERS.items()]
+)
+def test_peer_makes_the_step_of_torch(name: str, device: str) -> None:
+    """Root mean squares are compared, since 8 bits keep little of the smallest elements."""
+    if (reason := implementations.why_not(name, device)) is not None:
         pytest.skip(reason)
     dtype = torch.float32 if "adamw-fp32" in peers.PEERS[name].works else torch.bfloat16
     ours, theirs = parameters(device, dtype), parameters(device)
@@ -54,9 +54,10 @@ def rms(values: torch.Tensor) -> float:
     return values.detach().float().square().mean().sqrt().item()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_compiled_step_is_compiled(device: str) -> None:
-    if (reason := ways.why_not("torch-compiled", device)) is not None:
+def test_compiled_step_is_compiled(device: str) -> None:
+    if (reason := implementations.why_not("torch-compiled", device)) is not None:
         pytest.skip(reason)
     optimizer = peers.CompiledAdamW(parameters(device))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -64,7 +65,7 @@ def test_the_compiled_step_is_compiled(device: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
 
 
-def test_bytes_are_those_of_parameters_gradients_and_state() -> None:
+def test_bytes_of_parameters_gradients_and_state_are_counted() -> None:
     params = parameters("cpu")
     optimizer = torch.optim.AdamW(params)
     optimizer.step()
@@ -73,7 +74,7 @@ def test_bytes_are_those_of_parameters_gradients_and_state() -> None:
     assert peers.bytes_moved(params, optimizer, clipped=True) == pytest.approx(32 * count, rel=1e-3)
 
 
-def test_bytes_are_found_within_whatever_holds_the_state() -> None:
+def test_bytes_within_nested_state_are_counted() -> None:
     class Quantised:
         def __init__(self) -> None:
             self.codes, self.scales, self.name = torch.zeros(256, dtype=torch.uint8), torch.zeros(1), "codes"
@@ -84,25 +85,25 @@ def test_bytes_are_found_within_whatever_holds_the_state() -> None:
     assert peers.bytes_moved([], Holder(), clipped=False) == 2 * (256 + 4 + 8)
 
 
-def test_an_absent_peer_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_peer_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(peers.PEERS, "nobody", absent())
-    missing = "absent: there is no module nobody.at_all; pip install nobody"
+    missing = "absent: no module nobody.at_all; pip install nobody"
     assert peers.why_not("nobody", "cpu") == missing
     assert peers.present()["nobody"] == missing
-    assert ways.why_not("nobody", "cpu") == missing
+    assert implementations.why_not("nobody", "cpu") == missing
 
 
-def test_a_peer_for_gpus_says_so_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_peer_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(peers.PEERS, "nobody", absent(module="torch"))
     assert peers.why_not("nobody", "cpu") == "nobody needs a GPU"
 
 
-def test_no_large_model_is_compiled() -> None:
+def test_large_models_are_not_compiled() -> None:
     assert "up to 200 tensors" in (peers.why_not("torch-compiled", "cuda", 201) or "")
     assert "up to 200 tensors" not in (peers.why_not("torch-compiled", "cuda", 200) or "")
 
 
-def test_a_peer_that_raises_is_noted_and_ours_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_peer_is_skipped_and_our_failure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "failed", {})
     with pytest.raises(pytest.skip.Exception, match="optimi failed: ValueError: no such luck"), peers.guarded("optimi"):
         raise ValueError("no such\n luck")
@@ -111,16 +112,13 @@ def test_a_peer_that_raises_is_noted_and_ours_is_not_excused(monkeypatch: pytest
         raise ValueError("ours")
 
 
-def test_a_peer_knows_no_rule_but_adamw() -> None:
-    with pytest.raises(ValueError, match="torch-compiled is an AdamW, and was asked for lion"):
-        ways.optimizer("torch-compiled", "lion", parameters("cpu"))
+def test_peer_implements_adamw_only() -> None:
+    with pytest.raises(ValueError, match="torch-compiled implements adamw only, got rule='lion'"):
+        implementations.optimizer("torch-compiled", "lion", parameters("cpu"))
 
 
-def test_every_peer_has_a_place_in_the_tables_and_work_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(suites.HERE)
-    import test_optim_step
-
+def test_every_peer_has_a_title_and_existing_cases() -> None:
     for name, peer in peers.PEERS.items():
-        assert layout.WAYS[name] == peer.title
+        assert comparison_table.TITLES[name] == peer.title
         assert peer.works
         assert set(peer.works) <= set(test_optim_step.WORKS)

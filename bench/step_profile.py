@@ -1,23 +1,26 @@
-"""Where the time goes: what torch's profiler sees of the device's work in each part of a step."""
+"""Profile a training step by its parts: the time that the device is busy in each of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import measure
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-#: What is on the device's timeline and no work: what the profiler does itself, and waits.
-_NO_WORK = ("Activity Buffer Request", "Command Buffer Full", "Lazy Function Loading", "Buffer Flush")
-_NO_WORK += ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
+from bench import measure
+
+# Events on the device's timeline that are not work: the profiler's own, and waits.
+_NOT_WORK = ("Activity Buffer Request", "Command Buffer Full", "Lazy Function Loading", "Buffer Flush")
+_NOT_WORK += ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
 
 
 def by_part(parts: Mapping[str, measure.Call], device: str, steps: int = 3) -> dict[str, dict[str, float]]:
-    """Of each part of a step: ``device ms`` that the device is busy, the ``kernels`` (and copies) that it runs, and
-    ``wall ms``. The host waits at the end of every part, so that a part is all that runs until then, whichever thread
-    has launched it; on a CPU the device is the host. ``elsewhere`` is the device's work that falls into no part."""
+    """Return ``device ms`` (the device is busy), ``wall ms`` and the number of ``kernels`` of each part of a step.
+
+    The host waits for the device at the end of every part, so that all work belongs to a part whichever thread
+    launched it. On a CPU, ``device ms`` is the wall time. ``elsewhere`` is device work outside of all parts.
+    """
     for call in parts.values():
         call()
     measure.synchronize(device)
@@ -32,12 +35,12 @@ def by_part(parts: Mapping[str, measure.Call], device: str, steps: int = 3) -> d
 
 
 def device_seconds(call: measure.Call, device: str, calls: int = 3) -> float:
-    """How long the device is busy with one call."""
+    """Return the seconds that the device is busy with one call."""
     return by_part({"call": call}, device, calls)["call"]["device ms"] / 1e3
 
 
 def summed(events: Iterable[Any], parts: list[str], device: str, steps: int) -> dict[str, dict[str, float]]:
-    """The profiler's events of ``steps`` steps as a mean over them, see :func:`by_part`."""
+    """Return the mean over ``steps`` steps of the profiler's events, in the form of :func:`by_part`."""
     known = list(events)
     ranges = [event for event in known if event.name in parts and event.device_type == DeviceType.CPU]
     work = [event for event in known if event.device_type != DeviceType.CPU and not _is_a_mark(event, parts)]
@@ -56,5 +59,5 @@ def summed(events: Iterable[Any], parts: list[str], device: str, steps: int) -> 
 
 
 def _is_a_mark(event: Any, parts: list[str]) -> bool:
-    """Whether it is the shadow of a range on the device's timeline, or a wait."""
-    return bool(getattr(event, "is_user_annotation", False)) or event.name in parts or event.name in _NO_WORK
+    """Return whether the event is a range annotation on the device's timeline, or a wait."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.name in parts or event.name in _NOT_WORK

@@ -1,10 +1,10 @@
-"""How far the consensus is from the exact mean after many compressed syncs.
+"""Measure how far the consensus drifts from the exact mean over many compressed syncs.
 
-    python bench/drift.py [--out FILE]
+    python -m bench.compression_drift [--out FILE]
 
-Four gloo ranks. Between two syncs every replica moves by the same random step and a tenth of its own; the exact mean of
-all these is summed in fp64. The distance of the consensus to it is given in units of what one sync moves (root mean
-square): 1 is to be one sync behind or ahead. What is not compressed drifts by the rounding of fp32.
+Four gloo ranks. Between two syncs every replica moves by one common random step and a tenth of it of its own; the exact
+mean is summed in fp64. The distance of the consensus from it is given in units of the root mean square of the common
+step: at 1 the consensus is off by one whole step. Without compression it drifts by the rounding of fp32.
 """
 
 from __future__ import annotations
@@ -24,32 +24,28 @@ import hdet_kernels as hk
 from hdet_kernels.converge import Report
 
 RANKS, ELEMENTS, SYNCS = 4, 2**16, 1000
-STEP, OWN = 1e-3, 1e-4
-MARKS = (10, 100, 1000)
-WAYS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"compress": "bf16"}, "int8": {"compress": "int8"}}
+STEP, OWN_STEP = 1e-3, 1e-4
+REPORTED_SYNCS = (10, 100, 1000)
+FORMATS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"compress": "bf16"}, "int8": {"compress": "int8"}}
 
 
 def drift(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The distance after the syncs of :data:`MARKS`, and the bytes of a compressed sync."""
+    """Return the distance after each of :data:`REPORTED_SYNCS`, and the bytes of one sync."""
     start = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
     params, exact = start.clone(), start.double()
     converger = hk.Converger(hk.Buckets([params]), hk.ProcessEnsemble(), **options)
     found: dict[str, float] = {}
     for sync in range(1, SYNCS + 1):
-        moves = []
-        for replica in range(RANKS):
-            common = torch.Generator().manual_seed(sync)
-            own = torch.Generator().manual_seed(sync * RANKS + replica + 10**6)
-            move = torch.randn(ELEMENTS, generator=common) * STEP + torch.randn(ELEMENTS, generator=own) * OWN
-            moves.append(move)
+        common = torch.Generator().manual_seed(sync)
+        own = torch.Generator().manual_seed(sync * RANKS + rank + 10**6)
         before = params.double()
-        params += moves[rank]
-        # What the replicas really moved by: a sum in fp32 is rounded, and that is no fault of the average.
+        params += torch.randn(ELEMENTS, generator=common) * STEP + torch.randn(ELEMENTS, generator=own) * OWN_STEP
+        # The sum in fp32 is rounded; that rounding is not an error of the average.
         moved = params.double() - before
         dist.all_reduce(moved)
         exact += moved / RANKS
         outcome = converger.converge(Report(step=sync))
-        if sync in MARKS:
+        if sync in REPORTED_SYNCS:
             distance = float((params.double() - exact).square().mean().sqrt())
             found[str(sync)] = distance / STEP
     return {"drift": found, "bytes": outcome.bytes, "in full": 4 * ELEMENTS}
@@ -58,20 +54,21 @@ def drift(rank: int, options: dict[str, Any]) -> dict[str, Any]:
 def _rank(rank: int, store: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    for way, options in WAYS.items():
+    for name, options in FORMATS.items():
         found = drift(rank, options)
         if rank == 0:
-            results.put((way, found))
+            results.put((name, found))
 
 
 def measured() -> dict[str, Any]:
+    """Return the result of :func:`drift` for each format."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_rank, args=(rank, f"{folder}/store", results)) for rank in range(RANKS)]
         for process in ranks:
             process.start()
-        found = dict(results.get(timeout=600) for _ in WAYS)
+        found = dict(results.get(timeout=600) for _ in FORMATS)
         for process in ranks:
             process.join()
     return found
@@ -82,12 +79,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a JSON file")
     arguments = parser.parse_args()
     found = measured()
-    for way, entry in found.items():
+    for name, entry in found.items():
         distances = ", ".join(f"{distance:.2g} after {sync}" for sync, distance in entry["drift"].items())
-        print(f"{way}: {entry['bytes'] / entry['in full']:.3f} of the bytes; {distances}")
+        print(f"{name}: {entry['bytes'] / entry['in full']:.3f} of the bytes; {distances}")
     if arguments.out is not None:
         record = {
-            "command": f"python bench/drift.py --out {arguments.out.name}",
+            "command": f"python -m bench.compression_drift --out {arguments.out.name}",
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
             "ranks": RANKS,

@@ -1,4 +1,4 @@
-"""Whole training steps: the models and batches, and the step with each optimizer and scheduler, part by part."""
+"""Whole training steps for benchmarks: models and batches, and the step with each optimizer, part by part."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import measure
-import models
 import torch
 import torch.distributed as dist
-import ways
-from gpt2 import GPT2
-from llama import Llama
-from recommender import Recommender, clicks
-from resnet import ResNet, pictures
 from torch import Tensor, nn
 
 import hdet_kernels as hk
+from bench import implementations, measure, models
+from bench.gpt2 import GPT2
+from bench.llama import Llama
+from bench.recommender import Recommender, clicks
+from bench.resnet import ResNet, pictures
 
-#: Of the schedules: so long that the T of a long run is the default.
+# Length of the schedules: so long that the default T is that of long runs.
 TOTAL_STEPS = 40_000
 PEAK = 1e-3
 OURS = {"cuda": "hdet-cuda", "cpu": "hdet-cpp"}
@@ -29,9 +27,17 @@ OURS = {"cuda": "hdet-cuda", "cpu": "hdet-cpp"}
 
 @dataclass(frozen=True)
 class Training:
-    """``build`` makes the model, whose forward takes a ``batch`` and returns the loss, both on the default device;
-    ``shapes`` are what its parameters must be; ``batch_is`` says how much a batch is. ``turns`` of ``steps`` each.
-    ``gibibytes``: about what three of them take of a GPU, one of which is in its step."""
+    """A model, its batch, and how it is measured.
+
+    Args:
+        build: Function that builds the model on the default device; the model maps a batch to the loss.
+        batch: Function that builds a batch on the default device.
+        shapes: The shapes that the parameters must have, if they are known.
+        batch_is: Description of the batch.
+        turns: Number of turns.
+        steps: Steps of a turn.
+        gibibytes: GPU memory that three such trainings need, one of them in a step.
+    """
 
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, ...]]
@@ -42,12 +48,16 @@ class Training:
     gibibytes: int = 0
 
     def why_not(self, device: str) -> str | None:
-        """Why it cannot be measured on ``device``, if so."""
-        reason = ways.why_not(OURS[device], device)
+        """Return why it cannot be measured on ``device``, or None if it can."""
+        reason = implementations.why_not(OURS[device], device)
         if reason is not None or device != "cuda":
             return reason
         free = torch.cuda.mem_get_info()[0] / 2**30
-        return None if free >= self.gibibytes else f"needs about {self.gibibytes} GiB, and {free:.0f} are free"
+        return (
+            None
+            if free >= self.gibibytes
+            else f"needs about {self.gibibytes} GiB of GPU memory, {free:.0f} GiB are free"
+        )
 
 
 def _tokens(vocabulary: int, batch: int, context: int) -> tuple[Tensor, ...]:
@@ -100,7 +110,7 @@ TRAININGS: dict[str, dict[str, Training]] = {
 
 @contextlib.contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """A process group of this process alone: collectives are called, and nothing travels."""
+    """Create a process group of this process alone: collectives are called without any network traffic."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -111,11 +121,11 @@ def one_rank(device: str) -> Iterator[None]:
 
 
 class Steps:
-    """Training with one optimizer under bf16 autocast: the whole step, and its parts.
+    """Training with one optimizer under bf16 autocast: the whole step and its parts.
 
-    ``way`` names the optimizer as in ``ways.py``. The schedule is torch's OneCycleLR, or with ``sync_every`` that of
-    HDET with all of it on (fan-out, the default controller, averages every so many steps), over the default process
-    group. Its controller acts at every sync, also where it would have left the learning rates alone.
+    ``way`` names the optimizer as in ``implementations.py``. The schedule is torch's OneCycleLR or, with
+    ``sync_every``, that of HDET over the default process group: fan-out, the default controller, and an average every
+    so many steps. The controller acts at every sync.
     """
 
     def __init__(
@@ -128,8 +138,10 @@ class Steps:
         self.params = list(self.model.parameters())
         self.device = device
         ours = way.startswith("hdet-")
-        self.clip = None if ours else clip  # ours clips within its step
-        self.optimizer = ways.optimizer(way, "adamw", self.params, **({"max_grad_norm": clip} if ours else {}))
+        self.clip = None if ours else clip  # our optimizer clips within its step
+        self.optimizer = implementations.optimizer(
+            way, "adamw", self.params, **({"max_grad_norm": clip} if ours else {})
+        )
         self.hdet = None if sync_every is None else self._hdet(sync_every)
         self.plain = None
         if self.hdet is None:
@@ -147,8 +159,8 @@ class Steps:
             TOTAL_STEPS,
             sync_every=sync_every,
             auto_lr=hk.RegressionController(start_at=0.0, stop_at=1.0),
-            gradients="shared",  # as under DDP: moments stay where they are
-            ensemble=hk.ProcessEnsemble(),  # without it, one process would have nothing to average
+            gradients="shared",  # as under DDP: moments are not averaged
+            ensemble=hk.ProcessEnsemble(),  # a single process averages only with an explicit ensemble
             model=self.model,
         )
 

@@ -1,23 +1,25 @@
-"""The ways to make a step: torch's own, each backend of this package and each of its peers, and why one of them is not
-to be had here."""
+"""Build the optimizers that are measured: torch's, ours on each backend, and the peers.
+
+An implementation is named by a string, ``way`` in the records: ``"torch-fused"``, ``"hdet-"`` and a backend, or the
+name of a peer in ``peers.py``.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import measure
-import peers
 import pytest
 import torch
 from torch import nn
 
+from bench import measure, peers
 from hdet_kernels.ops.backends import backends
 from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 
-#: Our backends by device. On a GPU the fallback is left out: it takes minutes for 10 000 tensors.
+# Our backends by device. The pure-torch fallback is left out on GPUs: it takes minutes for 10 000 tensors.
 BACKENDS = {"cuda": ("cuda", "triton"), "cpu": ("cpp", "torch")}
 
-#: By rule: torch's class (``None``: it has none), ours, and the options of both.
+# By update rule: torch's class (None if it has none), ours, and the options of both.
 RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, FusedAdamW, {"lr": 1e-3}),
     "adam": (torch.optim.Adam, FusedAdam, {"lr": 1e-3}),
@@ -30,8 +32,7 @@ RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def why_not(way: str, device: str, rule: str = "adamw", tensors: int = 1) -> str | None:
-    """Why ``way`` (``"hdet-"`` and a backend, one of torch's, or a peer) cannot be measured on ``device`` with so many
-    ``tensors``, if so."""
+    """Return why ``way`` cannot be measured on ``device`` with so many ``tensors``, or None if it can."""
     if device == "cuda" and not torch.cuda.is_available():
         return "torch finds no usable NVIDIA GPU"
     if way in peers.PEERS:
@@ -46,16 +47,16 @@ def why_not(way: str, device: str, rule: str = "adamw", tensors: int = 1) -> str
         try:
             theirs([param], **common, fused=True).step()
         except RuntimeError:
-            return f"torch {torch.__version__} has no fused {rule} for it"
+            return f"torch {torch.__version__} has no fused {rule} for {device}"
     return None
 
 
 def optimizer(way: str, rule: str, params: list[nn.Parameter], **options: Any) -> Any:
-    """``options`` are for our optimizers alone. The peers know no rule but AdamW."""
+    """Build the optimizer of an implementation. ``options`` apply to our optimizers only; peers know only AdamW."""
     theirs, ours, common = RULES[rule]
     if way in peers.PEERS:
         if rule != "adamw":
-            raise ValueError(f"{way} is an AdamW, and was asked for {rule}")
+            raise ValueError(f"{way} implements adamw only, got rule={rule!r}")
         return peers.PEERS[way].make(params)
     if way.startswith("hdet-"):
         return ours(params, **common, **options, backend=way.removeprefix("hdet-"))
@@ -65,7 +66,7 @@ def optimizer(way: str, rule: str, params: list[nn.Parameter], **options: Any) -
 def stepper(
     way: str, rule: str, params: list[nn.Parameter], max_grad_norm: float | None, **options: Any
 ) -> tuple[Any, measure.Call]:
-    """The optimizer, and a step as the user calls it, clipping included: ours clips within its step."""
+    """Return the optimizer and its step with gradient clipping; our optimizers clip within the step."""
     if way.startswith("hdet-"):
         ours = optimizer(way, rule, params, max_grad_norm=max_grad_norm, **options)
         return ours, ours.step
@@ -81,8 +82,14 @@ def stepper(
 
 
 def case(device: str, *values: Any, why_not: str | None, on_device: bool = False) -> Any:
-    """A parametrised case, named ``gpu-…`` or ``cpu-…``; skipped for ``why_not``; timed by the device's own clock if
-    ``on_device``, else by the host's."""
+    """Return a pytest parameter set named ``gpu-…`` or ``cpu-…``.
+
+    Args:
+        device: "cuda" or "cpu", the first parameter.
+        values: The other parameters.
+        why_not: The reason to skip the case, or None.
+        on_device: Whether the device's clock times the case instead of the host's.
+    """
     marks = [pytest.mark.skipif(why_not is not None, reason=f"{device}: {why_not}")]
     if on_device:
         marks.append(pytest.mark.benchmark(timer=measure.clock(device)))

@@ -1,4 +1,4 @@
-"""The bytes that torch's allocator has handed out, phase by phase: the peak of each, and what is held after it."""
+"""Track the memory of torch's allocator by phases: the peak within each, and what is held after it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 
-class Ledger:
-    """Counts from what there is when it is made; what is allocated between two phases is not to be freed in one.
+class MemoryTracker:
+    """Peak and held bytes by phase, counted from the state at construction.
 
-    On a GPU by the allocator's own counters (``max_memory_allocated``), which round every tensor up to 512 bytes, and
-    to its whole block where less than 1 MiB of that would be left. On a CPU by the allocations that the profiler sees,
-    to the byte. What does not come from torch's allocators is in neither.
+    On a GPU the allocator's counters are used (``max_memory_allocated``). They round every tensor up to 512 bytes, and
+    to its whole block where less than 1 MiB of it would be left. On a CPU the profiler's allocation events are summed,
+    exact to the byte. Memory from other allocators is not counted. Memory that was allocated between two phases must
+    not be freed within a phase.
     """
 
     def __init__(self, device: str) -> None:
         self.device = device
-        #: By phase, in bytes.
+        # By phase, in bytes.
         self.peaks: dict[str, int] = {}
         self.held: dict[str, int] = {}
         self._now = 0
@@ -31,7 +32,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        gc.freeze()  # what was garbage before is not to be freed within the phase, nor walked at its end
+        """Record the peak of the block and the bytes held at its end."""
+        gc.freeze()  # garbage from before must not be freed within the phase
         try:
             with self._on_the_gpu(name) if self.device == "cuda" else self._on_the_cpu(name):
                 yield
@@ -57,7 +59,7 @@ class Ledger:
 
 
 def _allocations(profiled: Any) -> Iterator[tuple[int, int]]:
-    """The time of every allocation and its bytes, of what is freed less than zero."""
+    """Yield time and bytes of every allocation; freed bytes are negative."""
     events = list(profiled.profiler.kineto_results.experimental_event_tree())
     while events:
         event = events.pop()
@@ -67,8 +69,10 @@ def _allocations(profiled: Any) -> Iterator[tuple[int, int]]:
 
 
 def warm_up_libraries(device: str) -> None:
-    """The libraries of matrix products take a workspace for good when a thread first uses them, and the backward pass
-    has a thread of its own; it is nobody's."""
+    """Run a matrix product forwards and backwards, so that the libraries' permanent workspaces are not counted.
+
+    They are allocated when a thread first uses them, and the backward pass has its own thread.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
         torch.nn.functional.linear(matrix, matrix, matrix[0]).sum().backward()

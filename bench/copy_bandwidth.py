@@ -1,4 +1,4 @@
-"""What the machine can do, measured once a run before anything else: bandwidth of a copy, time of a launch."""
+"""Measure the copy bandwidth and the launch time of the machine, which all times are compared with."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import statistics
 import subprocess
 from typing import Any
 
-import measure
 import torch
 
-#: MiB of the copies that are tried; all are many times the size of the caches.
+from bench import measure
+
+# Sizes of the copies in MiB; all are many times the size of the caches.
 COPIES = {"cuda": (512, 1024, 4096), "cpu": (64, 256)}
 
-#: What was measured in this run, by device.
+# Results of this process, by device. They are recorded under the key ``yardsticks``.
 measured: dict[str, dict[str, Any]] = {}
 
 _GPU_STATE = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
-def yardstick(device: str) -> dict[str, Any]:
-    """``copy B/s`` counts bytes read and bytes written; it is the median of the fastest of several sizes, which is the
-    hardest one to be compared with."""
+def measure_once(device: str) -> dict[str, Any]:
+    """Return the limits of a device, measured at the first call.
+
+    ``copy B/s`` counts bytes read and bytes written. It is the median of the fastest of several sizes.
+    """
     if device not in measured:
         copies = {
             f"{mebibytes} MiB": _copy(device, mebibytes) for mebibytes in COPIES[device][: 1 if measure.QUICK else None]
@@ -40,15 +43,17 @@ def yardstick(device: str) -> dict[str, Any]:
 
 
 def share(moved: int, seconds: float, device: str, held: int) -> dict[str, Any]:
-    """``moved`` bytes in ``seconds`` as a share of the copy bandwidth; and whether the ``held`` bytes that are worked
-    on are so few that the cache has a part in it."""
-    known = yardstick(device)
+    """Return ``moved`` bytes in ``seconds`` as a share of the copy bandwidth.
+
+    ``cached`` in the result is True where the working set of ``held`` bytes may fit into the L2 cache in part.
+    """
+    known = measure_once(device)
     bandwidth: float = known["copy B/s"]
     return {"bytes": moved, "share": moved / seconds / bandwidth, "cached": held < 2 * known.get("L2 bytes", 0)}
 
 
 def report(benchmark: Any, device: str, *, moved: int, held: int) -> None:
-    """Records the median time of ``benchmark`` and its share of the copy bandwidth, and prints both."""
+    """Record and print the median time of ``benchmark`` and its share of the copy bandwidth."""
     if benchmark.stats is None:  # --benchmark-disable
         return
     stats = benchmark.stats.stats
@@ -67,7 +72,7 @@ def _copy(device: str, mebibytes: int) -> float:
 
 
 def _launch(device: str) -> dict[str, float]:
-    """Of a kernel that does nothing to speak of: each of many in a row, and one until it is done."""
+    """Return the µs of an almost empty kernel: each of many in a series, and one until it is done."""
     little = torch.zeros(1, device=device)
 
     def launch() -> None:
@@ -79,7 +84,7 @@ def _launch(device: str) -> dict[str, float]:
 
 
 def _gpu_state(uuid: str) -> dict[str, str] | None:
-    """What nvidia-smi says of the GPU while it copies; ``None`` where it says nothing."""
+    """Return driver, clocks and power limit by nvidia-smi while the GPU copies, or None where that fails."""
     source = torch.ones(2**30, device="cuda")
     target = torch.empty_like(source)
     for _ in range(400):  # most of a second

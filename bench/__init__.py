@@ -1,0 +1,20 @@
+"""Benchmarks of hdet_kernels: run suites, record them as JSON, and write tables, plots and documentation pages.
+
+The flow, file by file:
+
+    suites.py           the list of suites; each is a file test_<suite>.py, run by pytest-benchmark
+    command.py          ``python -m hdet_kernels bench``: run suites, each in a process of its own
+      measure.py          time calls: CUDA events, rounds, turns
+      copy_bandwidth.py   measure the copy bandwidth that every time is compared with
+      implementations.py  build the optimizer to be measured: torch's, ours on each backend, or a peer (peers.py)
+      models.py           parameter shapes; training_steps.py has whole models, for whole training steps
+    records.py          read the recorded JSON (bench/results/ or the folder of a run)
+    sections.py         turn the records of each suite into a section of Markdown
+    run_report.py       REPORT.md of one run
+    pages.py            ``python -m bench.pages``: docs/benchmarks.md, docs/cost.md and the two tables of README.md
+    compare.py          compare two recorded runs
+    cost_model.py       model the cost of averaging on up to 16 384 replicas; link_check.py checks it against gloo
+    quality/            measure how well training ends, not how fast
+
+In the records, the key ``way`` names an implementation: ``torch-fused``, ``hdet-cuda``, or the name of a peer.
+"""
