@@ -36,9 +36,10 @@ class ExploitController:
 
     reads: ClassVar[Literal["losses"]] = "losses"
 
-    def check(self, run: Run) -> None:
+    def prepare(self, run: Run) -> Run:
         if run.total_steps is None:
             raise ValueError("ExploitController needs the length of the run: pass total_steps=")
+        return run
 
     def active(self, run: Run, step: int) -> bool:
         total = run.total_steps or 0
