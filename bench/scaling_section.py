@@ -177,7 +177,7 @@ def plot(entries: list[Entry], path: str | Path) -> bool:
         least = sorted({(info[axis], info["bytes"]) for series in by_way.values() for info in series})
         panel.plot([x for x, _ in least], [b / bandwidth * 1e3 for _, b in least], "--", color="0.5", label="a copy")
         panel.set(xscale="log", yscale="log", xlabel=axis)
-        panel.table_lines(color="0.92")
+        panel.grid(color="0.92")
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("ms, one AdamW step in fp32")

@@ -37,7 +37,7 @@ def test_every_method_learns(digits: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("digits", "flights") else pytest.mark.full) for name in TASKS]
+    "name", [pytest.param(name, marks=[] if name == "digits" else pytest.mark.full) for name in TASKS]
 )
 def test_every_task_runs_plain_and_as_a_stack(name: str, little_data: Path) -> None:
     task = TASKS[name](CPU, little_data)
