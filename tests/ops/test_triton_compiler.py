@@ -199,7 +199,7 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     made = json.loads(done.stdout)
-    assert len(made) >= 58
+    assert len(made) >= 60
     # 1024 elements and 4 warps: 8 for each thread, two vectors of fp32 or one of bf16, for each buffer.
     for target in TARGETS:
         assert (made[f"adamw-fp32-sm{target}"]["loads"], made[f"adamw-fp32-sm{target}"]["stores"]) == (8, 6)
