@@ -133,9 +133,7 @@ def _reductions(found: list[Entry]) -> str:
         return f"`{params['operation']}`", params["dtype"], model(params["model"], info)
 
     description = "One read of all gradients. A read alone can be faster than a copy."
-    return comparison(
-        "Norm and finite check of gradients", description, found, ("operation", "gradients", "model"), key, sort=1
-    )
+    return comparison("Norm of gradients", description, found, ("operation", "gradients", "model"), key, sort=1)
 
 
 def _packs(found: list[Entry]) -> str:

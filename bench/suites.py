@@ -22,7 +22,7 @@ SUITES: dict[str, Suite] = {
     "end_to_end": Suite("whole training steps of four models, HDET beside plain torch: time, memory, profile"),
     "stack_step": Suite("one optimizer step of R stacked replicas, and their initial noise"),
     "stack_training": Suite("a whole training step of 8 stacked replicas, beside a plain model and 8 processes"),
-    "reduce": Suite("norm and finite check of all gradients"),
+    "reduce": Suite("norm of all gradients"),
     "pack": Suite("tensors into one staging buffer and back, and the mean of stacked replicas"),
     "noise": Suite("normal noise added to all tensors"),
     "wire": Suite("encoding, merging and decoding of a compressed average"),
