@@ -1,6 +1,6 @@
 """Draw how_it_works.svg: the learning rates of four replicas, computed by the library's fan-out and controller.
 
-python docs/figure.py
+python docs/how_it_works.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 import hdet_kernels as hk
-from hdet_kernels.controller.peak_posterior import turns_at
+from hdet_kernels.controller.peak_posterior import turning_length
 from hdet_kernels.controller.protocol import Observation, Run
 
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
@@ -37,11 +37,13 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
 
     Simulated losses are lowest where the path length (sum of learning rates) is that of the best peak.
     """
+    # As losses of training batches, which need no early syncs and no pairs.
     controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,), (START,))
+    turning = turning_length(SYNC, TOTAL, controller.settings)
     state = controller.start(1, run)
     plain = schedule()
     base, rates = np.empty(TOTAL), np.empty((TOTAL, REPLICAS))
-    rho, (departs,) = hk.multipliers(REPLICAS, SPREAD), controller.departs(run)
+    rho, (departs,) = hk.multipliers(REPLICAS, SPREAD), controller.prepare(run).departs
     for step in range(TOTAL):
         if step % SYNC == 0:
             own = rho[hk.permutation(REPLICAS, seed=0, cycle=step // SYNC, hyperparameter="lr/0")]
@@ -49,7 +51,7 @@ def replica_rates() -> tuple[np.ndarray, np.ndarray]:
         rates[step] = base[step] * (own if departs is None or step < departs[1] else 1.0)
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
             path_length = base[: step + 1].sum() + base[step] * SYNC
-            losses = np.log(np.cosh(np.log(path_length * own / (BEST * turns_at(SYNC, TOTAL))))) / 3 - step / SYNC
+            losses = np.log(np.cosh(np.log(path_length * own / (BEST * turning)))) / 3 - step / SYNC
             state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], step + 1))
     return base, rates
 
