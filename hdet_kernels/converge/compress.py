@@ -32,7 +32,7 @@ def check_format(compress: str | None) -> None:
 
 @dataclass(frozen=True)
 class _BucketMemory:
-    """What a process remembers of one bucket: c, its own error e, and the error e′ of its shard."""
+    """The memory of one bucket in a process: c, its own error e, and the error e′ of its shard."""
 
     consensus: Tensor
     error: Tensor

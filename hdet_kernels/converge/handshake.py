@@ -35,7 +35,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Report:
-    """What a process reports about its replicas at a sync, apart from their tensors.
+    """The report of a process on its replicas at a sync, apart from their tensors.
 
     Tensors stay on their device until the handshake row is built. Where a process holds several replicas,
     ``loss_sum`` and ``probe`` have one entry for each.
@@ -62,7 +62,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all processes conclude from the gathered rows. Arrays have one entry per replica.
+    """The conclusions of all processes from the gathered rows. Arrays have one entry per replica.
 
     Attributes:
         losses: mean training loss; NaN where none was recorded.

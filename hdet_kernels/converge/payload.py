@@ -1,4 +1,4 @@
-"""What is averaged at a sync: parameters, buffers, optimizer state and step counts, as flat tensors of this process."""
+"""The payload of a sync: parameters, buffers, optimizer state and step counts, as flat tensors of this process."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def check_merge(merge: object, *, outer: object, compress: object) -> None:
 
 @dataclass(frozen=True)
 class AverageRequest:
-    """What the caller of an average asks for.
+    """The request of the caller of an average.
 
     Attributes:
         call: name of the operation; all replicas must be in the same one.
@@ -73,7 +73,7 @@ class AverageRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all replicas have decided to average.
+    """The decision of all replicas on what to average.
 
     Attributes:
         healthy: [replicas] whose values and losses are finite.

@@ -546,7 +546,7 @@ def test_a_checkpoint_with_and_one_without_do_not_fit_each_other() -> None:
         outer.scheduler.load_state_dict(bare.scheduler.state_dict())
     with pytest.raises(ValueError, match=r"made with outer=\{'lr': 0.7, .*\}, this scheduler has None"):
         bare.scheduler.load_state_dict(outer.scheduler.state_dict())
-    with pytest.raises(ValueError, match=r"made with outer=.*'momentum': 0.9.*, this scheduler has .*'momentum': 0.5"):
+    with pytest.raises(ValueError, match=r"made with outer.momentum=0.9, this scheduler has 0.5"):
         Replicas(0, "loose", outer=hk.Outer(momentum=0.5)).scheduler.load_state_dict(outer.scheduler.state_dict())
     homed = Replicas(0, "homed", outer=hk.Outer())
     untouched = homed.scheduler.state_dict()

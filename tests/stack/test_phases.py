@@ -21,7 +21,7 @@ def test_with_a_probe_the_first_cycle_has_early_syncs() -> None:
         (2, "early", 0), (4, "early", 0), (8, "early", 0), (16, "sync", 0), (32, "sync", 1)
     ]  # fmt: skip
     assert all(record.probes is not None for record in history)
-    assert trainer.scheduler.cycle.spread.controller_state["looks"] == [5]
+    assert trainer.scheduler.cycle.spread.controller_state["observations"] == [5]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_other_wrong_arguments_are_refused() -> None:
         hk.ReplicaStack(nn.Linear(1, 1), R, gradients="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cuda_graphs must be True or False, got 'yes'"):
         hk.ReplicaStack(nn.Linear(1, 1), R, cuda_graphs="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not over RowEnsemble"):
+    with pytest.raises(ValueError, match="one whole replica each, got RowEnsemble"):
         hk.ReplicaStack(nn.Linear(1, 1), R, ensemble=RowEnsemble(2, SingleReplica()))
 
 

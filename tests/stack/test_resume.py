@@ -144,19 +144,6 @@ def test_resumes_exactly_around_early_syncs(steps: tuple[int, ...]) -> None:
         assert [record.step for record in resumed.scheduler.history] == [2, 4, 8, 16]
 
 
-def test_resumes_from_a_checkpoint_without_early_syncs() -> None:
-    """Its controller state lacks the losses at the last sync, the path length and the signs of instability."""
-    saved = probed_trainer().train(20)
-    state = saved.scheduler.state_dict()
-    for name in ("level", "way", "opposed", "signs", "noise"):
-        del state["hdet"]["spread"]["controller"][name]
-    saved.scheduler.load_state_dict(state)
-    saved.train(20)
-    control = saved.scheduler.cycle.spread.controller_state
-    assert control["level"] is not None
-    assert control["way"][0] > 0
-
-
 def test_resumes_exactly_around_the_end_of_fan_out() -> None:
     check_resumes((11, 12, 13, 15), 18, **SHORT)
 
