@@ -199,6 +199,7 @@ class TestExploreRefuses:
             ({"spacing": "cubic"}, ValueError, "spacing must be 'linear' or 'log', got 'cubic'"),
             ({"bounds": (1.0, 0.0)}, ValueError, r"bounds of 'x' must be \(lowest, highest\), got \(1.0, 0.0\)"),
             ({"bounds": (1.0, 1.0)}, ValueError, "bounds of 'x'"),
+            ({"bounds": (0.5, 1.0, 2.0)}, ValueError, "bounds of 'x'"),
             ({"bounds": (math.nan, 1.0)}, ValueError, "bounds of 'x'"),
             ({"base": 0.0}, ValueError, "base value of x must be a positive number, got 0.0"),
             ({"base": -1.0}, ValueError, "base value of x must be a positive number, got -1.0"),
@@ -245,6 +246,19 @@ class TestHyperparameter:
     @pytest.mark.parametrize(("value", "expected"), [(0.05, 0.1), (0.1, 0.1), (0.5, 0.5), (2.0, 2.0), (3.0, 2.0)])
     def test_bounds_of_a_number(self, value: float, expected: float) -> None:
         assert hyper(bounds=(0.1, 2.0)).bounded(value) == expected
+
+    def test_reach_is_the_logarithm_of_the_factors_that_bounds_allow(self) -> None:
+        assert hyper(base=0.4, bounds=(0.1, 1.0)).reach == pytest.approx((math.log(0.25), math.log(2.5)))
+        assert hyper(base=0.4, bounds=(0.0, 1.0)).reach == pytest.approx((-math.inf, math.log(2.5)))
+        assert hyper(base=0.4).reach == (-math.inf, math.inf)
+        assert hyper(base=None, bounds=(0.1, 1.0)).reach == (-math.inf, math.inf)
+
+    def test_several_values_are_written_to_the_group_beside_their_base(self) -> None:
+        groups = adam_groups()
+        hyper(group=1, key="eps").write_several(groups, 2.0, (1.5, 2.5))
+        assert groups[1]["eps"] == 2.0
+        assert groups[1]["per_replica"] == {"eps": (1.5, 2.5)}
+        assert "per_replica" not in groups[0]
 
     def test_bounds_of_an_array(self) -> None:
         values = np.array([0.05, 0.5, 3.0])

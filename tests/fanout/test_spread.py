@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hdet_kernels import RegressionController, SoftmaxController
+from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
 from hdet_kernels.controller.protocol import Observation, Run, State
 from hdet_kernels.fanout.explore import Hyperparameter
 from hdet_kernels.fanout.spread import Spread
@@ -109,3 +110,42 @@ def test_the_state_of_the_controller_is_copied() -> None:
     state["controller"]["mu"][0] = 9.0
     assert values.controller_state["mu"] == [0.0, 0.0]
     assert values.scheduled == [0.1]
+
+
+class Rows:
+    """Replicas 2 and 3 of four, in one process."""
+
+    size, replica, rows = 4, 2, 2
+
+
+def test_a_process_with_one_replica_writes_that_replicas_values() -> None:
+    values, written = spread(None), []
+    values.hyperparameters = (values.hyperparameters[0], replace(values.hyperparameters[1], apply=written.append))
+    groups: list[dict[str, Any]] = [{"lr": 0.1}]
+    values.write(groups)
+    placed = values.placement()
+    assert groups == [{"lr": pytest.approx(placed.values[0, Place.replica])}]
+    assert written == [pytest.approx(placed.values[1, Place.replica])]
+    assert values.rates([0.2]) == [pytest.approx(2 * placed.values[0, Place.replica])]
+    values.write_rates(groups)
+    assert "per_replica" not in groups[0]
+
+
+def test_a_process_with_several_replicas_writes_base_and_values() -> None:
+    rate = Hyperparameter("lr/0", 0.3, "linear", None, None, 0, "lr")
+    values = Spread([rate], None, Rows(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
+    groups: list[dict[str, Any]] = [{"lr": 0.1}]
+    values.write(groups)
+    own = values.placement().values[0, 2:4].tolist()
+    assert groups[0]["lr"] == 0.1
+    assert groups[0]["per_replica"]["lr"] == pytest.approx(tuple(own))
+    assert values.rates([0.2]) == [0.2], "the optimizer's group holds the base"
+    values.write_rates(groups)
+    assert groups[0]["per_replica"]["lr"] == pytest.approx(tuple(2 * value for value in own))
+
+
+@pytest.mark.parametrize(("reads", "expected"), [("losses", True), ("slopes", False)])
+def test_only_controllers_that_read_losses_compare_them(reads: str, expected: bool) -> None:
+    controller = RegressionController() if reads == "losses" else HypergradientController()
+    assert spread(controller).reads_losses is expected
+    assert not spread(None).reads_losses
