@@ -7,6 +7,12 @@ second, so that a machine without one prints the reason for each skip there.
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell starts background jobs with interrupts ignored, and processes inherit that: those of the tests that interrupt
+# a demo or a benchmark would not notice.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported, for this process and those that it starts: the tests run in as many processes as there are
 # cores, and their tensors are small.
@@ -18,6 +24,12 @@ import torch
 # Triton decides when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Seed torch's global generator, so that no test depends on those that ran before it."""
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(tryfirst=True)
