@@ -113,7 +113,7 @@ def explore(name: str, examples: int, steps: int) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_any_sequence_equals_torch(name: str) -> None:
-    explore(name, examples=4, steps=16)
+    explore(name, examples=3, steps=15)
 
 
 @pytest.mark.full
