@@ -124,15 +124,13 @@ class Buckets:
         )
         #: Float32 masters of half-precision buffers; None for buffers without one.
         self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)
-        owned = {id(slot): own_storage(slot.view(self.flats[slot.flat])) for slot in self.slots}
-        # Tied parameters have the same slot, and get the same storage.
-        self._views = [owned[id(slot)] for slot in self.slots]
+        self._views = self.views(self.flats)
         # Tensors that were made in inference mode have no version.
         self._versioned = [param for param in self.params if not param.is_inference()]
         with torch.no_grad():
             for param, view in zip(self.params, self._views, strict=True):
                 view.copy_(param)
-                param.data = view
+        self._take_home(range(len(self.params)))
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return a view for each parameter, with its shape and strides, of buffers laid out like :attr:`flats`."""
@@ -213,8 +211,18 @@ class Buckets:
         values = [self.params[index].detach().clone() for index in moved]
         for index, value in zip(moved, values, strict=True):
             self._views[index].copy_(value)
-            self.params[index].data = self._views[index]
+        self._take_home(moved)
         return moved
+
+    def _take_home(self, indices: Iterable[int]) -> None:
+        """Make parameters the tensors of their slots. Tied parameters have the same slot, and get the same storage."""
+        owned: dict[int, Tensor] = {}
+        for index in indices:
+            slot = id(self.slots[index])
+            # Not the view itself: share_memory() gives a storage other memory, and the view must keep its own.
+            if slot not in owned:
+                owned[slot] = own_storage(self._views[index])
+            self.params[index].data = owned[slot]
 
 
 @dataclass(frozen=True)

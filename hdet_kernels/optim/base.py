@@ -221,6 +221,11 @@ class FusedOptimizer(Optimizer):
         Raises:
             ValueError: with nothing changed, if an entry is missing, unknown, or has another shape or kind of value.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(
+                "load_state_dict expects a dict, as optimizer.state_dict() returns it, got a "
+                f"{type(state_dict).__name__}"
+            )
 
         def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             check_state_dict(self, given)

@@ -22,8 +22,8 @@ StackedTensors = Mapping[tuple[str, ...], Tensor]
 def stack_state(template: nn.Module, stacked: StackedTensors) -> dict[str, Any]:
     """Return the template's ``state_dict`` with stacked tensors in the places of those that have rows.
 
-    Rows in a flat buffer, between those of other tensors, are copied: a file would hold the others as well. Tied tensors
-    share their copy.
+    Rows in a flat buffer, between those of other tensors, are copied: a file would hold the others as well. Tied
+    tensors share their copy.
     """
     entries = _entries(template, stacked)
     copies = {id(value): compact(value) for value, has_rows in entries.values() if has_rows}

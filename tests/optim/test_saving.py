@@ -20,6 +20,8 @@ import hdet_kernels as hk
 #: A value that only one parameter has, to be looked for in files.
 MARK = 123456.789
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
 
 class Net(nn.Module):
     """A model with tied weights, a BatchNorm with buffers, a frozen, an empty and a scalar parameter."""
@@ -68,16 +70,17 @@ def assert_same_state(first: nn.Module, second: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
 @pytest.mark.parametrize("gradients", ["autograd", "fixed"])
-def test_a_part_of_a_model_is_saved_without_the_rest(gradients: Any) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(512, 512))
+def test_a_part_of_a_model_is_saved_without_the_rest(gradients: Any, device: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(512, 512)).to(device)
     optimizer = hk.FusedAdamW(model.parameters(), gradients=gradients)
     with torch.no_grad():
         model[1].weight.fill_(MARK)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    mark = model[1].weight.detach()[0, 0].numpy().tobytes()
+    mark = model[1].weight.detach()[0, 0].cpu().numpy().tobytes()
     first = list(model[0].parameters())
     parts = {
         "a module": model[0],
