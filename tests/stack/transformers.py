@@ -38,10 +38,10 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Causal, with the input embedding as output layer."""
 
-    def __init__(self, vocabulary: int = 29, length: int = 12, width: int = 32, heads: int = 4, layers: int = 2) -> None:
+    def __init__(self, vocabulary: int = 29, length: int = 12, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 
