@@ -21,9 +21,19 @@ from hdet_kernels.controller.protocol import Run
 from hdet_kernels.schedule import state_schema
 from hdet_kernels.schedule.build import untouched_on_error
 from hdet_kernels.schedule.cycle import Cycle, plain_fields
-from hdet_kernels.schedule.history import History, SyncRecord
+from hdet_kernels.schedule.history import WINDOW, History, SyncRecord
 from hdet_kernels.schedule.overlapping import Overlapping
-from hdet_kernels.schedule.schema import EqualTo, Fields, Like, Schema, UnknownFields, Whole, equal, refuse
+from hdet_kernels.schedule.schema import (
+    RATE,
+    Fields,
+    Items,
+    Like,
+    Schema,
+    UnknownFields,
+    Whole,
+    equal,
+    refuse,
+)
 from hdet_kernels.version import __version__
 
 log = logging.getLogger("hdet_kernels")
@@ -43,7 +53,11 @@ _RENAMED = {
 _RENAMED_STABILITY = {"initial_level": "first", "edge": "near", "diverged_at": "broke", "lowest_before": "lowest"}
 
 #: Entries of torch's schedulers that follow from the arguments of their constructors.
-_FIXED = ("total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "use_beta1")
+_FIXED = (
+    *("total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "use_beta1", "_milestones"),
+    *("T_max", "T_0", "T_mult", "eta_min", "total_iters", "start_factor", "end_factor", "factor", "gamma"),
+    *("step_size", "milestones", "power"),
+)
 
 
 def state_of(cycle: Cycle) -> dict[str, Any]:
@@ -89,13 +103,25 @@ def checked(cycle: Cycle, state_dict: object) -> dict[str, Any]:
         state_schema.body(cycle, size=size, rows=rows, step=step).check(state, "hdet")
     if isinstance(state["window"]["sum"], list) is not (rows > 1) and state["window"]["count"]:
         raise refuse("hdet.window.sum", f"{rows} numbers" if rows > 1 else "a number", state["window"]["sum"])
+    syncs, every = state["summary"]["syncs"], state["summary"]["every"]
+    for name, found, expected in (
+        ("history", len(state["history"]), min(syncs, WINDOW)),
+        ("summary.points", len(state["summary"]["points"]), -(-syncs // every)),
+    ):
+        if found != expected:
+            raise ValueError(
+                f"the checkpoint's hdet.{name} has {found} entries, {expected} belong to {syncs} syncs: load an "
+                "undamaged checkpoint"
+            )
     cycle.converger.check_state_dict(state["compression"])
     cycle.converger.check_outer_state_dict(state["outer"])
     _check_controller(cycle, state)
     return state
 
 
-def checked_schedule(here: dict[str, Any], saved: object, step: int, path: str) -> dict[str, Any]:
+def checked_schedule(
+    here: dict[str, Any], saved: object, step: int, path: str, *, of_torch: bool = True
+) -> dict[str, Any]:
     """Return the entries of a torch scheduler's saved state that it has here too, without those of other versions.
 
     Args:
@@ -103,10 +129,15 @@ def checked_schedule(here: dict[str, Any], saved: object, step: int, path: str) 
         saved: the saved one.
         step: the step of the checkpoint, which the schedule must have too.
         path: how messages name ``saved``.
+        of_torch: whether torch has the scheduler's class, so that its constants are known by name.
     """
     if not isinstance(saved, dict):
         raise refuse(path, "a dict", saved)
-    fields: dict[str, Schema] = {name: EqualTo(own) if name in _FIXED else Like(own) for name, own in here.items()}
+    rates = Items(RATE, (len(here["_last_lr"]),) if "_last_lr" in here else ())
+    steps = {"last_epoch": Whole(-1, step), "_step_count": Whole(0, 2**63 - 1)}
+    named: dict[str, Schema] = {**steps, "base_lrs": rates, "_last_lr": rates}
+    like = Like(here, named, _FIXED) if of_torch else Like(here)
+    fields = {name: like.of(name) for name in here}
     if isinstance(here.get("last_epoch"), int):
         fields["last_epoch"] = Whole(step, step)
     known = {name: value for name, value in saved.items() if name in fields}
@@ -286,7 +317,9 @@ def _current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
     Version 0.1 saved no settings: the constants of its controllers are those of :mod:`..controller.settings` today.
     """
     saved = state.get("format", 1)
-    if isinstance(saved, bool) or saved not in (1, 2, FORMAT):
+    if "format" not in state and "version" in state:
+        raise ValueError("the checkpoint has no hdet.format: load an undamaged checkpoint")
+    if isinstance(saved, bool) or not isinstance(saved, int) or saved not in (1, 2, FORMAT):
         known = state_schema.names(cycle)
         unknown = ", ".join(f"hdet.{name}" for name in state if name not in known)
         raise ValueError(

@@ -297,7 +297,10 @@ class HDETScheduler(_WithCycle, LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         hdet = checkpoint.checked(self.cycle, state_dict)
         base, here = self.base_scheduler, self.base_scheduler.state_dict()
-        schedule = checkpoint.checked_schedule(here, state_dict.get("base_scheduler"), hdet["step"], "base_scheduler")
+        of_torch = type(base).__module__.startswith("torch.")
+        schedule = checkpoint.checked_schedule(
+            here, state_dict.get("base_scheduler"), hdet["step"], "base_scheduler", of_torch=of_torch
+        )
         with checkpoint.undone_on_error(self.cycle, self), checkpoint.schedule_loaded(base, schedule):
             _write_momentum(base)
             checkpoint.restore(self.cycle, hdet)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -246,6 +246,10 @@ class OneOf:
             self.second.check(value, path)
 
 
+#: A learning rate: a number, or a tensor of one.
+RATE = OneOf(OneOf(TensorOf(()), TensorOf((1,))), Number(0))
+
+
 @dataclass(frozen=True)
 class EqualTo:
     """The value that this scheduler has: it follows from the arguments of its constructor."""
@@ -265,9 +269,22 @@ class Like:
     """A value of the same structure as an example: for the state of objects whose code is not ours.
 
     Numbers are finite where the example's are. Where the example is None or empty, anything is accepted.
+
+    Args:
+        example: the example.
+        named: schemas of entries that are known by their name, wherever they are.
+        fixed: names of entries that must be equal to the example's.
     """
 
     example: Any
+    named: Mapping[str, Schema] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+
+    def of(self, name: Any) -> Schema:
+        """Return the schema of an entry of the example."""
+        if name in self.fixed:
+            return EqualTo(self.example[name])
+        return self.named.get(name) or replace(self, example=self.example[name])
 
     def check(self, value: Any, path: str) -> None:
         example = self.example
@@ -277,11 +294,10 @@ class Like:
             # Names with an underscore are details that differ between versions of torch.
             if missing := [f"{path}.{name}" for name in example if name not in value and str(name)[:1] != "_"]:
                 raise ValueError(f"the checkpoint has no {', '.join(missing)}: load an undamaged checkpoint")
-            for name, entry in example.items():
-                if name in value:
-                    Like(entry).check(value[name], f"{path}.{name}")
+            for name in example.keys() & value.keys():
+                self.of(name).check(value[name], f"{path}.{name}")
         elif isinstance(example, list | tuple) and example:
-            InOrder(tuple(Like(entry) for entry in example)).check(value, path)
+            InOrder(tuple(replace(self, example=entry) for entry in example)).check(value, path)
         elif isinstance(example, bool):
             Flag().check(value, path)
         elif isinstance(example, str):

@@ -14,6 +14,7 @@ from hdet_kernels.ops.wire import FORMATS
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import POINTS, WINDOW
 from hdet_kernels.schedule.schema import (
+    RATE,
     ByName,
     EmptyOr,
     Fields,
@@ -33,7 +34,7 @@ from hdet_kernels.schedule.schema import (
 )
 
 _ANY = Number(finite=False)  # a loss may be NaN
-_COUNT = Whole(0)
+_COUNT = Whole(0, 2**63 - 1)
 _NOT_NEGATIVE = Number(0)
 
 
@@ -43,7 +44,7 @@ HEAD = ("size", "replica", "rows", "step")
 
 def head(cycle: Cycle) -> Fields:
     """Return the schema of the entries ``HEAD``."""
-    return Fields({**dict.fromkeys(("size", "rows"), Whole(1)), "replica": _COUNT, "step": _step(cycle)})
+    return Fields({**dict.fromkeys(("size", "rows"), Whole(1, 2**31)), "replica": _COUNT, "step": _step(cycle)})
 
 
 def names(cycle: Cycle) -> frozenset[str]:
@@ -81,15 +82,15 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "run": Fields(
                 {
                     "peak": Number(0, 1),
-                    "peaks": Items(Maybe(_NOT_NEGATIVE), (0, len(names))),
+                    "peaks": Items(Maybe(_NOT_NEGATIVE), (len(cycle.run.peaks),)),
                     "end": Number(0, 1),
                 }
             ),
             "shared": Maybe(Flag()),
             "spread": Fields(
                 {
-                    "scheduled": Items(OneOf(_NOT_NEGATIVE, TensorOf(())), (groups,)),
-                    "controller": controller_state(cycle, len(names)),
+                    "scheduled": Items(RATE, (groups,)),
+                    "controller": controller_state(cycle, len(names), step),
                 }
             ),
             "window": Fields(
@@ -100,8 +101,8 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "compression": Maybe(compression(_elements(cycle, payload) if cycle.converger.compress else None)),
             "outer": outer(rows) if cycle.config["outer"] is not None else Missing("outer=None here"),
             "begun": Flag(),
-            "history": Items(record(step), longest=WINDOW),
-            "summary": summary(step),
+            "history": Items(record(step, tuple(names)), longest=WINDOW),
+            "summary": summary(step, tuple(names)),
         }
     )
 
@@ -187,16 +188,21 @@ def outer(rows: int) -> Fields:
     )
 
 
-def record(step: int | None) -> Fields:
-    """Return the schema of one record of the history of a run that has made ``step`` steps, if that is known."""
+def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
+    """Return the schema of one record of the history of a run.
+
+    Args:
+        step: the steps that it has made; None: any.
+        names: its hyperparameters; None: any.
+    """
     fields: dict[str, Schema] = {
         "step": Whole(0, step),
-        "cycle": _COUNT,
+        "cycle": Whole(0, step),
         "kind": Text(("sync", "early", "last", "manual")),
         "losses": Items(_ANY),
         "probes": Maybe(Items(_ANY)),
-        "base": ByName(Number()),
-        "values": ByName(Items(Number())),
+        "base": ByName(_NOT_NEGATIVE, names),
+        "values": ByName(Items(_NOT_NEGATIVE), names),
         "excluded": Items(_COUNT),
         "gradients": Text(("shared", "local", "unknown")),
         "bytes": _COUNT,
@@ -208,15 +214,15 @@ def record(step: int | None) -> Fields:
     return Fields(fields, optional=frozenset(("landed", "taken")))
 
 
-def summary(step: int) -> Fields:
-    """Return the schema of the summary of all syncs of a run that has made ``step`` steps."""
+def summary(step: int, names: tuple[str, ...]) -> Fields:
+    """Return the schema of the summary of all syncs of a run that has made ``step`` steps with these names."""
     extremes = Fields(dict.fromkeys(("first", "lowest", "highest", "last"), Number()))
-    point = Fields({"step": Whole(0, step), "loss": Maybe(Number()), "base": ByName(Number())})
+    point = Fields({"step": Whole(0, step), "loss": Maybe(Number()), "base": ByName(_NOT_NEGATIVE, names)})
     return Fields(
         {
             **dict.fromkeys(("syncs", "collectives", "bytes", "excluded"), _COUNT),
             "seconds": _NOT_NEGATIVE,
-            "base": ByName(extremes),
+            "base": EmptyOr(ByName(extremes, names)),
             "loss": EmptyOr(extremes),
             "every": Whole(1),
             "points": Items(point, longest=2 * POINTS),
@@ -224,8 +230,8 @@ def summary(step: int) -> Fields:
     )
 
 
-def controller_state(cycle: Cycle, count: int) -> Schema:
-    """Return the schema of the controller's state for ``count`` hyperparameters.
+def controller_state(cycle: Cycle, count: int, step: int) -> Schema:
+    """Return the schema of the controller's state for ``count`` hyperparameters after ``step`` steps.
 
     That of a controller from outside must look like the state that its ``start`` returns.
     """
@@ -241,18 +247,18 @@ def controller_state(cycle: Cycle, count: int) -> Schema:
             }
         )
     if type(controller) is HypergradientController:
-        return Fields(_slope_fields(controller, count))
+        return Fields(_slope_fields(controller, count, step))
     if type(controller) is RegressionController:
-        return Fields(_slope_fields(controller, count) | _regression_fields(controller, count))
+        return Fields(_slope_fields(controller, count, step) | _regression_fields(controller, count))
     return Like(controller.start(count, cycle.run))
 
 
-def _slope_fields(controller: SlopeController, count: int) -> dict[str, Schema]:
+def _slope_fields(controller: SlopeController, count: int, step: int) -> dict[str, Schema]:
     return {
         "mu": Items(Number(-controller.limit, controller.limit), (count,)),
         "m": Items(Number(), (count,)),
         **{name: Items(_NOT_NEGATIVE, (count,)) for name in ("q", "s")},
-        **{name: Items(_COUNT, (count,)) for name in ("observations", "updates")},
+        **{name: Items(Whole(0, step), (count,)) for name in ("observations", "updates")},
         "caps": Items(Maybe(_NOT_NEGATIVE), (0, count)),
     }
 

@@ -337,6 +337,8 @@ def test_a_format_from_the_future_is_refused_and_changes_nothing() -> None:
     state = scheduler.state_dict()
     state["hdet"]["format"] = FORMAT + 1
     before = copy.deepcopy(scheduler.state_dict())
-    with pytest.raises(ValueError, match=r"has format 4 of hdet_kernels .*, this is version .*, which reads 1 to 3: load it with"):
+    with pytest.raises(
+        ValueError, match=r"has format 4 of hdet_kernels .*, this is version .*, which reads 1 to 3: load it with"
+    ):
         scheduler.load_state_dict(state)
     assert same(scheduler.state_dict(), before)
