@@ -168,6 +168,11 @@ class Buckets:
         """The parameters in full precision: the masters, and the buffers that have none."""
         return tuple(flat if master is None else master for flat, master in zip(self.flats, self.masters, strict=True))
 
+    def read_full(self) -> tuple[Tensor, ...]:
+        """Return :attr:`full` as it would be after :meth:`refresh_masters`, with the masters left as they are."""
+        pairs = zip(self.flats, self.masters, strict=True)
+        return tuple(flat if master is None else in_full(flat, master) for flat, master in pairs)
+
     def moved(self) -> list[int]:
         """Return the indices of parameters that are no longer in their slot (``.to()``, ``.data = …``).
 

@@ -104,7 +104,7 @@ class Converger:
         """Let the outer optimizer start from the current parameters."""
         if self._outer is None or (self.tensors.params[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return  # a captured copy would be repeated by every replay
-        payload = self.tensors.payload(include_state=False)
+        payload = self.tensors.payload(include_state=False, reads=True)
         self._outer.begin(payload.params, payload.device)
 
     # One sync, top to bottom
@@ -161,7 +161,9 @@ class Converger:
             cost += run_transfers([take_largest(ensemble, payload.counts, plan.included, payload.device)])
         write_consensus: Callable[[], None] | None = None
         if self._compression is not None and plan.compressed:
-            more, write_consensus = self._compression.average(transport, payload.compressible)
+            more, write_consensus = self._compression.average(
+                transport, payload.compressible, backup=self.backup and ensemble.talks
+            )
             cost += more
         for device in {tensor.device for tensor in (*payload.all_params, *payload.buffers) if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
@@ -297,10 +299,19 @@ class Converger:
         """Return the state of the compression; None without compression or before its first average."""
         return self._compression.state_dict(self.ensemble.processes) if self._compression else None
 
+    def memories(self) -> list[object]:
+        """Return the objects that remember something from one average to the next."""
+        return [memory for memory in (self._compression, self._outer) if memory is not None]
+
+    def check_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
+        if self._compression is not None and state is not None:
+            self._compression.check_state_dict(state)
+
     def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
         """Load the state of the compression. ``own``: whether a process with the same replicas saved it."""
         if self._compression is not None:
-            regions = self.tensors.payload(include_state=False).compressible
+            regions = self.tensors.payload(include_state=False, reads=True).compressible
             self._compression.load_state_dict(state, self._transport, regions, own=own)
 
     def outer_state_dict(self) -> dict[str, Any] | None:

@@ -156,10 +156,16 @@ class ModelTensors:
         self.rows = ensemble.rows
         # Numbers of the buffers that have infinities from the start: attention masks, constants and not damage.
         self.masks = [number for number, buffer in enumerate(buffers()) if _is_mask(buffer)]
-        self.payload(include_state=False)  # raises now, not after T steps, if a tensor cannot be flattened
+        self.payload(include_state=False, reads=True)  # raises now, not after T steps, if one cannot be flattened
 
-    def payload(self, *, include_state: bool) -> Payload:
-        """Return the tensors as they are now."""
+    def payload(self, *, include_state: bool, reads: bool = False) -> Payload:
+        """Return the tensors as they are now.
+
+        Args:
+            include_state: whether optimizer state and step counts are wanted.
+            reads: whether the payload is only read, so that masters must stay as they are. A checkpoint may be loaded
+                in parts, and masters that do not fit the parameters now will fit those that are loaded next.
+        """
         gapped: list[tuple[Tensor, Tensor]] = []
 
         def flat(tensor: Tensor) -> Tensor:
@@ -167,7 +173,8 @@ class ModelTensors:
 
         if self.buckets is not None:
             self.buckets.rehome()
-            self.buckets.refresh_masters()
+            if not reads:
+                self.buckets.refresh_masters()
         # A buffer may be a view of a parameter, and two buffers may share their memory.
         moving = [buffer for number, buffer in enumerate(self.buffers()) if number not in self.masks]
         parts = distinct(local(tensor) for tensor in (*self.params, *moving))
@@ -175,7 +182,10 @@ class ModelTensors:
         loose = [part for part in parts if part.numel() and part.data_ptr() in own]
         buffers = [part for part in parts if part.numel() and part.data_ptr() not in own]
         floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-        homed = None if self.buckets is None else [[flat(full)] for full in self.buckets.full if full.numel()]
+        homed = None
+        if self.buckets is not None:
+            full = self.buckets.read_full() if reads else self.buckets.full
+            homed = [[flat(each)] for each in full if each.numel()]
         return Payload(
             params=[[flat(param) for param in loose]] if homed is None else homed,
             buffers=[flat(buffer) for buffer in floating],
