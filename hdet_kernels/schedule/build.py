@@ -18,7 +18,7 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.checks import check_choice, check_whole
 from hdet_kernels.controller.protocol import Controller, Run, check_controller
 from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.converge import Converger, StepCounts, averaged_state, why_not_averaged
+from hdet_kernels.converge import Converger, StepCounts, all_names, averaged_state, why_not_averaged
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
 from hdet_kernels.fanout.spread import Spread
@@ -306,6 +306,12 @@ def _converger_of(
             return {}
         raise TypeError(why_not)
 
+    def names() -> Iterator[tuple[str, Tensor]]:
+        for group in optimizer.param_groups:
+            yield from zip(group.get("param_names", ()), group["params"], strict=False)
+        if model is not None:
+            yield from all_names(model)
+
     buckets = getattr(optimizer, "buckets", None)
     converger = Converger(
         buckets if isinstance(buckets, Buckets) else [p for group in optimizer.param_groups for p in group["params"]],
@@ -314,6 +320,7 @@ def _converger_of(
         counts=StepCounts(optimizer),
         # Read at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
         buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],
+        names=names,
         bucket_bytes=options["bucket_bytes"],
         compress=options["compress"],
         backup=options["backup"],
