@@ -131,8 +131,11 @@ def softmax_weights(losses: Array, scale: float) -> Array:
     finite = np.isfinite(losses)
     if not finite.any():
         return np.full(len(losses), 1 / len(losses))
-    score = np.where(finite, (losses[finite].mean() - losses) / scale, -np.inf)
-    weights = np.exp(score - score.max())
+    # L̄ cancels in the softmax. Relative to the lowest loss nothing overflows but what has weight 0.
+    with np.errstate(over="ignore"):
+        score = (losses[finite].min() - losses[finite]) / scale
+    weights = np.zeros(len(losses))
+    weights[finite] = np.exp(score)
     return weights / weights.sum()
 
 

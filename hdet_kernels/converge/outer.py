@@ -158,12 +158,14 @@ class OuterStep:
                 f"the checkpoint has the outer optimizer's state of part {saved} of {of} of a replica, this process "
                 f"holds part {part} of {parts}: load the file of a process that held the same part"
             )
-        sizes, here = ([(t.numel(), t.dtype) for t in tensors] for tensors in (state["consensus"], self._consensus))
-        if sizes != here:
-            raise ValueError(
-                f"the checkpoint's outer optimizer remembers flat tensors of {_spell(sizes)}, this one of "
-                f"{_spell(here)}: resume with the model and the class of optimizer that it was saved with"
-            )
+        velocity = state["consensus"] if state["velocity"] is None else state["velocity"]
+        for tensors in (state["consensus"], velocity):
+            sizes, here = ([(t.numel(), t.dtype) for t in each] for each in (tensors, self._consensus))
+            if sizes != here:
+                raise ValueError(
+                    f"the checkpoint's outer optimizer remembers flat tensors of {_spell(sizes)}, this one of "
+                    f"{_spell(here)}: resume with the model and the class of optimizer that it was saved with"
+                )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of any replica: all remember the same."""

@@ -6,6 +6,7 @@ Nothing of the optimizer changes before all checks have passed, except that base
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +18,22 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.checks import check_choice, check_whole
 from hdet_kernels.controller.protocol import Controller, Run, check_controller
 from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.converge import Converger, StepCounts, averaged_state, why_not_averaged
+from hdet_kernels.converge import Converger, StepCounts, all_names, averaged_state, why_not_averaged
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.history_file import HistoryFile
 from hdet_kernels.schedule.options import GradientMode, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
 from hdet_kernels.tensors import replicas_of, share_gradients
 
 log = logging.getLogger("hdet_kernels")
+
+#: The most syncs at which a controller is asked, when it is built, whether it will act: a run can have millions.
+MOST_LOOKS = 10_000
 
 #: Fewest steps of a cycle that explores scalars other than learning rates: the optimizer's moments remember them.
 FEWEST_STEPS = 30
@@ -75,6 +80,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     _check_options(options, sync_every)
     ensemble = _ensemble_of(groups) if options["ensemble"] is None else options["ensemble"]
     gradients = _gradients_of(optimizer, ensemble, options["gradients"])
+    history_file = None if options["history_file"] is None else HistoryFile(options["history_file"])
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
     hyperparameters = expand(explore, groups, options["spread"], stack.hyper.set if stack is not None else None)
     _check_stack(stack, options, hyperparameters, gradients)
@@ -113,6 +119,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         overlap_steps=options["overlap_steps"] if ensemble.talks else 0,
         step=schedule.step,
         schedule=schedule.name,
+        history_file=history_file if (ensemble.replica, ensemble.part) == (0, 0) else None,
     )
 
 
@@ -224,8 +231,9 @@ def _controller_of(auto_lr: bool | Controller, diverges: bool) -> Controller | N
 def _check_controller_in(run: Run, controller: Controller, overlap_steps: int) -> None:
     """Raise if the run cannot give the controller what it reads; warn if no sync falls into its part of the run."""
     if run.total_steps is not None:
-        syncs = (*run.early, *range(run.sync_every, run.total_steps + 1, run.sync_every))
-        if not any(controller.active(run, step) for step in syncs):
+        regular = range(run.sync_every, run.total_steps + 1, run.sync_every)
+        looked_at = regular[:: max(len(regular) // MOST_LOOKS, 1)]
+        if not any(controller.active(run, step) for step in itertools.chain(run.early, looked_at, regular[-1:])):
             log.warning(
                 "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
                 "schedule will not be changed",
@@ -298,6 +306,12 @@ def _converger_of(
             return {}
         raise TypeError(why_not)
 
+    def names() -> Iterator[tuple[str, Tensor]]:
+        for group in optimizer.param_groups:
+            yield from zip(group.get("param_names", ()), group["params"], strict=False)
+        if model is not None:
+            yield from all_names(model)
+
     buckets = getattr(optimizer, "buckets", None)
     converger = Converger(
         buckets if isinstance(buckets, Buckets) else [p for group in optimizer.param_groups for p in group["params"]],
@@ -306,6 +320,7 @@ def _converger_of(
         counts=StepCounts(optimizer),
         # Read at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
         buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],
+        names=names,
         bucket_bytes=options["bucket_bytes"],
         compress=options["compress"],
         backup=options["backup"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypedDict, TypeVar, cast, get_type_hints
 
@@ -46,6 +47,7 @@ class HDETOptions(TypedDict, total=False):
     outer: Annotated[Outer | None, None]
     merge: Annotated[Merge, "mean"]
     seed: Annotated[int, 0]
+    history_file: Annotated[str | os.PathLike[str] | None, None]
 
 
 _HINTS = get_type_hints(HDETOptions, include_extras=True)
