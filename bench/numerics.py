@@ -1,6 +1,6 @@
 """Measure the error of every update rule and precision against float64 over many steps, and at extreme numbers.
 
-    python -m bench.numerics [--steps 100000] [--device cuda] [--out FILE]
+    python -m bench.numerics [--steps 100000] [--device cuda] [--jobs 6] [--out FILE]
 
 One parameter of 64 elements. Its gradients are scripted, exact in every precision, and of sizes from 1e-4 to 1. The
 truth is the recursion of ``numerics_rules.py`` in float64. Errors are relative to the largest parameter: the root mean
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
+import multiprocessing
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +61,22 @@ def start(dtype: torch.dtype, device: str) -> nn.Parameter:
     return nn.Parameter(torch.linspace(-1, 1, ELEMENTS).to(BF16).to(device, dtype))
 
 
-def errors(rule: Rule, steps: int, device: str = "cpu", backend: str | None = None) -> dict[str, dict[str, float]]:
-    """Return the errors of each precision and baseline after ``steps`` steps of a rule."""
+def errors(
+    rule: Rule,
+    steps: int,
+    device: str = "cpu",
+    backend: str | None = None,
+    precisions: Iterable[str] = tuple(PRECISIONS),
+) -> dict[str, dict[str, float]]:
+    """Return the errors of the precisions and of each baseline after ``steps`` steps of a rule."""
     truth = start(torch.float64, device)
     params = {"truth": truth}
     optimizers: dict[str, Any] = {"truth": Recursion(rule, truth)}
     for name, dtype in BASELINES.items():
         params[name] = start(dtype, device)
         optimizers[name] = torch_optimizer(rule, params[name])
-    for name, (dtype, options, _) in PRECISIONS.items():
+    for name in precisions:
+        dtype, options, _ = PRECISIONS[name]
         params[name] = start(dtype, device)
         optimizers[name] = rule.fused([params[name]], backend=backend, **rule.options, **options)
     for g in gradients(steps, device):
@@ -85,20 +94,28 @@ def errors(rule: Rule, steps: int, device: str = "cpu", backend: str | None = No
     return found
 
 
-def measured(steps: int, device: str) -> dict[str, Any]:
-    """Return the errors of all rules."""
-    found = {}
-    for name, rule in RULES.items():
-        found[name] = errors(rule, steps, device)
-        line = ", ".join(f"{precision}: {entry['rms']:.2g}" for precision, entry in found[name].items())
-        print(f"{name}: {line}", flush=True)
+def _errors_of(name: str, steps: int, device: str) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    found = errors(RULES[name], steps, device)
+    line = ", ".join(f"{precision}: {entry['rms']:.2g}" for precision, entry in found.items())
+    print(f"{name}: {line}", flush=True)
     return found
+
+
+def measured(steps: int, device: str, jobs: int = 1) -> dict[str, Any]:
+    """Return the errors of all rules, each measured in one of ``jobs`` processes."""
+    calls = [(name, steps, device) for name in RULES]
+    if jobs == 1:
+        return dict(zip(RULES, itertools.starmap(_errors_of, calls), strict=True))
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        return dict(zip(RULES, pool.starmap(_errors_of, calls, chunksize=1), strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--jobs", type=int, default=1, help="rules that are measured at the same time")
     parser.add_argument("--out", type=Path, help="write a JSON file")
     arguments = parser.parse_args()
     device = arguments.device
@@ -115,7 +132,7 @@ def main() -> None:
     }
     for part in ("learning rates", "subnormals"):
         print(part, json.dumps(record[part], indent=1))
-    record["errors"] = measured(arguments.steps, device)
+    record["errors"] = measured(arguments.steps, device, arguments.jobs)
     if arguments.out is not None:
         record["command"] += f" --out {arguments.out.name}"
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
