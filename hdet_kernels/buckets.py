@@ -237,8 +237,7 @@ def cut(tensors: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Buc
 
 def checked_bucket_bytes(bucket_bytes: int) -> int:
     """Return ``bucket_bytes``; raise ValueError unless it is a whole number of at least 1."""
-    check_whole("bucket_bytes", bucket_bytes, at_least=1)
-    return bucket_bytes
+    return check_whole("bucket_bytes", bucket_bytes, at_least=1)
 
 
 def _aligned(elements: int, itemsize: int) -> int:
@@ -248,8 +247,6 @@ def _aligned(elements: int, itemsize: int) -> int:
 
 
 def _check_movable(index: int, param: Tensor) -> None:
-    if not isinstance(param, Tensor):
-        raise TypeError(f"Buckets expected tensors, parameter {index} is a {type(param).__name__}")
     known = type(param) in (Tensor, torch.nn.Parameter) or replicas_of(param) is not None
     if not known or param.layout is not torch.strided:
         raise TypeError(

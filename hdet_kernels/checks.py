@@ -22,8 +22,8 @@ from torch import Tensor
 
 Kind = TypeVar("Kind")
 
-#: Largest whole number that is accepted where no smaller bound is given: that of 64 bits with a sign.
-LARGEST_WHOLE = 2**63 - 1
+#: Most steps of a run or a cycle: up to here floats tell all whole numbers apart.
+MOST_STEPS = 2**53
 
 #: Longest text of a value in a message.
 _LONGEST = 120
@@ -65,21 +65,23 @@ def check_whole(
     Args:
         name: how the message names the argument.
         value: what was given.
-        at_least: lowest value. Without it, that of 64 bits with a sign.
-        at_most: highest value. Without it, that of 64 bits with a sign.
+        at_least: lowest value.
+        at_most: highest value.
         remedy: what to do instead, at the end of the message.
     """
     expected = f"a whole number{_bounds(at_least, None, at_most, None)}"
     given = _real(name, value, expected, remedy)
-    if not isinstance(given, Integral):
+    if not isinstance(given, Integral) or not _within(given, at_least, None, at_most, None):
         raise ValueError(_message(name, value, expected, remedy))
-    whole = int(given)
-    low = -LARGEST_WHOLE - 1 if at_least is None else at_least
-    if not low <= whole <= (LARGEST_WHOLE if at_most is None else at_most):
-        if at_most is None and whole > low:
-            expected += " below 2**63"
-        raise ValueError(_message(name, value, expected, remedy))
-    return whole
+    return int(given)
+
+
+def check_steps(name: str, value: object, *, remedy: str = "") -> int:
+    """Return ``value`` as an int; raise unless it is a number of steps: whole, of at least 1."""
+    number = check_whole(name, value, at_least=1, remedy=remedy)
+    if number > MOST_STEPS:
+        raise ValueError(_message(name, value, f"a whole number of at least 1 and at most {MOST_STEPS}", remedy))
+    return number
 
 
 def check_share(name: str, value: object, *, below_one: bool = False, remedy: str = "") -> float:
@@ -128,7 +130,7 @@ def check_callable(name: str, value: object, call: str, *, remedy: str = "") -> 
         raise TypeError(_message(name, value, f"callable as {call}", remedy))
 
 
-def check_kind(name: str, value: object, kind: type[Kind], expected: str, *, remedy: str = "") -> Kind:
+def check_kind(name: str, value: Kind, kind: type[Any], expected: str, *, remedy: str = "") -> Kind:
     """Return ``value``; raise TypeError unless it is an instance of ``kind``.
 
     Args:
@@ -182,6 +184,12 @@ def each(check: Callable[..., Kind], name: str, value: object, count: int, of: s
     expected = f"one number, or a list of {count}: one for each of the {of}"
     values = check_sequence(name, value, expected, length=count)
     return [check(f"{name}[{index}]", entry, **bounds) for index, entry in enumerate(values)]
+
+
+def keep_plain(instance: object, **values: object) -> None:
+    """Set fields of a frozen dataclass, in its ``__post_init__``, to the plain values that the checks returned."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
 
 
 def spell(value: object) -> str:
@@ -251,7 +259,7 @@ def _bounds(at_least: float | None, above: float | None, at_most: float | None, 
 
 
 def _within(
-    number: float, at_least: float | None, above: float | None, at_most: float | None, below: float | None
+    number: Any, at_least: float | None, above: float | None, at_most: float | None, below: float | None
 ) -> bool:
     return (
         (at_least is None or number >= at_least)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -21,8 +22,10 @@ from hdet_kernels.checks import (
     check_positive,
     check_sequence,
     check_share,
+    check_steps,
     check_whole,
     each,
+    keep_plain,
     spell,
 )
 
@@ -126,11 +129,15 @@ def test_whole_numbers_out_of_range(value: Any) -> None:
         check_whole("seed", value, at_least=0)
 
 
-def test_whole_numbers_fit_into_64_bits() -> None:
-    check_whole("seed", -(2**63))
-    check_whole("seed", 2**63 - 1)
-    with pytest.raises(ValueError, match=r"seed must be a whole number below 2\*\*63, got 9223372036854775808"):
-        check_whole("seed", 2**63)
+def test_steps_are_whole_and_exact_as_floats() -> None:
+    assert check_steps("total_steps", np.int64(7)) == 7
+    for value in (0, 1.5, 2**53 + 1, 10**400):
+        with pytest.raises(ValueError, match=r"total_steps must be a whole number of at least 1.*, got [01-9]"):
+            check_steps("total_steps", value)
+
+
+def test_whole_numbers_have_no_bounds_of_their_own() -> None:
+    assert check_whole("seed", -(10**400)) == -(10**400)
     with pytest.raises(ValueError, match="rows must be a whole number from 1 to 64, got 65: stack fewer"):
         check_whole("rows", 65, at_least=1, at_most=64, remedy="stack fewer")
 
@@ -195,6 +202,17 @@ def test_one_number_for_each() -> None:
         each(check_number, "max_lr", [0.1, -1], 2, "parameter groups", above=0)
     with pytest.raises(TypeError, match="max_lr must be a finite number, got a generator"):
         each(check_number, "max_lr", (rate for rate in [0.1]), 2, "parameter groups")
+
+
+def test_frozen_dataclasses_keep_plain_numbers() -> None:
+    @dataclass(frozen=True)
+    class Constants:
+        rate: float
+
+        def __post_init__(self) -> None:
+            keep_plain(self, rate=check_positive("rate", self.rate))
+
+    assert type(Constants(np.float64(0.5)).rate) is float
 
 
 def test_messages_stay_short() -> None:
