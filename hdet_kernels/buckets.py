@@ -275,8 +275,7 @@ def cut(tensors: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Buc
 
 def checked_bucket_bytes(bucket_bytes: int) -> int:
     """Return ``bucket_bytes``; raise ValueError unless it is a whole number of at least 1."""
-    check_whole("bucket_bytes", bucket_bytes, at_least=1)
-    return bucket_bytes
+    return check_whole("bucket_bytes", bucket_bytes, at_least=1)
 
 
 def _aligned(elements: int, itemsize: int) -> int:

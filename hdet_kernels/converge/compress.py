@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
+from hdet_kernels.checks import check_choice
 from hdet_kernels.converge.transport import Cost, Regions, Staging, Transfer, Transport, run_transfers
 from hdet_kernels.ops.wire import FORMATS, Wire, shard_elements
 
@@ -26,8 +27,7 @@ Format = Literal["bf16", "int8"]
 
 def check_format(compress: str | None) -> None:
     """Raise ValueError unless ``compress`` is None or a known format."""
-    if compress is not None and compress not in FORMATS:
-        raise ValueError(f"compress must be None or one of {', '.join(map(repr, FORMATS))}, got {compress!r}")
+    check_choice("compress", compress, (None, *FORMATS))
 
 
 @dataclass(frozen=True)

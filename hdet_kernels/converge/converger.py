@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
+from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.compress import Compression, Format, check_format
 from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports, row_bytes
@@ -35,7 +36,7 @@ from hdet_kernels.converge.payload import Counts, ModelTensors, Payload
 from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge, decide
 from hdet_kernels.converge.summary import TensorSummary, describe_layout
 from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take_first, take_largest
-from hdet_kernels.ensemble import Ensemble, held
+from hdet_kernels.ensemble import Ensemble, check_ensemble, held
 from hdet_kernels.ops.pack import MOST_ROWS
 
 log = logging.getLogger("hdet_kernels")
@@ -89,6 +90,10 @@ class Converger:
         merge: Merge = "mean",
         backend: str | None = None,
     ) -> None:
+        check_ensemble("ensemble", ensemble)
+        check_callable("state", state, "state(), a dict of tensors")
+        check_callable("buffers", buffers, "buffers(), a list of tensors")
+        backup = check_flag("backup", backup)
         if ensemble.rows > MOST_ROWS:
             raise ValueError(
                 f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "

@@ -288,6 +288,8 @@ def _flattened(tensor: Tensor, rows: int, gapped: list[tuple[Tensor, Tensor]]) -
 def check_tensor(tensor: Tensor, ensemble: Ensemble) -> None:
     """Raise TypeError or ValueError if ``tensor`` cannot be averaged over ``ensemble``."""
     what = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+    if tensor.is_meta:
+        raise ValueError(f"{what} is on the meta device and has no values yet: materialise the model first")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} has layout {tensor.layout}; only dense tensors are averaged")
     if tensor.is_floating_point() and tensor.dtype not in _AVERAGED:

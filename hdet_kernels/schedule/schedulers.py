@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from hdet_kernels.checks import check_steps, spell
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule import checkpoint
+from hdet_kernels.schedule.arguments import check_no_epoch, checked_options, one_cycle_arguments
 from hdet_kernels.schedule.attachment import attach, check_schedule_is_own, own_values_back
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, untouched_on_error
 from hdet_kernels.schedule.cycle import Cycle
@@ -152,26 +154,29 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         last_epoch: int = -1,
         **options: Unpack[HDETOptions],
     ) -> None:
-        complete = with_defaults(options, type(self).__name__)
+        complete = checked_options(with_defaults(options, type(self).__name__))
+        arguments = one_cycle_arguments(
+            optimizer,
+            max_lr=max_lr,
+            total_steps=total_steps,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            pct_start=pct_start,
+            anneal_strategy=anneal_strategy,
+            cycle_momentum=cycle_momentum,
+            base_momentum=base_momentum,
+            max_momentum=max_momentum,
+            div_factor=div_factor,
+            final_div_factor=final_div_factor,
+            three_phase=three_phase,
+            last_epoch=last_epoch,
+        )
         with untouched_on_error(optimizer):
             own_values_back(optimizer)
-            super().__init__(
-                optimizer,
-                max_lr,
-                total_steps,
-                epochs,
-                steps_per_epoch,
-                pct_start,
-                anneal_strategy,
-                cycle_momentum,
-                base_momentum,
-                max_momentum,
-                div_factor,
-                final_div_factor,
-                three_phase,
-                last_epoch,
+            super().__init__(optimizer, **arguments)
+            facts = ScheduleFacts(
+                "OneCycleLR", self.last_epoch, self.total_steps, arguments["pct_start"], arguments["cycle_momentum"]
             )
-            facts = ScheduleFacts("OneCycleLR", self.last_epoch, self.total_steps, pct_start, cycle_momentum)
             self._cycle = build_cycle(optimizer, facts, complete)
             self._cycle.write()
             self._last_lr = learning_rates(optimizer)
@@ -186,6 +191,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         if self._cycle is None:  # torch's constructor takes the first values of the schedule
             super().step()
             return
+        check_no_epoch(loss)
         changed = self._cycle.end_step(loss, self.total_steps)
         super().step()
         if changed:
@@ -230,14 +236,19 @@ class HDETScheduler(_WithCycle, LRScheduler):
     def __init__(
         self, base_scheduler: LRScheduler, *, total_steps: int | None = None, **options: Unpack[HDETOptions]
     ) -> None:
-        complete = with_defaults(options, type(self).__name__)
+        complete = checked_options(with_defaults(options, type(self).__name__))
+        if total_steps is not None:
+            total_steps = check_steps("total_steps", total_steps)
         if isinstance(base_scheduler, ReduceLROnPlateau):
             raise TypeError(
                 "ReduceLROnPlateau decides by a metric, and every replica has its own: the replicas would decide "
                 "differently; wrap a schedule of steps and let auto_lr adapt it"
             )
         if not isinstance(base_scheduler, LRScheduler):
-            raise TypeError(f"HDETScheduler wraps a torch LRScheduler, got {type(base_scheduler).__name__}")
+            raise TypeError(
+                f"HDETScheduler wraps a torch LRScheduler, got {spell(base_scheduler)}: pass for example "
+                "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+            )
         if isinstance(base_scheduler, _WithCycle):
             raise TypeError(f"{type(base_scheduler).__name__} has a cycle of its own; wrap a plain torch scheduler")
         # torch's constructor would take a first step, which the wrapped scheduler has done.
@@ -273,6 +284,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
 
     def step(self, loss: Loss | None = None) -> None:
         """Record ``loss``, sync if one is due, and set the next learning rates, as :meth:`HDETOneCycleLR.step`."""
+        check_no_epoch(loss)
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
         changed = self.cycle.end_step(loss, last_step)
