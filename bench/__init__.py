@@ -14,6 +14,7 @@ The flow, file by file:
     pages.py            ``python -m bench.pages``: docs/benchmarks.md, docs/cost.md and the two tables of README.md
     compare.py          compare two recorded runs
     cost_model.py       model the cost of averaging on up to 16 384 replicas; link_check.py checks it against gloo
+    numerics.py         ``python -m bench.numerics``: errors of the update rules over many steps against float64
     quality/            measure how well training ends, not how fast
 
 In the records, the key ``way`` names an implementation: ``torch-fused``, ``hdet-cuda``, or the name of a peer.
