@@ -94,9 +94,7 @@ def _input(device: str) -> Tensor:
 
 def measured(device: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the entries of the named operations in all precisions of the device."""
-    if (
-        device == "cuda"
-    ):  # else convolutions in fp32 are rounded to 10 bits, in the stack and in the modules differently
+    if device == "cuda":  # else convolutions in fp32 are rounded to 10 bits
         torch.backends.cudnn.allow_tf32 = False
     return [outcome(name, precision, device) for name in names for precision in PRECISIONS[device]]
 
