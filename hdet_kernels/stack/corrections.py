@@ -63,6 +63,7 @@ _FULL = {
 _FULL_ON_ACCELERATORS = {
     F.cosine_similarity,
     F.group_norm,
+    F.gumbel_softmax,
     F.layer_norm,
     F.log_softmax,
     F.softmax,
