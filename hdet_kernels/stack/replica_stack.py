@@ -205,6 +205,10 @@ class ReplicaStack:
 
         Returns:
             The losses [R], detached.
+
+        Raises:
+            RuntimeError: in the first pass by ``loss_fn``, gradients are not finite where the losses are (a warning if
+                the model computes in fp16). Nothing is changed then.
         """
         if self._graphed is None:
             losses = self._compute(loss_fn, batch, same_batch, chunk_size, self._collector)
