@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -65,9 +65,18 @@ def check_seed(value: object) -> None:
 
 def check_max_grad_norm(value: float | None) -> None:
     """Raise ValueError unless ``value`` is a positive number or None."""
+    if value is None:
+        return
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if value is not None and not (number and value > 0):
+    if not number or not value > 0 or (isinstance(value, int) and _as_float(value) == math.inf):
         raise ValueError(f"max_grad_norm must be a positive number, or None for no clipping, got {value!r}")
+
+
+def check_params(params: object) -> None:
+    """Raise TypeError unless ``params`` is an iterable, as the parameters of an optimizer or of a group must be."""
+    if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
+        given = repr(params) if params is None or isinstance(params, int | float) else f"a {type(params).__name__}"
+        raise TypeError(f"parameters must be tensors, or dicts with tensors, got {given}: pass model.parameters()")
 
 
 def check_param(index: int, param: Tensor) -> None:
