@@ -44,7 +44,7 @@ _NO_SCALARS = ops.Scalars()
 class FusedOptimizer(Optimizer):
     """Base class of the fused optimizers.
 
-    Building one moves the parameters into :attr:`buckets`; ``state[p]`` holds views of flat buffers. Hyperparameters
+    Building one moves the parameters into :attr:`buckets`; ``state[p]`` holds parts of flat buffers. Hyperparameters
     are read from ``param_groups`` at every step, so that any learning rate scheduler works.
 
     A subclass names its :attr:`rule`, checks the options of a group and maps a group to a row of the hyperparameter
