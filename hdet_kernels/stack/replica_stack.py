@@ -261,7 +261,7 @@ class ReplicaStack:
         """Return the state under the module's own names.
 
         Parameters and persistent buffers are [R, *shape]. Entries without rows (frozen parameters, extra state) are the
-        module's own.
+        module's own. Parameters in the flat buffer of an optimizer are copied.
         """
         return stack_state(self._template, dict(self._stacked()))
 
