@@ -113,6 +113,8 @@ def checked(cycle: Cycle, state_dict: object) -> dict[str, Any]:
                 f"the checkpoint's hdet.{name} has {found} entries, {expected} belong to {syncs} syncs: load an "
                 "undamaged checkpoint"
             )
+    if state["pending"] is not None:
+        _check_pending(cycle, state["pending"]["correction"])
     cycle.converger.check_state_dict(state["compression"])
     cycle.converger.check_outer_state_dict(state["outer"])
     _check_controller(cycle, state)
@@ -244,6 +246,20 @@ def _check_replicas(cycle: Cycle, state: dict[str, Any]) -> None:
             f"{counts[0]} and an overlapped average under way, {counts[1]}: its corrections are those of the saved "
             "replicas; call scheduler.converge() before saving, which applies it"
         )
+
+
+def _check_pending(cycle: Cycle, correction: dict[str, Any]) -> None:
+    """Raise ValueError unless the corrections of the optimizer's state fit each other and the state that exists."""
+    shapes = [{name: t.shape for name, t in correction[key].items()} for key in ("state", "state_before")]
+    here = {name: t.shape for name, t in cycle.converger.tensors.payload(include_state=True, reads=True).state.items()}
+    for name in shapes[0].keys() | shapes[1].keys():
+        found = [each.get(name) for each in shapes]
+        if found[0] != found[1] or here.get(name, found[0]) != found[0]:
+            raise ValueError(
+                f"the checkpoint's hdet.pending.correction.state.{name} and state_before.{name} have shapes {found[0]} "
+                f"and {found[1]}, the optimizer's state {here.get(name, 'none yet')}: load an undamaged checkpoint of "
+                "this model"
+            )
 
 
 def _check_controller(cycle: Cycle, state: dict[str, Any]) -> None:

@@ -224,7 +224,7 @@ def summary(step: int, names: tuple[str, ...]) -> Fields:
             "seconds": _NOT_NEGATIVE,
             "base": EmptyOr(ByName(extremes, names)),
             "loss": EmptyOr(extremes),
-            "every": Whole(1),
+            "every": Whole(1, 2**40),
             "points": Items(point, longest=2 * POINTS),
         }
     )

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler as schedules
 import hdet_kernels as hk
 from hdet_kernels.schedule.build import default_sync_every
 from tests.schedule.cases import Place, adam, groups_of, parameters
+from tests.training import same
 
 
 @pytest.mark.parametrize(
@@ -139,3 +140,53 @@ def test_the_run_of_the_controller_has_facts_and_wishes() -> None:
     assert run.reach[2] == (pytest.approx(math.log(0.5)), pytest.approx(math.log(4.0)))
     assert (run.probed, run.others, run.early, run.in_pairs) == (True, True, (2, 4, 8), True)
     assert run.departs == ((0, 48), (48, 176), (48, 176))
+
+
+class Counting(hk.SoftmaxController):
+    """A controller that counts how often it is asked."""
+
+    asked = 0
+
+    def active(self, run: Any, step: int) -> bool:
+        type(self).asked += 1
+        return super().active(run, step)
+
+
+@pytest.mark.parametrize("warmup", [10**9, 9_999_000], ids=["never active", "active at the end"])
+def test_a_run_of_ten_million_syncs_is_not_walked_through(warmup: int, caplog: pytest.LogCaptureFixture) -> None:
+    Counting.asked = 0
+    hk.HDETOneCycleLR(adam(), 0.1, 10**7, sync_every=1, ensemble=Place(4), auto_lr=Counting(warmup_steps=warmup))
+    assert Counting.asked <= 10_002
+    assert ("no sync falls into the part of the run" in caplog.text) is (warmup == 10**9)
+
+
+@pytest.mark.parametrize("context", ["meta", "float64"])
+def test_default_devices_and_dtypes_do_not_reach_inside(context: str) -> None:
+    def train(options: dict[str, Any]) -> list[Any]:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.ones(5, device="cpu", dtype=torch.float32))
+        optimizer = hk.FusedAdamW([param], lr=0.1)
+        scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=2, ensemble=Place(2), **options)
+        for _ in range(4):
+            param.grad = torch.full((5,), 0.5, device="cpu", dtype=torch.float32)
+            optimizer.step()
+            scheduler.step(1.0)
+        with scheduler.consensus():
+            pass
+        scheduler.converge()
+        scheduler.load_state_dict(scheduler.state_dict())
+        return [param.detach().clone(), scheduler.get_last_lr(), scheduler.cycle.window.state_dict()]
+
+    for options in ({}, {"outer": hk.Outer()}, {"auto_lr": hk.HypergradientController()}):
+        plain = train({**options})
+        default = torch.get_default_dtype()
+        try:
+            if context == "meta":
+                with torch.device("meta"):
+                    inside = train({**options})
+            else:
+                torch.set_default_dtype(torch.float64)
+                inside = train({**options})
+        finally:
+            torch.set_default_dtype(default)
+        assert same(inside, plain)

@@ -15,7 +15,7 @@ import hdet_kernels as hk
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.optim import FusedAdamW
 from hdet_kernels.schedule.checkpoint import FORMAT
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_ranks
 from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, load, result, save
 from tests.training import Trainer, batch, same
 
@@ -98,6 +98,73 @@ def test_rank_0s_file_gives_every_rank_its_own_multipliers(n: int, variant: str,
         second = run_ranks(n, _resumed, variant, 15, tmp_path, order, 0)
         assert all(same({**a, "rates": a["rates"][15:]}, b) for a, b in zip(whole, second, strict=True))
     assert not same(whole[0]["rates"], whole[1]["rates"])
+
+
+def _coupled(params: Any, lr: float) -> torch.optim.Adam:
+    return torch.optim.Adam(params, lr=lr, weight_decay=0.5)
+
+
+BETAS = [hk.Explore("betas[1]", spread=0.3, bounds=(0.1, 0.999))]
+#: Runs on shared gradients, and whether rank 0's file at a sync restores all ranks. It does not where the moments
+#: depend on more than the gradient: on the parameters, by a decay that is added to the gradient, or on explored betas.
+AT_A_SYNC: dict[str, tuple[dict[str, Any], bool]] = {
+    "decoupled decay": ({}, True),
+    "coupled decay": ({"make_optimizer": _coupled}, False),
+    "coupled decay, averaged": ({"make_optimizer": _coupled, "average_state": True}, True),
+    "explored betas": ({"explore": BETAS, "cycle_momentum": False}, False),
+    "explored betas, averaged": ({"explore": BETAS, "cycle_momentum": False, "average_state": True}, True),
+    "explored eps": ({"explore": [hk.Explore("eps", spread=0.5)]}, True),
+}
+
+
+def _from_rank_0(rank: int, name: str) -> bool:
+    """Whether a run that all ranks resume from rank 0's state at a sync is the uninterrupted one."""
+    options = {"total_steps": 8, "sync_every": 4, "spread": 0.5, "auto_lr": False, **AT_A_SYNC[name][0]}
+    whole = Trainer(rank, **options).train(4)
+    states = [copy.deepcopy([part.state_dict() for part in (whole.module, whole.optimizer, whole.scheduler)])]
+    torch.distributed.broadcast_object_list(states, src=0)
+    resumed = Trainer(rank, **options)
+    for part, state in zip((resumed.module, resumed.optimizer, resumed.scheduler), states[0], strict=True):
+        part.load_state_dict(state)
+    whole.train(3), resumed.train(3)  # before the next sync makes them alike again
+    return same(
+        [whole.parameters(), whole.moments(), whole.rates[4:]], [resumed.parameters(), resumed.moments(), resumed.rates]
+    )
+
+
+_AT_A_SYNC = Cases(2, _from_rank_0, [(name,) for name in AT_A_SYNC])
+
+
+@pytest.mark.parametrize("name", AT_A_SYNC)
+def test_rank_0s_file_at_a_sync_restores_all_ranks_where_their_moments_are_equal(name: str) -> None:
+    assert _AT_A_SYNC[(name,)] == [True, AT_A_SYNC[name][1]]
+
+
+def _under_way(rank: int) -> list[str]:
+    """A checkpoint at a sync, with an overlapped average under way, in a run of one replica: refused, then allowed."""
+    options: dict[str, Any] = {"total_steps": 12, "sync_every": 4, "auto_lr": False, "ddp": False}
+    trainer = Trainer(rank, overlap_steps=2, **options).train(4)
+    found = []
+    for _ in range(2):
+        alone = Trainer(rank, ensemble=SingleReplica(), overlap_steps=2, **options)
+        before = copy.deepcopy(alone.scheduler.state_dict())
+        try:
+            alone.scheduler.load_state_dict(trainer.scheduler.state_dict())
+            alone.module.load_state_dict(trainer.module.state_dict())
+            alone.train(8)
+            found.append("")
+        except ValueError as error:
+            assert same(alone.scheduler.state_dict(), before)
+            found.append(str(error))
+        trainer.scheduler.converge()
+    return found
+
+
+def test_an_overlapped_average_under_way_belongs_to_its_replicas() -> None:
+    for refused, allowed in run_ranks(2, _under_way):
+        assert "has 2 replicas and an overlapped average under way, this run has 1" in refused
+        assert "call scheduler.converge() before saving, which applies it" in refused
+        assert allowed == ""
 
 
 @pytest.mark.full
@@ -342,3 +409,112 @@ def test_a_format_from_the_future_is_refused_and_changes_nothing() -> None:
     ):
         scheduler.load_state_dict(state)
     assert same(scheduler.state_dict(), before)
+
+
+def test_entries_of_a_newer_version_are_named() -> None:
+    scheduler = _single()
+    before = copy.deepcopy(scheduler.state_dict())
+    for version, words in (
+        (FORMAT, r"entries that hdet_kernels \S+ does not know: hdet\.mood; it was saved by version '9\.9'"),
+        (FORMAT + 1, r"has format 4 of hdet_kernels '9\.9', this is version \S+, .* does not know hdet\.mood"),
+    ):
+        state = copy.deepcopy(before)
+        state["hdet"] |= {"format": version, "version": "9.9", "mood": 1}
+        with pytest.raises(ValueError, match=words):
+            scheduler.load_state_dict(state)
+    assert same(scheduler.state_dict(), before)
+
+
+def test_a_checkpoint_of_format_2_loads() -> None:
+    """It had every record, no summary, and no version."""
+    scheduler = _single()
+    for _ in range(5):
+        scheduler.optimizer.step()
+        scheduler.step(1.0)
+    state = scheduler.state_dict()
+    old = {**state, "hdet": {k: v for k, v in state["hdet"].items() if k not in ("version", "run", "summary")}}
+    old["hdet"]["format"] = 2
+    other = _single()
+    other.load_state_dict(old)
+    assert same(other.state_dict(), state)
+
+
+class Picky:
+    """A setter that refuses a value."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.refuses = False
+
+    def __call__(self, value: float) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise RuntimeError("not this one")
+        self.values.append(value)
+
+
+def test_a_setter_that_raises_leaves_everything_as_before() -> None:
+    def build(setter: Picky) -> hk.HDETOneCycleLR:
+        return _single(explore=[hk.Explore("dropout", base=0.1, apply=setter)], auto_lr=False, ensemble=SingleReplica())
+
+    saved = build(Picky())
+    for _ in range(3):
+        saved.optimizer.step()
+        saved.step(1.0)
+    setter = Picky()
+    scheduler = build(setter)
+    before = copy.deepcopy([scheduler.state_dict(), scheduler.optimizer.param_groups, scheduler.get_last_lr()])
+    setter.refuses = True
+    with pytest.raises(RuntimeError, match="not this one"):
+        scheduler.load_state_dict(saved.state_dict())
+    assert same([scheduler.state_dict(), scheduler.optimizer.param_groups, scheduler.get_last_lr()], before)
+    scheduler.load_state_dict(saved.state_dict())
+    assert same(scheduler.state_dict(), saved.state_dict())
+
+
+class Stubborn(torch.optim.lr_scheduler.LambdaLR):
+    """A wrapped schedule whose loading fails half-way."""
+
+    fails = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.fails:
+            self.fails = False
+            raise KeyError("half-way")
+
+
+def test_a_wrapped_schedule_that_raises_leaves_everything_as_before() -> None:
+    def build() -> hk.HDETScheduler:
+        return hk.HDETScheduler(Stubborn(_single().optimizer, lambda t: 1 / (1 + t)), total_steps=20, auto_lr=False)
+
+    saved, scheduler = build(), build()
+    for _ in range(3):
+        saved.optimizer.step()
+        saved.step(1.0)
+    before = copy.deepcopy(scheduler.state_dict())
+    scheduler.base_scheduler.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="Stubborn refuses the checkpoint's base_scheduler"):
+        scheduler.load_state_dict(saved.state_dict())
+    assert same(scheduler.state_dict(), before)
+
+
+class Forgetful(hk.SoftmaxController):
+    """A controller from outside whose state needs an entry of a type."""
+
+    def base(self, state: dict[str, Any], index: int, scheduled: Any) -> Any:
+        return super().base(state, index, scheduled) * (1 + state["velocity"][index])
+
+
+def test_the_state_of_a_controller_from_outside_is_tried_first() -> None:
+    def build() -> hk.HDETOneCycleLR:
+        return _single(auto_lr=Forgetful(warmup_steps=0))
+
+    scheduler = build()
+    before = copy.deepcopy(scheduler.state_dict())
+    for velocity in ([], ["x"], [float("nan")], None):
+        state = copy.deepcopy(before)
+        state["hdet"]["spread"]["controller"]["velocity"] = velocity
+        with pytest.raises(ValueError, match=r"hdet\.spread\.controller"):
+            scheduler.load_state_dict(state)
+        assert same(scheduler.state_dict(), before)
