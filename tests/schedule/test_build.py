@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -160,33 +162,40 @@ def test_a_run_of_ten_million_syncs_is_not_walked_through(warmup: int, caplog: p
     assert ("no sync falls into the part of the run" in caplog.text) is (warmup == 10**9)
 
 
-@pytest.mark.parametrize("context", ["meta", "float64"])
-def test_default_devices_and_dtypes_do_not_reach_inside(context: str) -> None:
-    def train(options: dict[str, Any]) -> list[Any]:
-        torch.manual_seed(0)
-        param = torch.nn.Parameter(torch.ones(5, device="cpu", dtype=torch.float32))
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "meta": lambda: torch.device("meta"),
+    "float64": lambda: default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("options", [{}, {"outer": hk.Outer()}, {"auto_lr": hk.HypergradientController()}], ids=str)
+def test_default_devices_and_dtypes_do_not_reach_inside(context: str, options: dict[str, Any]) -> None:
+    def train(around: Callable[[], Any]) -> list[Any]:
+        param = torch.nn.Parameter(torch.ones(5))
         optimizer = hk.FusedAdamW([param], lr=0.1)
-        scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=2, ensemble=Place(2), **options)
+        with around():
+            scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=2, ensemble=Place(2), **options)
         for _ in range(4):
-            param.grad = torch.full((5,), 0.5, device="cpu", dtype=torch.float32)
+            param.grad = torch.full((5,), 0.5)
             optimizer.step()
-            scheduler.step(1.0)
-        with scheduler.consensus():
-            pass
-        scheduler.converge()
-        scheduler.load_state_dict(scheduler.state_dict())
+            with around():
+                scheduler.step(1.0)
+        with around():
+            with scheduler.consensus():
+                pass
+            scheduler.converge()
+            scheduler.load_state_dict(scheduler.state_dict())
         return [param.detach().clone(), scheduler.get_last_lr(), scheduler.cycle.window.state_dict()]
 
-    for options in ({}, {"outer": hk.Outer()}, {"auto_lr": hk.HypergradientController()}):
-        plain = train({**options})
-        default = torch.get_default_dtype()
-        try:
-            if context == "meta":
-                with torch.device("meta"):
-                    inside = train({**options})
-            else:
-                torch.set_default_dtype(torch.float64)
-                inside = train({**options})
-        finally:
-            torch.set_default_dtype(default)
-        assert same(inside, plain)
+    assert same(train(CONTEXTS[context]), train(contextlib.nullcontext))
