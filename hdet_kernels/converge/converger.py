@@ -308,7 +308,7 @@ class Converger:
         Raises with nothing changed.
         """
         payload = self.tensors.payload(include_state=True)
-        state_alone = replace(payload, params=[], buffers=[], integers=[])
+        state_alone = replace(payload, params=[], buffers=[], masks=[], masks_changed=False, integers=[])
         request = AverageRequest("heal", average_state=False, in_full=True, heals=True)
         agreement, plan = self._agree(self._transport, Report(step=0), state_alone, request)
         both = agreement.healthy & healthy_then if len(healthy_then) == len(agreement.healthy) else agreement.healthy
