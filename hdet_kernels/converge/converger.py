@@ -37,6 +37,7 @@ from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge,
 from hdet_kernels.converge.summary import TensorSummary, describe_layout
 from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take_first, take_largest
 from hdet_kernels.ensemble import Ensemble, check_ensemble, held
+from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
 
 log = logging.getLogger("hdet_kernels")
@@ -100,6 +101,7 @@ class Converger:
                 "several processes if need be"
             )
         self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names)
+        resolve(self.tensors.params[0].device, backend)  # raises for a backend that is unknown or cannot be used
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
