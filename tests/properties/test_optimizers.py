@@ -16,7 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.properties.optimizer_twins import PAIRS, PRECISIONS, OptimizerTwins
+from tests.properties.optimizer_pairs import PAIRS
+from tests.properties.optimizer_twins import PRECISIONS, OptimizerTwins
 
 SEEDS = st.integers(0, 1000)
 INDICES = st.integers(0, 7)
