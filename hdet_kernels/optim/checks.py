@@ -19,7 +19,7 @@ def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
     for name in names:
         value = options[name]
         _check_number(name, value)
-        if not _on_host(value):
+        if not on_host(value):
             continue
         if not 0 <= _as_float(value) < math.inf:
             raise ValueError(
@@ -31,7 +31,7 @@ def check_finite(options: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the named option is a finite number."""
     value = options[name]
     _check_number(name, value)
-    if _on_host(value) and not math.isfinite(_as_float(value)):
+    if on_host(value) and not math.isfinite(_as_float(value)):
         raise ValueError(f"{name} must be a finite number, got {value}; leave it out for 0")
 
 
@@ -44,7 +44,7 @@ def check_below_one(options: Mapping[str, Any], name: str) -> None:
         )
     for part in value if name == "betas" else (value,):
         _check_number(name, part)
-        if _on_host(part) and not 0 <= _as_float(part) < 1:
+        if on_host(part) and not 0 <= _as_float(part) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value!r}; a usual value is 0.9")
 
 
@@ -122,6 +122,6 @@ def _as_float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _on_host(value: float | Tensor) -> bool:
+def on_host(value: float | Tensor) -> bool:
     """Return whether a number can be read without waiting for an accelerator."""
     return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
