@@ -247,6 +247,8 @@ def _aligned(elements: int, itemsize: int) -> int:
 
 
 def _check_movable(index: int, param: Tensor) -> None:
+    if not isinstance(param, Tensor):
+        raise TypeError(f"Buckets expected tensors, parameter {index} is a {type(param).__name__}")
     known = type(param) in (Tensor, torch.nn.Parameter) or replicas_of(param) is not None
     if not known or param.layout is not torch.strided:
         raise TypeError(
