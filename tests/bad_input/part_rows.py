@@ -197,7 +197,7 @@ STACKS: list[Row] = on_stack(
             "the name of a hyperparameter must be a text",
             None,
             3,
-            what="hyper ",
+            what="hyper name ",
         ),
         Row("a hyper without a name", lambda w: w.stack.hyper.set("", 1.0), ValueError, "that is not empty"),
         Row(
