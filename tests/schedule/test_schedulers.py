@@ -172,12 +172,12 @@ def test_a_wrapped_onecycle_refuses_steps_past_its_end() -> None:
 
 
 def test_wrong_optimizers_and_schedulers_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got int"):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got 3"):
         hk.HDETOneCycleLR(3, 0.1, 10)  # type: ignore[arg-type]
     empty = Adam([{"params": []}], lr=0.1)
     with pytest.raises(ValueError, match="no parameters to average"):
         hk.HDETOneCycleLR(empty, 0.1, 10)
-    with pytest.raises(TypeError, match="wraps a torch LRScheduler, got Adam"):
+    with pytest.raises(TypeError, match="wraps a torch LRScheduler, got an Adam"):
         hk.HDETScheduler(adam())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ReduceLROnPlateau decides by a metric"):
         hk.HDETScheduler(schedules.ReduceLROnPlateau(adam()))
