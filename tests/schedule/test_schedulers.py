@@ -198,3 +198,13 @@ def test_bounds_of_a_tensor_learning_rate_do_not_wait_for_the_device(monkeypatch
 
     monkeypatch.setattr(Tensor, "__bool__", forbidden)
     assert torch.equal(value(torch.tensor(7.0)), torch.tensor(0.05))
+
+
+def test_groups_that_lost_their_momenta_are_named_when_a_state_is_loaded() -> None:
+    """A damaged checkpoint of the optimizer, loaded before that of the scheduler."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, auto_lr=False)
+    state = scheduler.state_dict()
+    del optimizer.param_groups[0]["base_momentum"]
+    with pytest.raises(ValueError, match="parameter group 0 of the optimizer has no 'base_momentum'"):
+        scheduler.load_state_dict(state)
