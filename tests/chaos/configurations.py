@@ -74,13 +74,13 @@ class Configuration:
         return rank // self.shards * self.rows
 
 
-#: A controller that acts at every sync. Buckets of 64 bytes, so that every sync has several collectives.
+#: A controller that acts at every sync. Small buckets, so that every sync has several collectives.
 SETTINGS: dict[str, Any] = {
     "max_lr": 0.02,
     "total_steps": TOTAL,
     "sync_every": SYNC,
     "spread": 0.5,
-    "bucket_bytes": 64,
+    "bucket_bytes": 256,
     "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,9 @@ def _feed(found: Any, value: Any) -> None:
             _feed(found, entry)
     elif isinstance(value, list | tuple):
         found.update(f"[{len(value)}".encode())
+        if value and all(type(entry) is float for entry in value):
+            found.update(np.array(value).tobytes())  # the state of a controller has long lists
+            return
         for entry in value:
             _feed(found, entry)
     else:

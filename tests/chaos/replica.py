@@ -177,7 +177,7 @@ class Replica:
 
     def history(self) -> list[dict[str, Any]]:
         """The records of all syncs, without the time that they took."""
-        return [{**record.to_dict(), "seconds": 0.0} for record in self.scheduler.history]
+        return [{**vars(record), "seconds": 0.0} for record in self.scheduler.history]
 
     def consensus(self) -> tuple[str, bool]:
         """Return the digest of everything that a sync makes equal, and whether the replicas held here are equal."""

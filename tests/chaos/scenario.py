@@ -90,15 +90,15 @@ class Run:
         victims = [] if fault is None else fault.victims(case, configuration)
         self.scene = Scene(rank, case, configuration, rank in victims, folder, Sabotage())
         self.record = Record()
+        self.last: dict[str, str] = {}  # the digests after the last step
 
     # Calls that may fail
 
     def attempt(self, name: str, call: Callable[[], Any]) -> Any:
         """Make a call; record its failure, and do what the fault says after one."""
-        replica = self.scene.replica
         then = None if self.fault is None else self.fault.then_in(self.scene.configuration)
         for last in (then != "retry", True):
-            before = {} if replica is None else replica.digests(gradients=name == "scheduler")
+            before = self.before(name)
             start = time.monotonic()
             try:
                 return call()
@@ -110,9 +110,9 @@ class Run:
 
     def _failed(self, name: str, error: BaseException, before: dict[str, str], seconds: float) -> None:
         replica = self.scene.replica
-        after = {} if replica is None else replica.digests(gradients=name == "scheduler")
+        after = self.digests(name)
         if name in ("backward", "optimizer"):  # a forward pass may have moved the statistics of BatchNorm
-            before.pop("buffers", None)
+            before = {part: value for part, value in before.items() if part != "buffers"}
         texts = []
         cause: BaseException | None = error
         while cause is not None:
@@ -123,6 +123,20 @@ class Run:
         runtime = isinstance(error, RuntimeError)
         failure = Failure(name, step, type(error).__name__, runtime, " | ".join(texts), changed, after, seconds)
         self.record.failures.append(failure)
+
+    def before(self, name: str) -> dict[str, str]:
+        """Return the digests before a call, if it can be one that fails because of the fault."""
+        if self.fault is None or (self.fault.at not in ("build", "load") and self.next_step < self.case.step):
+            return {}
+        return self.last if name in ("backward", "optimizer") else self.digests(name)
+
+    @property
+    def next_step(self) -> int:
+        return 0 if self.scene.replica is None else self.scene.replica.step + 1
+
+    def digests(self, name: str) -> dict[str, str]:
+        """Return the digests around a call; those of the gradients too where it must leave them alone."""
+        return {} if self.scene.replica is None else self.scene.replica.digests(gradients=name == "scheduler")
 
     def fire(self, place: str, step: int) -> None:
         """Inject the fault, if this is its place, its step and its victim."""
@@ -142,6 +156,7 @@ class Run:
         built = self.attempt("build", lambda: Replica(scene.configuration, self.rank, self.case.device, **changes))
         assert isinstance(built, Replica)
         scene.replica = built
+        self.note(built)
         return built
 
     def train(self, until: int = TOTAL, save: bool = False) -> None:
@@ -195,7 +210,7 @@ class Run:
         """Record the state after a step."""
         record, step = self.record, replica.step
         record.step = step
-        record.digests[step] = replica.digests()
+        record.digests[step] = self.last = replica.digests()
         for sync in replica.scheduler.history[-2:]:
             if sync.kind != "manual":
                 record.excluded[sync.step], record.collectives[sync.step] = list(sync.excluded), sync.collectives
@@ -269,7 +284,6 @@ def undisturbed(rank: int, case: Case) -> Record:
     """Make the run without a fault."""
     run = Run(rank, case, Path(), None)
     run.build()
-    run.note(run.scene.here)
     run.train()
     return run.record
 
@@ -284,6 +298,7 @@ def resumed(rank: int, case: Case, folder: Path) -> Record:
             run.attempt("load", lambda: _refused(unfinished))
         if (folder / f"good{rank}.pt").exists():
             run.scene.here.load(run.read("good"))
+        run.record.digests.clear()
         run.note(run.scene.here)
         run.train()
     return run.record
