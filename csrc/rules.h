@@ -143,7 +143,7 @@ struct Adam {
     g *= factor;
     if (l2 != 0) g += l2 * theta;
     state[0] += take1 * (g - state[0]);
-    state[1] = keep2 * state[1] + take2 * (g * g);
+    state[1] = keep2 * state[1] + take2 * g * g;  // in this order, as torch: g² alone overflows from 1.9e19 on
     T second = state[1];
     if constexpr (kStates == 3) {
       // NaN propagates, as in torch.maximum.

@@ -23,10 +23,12 @@ from hdet_kernels.tensors import (
     flat_view,
     has_overlap,
     in_full,
+    in_shared_memory,
     is_dense,
     layout_hash,
     local,
     one_replica,
+    own_storage,
     replicas_of,
     share_gradients,
     travel_dtype,
@@ -69,11 +71,13 @@ ALIGN_BYTES = 128
 
 
 class Buckets:
-    """Parameters in one contiguous buffer per (device, dtype), each of them a view with its own strides.
+    """Parameters in one contiguous buffer per (device, dtype), each of them a part of it with its own strides.
 
     The ``Parameter`` objects stay the same, so that ``model.load_state_dict``, autograd, DDP and ``torch.compile`` keep
-    working. A parameter given twice, or tied to another one (same memory, shape and strides), has one slot. Gaps
-    between tensors are zeros. Stacked parameters, [replicas, …] each, share buffers [replicas, n].
+    working. Each has a storage object of its own over its part (:func:`.tensors.own_storage`), so that saving one
+    writes nothing of the others. A parameter given twice, or tied to another one (same memory, shape and strides), has
+    one slot. Gaps between tensors are zeros. Stacked parameters, [replicas, …] each, share buffers [replicas, n] and
+    their storage.
 
     Args:
         params: the parameters to move.
@@ -81,9 +85,11 @@ class Buckets:
 
     Raises:
         ValueError, TypeError: before anything is moved, if a parameter cannot be: not a dense strided tensor,
-            overlapping memory, a distributed tensor, or memory shared in part with another parameter.
+            overlapping memory, a distributed tensor, memory shared in part with another parameter, or memory that
+            other processes may share.
     """
 
+    @torch.inference_mode(False)  # buffers made in inference mode could not be written outside of it
     def __init__(self, params: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
         self.params: tuple[Tensor, ...] = unique(params)
         if not self.params:
@@ -119,14 +125,24 @@ class Buckets:
         #: Float32 masters of half-precision buffers; None for buffers without one.
         self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)
         self._views = self.views(self.flats)
+        # Tensors that were made in inference mode have no version.
+        self._versioned = [param for param in self.params if not param.is_inference()]
         with torch.no_grad():
             for param, view in zip(self.params, self._views, strict=True):
                 view.copy_(param)
-                param.data = view
+        self._take_home(range(len(self.params)))
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return a view for each parameter, with its shape and strides, of buffers laid out like :attr:`flats`."""
         return [slot.view(flats[slot.flat]) for slot in self.slots]
+
+    def advance_versions(self) -> None:
+        """Tell autograd that the parameters were written in place, through :attr:`flats`.
+
+        A later backward through a graph that was recorded before then raises an error, as after any write in place,
+        instead of computing gradients from the new values.
+        """
+        torch.autograd.graph.increment_version(self._versioned)
 
     def keep_masters(self, wanted: Callable[[torch.dtype], bool]) -> None:
         """Make float32 masters of the buffers for whose dtype ``wanted`` is true."""
@@ -142,7 +158,7 @@ class Buckets:
                 master.copy_(in_full(flat, master))
 
     def round_masters(self) -> None:
-        """Set the parameters to the rounded masters."""
+        """Set the parameters to the rounded masters. :meth:`advance_versions` is left to the caller."""
         for flat, master in zip(self.flats, self.masters, strict=True):
             if master is not None:
                 flat.copy_(master)
@@ -173,11 +189,18 @@ class Buckets:
             The indices of those parameters.
 
         Raises:
-            RuntimeError: before anything is copied, if one changed its device, dtype or shape.
+            RuntimeError: before anything is copied, if one changed its device, dtype or shape, or was put into memory
+                that other processes share.
         """
         moved = self.moved()
         for index in moved:
             param, view = self.params[index], self._views[index]
+            if in_shared_memory(param):
+                raise RuntimeError(
+                    f"parameter {index} of shape {tuple(param.shape)} was put into shared memory after the optimizer "
+                    "was built (share_memory()), which trains it in memory of this process: other processes would not "
+                    "see the steps. Train with torch.optim, or send copies of the parameters to the other processes"
+                )
             now, then = (param.device, param.dtype, tuple(param.shape)), (view.device, view.dtype, tuple(view.shape))
             if now != then:
                 raise RuntimeError(
@@ -188,8 +211,18 @@ class Buckets:
         values = [self.params[index].detach().clone() for index in moved]
         for index, value in zip(moved, values, strict=True):
             self._views[index].copy_(value)
-            self.params[index].data = self._views[index]
+        self._take_home(moved)
         return moved
+
+    def _take_home(self, indices: Iterable[int]) -> None:
+        """Make parameters the tensors of their slots. Tied parameters have the same slot, and get the same storage."""
+        owned: dict[int, Tensor] = {}
+        for index in indices:
+            slot = id(self.slots[index])
+            # Not the view itself: share_memory() gives a storage other memory, and the view must keep its own.
+            if slot not in owned:
+                owned[slot] = own_storage(self._views[index])
+            self.params[index].data = owned[slot]
 
 
 @dataclass(frozen=True)
@@ -258,6 +291,13 @@ def _check_movable(index: int, param: Tensor) -> None:
         )
     if param.is_meta:
         raise ValueError(f"parameter {index} is on the meta device and has no values yet: materialise the model first")
+    if in_shared_memory(param):
+        raise ValueError(
+            f"parameter {index} of shape {tuple(param.shape)} is in memory that other processes may share "
+            "(share_memory(), torch.from_file), and would be moved out of it: they would not see its updates. Train it "
+            "with torch.optim, or build the optimizer on a copy (copy.deepcopy(model)) and send parameters to the "
+            "other processes"
+        )
     if not is_dense(one_replica(param)):
         raise ValueError(
             f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}: gaps or overlaps in memory "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,36 @@ def has_overlap(tensor: Tensor) -> bool:
                 return tensor.numel() > 0
             reach = stride * (size - 1) + reach
     return False
+
+
+def own_storage(view: Tensor) -> Tensor:
+    """Return the same memory as a tensor with a storage of its own, which covers exactly the elements of ``view``.
+
+    A slice of a flat buffer has the storage of the whole buffer. ``torch.save`` writes storages, so a file with one
+    layer would hold all of them, and savers that look for tied tensors by their storage (safetensors, Accelerate) would
+    take all layers for one. A tensor that comes through DLPack has a storage object of its own, which keeps the memory
+    alive.
+
+    Tensors with gaps (the rows of a stack), on devices other than CPU and CUDA, and of tensor subclasses are returned
+    as they are; :func:`compact` copies these where they are saved.
+    """
+    if type(view) is not Tensor or view.device.type not in ("cpu", "cuda") or not is_dense(view):
+        return view
+    owned: Tensor = from_dlpack(to_dlpack(view))
+    return owned
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` if its storage holds nothing else, and a copy of it otherwise, for saving."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone().contiguous()
+
+
+def in_shared_memory(tensor: Tensor) -> bool:
+    """Return whether other processes may have the memory of a tensor mapped (``share_memory_``, ``torch.from_file``).
+
+    Only memory of the CPU counts: every CUDA tensor calls itself shared.
+    """
+    return tensor.device.type == "cpu" and tensor.is_shared()
 
 
 def layout_hash(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -> int:

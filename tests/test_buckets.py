@@ -267,6 +267,28 @@ class TestFlatBuffers:
         assert buckets.params[0].is_leaf
         assert not buckets.flats[0].requires_grad
 
+    def test_every_parameter_has_a_storage_of_its_own(self) -> None:
+        params = [parameter(3, 5), parameter(), parameter(0, 2), parameter(7, dtype=torch.bfloat16)]
+        Buckets(params)
+        assert [param.untyped_storage().nbytes() for param in params] == [param.nbytes for param in params]
+        twin = nn.Parameter(params[0].data)
+        Buckets([*params, twin])
+        assert twin.untyped_storage()._cdata == params[0].untyped_storage()._cdata
+
+    def test_versions_advance_with_writes_through_the_buffer(self) -> None:
+        params = [parameter(3), parameter(2)]
+        buckets = Buckets(params)
+        loss = (params[0] * params[0]).sum()
+        buckets.flats[0].zero_()
+        buckets.advance_versions()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_buffers_made_in_inference_mode_can_be_written_later(self) -> None:
+        with torch.inference_mode():
+            buckets = Buckets([parameter(3)])
+        buckets.flats[0].zero_()
+
 
 class TestTied:
     def test_the_same_object_twice_is_one_parameter(self) -> None:
@@ -356,6 +378,16 @@ class TestRefuses:
     def test_no_parameters(self) -> None:
         with pytest.raises(ValueError, match="Buckets got no parameters"):
             Buckets([])
+
+    def test_parameters_in_shared_memory_before_anything_is_moved(self) -> None:
+        private, shared = parameter(3), parameter(4)
+        shared.share_memory_()
+        addresses = [private.data_ptr(), shared.data_ptr()]
+        with pytest.raises(
+            ValueError, match=r"parameter 1 of shape \(4,\) is in memory that other processes may share"
+        ):
+            Buckets([private, shared])
+        assert addresses == [private.data_ptr(), shared.data_ptr()]
 
 
 class TestMovedParameters:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.tensors import (
     Slot,
+    compact,
     distinct,
     flat_view,
     has_overlap,
     in_full,
+    in_shared_memory,
     is_dense,
     layout_hash,
     local,
     one_replica,
+    own_storage,
     replicas_of,
     share_gradients,
     travel_dtype,
@@ -205,6 +211,69 @@ def test_the_local_part_of_a_distributed_tensor() -> None:
             return torch.zeros(1)
 
     assert local(torch.ones(2).as_subclass(Sharded)).tolist() == [0]
+
+
+class TestOwnStorage:
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool], ids=str
+    )
+    def test_it_covers_the_view_and_nothing_else(self, dtype: torch.dtype) -> None:
+        flat = torch.zeros(100, dtype=dtype)
+        view = flat[16:22].view(3, 2).t()
+        owned = own_storage(view)
+        assert (owned.data_ptr(), owned.shape, owned.stride()) == (view.data_ptr(), view.shape, view.stride())
+        assert (owned.storage_offset(), owned.untyped_storage().nbytes()) == (0, view.nbytes)
+        owned.fill_(1)
+        assert flat.sum() == 6, "the same memory"
+
+    def test_it_keeps_the_memory_alive(self) -> None:
+        owned = own_storage(torch.arange(1e6)[500_000:500_002])
+        torch.zeros(1_000_000)
+        assert owned.tolist() == [500_000, 500_001]
+
+    @pytest.mark.parametrize("shape", [(), (0, 3), (1,)], ids=str)
+    def test_shapes_of_one_element_or_none(self, shape: tuple[int, ...]) -> None:
+        flat = torch.arange(9.0)
+        owned = own_storage(torch.as_strided(flat, shape, (1,) * len(shape), 4))
+        assert (owned.shape, owned.untyped_storage().nbytes()) == (shape, 4 * math.prod(shape))
+
+    def test_what_cannot_have_one_is_returned_as_it_is(self) -> None:
+        gaps, meta = torch.zeros(4, 4)[:, :2], torch.zeros(4, device="meta")
+        assert own_storage(gaps) is gaps
+        assert own_storage(meta) is meta
+        with FakeTensorMode():
+            fake = torch.zeros(3)[1:]
+            assert own_storage(fake) is fake
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+    def test_on_a_gpu_without_waiting_for_it(self) -> None:
+        flat = torch.zeros(100, device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            owned = own_storage(flat[16:22])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        owned.fill_(1)
+        assert (flat.sum().item(), owned.untyped_storage().nbytes(), owned.device) == (6, 24, flat.device)
+        owned.record_stream(torch.cuda.Stream())
+        del flat
+        torch.zeros(100, device="cuda")
+        assert owned.tolist() == [1] * 6
+
+
+def test_compact_copies_only_a_part_of_a_storage() -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    assert compact(whole) is whole
+    assert compact(whole.t()).data_ptr() == whole.data_ptr()
+    column = compact(whole[:, 1])
+    assert (column.tolist(), column.untyped_storage().nbytes()) == ([1, 4], 8)
+
+
+def test_memory_that_other_processes_may_share() -> None:
+    assert not in_shared_memory(torch.ones(2))
+    assert in_shared_memory(torch.ones(2).share_memory_()[1:])
+    assert not in_shared_memory(torch.ones(2, device="meta"))
 
 
 class TestDistinct:

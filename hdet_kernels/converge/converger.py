@@ -154,7 +154,7 @@ class Converger:
         """Average the payload in place, as planned. Collective."""
         ensemble = transport.ensemble
         cost = Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
-        cost += transport.average(payload.regions_in_full(plan), plan.included)
+        cost += transport.average(payload.regions_in_full(plan), plan.included, rescaled=plan.rescaled)
         if plan.integers and payload.integers:
             cost += run_transfers([take_first(ensemble, payload.integers, plan.included)])
         if plan.counts and payload.counts is not None:

@@ -77,6 +77,7 @@ class Agreement:
         same_integers: whether the integer buffers are the same.
         same_consensus: whether all remember the same last consensus.
         same_outer: whether the outer step starts from the same place on all replicas.
+        may_overflow: whether a sum over the healthy replicas may be infinite although all values are finite.
     """
 
     losses: Floats
@@ -91,6 +92,7 @@ class Agreement:
     same_integers: bool
     same_consensus: bool
     same_outer: bool
+    may_overflow: bool
 
 
 def exchange_reports(ensemble: Ensemble, report: Report, summary: TensorSummary, *, needs_loss: bool) -> Agreement:
@@ -221,7 +223,18 @@ def conclude(columns: Mapping[str, Floats], step: int) -> Agreement:
         same_integers=_same(columns["integers"]),
         same_consensus=_same(columns["consensus"]),
         same_outer=bool(np.isfinite(columns["outer"]).all()) and _same(columns["outer"]),
+        may_overflow=_may_overflow(columns, healthy),
     )
+
+
+def _may_overflow(columns: Mapping[str, Floats], healthy: Flags) -> bool:
+    """Whether a float32 sum over the ``healthy`` replicas, of values or of their differences to the last consensus, may
+    be infinite. No sum of elements is larger than the sum of the norms, which the checksums are."""
+    consensus = np.nan_to_num(columns["consensus"], nan=0.0)
+    with np.errstate(over="ignore"):
+        bound = (columns["checksum"] + columns["rest"] + consensus)[healthy].sum()
+    # Half of the range is for roundings on the way, such as those of a compressed difference.
+    return not bound < np.finfo(np.float32).max / 2
 
 
 def _same(column: Floats) -> bool:

@@ -198,6 +198,7 @@ class ModelTensors:
         payload.put_back()
         if self.buckets is not None:
             self.buckets.round_masters()
+            self.buckets.advance_versions()
         if counts and payload.counts is not None and self.counts is not None:
             self.counts.write(payload.counts)
 

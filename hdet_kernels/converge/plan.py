@@ -87,6 +87,7 @@ class Plan:
         counts: set the step counts to the largest of any included replica.
         integers: copy the integer buffers of the first included replica.
         uneven_state: an error: state is to be averaged that only some replicas have.
+        rescaled: scale the values down before they are summed, because the sum might overflow.
     """
 
     healthy: NDArray[np.bool_]
@@ -100,6 +101,7 @@ class Plan:
     counts: bool
     integers: bool
     uneven_state: bool
+    rescaled: bool
 
 
 def decide(agreement: Agreement, request: AverageRequest, *, merge: Merge, compresses: bool) -> Plan:
@@ -119,7 +121,8 @@ def decide(agreement: Agreement, request: AverageRequest, *, merge: Merge, compr
     state = (wanted or excluded or request.heals) and agreement.has_state and agreement.same_state
     params = excluded or not (request.skip_if_equal and agreement.equal and shared is True)
     compresses = compresses and params and not request.in_full
-    compressed = compresses and agreement.same_consensus and not excluded
+    # A difference of huge values might overflow, and a rounded one even more so.
+    compressed = compresses and agreement.same_consensus and not excluded and not agreement.may_overflow
     return Plan(
         healthy=agreement.healthy,
         included=agreement.healthy if taken is None else np.arange(len(agreement.healthy)) == taken,
@@ -132,6 +135,7 @@ def decide(agreement: Agreement, request: AverageRequest, *, merge: Merge, compr
         counts=state and not agreement.same_counts,
         integers=not agreement.same_integers,
         uneven_state=wanted and agreement.has_state and not agreement.same_state,
+        rescaled=agreement.may_overflow,
     )
 
 

@@ -60,7 +60,8 @@ def describe_layout(tensors: Iterable[Tensor], names: Iterable[str] | None = Non
 class Checksum:
     """The fp64 norm of all given tensors, in one kernel launch whatever their number.
 
-    It is finite exactly if all elements are. It differs, except for chance collisions, where the elements do.
+    It is finite exactly if all elements are. It differs, except for chance collisions, where the elements do. Where the
+    squares of fp64 elements overflow, their largest magnitude takes the place of the norm.
     """
 
     def __init__(self, rows: int, backend: str | None) -> None:
@@ -102,7 +103,12 @@ class Checksum:
                 )
             )
         table = self._tables[key]
-        return ops.grad_norm(table, table.match(tensors), rows=self.rows, backend=self.backend)
+        norm = ops.grad_norm(table, table.match(tensors), rows=self.rows, backend=self.backend)
+        if not wide_elements:
+            return norm
+        largest = torch.stack([tensor.reshape(self.rows, -1).abs().amax(dim=1) for tensor in tensors]).amax(dim=0)
+        # Divided, so that the weighted sum of several norms stays finite.
+        return torch.where(norm.isinf(), largest / 2**8, norm)
 
 
 # Large odd numbers without a pattern, within 64 bits.

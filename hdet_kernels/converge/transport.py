@@ -48,19 +48,29 @@ class Mean:
     Attributes:
         included: which of the rows held here take part.
         operation: the collective, ``"mean"`` or ``"sum"``.
-        before: divisor before the collective.
+        before: divisor of the sum over local rows, before the collective.
         after: divisor after the collective.
+        scale: divisor of every value before anything is summed. A power of two, so that it rounds nothing but numbers
+            below 2⁻¹²⁶·scale.
     """
 
     included: tuple[bool, ...]
     operation: str
     before: float
     after: float
+    scale: float = 1.0
 
     @staticmethod
-    def over(included: NDArray[np.bool_], ensemble: Ensemble, device: torch.device) -> Mean:
-        """Return how to average over the ``included`` replicas, [replicas], on ``device``."""
+    def over(included: NDArray[np.bool_], ensemble: Ensemble, device: torch.device, *, rescaled: bool = False) -> Mean:
+        """Return how to average over the ``included`` replicas, [replicas], on ``device``.
+
+        ``rescaled``: the sum might overflow where the mean does not, so the values are scaled down first.
+        """
         own = tuple(included[held(ensemble)].tolist())
+        if rescaled:
+            count = int(included.sum())
+            scale = 2.0 ** count.bit_length()
+            return Mean(own, "sum", 1, count / scale, scale)
         if included.all() and ensemble.averages(device):
             return Mean(own, "mean", ensemble.rows, 1)
         return Mean(own, "sum", 1, int(included.sum()))
@@ -104,18 +114,23 @@ class Transport:
         """Return the checksum of 1-D tensors that exist once, however many replicas this process holds."""
         return self._checksum_of_one(tensors, device)[0]
 
-    def average(self, regions: Regions, included: NDArray[np.bool_]) -> Cost:
-        """Replace every tensor by its mean over the ``included`` replicas, [replicas]. Collective."""
+    def average(self, regions: Regions, included: NDArray[np.bool_], *, rescaled: bool = False) -> Cost:
+        """Replace every tensor by its mean over the ``included`` replicas, [replicas]. Collective.
+
+        With ``rescaled`` the mean of finite values is finite even where their sum is not; it takes one more pass.
+        """
         if self.ensemble.size == 1 and not self.ensemble.talks:
             return Cost()
-        cost = run_transfers(self._transfers(regions, included))
+        cost = run_transfers(self._transfers(regions, included, rescaled))
         return cost if self.ensemble.talks else Cost()
 
-    def _transfers(self, regions: Regions, included: NDArray[np.bool_]) -> Iterable[tuple[Transfer, int]]:
+    def _transfers(
+        self, regions: Regions, included: NDArray[np.bool_], rescaled: bool
+    ) -> Iterable[tuple[Transfer, int]]:
         """Yield the transfer of every bucket, and its bytes."""
         staging = Staging()
         for region, bucket in self.cut(regions):
-            mean = Mean.over(included, self.ensemble, bucket.device)
+            mean = Mean.over(included, self.ensemble, bucket.device, rescaled=rescaled)
             whole = self.in_place(region, bucket)
             if whole is None:
                 yield self._staged(region, bucket, mean, staging), bucket.nbytes
@@ -125,16 +140,27 @@ class Transport:
     def _in_place(self, tensor: Tensor, mean: Mean) -> Transfer:
         if not mean.included[0]:
             tensor.zero_()  # multiplying by zero would keep NaN and infinity
+        if mean.scale != 1:
+            tensor.div_(mean.scale)
         yield self.ensemble.all_reduce(tensor, mean.operation)
-        if mean.after != 1:
+        if mean.scale != 1:
+            _divide_within_range(tensor, mean.after)
+        elif mean.after != 1:
             tensor.div_(mean.after)
 
     def _staged(self, region: Sequence[Tensor], bucket: Bucket, mean: Mean, staging: Staging) -> Transfer:
         packer, tensors = self.packer(region, bucket)
         with staging.buffer(bucket) as packed:
-            packer.pack(tensors, packed, mean.included, mean.before)
+            if mean.scale == 1:
+                packer.pack(tensors, packed, mean.included, mean.before)
+            else:
+                _pack_scaled(region, bucket, mean, packed)
             yield self.ensemble.all_reduce(packed, mean.operation)
-            packer.unpack(tensors, packed, mean.after)
+            if mean.scale == 1:
+                packer.unpack(tensors, packed, mean.after)
+            else:
+                _divide_within_range(packed, mean.after)
+                packer.unpack(tensors, packed)
 
     def cut(self, regions: Regions, bucket_bytes: int | None = None) -> Iterator[tuple[Sequence[Tensor], Bucket]]:
         """Yield every bucket with the region that it is cut from. ``bucket_bytes`` defaults to the transport's."""
@@ -171,6 +197,23 @@ class Transport:
                 numels, pieces, bucket.device, bucket.dtype, rows=self.ensemble.rows, backend=self.backend
             )
         return self._packs[key], tensors
+
+
+def _pack_scaled(region: Sequence[Tensor], bucket: Bucket, mean: Mean, packed: Tensor) -> None:
+    """Pack the sum of the included rows, each divided by the scale first. In plain torch: it is hardly ever needed."""
+    packed.zero_()
+    spans = packed.split([piece.stop - piece.start for piece in bucket.pieces])
+    for piece, span in zip(bucket.pieces, spans, strict=True):
+        rows = region[piece.index].view(len(mean.included), -1)
+        for row, taken in zip(rows, mean.included, strict=True):
+            if taken:
+                span.add_(row[piece.start : piece.stop].to(packed.dtype) / mean.scale)
+
+
+def _divide_within_range(values: Tensor, divisor: float) -> None:
+    """Divide finite values whose quotient is finite. At the end of the range it may be rounded to infinity."""
+    most = torch.finfo(values.dtype).max
+    values.div_(divisor).clamp_(-most, most)
 
 
 def run_transfers(transfers: Iterable[tuple[Transfer, int]]) -> Cost:

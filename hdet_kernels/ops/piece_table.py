@@ -82,7 +82,7 @@ class PieceTable:
         spans = np.stack([np.cumsum(counts) - counts, starts, counts, slots], axis=1)
         self.chunks = torch.from_numpy(chunks_of(spans)).to(device)
         strides = [numels[index] for index in self.indices]
-        self.strides = torch.tensor(strides, dtype=torch.int64).to(device)
+        self.strides = torch.tensor(strides, dtype=torch.int64, device=device)
         self._places = Staged((len(self.indices), 2), torch.int64, device)
         self._known: tuple[list[int], list[torch.dtype], NDArray[np.int64]] | None = None
         self._count = len(numels)

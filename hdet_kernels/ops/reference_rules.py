@@ -141,7 +141,7 @@ class AdamW:
         """Return m and √u as the push."""
         m, v = _required(states, 2)
         m = m + n.take1 * (g - m)
-        v = n.keep2 * v + n.take2 * (g * g)
+        v = n.keep2 * v + n.take2 * g * g  # in this order, as torch: g² alone overflows from 1.9e19 on
         largest, used = states[2], v
         if largest is not None:
             before = largest
@@ -198,6 +198,8 @@ class Lion:
 
         θ ← θ·(1 − lr·λ) − lr·sign(β₁·m + (1 − β₁)·g)
         m ← β₂·m + (1 − β₂)·g
+
+    with sign(0) = 0 and sign(NaN) = NaN.
     """
 
     def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
@@ -207,7 +209,9 @@ class Lion:
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
         """Return the sign as the push."""
         (m,) = _required(states, 1)
-        return ((n.keep1 * m + n.take1 * g).sign(),), [n.keep2 * m + n.take2 * g]
+        blend = n.keep1 * m + n.take1 * g
+        # torch's sign(NaN) is 0, with which a parameter would stand still in silence.
+        return (torch.where(blend.isnan(), blend, blend.sign()),), [n.keep2 * m + n.take2 * g]
 
     def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
         (sign,) = push

@@ -74,7 +74,7 @@ class Staged:
             self._mirror = written
             return True
         on_cuda = self.tensor.device.type == "cuda"
-        staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=on_cuda)
+        staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu", pin_memory=on_cuda)
         staging.numpy()[...] = values
         self.tensor.copy_(staging, non_blocking=on_cuda)
         if self.capturing:

@@ -188,7 +188,7 @@ def _push_adam(g, n, average, square, largest, at, inside, random, STOCHASTIC: t
     m = read(average, at, inside, g.dtype)
     v = read(square, at, inside, g.dtype)
     m = m + take1 * (g - m)
-    v = keep2 * v + take2 * (g * g)
+    v = keep2 * v + take2 * g * g  # in this order, as torch: g² alone overflows from 1.9e19 on
     write(average, at, m, inside, random, 2, STOCHASTIC)
     write(square, at, v, inside, random, 3, STOCHASTIC)
     used = v

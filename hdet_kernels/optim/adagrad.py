@@ -37,6 +37,7 @@ class FusedAdagrad(FusedOptimizer):
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,
+        advance_versions: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -46,7 +47,7 @@ class FusedAdagrad(FusedOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend)
+        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend, advance_versions)
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
 
     def check_group(self, group: Mapping[str, Any]) -> None:

@@ -69,9 +69,10 @@ class FusedAdam(_AdamFamily):
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,
+        advance_versions: bool = True,
     ) -> None:
         defaults = _defaults(lr, betas, eps, weight_decay, amsgrad, maximize)
-        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend)
+        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend, advance_versions)
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
 
 
@@ -97,9 +98,10 @@ class FusedAdamW(_AdamFamily):
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,
+        advance_versions: bool = True,
     ) -> None:
         defaults = _defaults(lr, betas, eps, weight_decay, amsgrad, maximize)
-        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend)
+        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend, advance_versions)
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
 
 

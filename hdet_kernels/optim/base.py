@@ -15,7 +15,7 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
-from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_seed, check_shapes, check_ties
+from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_ties
 from hdet_kernels.optim.fixed_gradients import FixedGradients
 from hdet_kernels.optim.flat_group import flat_groups_of, total_norm
 from hdet_kernels.optim.group_entries import Group
@@ -26,12 +26,13 @@ from hdet_kernels.optim.hyperparameters import (
     HyperparameterWriter,
     freeze_betas,
 )
+from hdet_kernels.optim.loading import check_state_dict
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.parameter_watch import ParameterWatch
 from hdet_kernels.optim.per_replica import drop_values_of_other_stacks, fit_state
 from hdet_kernels.optim.precision import unwrap_tensors, wrap_tensors
 from hdet_kernels.optim.state_views import StateViews
-from hdet_kernels.tensors import replicas_of, share_gradients
+from hdet_kernels.tensors import compact, replicas_of, share_gradients
 
 Closure = Callable[[], float]
 
@@ -55,6 +56,8 @@ class FusedOptimizer(Optimizer):
     shows_step: ClassVar[bool] = True
     #: Whether ``state[p]`` exists before the first step.
     eager_state: ClassVar[bool] = False
+    #: Whether ``state[p]`` may lack its buffers, as that of torch's SGD before the first step with momentum.
+    optional_state: ClassVar[bool] = False
 
     #: Makes torch's GradScaler set ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
     _step_supports_amp_scaling = True
@@ -155,6 +158,8 @@ class FusedOptimizer(Optimizer):
         for flat, present in zip(self._flat_groups, grads, strict=True):
             if present.any:
                 flat.step(present, scalars)
+                if self.options.advance_versions:
+                    flat.advance_versions(present)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -187,7 +192,15 @@ class FusedOptimizer(Optimizer):
         self._notice_regrouped_parameters()
         if self._state_views.any_replaced():
             self._state_views.adopt()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        # The rows of a stack lie between those of other parameters, which a file would hold as well.
+        state_dict["state"] = {
+            key: {name: compact(value) if type(value) is Tensor else value for name, value in entries.items()}
+            if isinstance(entries, dict)
+            else entries
+            for key, entries in state_dict["state"].items()
+        }
+        return state_dict
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
@@ -203,8 +216,25 @@ class FusedOptimizer(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16 parameters.
-        handle = self.register_load_state_dict_pre_hook(wrap_tensors)
+        """Load a state_dict of this class or of its namesake in torch.optim.
+
+        Raises:
+            ValueError: with nothing changed, if an entry is missing, unknown, or has another shape or kind of value.
+        """
+        if not isinstance(state_dict, dict):
+            raise TypeError(
+                "load_state_dict expects a dict, as optimizer.state_dict() returns it, got a "
+                f"{type(state_dict).__name__}"
+            )
+
+        def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            check_state_dict(self, given)
+            # torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16
+            # parameters.
+            return wrap_tensors(given)
+
+        # The last of the hooks: those of the user may change what is loaded.
+        handle = self.register_load_state_dict_pre_hook(prepare)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -226,12 +256,9 @@ class FusedOptimizer(Optimizer):
                 if name not in IMPLEMENTATION_OPTIONS:
                     group.setdefault(name, value)
             freeze_betas(group)
-            self.check_group(group)
-            check_seed(group.get(ROUNDING_SEED, 0))
         for param, entries in state["state"].items():
             if replicas_of(param) is not None:
                 state["state"][param] = fit_state(entries, param)
-        check_shapes(state["state"])
         built = hasattr(self, "_flat_groups")
         if built:
             self._notice_regrouped_parameters()
@@ -250,6 +277,7 @@ class FusedOptimizer(Optimizer):
         for device in {param.device for param in group["params"]}:
             resolve(device, self.options.backend)
 
+    @torch.inference_mode(False)  # buffers made in inference mode could not be written outside of it
     def _build(self) -> None:
         """Move all parameters, with the state they have, into flat buffers."""
         check_ties(self.param_groups)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hdet_kernels.ops import DTYPES
-from hdet_kernels.tensors import replicas_of
 
 
 def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
@@ -21,7 +21,7 @@ def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
         _check_number(name, value)
         if not _on_host(value):
             continue
-        if not 0 <= float(value) < math.inf:
+        if not 0 <= _as_float(value) < math.inf:
             raise ValueError(
                 f"{name} must be a finite number of at least 0, got {value}; pass for example {name}=0.001"
             )
@@ -31,7 +31,7 @@ def check_finite(options: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the named option is a finite number."""
     value = options[name]
     _check_number(name, value)
-    if _on_host(value) and not math.isfinite(float(value)):
+    if _on_host(value) and not math.isfinite(_as_float(value)):
         raise ValueError(f"{name} must be a finite number, got {value}; leave it out for 0")
 
 
@@ -44,14 +44,16 @@ def check_below_one(options: Mapping[str, Any], name: str) -> None:
         )
     for part in value if name == "betas" else (value,):
         _check_number(name, part)
-        if _on_host(part) and not 0 <= float(part) < 1:
+        if _on_host(part) and not 0 <= _as_float(part) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value!r}; a usual value is 0.9")
 
 
 def check_flags(options: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError unless each named option is True or False."""
     for name in names:
-        if options[name] not in (True, False):
+        if not isinstance(options[name], bool | np.bool_) and not (
+            type(options[name]) is int and options[name] in (0, 1)
+        ):
             raise ValueError(f"{name} must be True or False, got {options[name]!r}")
 
 
@@ -63,7 +65,8 @@ def check_seed(value: object) -> None:
 
 def check_max_grad_norm(value: float | None) -> None:
     """Raise ValueError unless ``value`` is a positive number or None."""
-    if value is not None and not (isinstance(value, int | float) and value > 0):
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (number and value > 0):
         raise ValueError(f"max_grad_norm must be a positive number, or None for no clipping, got {value!r}")
 
 
@@ -93,32 +96,21 @@ def check_ties(groups: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def check_shapes(state: Mapping[Any, Any]) -> None:
-    """Raise ValueError if a loaded state has another shape than its parameter."""
-    for param, entries in state.items():
-        if not isinstance(param, Tensor):
-            continue
-        # The replicas of a stack may share their state.
-        fitting = (param.shape, param.shape[1:]) if replicas_of(param) else (param.shape,)
-        for name, value in entries.items():
-            if name != "step" and isinstance(value, Tensor) and value.shape not in fitting:
-                stacked = value.shape[1:] == param.shape
-                raise ValueError(
-                    f"the loaded state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}; "
-                    + (
-                        "the state_dict is of a stack whose replicas have their own moments: load it into a stack"
-                        if stacked
-                        else "the state_dict is of another model, or its parameters are in another order"
-                    )
-                )
-
-
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got shape {tuple(value.shape)}")
+        if value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"{name} as a tensor must hold a real number, got {value.dtype}")
     elif isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number or a tensor of one element, got {value!r}")
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number beyond the range of floats
+        return math.inf if value > 0 else -math.inf
 
 
 def _on_host(value: float | Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.spot_check import SpotCheck
+from hdet_kernels.tensors import own_storage
 
 
 class FixedGradients:
@@ -39,7 +40,7 @@ class FixedGradients:
         frozen: list[_Snapshot] = []
         stepped: list[Tensor | None] = []
         for index, tied in enumerate(self.flat_group.params):
-            view = self.flat_group.view(self.flat, index)
+            view = own_storage(self.flat_group.view(self.flat, index))
             # Compared by address: our view may have been given other memory, and another tensor may use our memory.
             grads = [param.grad for param in tied if param.grad is not None]
             others = [grad for grad in grads if grad.is_sparse or grad.data_ptr() != view.data_ptr()]

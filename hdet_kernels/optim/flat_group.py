@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
-from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.options import Options
@@ -60,6 +61,9 @@ class FlatGroup:
         self.slots_without_entry: set[int] = set(range(len(params)))
         self._first_params = [tied[0] for tied in params]
         self._tied_slots = [index for index, tied in enumerate(params) if len(tied) > 1]
+        # Tensors that were made in inference mode have no version.
+        self._versioned = [[param for param in tied if not param.is_inference()] for tied in params]
+        self._all_versioned = list(chain.from_iterable(self._versioned))
         self._chosen_backend: str | None = None
         self._lay_out(shares_state)
 
@@ -85,10 +89,12 @@ class FlatGroup:
         self.states: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
         self._step: ops.Step | None = None
 
+    @torch.inference_mode(False)
     def separate_state(self) -> None:
         """Give every replica a state of its own. It starts empty; the caller fills it with the shared values."""
         self._lay_out(shares_state=False)
 
+    @torch.inference_mode(False)  # a buffer made in inference mode could not be written outside of it
     def state_buffer(self, name: str) -> Tensor:
         """Return the flat buffer of state ``name``; the first call makes it, filled with zeros."""
         flat = self.states[name]
@@ -147,6 +153,17 @@ class FlatGroup:
                 rows=param.shape[0] if param.dim() == 2 else 1,
             )
         self._step(grads, scalars.on(self.flat.device))
+
+    def advance_versions(self, grads: MatchedGradients) -> None:
+        """Tell autograd that the parameters with a gradient were written, as torch.optim's writes in place do.
+
+        Parameters without a gradient are not written and keep their version.
+        """
+        written = self._all_versioned
+        if (grads.table[:, 0] == NO_GRADIENT).any():
+            given = zip(self._versioned, grads.tensors, strict=True)
+            written = [param for tied, grad in given if grad is not None for param in tied]
+        torch.autograd.graph.increment_version(written)
 
 
 def flat_groups_of(

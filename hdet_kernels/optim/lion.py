@@ -19,7 +19,8 @@ class FusedLion(FusedOptimizer):
     """Lion: ``θ ← θ·(1 − lr·weight_decay) − lr·sign(β₁·m + (1 − β₁)·g)``, then ``m ← β₂·m + (1 − β₂)·g``.
 
     Every element moves by ``lr``, so learning rates are 3 to 10 times smaller than AdamW's, and weight decay is that
-    much larger for the same strength ``lr·weight_decay``.
+    much larger for the same strength ``lr·weight_decay``. A NaN gradient makes its parameter NaN, in all backends: with
+    torch's sign(NaN), which is 0, the parameter would stand still in silence.
     """
 
     rule = "lion"
@@ -39,9 +40,10 @@ class FusedLion(FusedOptimizer):
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,
+        advance_versions: bool = True,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend)
+        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend, advance_versions)
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
 
     def check_group(self, group: Mapping[str, Any]) -> None:

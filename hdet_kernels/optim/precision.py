@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class _Wrapped:
     tensor: Tensor
 
 
-def wrap_tensors(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the same state_dict with the tensors of its state wrapped. This is a ``load_state_dict`` pre-hook."""
+def wrap_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the same state_dict with the tensors of its state wrapped."""
     state = {
         param: {name: _Wrapped(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
         if isinstance(entries, Mapping)

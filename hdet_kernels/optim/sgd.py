@@ -24,6 +24,7 @@ class FusedSGD(FusedOptimizer):
 
     rule = "sgd"
     shows_step = False
+    optional_state = True
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class FusedSGD(FusedOptimizer):
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,
+        advance_versions: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -50,7 +52,7 @@ class FusedSGD(FusedOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend)
+        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend, advance_versions)
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
 
     def check_group(self, group: Mapping[str, Any]) -> None:

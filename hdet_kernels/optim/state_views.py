@@ -1,4 +1,4 @@
-"""``optimizer.state`` as torch.optim shows it, made of views of flat buffers."""
+"""``optimizer.state`` as torch.optim shows it, made of parts of flat buffers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
+from hdet_kernels.tensors import own_storage
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
 MASTER = "master"
@@ -32,7 +33,9 @@ class StatefulOptimizer(Protocol):
 
 
 class StateViews:
-    """The entries of ``optimizer.state``: views of the flat state, added by loading or by a parameter's first step.
+    """The entries of ``optimizer.state``: parts of the flat state, added by loading or by a parameter's first step.
+
+    Each has a storage of its own (:func:`.tensors.own_storage`), so that saving one writes nothing of the others.
 
     An entry that the user replaces as a whole (``state[p] = {…}``, ``state.clear()``) is copied into the flat state.
     Replacing all entries is noticed at the next step. Replacing a single one is noticed within
@@ -73,7 +76,11 @@ class StateViews:
                 if flat.master is not None:
                     flat.view(flat.master, index).copy_(given.get(MASTER, tied[0]))
                 # Rules whose state has no step count need to know only whether they have stepped before.
-                flat.step_count(index).copy_(torch.as_tensor(given.get("step", 1.0 if kept else 0.0)))
+                step = given.get("step", 1.0 if kept else 0.0)
+                if isinstance(step, Tensor):
+                    flat.step_count(index).copy_(step.reshape(()) if step.numel() == 1 else step)
+                else:
+                    flat.step_count(index).fill_(step)
                 if given or optimizer.eager_state:
                     self._add_entry(flat, index, (*names, *kept))
         self._remember()
@@ -140,6 +147,7 @@ class StateViews:
         shown |= {name: flat.view(flat.state_buffer(name), index) for name in names}
         if flat.master is not None:
             shown[MASTER] = flat.view(flat.master, index)
+        shown = {name: own_storage(view) for name, view in shown.items()}
         for param in flat.params[index] if shown else ():
             entry = optimizer.state[param]
             entry.update(shown)

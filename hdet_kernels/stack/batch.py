@@ -38,9 +38,21 @@ class Batch:
 
     def copy(self) -> Batch:
         """Return a copy whose tensors have memory of their own."""
+        return self._with_leaves([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves])
+
+    def detached(self) -> Batch:
+        """Return a copy whose tensors have memory of their own, and give no gradients to those of this batch."""
+        return self._with_leaves(
+            [
+                leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+                for leaf in self._leaves
+            ]
+        )
+
+    def _with_leaves(self, leaves: list[Any]) -> Batch:
         copied = copy.copy(self)
-        copied._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        copied._stacked = [copied._leaves[i].view_as(part) for i, part in zip(self._cut, self._stacked, strict=True)]
+        copied._leaves = leaves
+        copied._stacked = [leaves[i].view_as(part) for i, part in zip(self._cut, self._stacked, strict=True)]
         return copied
 
     def slices(self, rows: slice | int) -> list[Tensor]:

@@ -8,6 +8,7 @@ weight has rows.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from hdet_kernels.stack.attention import attention
 
 # Functions that autocast computes in the lower precision and vmap decomposes.
 _LOWER = {
@@ -90,12 +93,17 @@ class VmapCorrections(TorchFunctionMode):
             return _embedding(*args, **options)
         if func is torch.embedding:
             return _native_embedding(*args, **options)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _without_dispatch(func)(*args, **options)
         if func in _LOWER and torch.is_autocast_enabled(self._kind):
             args, options = self._cast((args, options), torch.get_autocast_dtype(self._kind))
         elif func in self._full and torch.is_autocast_enabled(self._kind):
             args, options = self._cast((args, options), torch.float32)
         elif func in _AS_INPUT and torch.is_autocast_enabled(self._kind):
             return func(*args, **options).to(args[0].dtype)
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **options)
         return func(*args, **options)
 
     def _cast(self, arguments: Any, dtype: torch.dtype) -> Any:
@@ -104,6 +112,16 @@ class VmapCorrections(TorchFunctionMode):
             return tensor.to(dtype) if eligible and tensor.dtype != torch.float64 else tensor
 
         return pytree.tree_map_only(Tensor, cast, arguments)
+
+
+def _without_dispatch(func: Any) -> Any:
+    """Return the Python function ``func`` of torch without its first lines, which hand it to the mode as a whole.
+
+    The mode then sees the functions that it calls.
+    """
+    return types.FunctionType(
+        func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, argdefs=func.__defaults__
+    )
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **options: Any) -> Tensor:

@@ -19,6 +19,7 @@ from torch.func import functional_call, vmap
 
 from hdet_kernels.stack.batch import Batch
 from hdet_kernels.stack.corrections import VmapCorrections, refuse_checkpointing
+from hdet_kernels.stack.finite import are_finite, check_first_gradients
 from hdet_kernels.stack.gradients import GradientCollector, hand_over
 from hdet_kernels.stack.hyper import StackHyper
 from hdet_kernels.stack.rollback import Rollback
@@ -73,6 +74,9 @@ class ReplicaLosses:
             batch: the batch of all replicas.
             chunk_size: how many replicas are computed at a time; None for all.
             gradients: collects the gradients, and is not committed; None for losses only.
+
+        Raises:
+            RuntimeError: in the first pass by ``loss_fn``, gradients are not finite where the losses are.
         """
         code = _code_of(loss_fn)
         kind = (code, gradients is not None, self.module.training)
@@ -84,14 +88,15 @@ class ReplicaLosses:
             unwritten = batch if kind in self._changed_buffers else batch.copy()
             try:
                 losses = self._compute(loss_fn, batch, step, gradients)
-                self._changed_buffers.setdefault(kind, rollback.changed())
-                return losses
             except torch.OutOfMemoryError as error:
                 rollback.restore()
                 error.add_note(f"chunk_size=k computes k of the {self._replicas} replicas at a time")
                 raise
             except Exception as error:
                 reason = (str(error).strip().splitlines() or [repr(error)])[0]
+            else:
+                self._end_first(kind, loss_fn, unwritten, step, gradients, losses, rollback)
+                return losses
             rollback.restore()
             batch = unwritten
         try:
@@ -99,11 +104,36 @@ class ReplicaLosses:
         except Exception:
             rollback.restore()
             raise
-        self._changed_buffers.setdefault(kind, rollback.changed())
+        self._end_first(kind, loss_fn, batch, 1, gradients, losses, rollback)
         if reason is not None:
             self._one_by_one.add(kind)
             self._warn(code, loss_fn, reason)
         return losses
+
+    def _end_first(
+        self,
+        kind: object,
+        loss_fn: LossFunction,
+        batch: Batch,
+        step: int,
+        gradients: GradientCollector | None,
+        losses: Tensor,
+        rollback: Rollback,
+    ) -> None:
+        """After the first pass of a ``kind``: check its gradients, and note the buffers that it changes."""
+        if kind in self._changed_buffers:
+            return
+        if gradients is not None and not are_finite(losses, gradients.collected):
+            after = Rollback(self._buffers, None, self._device)
+            names = [names[0].removeprefix("module.") for names in self._parameter_names]
+            compute = functools.partial(self._compute, loss_fn)
+            try:
+                check_first_gradients(compute, batch, step, names, self._device.type)
+            except Exception:
+                rollback.restore()
+                raise
+            after.restore()
+        self._changed_buffers[kind] = rollback.changed()
 
     def is_vectorized(self, loss_fn: LossFunction) -> bool:
         """Return whether losses and gradients by ``loss_fn`` have been computed together before."""

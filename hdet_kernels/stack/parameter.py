@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet_kernels.tensors import compact
+
 
 class StackedParameter(torch.nn.Parameter):
     """A parameter of R replicas, of shape [R, *shape].
@@ -39,7 +41,8 @@ class StackedParameter(torch.nn.Parameter):
         return copied
 
     def __reduce_ex__(self, proto: Any) -> tuple[Any, ...]:
-        return type(self), (self.data, self.shares_gradient, self.requires_grad)
+        # Rows that lie between those of other parameters would be pickled with all of them.
+        return type(self), (compact(self.data), self.shares_gradient, self.requires_grad)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Stacked{super().__repr__()}"

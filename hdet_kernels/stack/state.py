@@ -14,14 +14,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hdet_kernels.stack.template import tensors_by_name
-from hdet_kernels.tensors import wide_dtype
+from hdet_kernels.tensors import compact, wide_dtype
 
 StackedTensors = Mapping[tuple[str, ...], Tensor]
 
 
 def stack_state(template: nn.Module, stacked: StackedTensors) -> dict[str, Any]:
-    """Return the template's ``state_dict`` with stacked tensors in the places of those that have rows."""
-    return {name: value for name, (value, _) in _entries(template, stacked).items()}
+    """Return the template's ``state_dict`` with stacked tensors in the places of those that have rows.
+
+    Rows in a flat buffer, between those of other tensors, are copied: a file would hold the others as well. Tied
+    tensors share their copy.
+    """
+    entries = _entries(template, stacked)
+    copies = {id(value): compact(value) for value, has_rows in entries.values() if has_rows}
+    return {name: copies.get(id(value), value) for name, (value, _) in entries.items()}
 
 
 def _entries(template: nn.Module, stacked: StackedTensors) -> dict[str, tuple[Any, bool]]:

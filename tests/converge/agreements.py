@@ -29,6 +29,7 @@ def agreement(**changes: Any) -> Agreement:
         "same_integers": True,
         "same_consensus": True,
         "same_outer": True,
+        "may_overflow": False,
     }
     values = {**defaults, **changes}
     return Agreement(**{name: np.array(value) if isinstance(value, list) else value for name, value in values.items()})

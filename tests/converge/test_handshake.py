@@ -80,6 +80,12 @@ def test_two_equal_replicas() -> None:
         ("gradients", [4.0, 5.0], "shared", False),
         ("gradients", [4.0, NAN], "shared", None),
         ("gradients", [NAN], "shared", True),
+        ("checksum", [1e38, 0.6e38], "may_overflow", False),
+        ("checksum", [1e38, 0.8e38], "may_overflow", True),
+        ("checksum", [1e38, NAN], "may_overflow", False),
+        ("rest", [2e38, 2e38], "may_overflow", True),
+        ("consensus", [1e38, 1e38], "may_overflow", True),
+        ("checksum", [1.7e308, 1.7e308], "may_overflow", True),
     ],
     ids=str,
 )

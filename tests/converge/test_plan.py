@@ -43,6 +43,7 @@ USUAL: dict[str, Any] = {
     "counts": False,
     "integers": False,
     "uneven_state": False,
+    "rescaled": False,
 }
 LEFT_OUT = {"healthy": [True, False, True], "included": [True, False, True]}
 

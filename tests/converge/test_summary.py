@@ -41,6 +41,15 @@ def test_it_is_finite_exactly_if_all_elements_are(dtype: torch.dtype, bad: float
     assert not checksum(tensors, CPU).isfinite().any()
 
 
+def test_squares_of_doubles_that_overflow_do_not_make_it_infinite() -> None:
+    checksum = Checksum(2, None)
+    tensors = [torch.tensor([[1e200], [1.0]], dtype=torch.float64), torch.tensor([[3.0], [1.7e308]], dtype=torch.float64)]
+    assert checksum(tensors, CPU).isfinite().all()
+    assert (checksum(tensors, CPU) > 1e190).all()
+    tensors[0][1, 0] = math.inf
+    assert checksum(tensors, CPU).isinf().tolist() == [False, True]
+
+
 def test_integers_hash_by_value_place_and_row() -> None:
     def hashed(*tensors: torch.Tensor, rows: int = 1) -> list[int]:
         return integer_hash(tensors, rows, CPU).tolist()

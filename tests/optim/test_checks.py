@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hdet_kernels.optim import FusedAdamW, FusedOptimizer
-from hdet_kernels.optim.checks import check_finite, check_param, check_shapes, check_ties
+from hdet_kernels.optim.checks import check_finite, check_param, check_ties
 from tests.optim.cases import assert_refused
 
 
@@ -46,12 +46,3 @@ def test_tied_parameters_of_two_groups() -> None:
     check_ties([{"params": [first, nn.Parameter(first.data)]}, {"params": [nn.Parameter(torch.ones(2))]}])
     with pytest.raises(ValueError, match="parameter 0 of group 1 shares its memory with one of group 0"):
         check_ties([{"params": [first]}, {"params": [nn.Parameter(first.data)]}])
-
-
-def test_state_of_another_shape() -> None:
-    param = nn.Parameter(torch.ones(2, 3))
-    check_shapes({param: {"exp_avg": torch.ones(2, 3), "step": torch.ones(())}})
-    with pytest.raises(ValueError, match=r"'exp_avg' has shape \(3,\), its parameter \(2, 3\); .* another model"):
-        check_shapes({param: {"exp_avg": torch.ones(3)}})
-    with pytest.raises(ValueError, match="load it into a stack"):
-        check_shapes({param: {"exp_avg": torch.ones(5, 2, 3)}})

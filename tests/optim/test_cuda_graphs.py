@@ -167,3 +167,19 @@ def test_no_step_waits_for_the_device(backend: tuple[str, str], amp: bool, optio
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_versions_advance_at_the_capture() -> None:
+    """Versions live on the host: a capture advances them once, and a replay not at all, as with torch.optim."""
+    params = [nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
+    optimizer = FusedAdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    version = params[0]._version
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert params[0]._version == version + 1
+    graph.replay()
+    assert params[0]._version == version + 1

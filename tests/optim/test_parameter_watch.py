@@ -119,3 +119,17 @@ def test_parameters_exchanged_by_hand_are_trained() -> None:
     del optimizer.param_groups[0]
     optimizer.step()
     assert torch.equal(new.detach(), torch.full((2,), 0.5 - 0.5 * 1.9))
+
+
+@pytest.mark.parametrize("gradients", ["autograd", "fixed"])
+def test_parameters_put_into_shared_memory_later_are_refused(gradients: Any) -> None:
+    params = many_parameters(5)
+    optimizer = FusedAdamW(params, gradients=gradients)
+    run(optimizer, params, [0])
+    for param in params:
+        param.share_memory_()
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(4,\) was put into shared memory"):
+        run(optimizer, params, [1])
+    assert_equal(params, before)
+    assert all(param.is_shared() for param in params)

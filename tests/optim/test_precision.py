@@ -205,7 +205,7 @@ def test_bf16_gradients_of_float32_parameters_are_not_copied(backend: tuple[str,
 
 def test_wrapped_tensors_pass_through_unchanged() -> None:
     state = {0: {"exp_avg": torch.ones(2), "note": "kept"}, "other": 7}
-    wrapped = wrap_tensors(FusedSGD([nn.Parameter(torch.ones(1))]), {"state": state, "param_groups": []})
+    wrapped = wrap_tensors({"state": state, "param_groups": []})
     assert not isinstance(wrapped["state"][0]["exp_avg"], Tensor)
     assert isinstance(state[0]["exp_avg"], Tensor), "the given state_dict is not changed"  # type: ignore[index]
     unwrapped = unwrap_tensors(wrapped["state"])

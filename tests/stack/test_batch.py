@@ -66,3 +66,15 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
         stack.backward(loss_of, np.zeros(6))
     with pytest.raises(TypeError, match="nested"):
         stack.backward(loss_of, torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged))
+
+
+def test_a_detached_copy_gives_no_gradients_to_the_batch() -> None:
+    x, label = torch.randn(4, 3, requires_grad=True), torch.arange(4)
+    batch = Batch((x, {"label": label, "name": "a"}), 2, False)
+    copied = batch.detached()
+    given, rest = copied.with_slices(copied.slices(1))
+    assert rest["name"] == "a"
+    assert torch.equal(rest["label"], label[2:])
+    assert given.requires_grad
+    given.square().sum().backward()
+    assert x.grad is None

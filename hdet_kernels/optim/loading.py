@@ -1,0 +1,171 @@
+"""Checks of a ``state_dict`` before anything of it is loaded.
+
+torch loads almost anything, and raises ``KeyError`` at the next step where an entry is missing. The fused optimizers
+have state for every parameter in flat buffers, in which a gap would be zeros, so everything is checked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops import STATES
+from hdet_kernels.optim.checks import check_seed
+from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
+from hdet_kernels.optim.hyperparameters import ROUNDING_SEED, freeze_betas
+from hdet_kernels.optim.state_views import MASTER
+from hdet_kernels.tensors import replicas_of
+
+#: The largest step count that is loaded. Counts are float32, and no run has more steps.
+_MOST_STEPS = 2**53
+
+
+class LoadingOptimizer(Protocol):
+    """The attributes of an optimizer that the checks need."""
+
+    rule: ClassVar[str]
+    shows_step: ClassVar[bool]
+    eager_state: ClassVar[bool]
+    optional_state: ClassVar[bool]
+    defaults: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+
+    def check_group(self, group: Mapping[str, Any]) -> None: ...
+
+    def state_names(self, group: Group) -> tuple[str, ...]: ...
+
+
+def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:
+    """Raise ValueError unless ``optimizer`` can continue from ``state_dict``.
+
+    Accepted is what torch.optim saves and continues from: parameters that have never been stepped have no entry or an
+    empty one, step counts are numbers or tensors, momentum buffers of SGD may be missing or None, and groups may lack
+    options that torch does not know. Numbers of groups and parameters are left to torch, which compares them itself.
+    """
+    state, groups = _parts(state_dict)
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+        return
+    kind = type(optimizer).__name__
+    for number, (saved, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        group = optimizer.defaults | {name: value for name, value in saved.items() if name != "params"}
+        freeze_betas(group)
+        optimizer.check_group(group)
+        check_seed(group.get(ROUNDING_SEED, 0))
+        _check_per_replica(group)
+        needed = () if optimizer.optional_state else optimizer.state_names(group)
+        needed = ("step", *needed) if optimizer.shows_step else needed
+        for where, key, param in _members(number, saved, own["params"]):
+            entries = state.get(key, {})
+            if not isinstance(entries, Mapping):
+                raise ValueError(f"{where} is a {type(entries).__name__}, expected a dict of tensors")
+            if entries or optimizer.eager_state:
+                _check_names(where, entries, needed, STATES[optimizer.rule], kind)
+                _check_values(where, entries, param)
+
+
+def _parts(state_dict: object) -> tuple[Mapping[Any, Any], list[Any]]:
+    """Return the state and the groups of a state_dict, after a check of their types."""
+    fits = isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping)
+    groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    if not fits or not isinstance(groups, list | tuple) or not groups:
+        keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(
+            "the state_dict of an optimizer is a dict with a dict 'state' and a list 'param_groups', got "
+            f"{keys}; pass what optimizer.state_dict() returned"
+        )
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            raise ValueError(f"group {number} of the loaded state_dict has no list 'params'; the file is damaged")
+        if not all(isinstance(key, int | str) for key in group["params"]):
+            raise ValueError(f"group {number} of the loaded state_dict lists {group['params']!r}, expected numbers")
+    state = state_dict["state"]  # type: ignore[index]
+    return state, list(groups)
+
+
+def _members(number: int, saved: Mapping[str, Any], params: Sequence[Tensor]) -> Iterator[tuple[str, Any, Tensor]]:
+    """Return for each parameter of a group a description for messages, its key in the state, and itself."""
+    names = saved.get("param_names")
+    named = isinstance(names, list | tuple) and len(names) == len(params)
+    for index, (key, param) in enumerate(zip(saved["params"], params, strict=True)):
+        name = f" {names[index]!r}" if named else ""  # type: ignore[index]
+        yield f"the loaded state of parameter {index}{name} of group {number}", key, param
+
+
+def _check_names(
+    where: str, entries: Mapping[str, Any], needed: Sequence[str], states: Sequence[str], kind: str
+) -> None:
+    missing = [name for name in needed if entries.get(name) is None]
+    unknown = [name for name in entries if name not in (*states, "step", MASTER)]
+    if missing or unknown:
+        raise ValueError(
+            f"{where} has {', '.join(map(str, entries)) or 'no entries'}; {kind} "
+            + " and ".join(
+                [f"needs {', '.join(missing)}"] * bool(missing)
+                + [f"does not know {', '.join(map(str, unknown))}"] * bool(unknown)
+            )
+            + ". Load a state_dict of the same kind of optimizer, or start without one"
+        )
+
+
+def _check_values(where: str, entries: Mapping[str, Any], param: Tensor) -> None:
+    rows = set()
+    for name, value in entries.items():
+        if name == "step" or value is None:
+            continue
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
+            given = f"{value.dtype} {value.layout}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{where} has {name}={given}, expected a tensor of floating-point numbers")
+        if value.is_meta:
+            raise ValueError(f"{where} has {name} on the meta device, without values; load it on a real device")
+        rows.add(_check_shape(where, name, value, param))
+    _check_step(where, entries.get("step", 0), rows)
+
+
+def _check_shape(where: str, name: str, value: Tensor, param: Tensor) -> int | None:
+    """Raise ValueError unless ``value`` fits ``param``; return how many replicas it has if each has its own."""
+    if replicas_of(param) is None:
+        if value.shape == param.shape:
+            return None
+    elif value.shape == param.shape[1:]:  # one for all replicas
+        return None
+    elif value.shape[1:] == param.shape[1:] and value.dim() == param.dim() and len(value):
+        return len(value)
+    raise ValueError(
+        f"{where} has {name} of shape {tuple(value.shape)}, its parameter has {tuple(param.shape)}; "
+        + (
+            "the state_dict is of a stack whose replicas have their own moments: load it into a stack"
+            if value.shape[1:] == param.shape and value.dim() == param.dim() + 1
+            else "the state_dict is of another model, or its parameters are in another order"
+        )
+    )
+
+
+def _check_step(where: str, step: object, rows: set[int | None]) -> None:
+    """Raise ValueError unless ``step`` is a whole number, or one for each replica that has its own state."""
+    if isinstance(step, Tensor):
+        fits = step.numel() == 1 or (step.dim() == 1 and len(step) in rows)
+        if not fits or step.is_complex() or step.is_meta or step.layout is not torch.strided:
+            raise ValueError(f"{where} has a step of shape {tuple(step.shape)} and {step.dtype}, expected one number")
+        counts: list[Any] = step.detach().double().flatten().tolist()
+    else:
+        counts = [step]
+    for count in counts:
+        number = isinstance(count, int | float | np.number) and not isinstance(count, bool)
+        if not number or not 0 <= count <= _MOST_STEPS or count % 1:
+            raise ValueError(f"{where} has step={step!r}, expected a whole number of at least 0")
+
+
+def _check_per_replica(group: Group) -> None:
+    for name in (PER_REPLICA, PER_REPLICA_BASE):
+        values_of = group.get(name, {})
+        if not isinstance(values_of, Mapping) or not all(isinstance(key, str) for key in values_of):
+            raise ValueError(f"a loaded group has {name}={values_of!r}, expected a dict by the keys of the group")
+    for key, values in group.get(PER_REPLICA, {}).items():
+        numbers = isinstance(values, list | tuple) and all(isinstance(value, Real | Tensor) for value in values)
+        if not numbers:
+            raise ValueError(f"a loaded group has {PER_REPLICA}[{key!r}]={values!r}, expected one number per replica")

@@ -1,0 +1,216 @@
+"""``load_state_dict`` refuses what it cannot continue from, with nothing changed, and takes what torch.optim saves."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hdet_kernels as hk
+from tests.optim.cases import FUSED, assert_equal, fused_optimizer, give_gradients, parameters, run
+
+State = dict[str, Any]
+Change = Callable[[State], object]
+
+
+def stepped(name: str, **options: Any) -> tuple[list[nn.Parameter], hk.optim.FusedOptimizer]:
+    params = parameters()
+    optimizer = fused_optimizer(name, params, **options)
+    run(optimizer, params, range(2))
+    return params, optimizer
+
+
+def edited(optimizer: torch.optim.Optimizer, change: Change) -> State:
+    state = copy.deepcopy(optimizer.state_dict())
+    change(state)
+    return state
+
+
+def contents(optimizer: hk.optim.FusedOptimizer) -> tuple[list[Tensor], list[State]]:
+    """Return copies of all tensors and of the groups without their parameters."""
+    tensors = [*optimizer.buckets.flats, *optimizer.state_flats().values(), *optimizer.step_flats()]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [tensor.clone() for tensor in tensors], copy.deepcopy(groups)
+
+
+def assert_refused(optimizer: hk.optim.FusedOptimizer, state: Any, message: str) -> None:
+    """Assert that ``state`` is refused with ``message``, and that all tensors and groups are as they were."""
+    tensors, groups = contents(optimizer)
+    entries = {param: (id(entry), dict(entry)) for param, entry in optimizer.state.items()}
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert_equal(contents(optimizer)[0], tensors)
+    assert contents(optimizer)[1] == groups
+    assert entries.keys() == optimizer.state.keys()
+    for param, (identity, entry) in entries.items():
+        assert id(optimizer.state[param]) == identity
+        assert all(optimizer.state[param][name] is value for name, value in entry.items())
+
+
+def put(name: str, value: Any, param: int = 0) -> Change:
+    return lambda state: state["state"][param].__setitem__(name, value)
+
+
+def drop(name: str, param: int = 0) -> Change:
+    return lambda state: state["state"][param].pop(name)
+
+
+def put_group(name: str, value: Any) -> Change:
+    return lambda state: state["param_groups"][0].__setitem__(name, value)
+
+
+#: By name: the optimizer, what is wrong with its state, and the message.
+WRONG: dict[str, tuple[str, Change, str]] = {
+    "no-exp_avg_sq": ("adamw", drop("exp_avg_sq"), "parameter 0 of group 0 has step, exp_avg; .* needs exp_avg_sq"),
+    "no-exp_avg": ("adam", drop("exp_avg", 2), "parameter 2 of group 0 .* needs exp_avg"),
+    "no-step": ("adamw", drop("step"), "needs step"),
+    "none": ("adamw", put("exp_avg", None), "needs exp_avg"),
+    "no-maximum": ("adamw-amsgrad", drop("max_exp_avg_sq"), "needs max_exp_avg_sq"),
+    "amsgrad": ("adamw", put_group("amsgrad", True), "needs max_exp_avg_sq"),
+    "no-sum": ("adagrad", drop("sum"), "needs sum"),
+    "no-entry": ("adagrad", lambda state: state["state"].pop(1), "parameter 1 .* no entries; .* needs step, sum"),
+    "lion-empty": ("lion", lambda state: state["state"].update({0: {"step": 1.0}}), "needs exp_avg"),
+    "unknown": ("adamw", put("square_avg", torch.ones(3, 5)), "does not know square_avg"),
+    "unknown-number": ("sgd-momentum", put(3, 1.0), "does not know 3"),
+    "integers": ("adamw", put("exp_avg", torch.ones(3, 5, dtype=torch.int64)), "exp_avg=torch.int64 .* floating-point"),
+    "string": ("adamw", put("exp_avg", "x"), "exp_avg='x', expected a tensor"),
+    "number": ("sgd-momentum", put("momentum_buffer", 0.0), "momentum_buffer=0.0, expected a tensor"),
+    "sparse": ("lion", put("exp_avg", torch.ones(3, 5).to_sparse()), "sparse_coo, expected"),
+    "meta": ("lion", put("exp_avg", torch.ones(3, 5, device="meta")), "meta device"),
+    "shape": (
+        "adamw",
+        put("exp_avg", torch.ones(5, 3)),
+        r"exp_avg of shape \(5, 3\), its parameter has \(3, 5\); .*order",
+    ),
+    "stacked": ("adamw", put("exp_avg", torch.ones(2, 3, 5)), "load it into a stack"),
+    "not-a-dict": ("adamw", lambda state: state["state"].update({0: [1, 2]}), "is a list, expected a dict"),
+    "no-state": ("adamw", lambda state: state.pop("state"), r"got \['param_groups'\]"),
+    "list-state": ("adamw", lambda state: state.update(state=[]), "a dict 'state'"),
+    "no-groups": ("adamw", lambda state: state.update(param_groups=[]), "'param_groups'"),
+    "bad-group": ("adamw", lambda state: state.update(param_groups=["x"]), "group 0 .* has no list 'params'"),
+    "bad-keys": ("adamw", put_group("params", [[]]), "expected numbers"),
+    "lr": ("adamw", put_group("lr", math.nan), "lr must be a finite number"),
+    "lr-string": ("sgd", put_group("lr", "0.1"), "lr must be a number"),
+    "betas": ("lion", put_group("betas", (0.9,)), "betas must be a pair"),
+    "flag": ("adamw", put_group("maximize", "yes"), "maximize must be True or False"),
+    "seed": ("adamw", put_group("rounding_seed", -1), "rounding_seed"),
+    "replicas": ("adamw", put_group("per_replica", {"lr": "fast"}), "expected one number per replica"),
+    "replicas-list": ("adamw", put_group("per_replica", [1, 2]), "expected a dict"),
+    **{
+        f"step-{step}": ("adamw", put("step", step), "step")
+        for step in (-1, -1.0, 7.5, math.nan, math.inf, 2**60, "x", True, 1j, torch.tensor(-3.0), torch.tensor(0.5))
+    },
+    "steps": ("adamw", put("step", torch.ones(2)), r"a step of shape \(2,\)"),
+    "no-steps": ("adamw", put("step", torch.ones(0)), r"a step of shape \(0,\)"),
+    "complex-step": ("adamw", put("step", torch.tensor(1j)), "expected one number"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_state_with_gaps_or_nonsense_is_refused(case: str) -> None:
+    name, change, message = WRONG[case]
+    _, optimizer = stepped(name)
+    assert_refused(optimizer, edited(optimizer, change), message)
+
+
+@pytest.mark.parametrize("source", ["sgd-momentum", "adamw", "adagrad", "lion"])
+@pytest.mark.parametrize("target", ["sgd-momentum", "adamw", "adagrad", "lion"])
+def test_the_state_of_another_rule_is_refused(source: str, target: str) -> None:
+    _, optimizer = stepped(target)
+    _, other = stepped(source)
+    state = other.state_dict()["state"]
+    given = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    if source == target:
+        optimizer.load_state_dict(given)
+    else:
+        assert_refused(optimizer, given, "(needs|does not know) .* same kind of optimizer")
+
+
+def test_something_that_is_no_state_dict() -> None:
+    _, optimizer = stepped("adamw")
+    with pytest.raises(TypeError, match=r"a dict, as optimizer.state_dict\(\) returns it, got a list"):
+        optimizer.load_state_dict([])  # type: ignore[arg-type]
+    assert_refused(optimizer, {}, "'state' and a list 'param_groups'")
+
+
+def test_the_numbers_of_groups_and_parameters_are_compared_by_torch() -> None:
+    _, optimizer = stepped("adamw")
+    more = hk.FusedAdamW([*parameters(), nn.Parameter(torch.ones(1))])
+    assert_refused(optimizer, more.state_dict(), "parameter group that doesn't match the size")
+    more.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert_refused(optimizer, more.state_dict(), "different number of parameter groups")
+
+
+def test_messages_have_the_names_of_parameters() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = hk.FusedAdamW(model.named_parameters())
+    give_gradients(model.parameters(), seed=0)
+    optimizer.step()
+    assert_refused(optimizer, edited(optimizer, drop("exp_avg", 1)), "parameter 1 'bias' of group 0")
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3.0]), np.float32(3)])
+def test_step_counts_of_all_kinds(step: Any) -> None:
+    params, optimizer = stepped("adamw")
+    optimizer.load_state_dict(edited(optimizer, put("step", step)))
+    assert optimizer.state[params[0]]["step"].item() == 3.0
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED if name != "adagrad"])
+def test_parameters_without_state_start_afresh(name: str) -> None:
+    _, optimizer = stepped(name)
+    fresh = fused_optimizer(name, others := parameters())
+    empty = edited(optimizer, lambda state: state["state"].update({0: {}}) or state["state"].pop(1, None))
+    fresh.load_state_dict(empty)
+    before = [param.detach().clone() for param in others]
+    run(fresh, others, [0])
+    again = parameters()
+    run(fused_optimizer(name, again), again, [0])
+    assert_equal(others[:2], again[:2])
+    assert any(not torch.equal(param, kept) for param, kept in zip(others, before, strict=True))
+
+
+def test_momentum_buffers_may_be_missing_or_none() -> None:
+    params, optimizer = stepped("sgd-momentum")
+    optimizer.load_state_dict(edited(optimizer, put("momentum_buffer", None)))  # as torch 1 saved it
+    assert not optimizer.state[params[0]]["momentum_buffer"].any()
+    _, optimizer = stepped("sgd-momentum")
+    optimizer.load_state_dict(edited(optimizer, lambda state: state["state"].clear()))
+    assert not optimizer.state_dict()["state"]
+
+
+def test_hooks_of_the_user_may_complete_a_state() -> None:
+    params, optimizer = stepped("adamw")
+    state = edited(optimizer, drop("exp_avg_sq"))
+
+    def complete(_: Any, given: State) -> State:
+        entries = {"exp_avg_sq": torch.full((3, 5), 2.0), **given["state"][0]}
+        return {**given, "state": {**given["state"], 0: entries}}
+
+    optimizer.register_load_state_dict_pre_hook(complete)
+    optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.state[params[0]]["exp_avg_sq"], torch.full((3, 5), 2.0))
+
+
+def test_the_state_of_a_stack_is_checked_row_by_row() -> None:
+    stack = hk.ReplicaStack(nn.Linear(3, 2), 3, gradients="local")
+    optimizer = hk.FusedAdamW(stack.parameters())
+    for param in stack.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    shape = (3, 2, 3)
+    for change, message in (
+        (put("exp_avg", torch.ones(0, 2, 3)), r"shape \(0, 2, 3\)"),
+        (put("exp_avg", torch.ones(3, 3, 2)), "another model"),
+        (put("step", torch.ones(4)), r"a step of shape \(4,\)"),
+        (put("step", torch.tensor([1.0, 2.0, 2.5])), "expected a whole number"),
+    ):
+        assert_refused(optimizer, edited(optimizer, change), message)
+    optimizer.load_state_dict(edited(optimizer, put("exp_avg", torch.full(shape, 5.0))))
+    assert torch.equal(optimizer.state[next(stack.parameters())]["exp_avg"], torch.full(shape, 5.0))

@@ -1,0 +1,235 @@
+"""Attention under vmap equals attention of each replica by itself, and uses torch's fused kernels."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import hdet_kernels as hk
+from bench.stack_comparison import compare
+from hdet_kernels.stack.corrections import VmapCorrections
+from tests.stack.cases import WIDTH, Messages, R, batch
+from tests.stack.transformers import Gpt, Vit, gpt_batch, gpt_loss, vit_batch, vit_loss
+
+# A loop over the replicas, by torch's own fallback, is an error in this file.
+pytestmark = pytest.mark.filterwarnings("error:There is a performance drop:UserWarning")
+
+CPU = torch.device("cpu")
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+SHAPES: dict[str, Shapes] = {
+    "2-d": ((5, 6), (7, 6), (7, 3)),
+    "3-d": ((2, 5, 6), (2, 7, 6), (2, 7, 3)),
+    "4-d": ((4, 2, 5, 6), (4, 2, 7, 6), (4, 2, 7, 6)),  # values as wide as keys: computed by flash attention
+    "5-d": ((2, 4, 2, 5, 6), (2, 4, 2, 7, 6), (2, 4, 2, 7, 3)),
+    "broadcast": ((4, 2, 5, 6), (1, 2, 7, 6), (7, 3)),
+}
+
+
+def tensors(shapes: Any, batched: tuple[bool, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn((R, *shape) if has_rows else shape, generator=generator, dtype=dtype)
+        for shape, has_rows in zip(shapes, batched, strict=True)
+    ]
+
+
+def check_attention(given: list[Tensor], batched: tuple[bool, ...], **options: Any) -> None:
+    """Compare outputs and gradients under vmap with those of a loop over the replicas."""
+    leaves = [tensor for tensor in given if tensor.requires_grad]
+
+    def one(*arguments: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*arguments, **options)
+
+    def loop() -> Tensor:
+        rows = ([t[r] if b else t for t, b in zip(given, batched, strict=True)] for r in range(R))
+        return torch.stack([one(*row) for row in rows])
+
+    def together() -> Tensor:
+        with VmapCorrections(CPU):
+            in_dims = tuple(0 if has_rows else None for has_rows in batched)
+            result: Tensor = vmap(one, in_dims, randomness="different")(*given)
+        return result
+
+    results = []
+    for compute in (loop, together):
+        output = compute()
+        results.append((output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)))
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("batched", [b for b in itertools.product((True, False), repeat=3) if any(b)])
+def test_any_subset_of_query_key_and_value_belongs_to_the_replicas(shapes: str, batched: tuple[bool, ...]) -> None:
+    given = [tensor.requires_grad_() for tensor in tensors(SHAPES[shapes], batched)]
+    check_attention(given, batched)
+    check_attention(given, batched, is_causal=True, scale=0.3)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "float with a gradient"])
+@pytest.mark.parametrize("has_rows", [True, False], ids=["own masks", "one mask"])
+@pytest.mark.parametrize(
+    ("shapes", "mask"),
+    [
+        *(("4-d", mask) for mask in ((5, 7), (1, 7), (2, 5, 7), (4, 1, 1, 7), (4, 2, 5, 7), (1, 1, 5, 7))),
+        *(("2-d", (5, 7)), ("3-d", (1, 5, 7)), ("5-d", (2, 1, 1, 5, 7)), ("5-d", (4, 2, 5, 7))),
+    ],
+)
+def test_masks(shapes: str, mask: tuple[int, ...], has_rows: bool, kind: str) -> None:
+    for rest in ((True, False, True), (False, False, False)):
+        batched = (*rest, has_rows)
+        if not any(batched):
+            continue
+        given = tensors((*SHAPES[shapes], mask), batched)
+        given = [*(tensor.requires_grad_() for tensor in given[:3]), given[3]]
+        if kind == "bool":
+            given[3] = given[3] > -0.5
+        elif kind != "float":
+            given[3].requires_grad_()
+        check_attention(given, batched)
+
+
+@pytest.mark.parametrize("batched", [(True, True, True), (True, False, False)], ids=str)
+def test_grouped_queries(batched: tuple[bool, ...]) -> None:
+    for before in ((), (3,), (2, 3)):
+        shapes = (*before, 4, 5, 6), (*before, 2, 7, 6), (*before, 2, 7, 3)
+        check_attention([t.requires_grad_() for t in tensors(shapes, batched)], batched, enable_gqa=True)
+
+
+def test_a_gradient_for_some_inputs_only() -> None:
+    given = tensors(SHAPES["4-d"], (True, True, True))
+    given[1].requires_grad_()
+    check_attention(given, (True, True, True))
+
+
+@pytest.mark.parametrize(
+    ("bias", "diagonal"), [(causal_lower_right(5, 7), 2), (causal_upper_left(5, 7), 0)], ids=["lower", "upper"]
+)
+def test_causal_biases_of_torch(bias: Any, diagonal: int) -> None:
+    query, key, value = tensors(SHAPES["4-d"], (True, True, True))
+    with VmapCorrections(CPU):
+        found = vmap(lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=bias))(query, key, value)
+    mask = torch.ones(5, 7, dtype=torch.bool).tril(diagonal)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def test_transforms_of_the_loss_function() -> None:
+    given = tensors(((4, 2, 5, 6),) * 3, (True, True, True))
+
+    def gradient(*qkv: Tensor) -> Any:
+        return grad(lambda *inner: F.scaled_dot_product_attention(*inner).sin().sum())(*qkv)
+
+    expected = torch.stack([gradient(*(tensor[r] for tensor in given)) for r in range(R)])
+    with VmapCorrections(CPU):
+        nested = vmap(vmap(F.scaled_dot_product_attention))(*given)
+        found = vmap(gradient)(*given)
+    torch.testing.assert_close(nested, F.scaled_dot_product_attention(*given))
+    torch.testing.assert_close(found, expected)
+
+
+def test_every_replica_draws_its_own_dropout_mask() -> None:
+    query = torch.randn(2, 2, 16, 8)
+    with VmapCorrections(CPU):
+
+        def one(row: Tensor, query: Tensor) -> Tensor:
+            return row + F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+
+        rows = torch.zeros(R, 1)
+        for in_dims, given in (((0, None), query), ((0, 0), query.expand(R, *query.shape))):
+            found = vmap(one, in_dims, randomness="different")(rows, given)
+            assert not torch.equal(found[0], found[1])
+            assert not torch.equal(found[1], found[2])
+        shared = vmap(lambda row: one(row, query), randomness="same")(rows)
+        assert torch.equal(shared[0], shared[1]), "a vmap of the caller's keeps its meaning"
+
+
+def test_chosen_kernels_are_respected() -> None:
+    given = [tensor.requires_grad_() for tensor in tensors(SHAPES["4-d"], (True, True, True))]
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            check_attention(given, (True, True, True))
+
+
+class HeadsOfTorch(nn.Module):
+    """Attention by torch's modules, with a mask of padded tokens."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, **options)
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, 2, 16, **options)
+        self.last = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.encoder(x, src_key_padding_mask=torch.arange(5, device=x.device).expand(len(x), 5) > 3)
+        mixed = self.decoder(x, memory, tgt_mask=nn.Transformer.generate_square_subsequent_mask(5, device=x.device))
+        return self.last(mixed, mixed, mixed, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_modules_of_torch(precision: str, training: bool, warnings_logged: Messages) -> None:
+    torch.manual_seed(0)
+    module = HeadsOfTorch(norm_first=training).train(training)
+    found = compare(module, lambda model, x: model(x).float().sin().mean(), [batch()], precision)
+    assert found.excess <= 1, found
+    assert not found.loops
+    assert warnings_logged() == []
+
+
+def test_torch_heads_under_autocast_compute_in_its_precision() -> None:
+    seen = []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = model(x, x, x, need_weights=False)[0]
+        seen.append(found.dtype)
+        return found.float().square().mean()
+
+    stack = hk.ReplicaStack(nn.MultiheadAttention(WIDTH, 2, batch_first=True), R)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stack.backward(loss_fn, batch())
+    assert seen == [torch.bfloat16]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
+    "gpt": (Gpt, gpt_loss, gpt_batch),
+    "vit": (Vit, vit_loss, vit_batch),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_equal_separate_modules(name: str, precision: str) -> None:
+    torch.manual_seed(0)
+    build, loss_fn, make_batch = MODELS[name]
+    found = compare(build(), loss_fn, make_batch(4 * R), precision)
+    assert found.excess <= 1, found
+    assert not found.loops
+    assert not found.one_by_one
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
+@pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_equal_separate_modules_on_a_gpu(
+    name: str, precision: str, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # else the patches of fp32 are rounded to 10 bits
+    torch.manual_seed(0)
+    build, loss_fn, make_batch = MODELS[name]
+    options = {"cuda_graphs": True, "passes": 4} if cuda_graphs else {}
+    found = compare(build().cuda(), loss_fn, make_batch(4 * R, "cuda"), precision, **options)
+    assert found.excess <= 1, found
+    assert not found.loops
+    assert not found.one_by_one
