@@ -69,7 +69,9 @@ def _progress(verdict: Verdict) -> None:
 
 
 def _time(verdict: Verdict) -> None:
-    print(f"{verdict.seconds:6.2f} s  {'broken' if verdict.violations else 'kept  '}  {verdict.case.spelled}", flush=True)
+    print(
+        f"{verdict.seconds:6.2f} s  {'broken' if verdict.violations else 'kept  '}  {verdict.case.spelled}", flush=True
+    )
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

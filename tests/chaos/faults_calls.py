@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from tests.chaos.faults import Fault, Injected, Scene, traits
-from tests.chaos.faults_processes import in_loss, in_probe, in_setter, interrupt, raise_injected, run_out_of_memory
+from tests.chaos.faults_processes import (
+    in_probe,
+    in_setter,
+    interrupt,
+    raise_in_loss,
+    raise_injected,
+    run_out_of_memory,
+)
 
 
 def in_backward(scene: Scene) -> None:
@@ -156,8 +163,8 @@ def hold_reference(scene: Scene) -> None:
 
 
 FAULTS = [
-    Fault("forward raises once", "unharmed", "forward", in_loss(raise_injected), then="retry", steps="any", late=True),
-    Fault("forward runs out of memory once", "unharmed", "forward", in_loss(run_out_of_memory), then="retry",
+    Fault("forward raises once", "unharmed", "forward", raise_in_loss(Injected), then="retry", steps="any", late=True),
+    Fault("forward runs out of memory once", "unharmed", "forward", raise_in_loss(MemoryError), then="retry",
           steps="any", late=True),
     Fault("backward raises once", "unharmed", "forward", in_backward, then="retry", steps="any", late=True,
           without=traits("shared")),

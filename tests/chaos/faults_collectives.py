@@ -30,7 +30,7 @@ def with_uneven_counts(scene: Scene) -> None:
     """Let the integer buffers differ, so that they are broadcast, and let that fail."""
     for buffer in scene.here.own.buffers():
         if not buffer.is_floating_point():
-            buffer.add_(scene.rank)
+            buffer.add_(1 + scene.rank)
 
 
 def broadcast(scene: Scene) -> None:

@@ -37,6 +37,22 @@ def in_loss(act: Callable[[], Any]) -> Callable[[Scene], None]:
     return arm
 
 
+def raise_in_loss(error: type[Exception]) -> Callable[[Scene], None]:
+    """Raise in the user's loss function, throughout one pass: a stack calls it again, replica by replica."""
+
+    def arm(scene: Scene) -> None:
+        this = scene.here.passes + 1
+
+        def act() -> None:
+            if scene.here.passes == this:
+                scene.fired = True
+                raise error("out of the blue")
+
+        scene.here.in_loss = act
+
+    return arm
+
+
 def in_probe(act: Callable[[], Any]) -> Callable[[Scene], None]:
     def arm(scene: Scene) -> None:
         scene.here.in_probe = scene.once(act)
@@ -118,8 +134,8 @@ FAULTS = [
     lost("two are killed before a sync", "sync", at_once(KILL), on="two"),
     lost("two are killed after the handshake", "sync", at_collective("first", KILL, "after"), on="two", late=True),
     lost("all are killed in a sync", "sync", at_collective("middle", KILL), on="all", late=True),
-    lost("raises in the forward pass and ends", "forward", in_loss(raise_injected), steps="any", late=True),
-    lost("out of memory in the forward pass", "forward", in_loss(run_out_of_memory), steps="any", late=True),
+    lost("raises in the forward pass and ends", "forward", raise_in_loss(Injected), steps="any", late=True),
+    lost("out of memory in the forward pass", "forward", raise_in_loss(MemoryError), steps="any", late=True),
     lost("interrupted in a collective", "sync", at_collective("middle", interrupt), late=True),
     lost("stopped before a sync", "sync", at_once(STOP), waits=True),
     lost("stopped in a sync", "sync", at_collective("middle", STOP, "after"), waits=True, late=True),

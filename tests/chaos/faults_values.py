@@ -149,7 +149,8 @@ FAULTS = [
     *each("gradient", in_gradient, "nan inf -inf", at="gradients", without=traits("stack")),
     *each("first moment", lambda v: in_moment("exp_avg", v), needs=traits("moments")),
     *each("second moment", lambda v: in_moment("exp_avg_sq", v), needs=traits("moments")),
-    *each("master weight", lambda v: in_moment("master", v), needs=traits("masters")),
+    # A master that does not round to its parameter is made of the parameter again.
+    *each("master weight", lambda v: in_moment("master", v), needs=traits("masters"), excluded=False),
     *each("buffer", in_buffer),
     *each("loss", in_loss, "nan inf -inf"),
     *each("recorded loss", in_recorded_loss),

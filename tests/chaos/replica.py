@@ -61,6 +61,7 @@ class Replica:
         self.in_setter: Callable[[], None] | None = None
         self.in_loss: Callable[[], None] | None = None
         self.stack: hk.ReplicaStack | None = None
+        self.passes = 0  # through the model and back
         module: nn.Module = network() if change is None else change(network())
         module.to(device)
         if "masters" in traits:
@@ -77,7 +78,9 @@ class Replica:
                 fully_shard(module, mesh=mesh_2x2(device))
                 given["ensemble"] = hk.ProcessEnsemble(mesh_2x2(device))
             elif "shared" in traits:
-                self.model = DistributedDataParallel(module, broadcast_buffers=False)
+                # Otherwise DDP deals its buckets anew after its first step: a resumed run then sums in another order.
+                ddp = {"broadcast_buffers": False, "find_unused_parameters": True}
+                self.model = DistributedDataParallel(module, **ddp)
         self.own = own
         chosen = list(own.named_parameters()) if params is None else params(own)
         self.optimizer = (optimizer or configuration.optimizer)(chosen, lr=0.01)
@@ -130,6 +133,7 @@ class Replica:
 
     def backward(self, spoil: Callable[[Tensor], None] | None = None) -> Tensor:
         """Compute the gradients; return the loss, detached. ``spoil`` may edit the batch first."""
+        self.passes += 1
         self.optimizer.zero_grad()
         x, y = self.batch()
         if spoil is not None:

@@ -104,8 +104,10 @@ class Run:
                 return call()
             except (Exception, KeyboardInterrupt) as error:
                 self._failed(name, error, before, time.monotonic() - start)
-                if (last and then != "go on") or len(self.record.failures) == MOST_FAILURES:
+                if len(self.record.failures) == MOST_FAILURES or (last and then != "go on"):
                     raise Stopped from error
+                if last:
+                    return None
         return None
 
     def _failed(self, name: str, error: BaseException, before: dict[str, str], seconds: float) -> None:
@@ -145,7 +147,10 @@ class Run:
             return
         if not fault.late:
             scene.fired = True
-        fault.act(scene)
+        if place == "after":
+            self.attempt("after", lambda: fault.act(scene))
+        else:
+            fault.act(scene)
 
     # The run
 
@@ -178,7 +183,14 @@ class Run:
         if waits and self.fault is not None and self.fault.at == "forward":
             self.meet()
         self.fire("forward", step)
-        loss = self.attempt("backward", lambda: replica.backward(scene.spoil_batch))
+        buffers = [buffer.clone() for buffer in replica.own.buffers()]
+
+        def backward() -> Any:
+            for buffer, value in zip(replica.own.buffers(), buffers, strict=True):
+                buffer.copy_(value)  # BatchNorm has counted a batch whose backward pass failed
+            return replica.backward(scene.spoil_batch)
+
+        loss = self.attempt("backward", backward)
         scene.spoil_batch = None
         self.fire("gradients", step)
         self.attempt("optimizer", replica.optimizer.step)
