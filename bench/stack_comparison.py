@@ -29,6 +29,10 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CANCELLED = 0.1
 
 
+class SeparateModulesFail(Exception):
+    """Separate modules cannot compute the loss either."""
+
+
 @dataclass
 class Comparison:
     """How a stack differs from separate modules.
@@ -66,19 +70,26 @@ def compare(
         passes: how often the stack computes the loss; the last is compared. The third is replayed from a CUDA graph if
             ``cuda_graphs`` is set.
         **options: options of the stack.
+
+    Raises:
+        SeparateModulesFail: separate modules cannot compute the loss in this precision.
     """
     stack = hk.ReplicaStack(module, replicas, gradients="local", **options)
     diverge(stack)
     slices = list(zip(*(tensor.chunk(replicas) for tensor in batch), strict=True))
     modules = [stack.replica(r) for r in range(replicas)]
-    exact = _separate([copy.deepcopy(each).double() for each in modules], loss_fn, [_double(part) for part in slices])
-    with autocast(stack.device.type, precision):
-        theirs = _separate(modules, loss_fn, slices)
-        found = Comparison()
-        with _watch(found):
-            for _ in range(passes):
-                stack.zero_grad()
-                losses = stack.backward(loss_fn, *batch)
+    wide = [copy.deepcopy(each).double() for each in modules]
+    try:
+        exact = _separate(wide, loss_fn, [_double(part) for part in slices])
+        with autocast(stack.device.type, precision):
+            theirs = _separate(modules, loss_fn, slices)
+    except RuntimeError as error:
+        raise SeparateModulesFail(str(error)) from error
+    found = Comparison()
+    with autocast(stack.device.type, precision), watch_loops(found):
+        for _ in range(passes):
+            stack.zero_grad()
+            losses = stack.backward(loss_fn, *batch)
     gradients = {name: p.grad for name, p in stack.named_parameters() if p.grad is not None}
     ours = {"loss": losses.double(), **{name: grad.double() for name, grad in gradients.items()}}
     if ours.keys() != exact.keys():
@@ -134,7 +145,7 @@ def _double(part: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _watch(found: Comparison) -> Iterator[None]:
+def watch_loops(found: Comparison) -> Iterator[None]:
     """Note in ``found`` what is computed in a loop inside the block."""
 
     class Handler(logging.Handler):

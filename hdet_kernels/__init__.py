@@ -17,8 +17,7 @@ from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.stack import ReplicaStack
 from hdet_kernels.stack.parameter import StackedParameter
-
-__version__ = "0.2.0"
+from hdet_kernels.version import __version__ as __version__
 
 __all__ = [
     "Buckets",

@@ -7,7 +7,6 @@ one for each collective.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.checks import check_whole
+from hdet_kernels.movable import check_movable, common_replicas, tied_to
 from hdet_kernels.tensors import (
     Piece,
     Slot,
@@ -96,11 +96,11 @@ class Buckets:
             raise ValueError("Buckets got no parameters: pass model.parameters() or an optimizer's parameters")
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
         for index, param in enumerate(self.params):
-            _check_movable(index, param)
+            check_movable(index, param)
         #: The number of replicas of stacked parameters; None for plain parameters.
-        self.replicas = _common_replicas(self.params)
+        self.replicas = common_replicas(self.params)
         one = [one_replica(param) for param in self.params]
-        owner = _tied_to(one)
+        owner = tied_to(one)
 
         keys: list[tuple[torch.device, torch.dtype]] = []
         ends: list[int] = []
@@ -167,6 +167,11 @@ class Buckets:
     def full(self) -> tuple[Tensor, ...]:
         """The parameters in full precision: the masters, and the buffers that have none."""
         return tuple(flat if master is None else master for flat, master in zip(self.flats, self.masters, strict=True))
+
+    def read_full(self) -> tuple[Tensor, ...]:
+        """Return :attr:`full` as it would be after :meth:`refresh_masters`, with the masters left as they are."""
+        pairs = zip(self.flats, self.masters, strict=True)
+        return tuple(flat if master is None else in_full(flat, master) for flat, master in pairs)
 
     def moved(self) -> list[int]:
         """Return the indices of parameters that are no longer in their slot (``.to()``, ``.data = …``).
@@ -270,69 +275,13 @@ def cut(tensors: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Buc
 
 def checked_bucket_bytes(bucket_bytes: int) -> int:
     """Return ``bucket_bytes``; raise ValueError unless it is a whole number of at least 1."""
-    check_whole("bucket_bytes", bucket_bytes, at_least=1)
-    return bucket_bytes
+    return check_whole("bucket_bytes", bucket_bytes, at_least=1)
 
 
 def _aligned(elements: int, itemsize: int) -> int:
     """Return the first aligned offset after ``elements`` elements."""
     unit = max(ALIGN_BYTES // itemsize, 1)
     return math.ceil(elements / unit) * unit
-
-
-def _check_movable(index: int, param: Tensor) -> None:
-    if not isinstance(param, Tensor):
-        raise TypeError(f"Buckets expected tensors, parameter {index} is a {type(param).__name__}")
-    known = type(param) in (Tensor, torch.nn.Parameter) or replicas_of(param) is not None
-    if not known or param.layout is not torch.strided:
-        raise TypeError(
-            f"parameter {index} is a {type(param).__name__} of layout {param.layout}; only dense torch tensors can be "
-            "moved into contiguous buckets"
-        )
-    if param.is_meta:
-        raise ValueError(f"parameter {index} is on the meta device and has no values yet: materialise the model first")
-    if in_shared_memory(param):
-        raise ValueError(
-            f"parameter {index} of shape {tuple(param.shape)} is in memory that other processes may share "
-            "(share_memory(), torch.from_file), and would be moved out of it: they would not see its updates. Train it "
-            "with torch.optim, or build the optimizer on a copy (copy.deepcopy(model)) and send parameters to the "
-            "other processes"
-        )
-    if not is_dense(one_replica(param)):
-        raise ValueError(
-            f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}: gaps or overlaps in memory "
-            "cannot be kept in a bucket; make it contiguous first (param.data = param.data.contiguous())"
-        )
-
-
-def _common_replicas(params: Sequence[Tensor]) -> int | None:
-    found = [replicas_of(param) for param in params]
-    for index, count in enumerate(found):
-        if count != found[0]:
-            names = ["a plain one" if n is None else f"a stack of {n} replicas" for n in (found[0], count)]
-            raise ValueError(
-                f"parameter 0 is {names[0]} and parameter {index} {names[1]}; the parameters of one optimizer must be "
-                "those of one stack, or all plain: build an optimizer for each"
-            )
-    return found[0]
-
-
-def _tied_to(params: Sequence[Tensor]) -> list[int]:
-    """Return for each parameter the index of the first one with exactly the same memory: its own, if it is not tied."""
-    owner = list(range(len(params)))
-    filled = [i for i in owner if params[i].numel()]
-    filled.sort(key=lambda i: (str(params[i].device), params[i].data_ptr(), i))
-    for before, index in itertools.pairwise(filled):
-        a, b = params[before], params[index]
-        if a.device != b.device or a.data_ptr() + a.numel() * a.element_size() <= b.data_ptr():
-            continue
-        if (a.data_ptr(), a.shape, a.stride(), a.dtype) != (b.data_ptr(), b.shape, b.stride(), b.dtype):
-            raise ValueError(
-                f"parameters {before} and {index} share part of their memory; only parameters that are tied as a "
-                "whole can be moved into contiguous buckets"
-            )
-        owner[index] = owner[before]
-    return owner
 
 
 def _described(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> str:

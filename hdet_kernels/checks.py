@@ -1,37 +1,269 @@
-"""Checks of arguments that several parts share. Each raises before anything is modified."""
+"""Checks of arguments, the same for all public entry points. Each raises before anything is modified.
+
+Every message has the argument's name, what was expected, the value, and where it helps a remedy. An argument of the
+wrong kind (text, None, a bool or a list in the place of a number) raises TypeError. A number out of range, a fraction
+in the place of a whole number and an unknown choice raise ValueError, as in torch.
+
+Numbers of numpy and tensors without dimensions count as numbers. The checks return them as plain Python numbers, which
+``torch.load(weights_only=True)`` reads from a checkpoint.
+"""
 
 from __future__ import annotations
 
 import math
+import reprlib
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Kind = TypeVar("Kind")
+
+#: Most steps of a run or a cycle: up to here floats tell all whole numbers apart.
+MOST_STEPS = 2**53
+
+#: Longest text of a value in a message.
+_LONGEST = 120
 
 
-def check_share(name: str, value: float, *, below_one: bool = False) -> None:
-    """Raise ValueError unless ``value`` lies between 0 and 1.
+def check_number(
+    name: str,
+    value: object,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    remedy: str = "",
+) -> float:
+    """Return ``value`` as a float; raise unless it is a finite number within the bounds.
 
     Args:
-        name: the argument's name, for the message.
+        name: how the message names the argument.
+        value: what was given.
+        at_least: lowest value.
+        above: the value must be greater than this.
+        at_most: highest value.
+        below: the value must be less than this.
+        remedy: what to do instead, at the end of the message.
+    """
+    expected = f"a finite number{_bounds(at_least, above, at_most, below)}"
+    number = _float(name, value, expected, remedy)
+    if not (math.isfinite(number) and _within(number, at_least, above, at_most, below)):
+        raise ValueError(_message(name, value, expected, remedy))
+    return number
+
+
+def check_whole(
+    name: str, value: object, *, at_least: int | None = None, at_most: int | None = None, remedy: str = ""
+) -> int:
+    """Return ``value`` as an int; raise unless it is a whole number (no bool, no float) within the bounds.
+
+    Args:
+        name: how the message names the argument.
+        value: what was given.
+        at_least: lowest value.
+        at_most: highest value.
+        remedy: what to do instead, at the end of the message.
+    """
+    expected = f"a whole number{_bounds(at_least, None, at_most, None)}"
+    given = _real(name, value, expected, remedy)
+    if not isinstance(given, Integral) or not _within(given, at_least, None, at_most, None):
+        raise ValueError(_message(name, value, expected, remedy))
+    return int(given)
+
+
+def check_steps(name: str, value: object, *, remedy: str = "") -> int:
+    """Return ``value`` as an int; raise unless it is a number of steps: whole, of at least 1."""
+    number = check_whole(name, value, at_least=1, remedy=remedy)
+    if number > MOST_STEPS:
+        raise ValueError(_message(name, value, f"a whole number of at least 1 and at most {MOST_STEPS}", remedy))
+    return number
+
+
+def check_share(name: str, value: object, *, below_one: bool = False, remedy: str = "") -> float:
+    """Return ``value`` as a float; raise unless it is a number between 0 and 1.
+
+    Args:
+        name: how the message names the argument.
         value: what was given.
         below_one: whether 1 itself is refused.
+        remedy: what to do instead, at the end of the message.
     """
-    if not (0 <= value < 1 or (value == 1 and not below_one)):
-        raise ValueError(f"{name} must lie between 0 and 1{' (excluded)' if below_one else ''}, got {value}")
+    expected = f"a number between 0 and 1{' (excluded)' if below_one else ''}"
+    number = _float(name, value, expected, remedy)
+    if not (0 <= number < 1 or (number == 1 and not below_one)):
+        raise ValueError(_message(name, value, expected.removeprefix("a number "), remedy, verb="lie"))
+    return number
 
 
-def check_positive(name: str, value: float) -> None:
-    """Raise ValueError unless ``value`` is a positive finite number."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number, got {value}")
+def check_positive(name: str, value: object, *, remedy: str = "") -> float:
+    """Return ``value`` as a float; raise unless it is a positive finite number."""
+    number = _float(name, value, "a positive number", remedy)
+    if not 0 < number < math.inf:
+        raise ValueError(_message(name, value, "a positive number", remedy))
+    return number
 
 
-def check_whole(name: str, value: object, *, at_least: int | None = None) -> None:
-    """Raise ValueError unless ``value`` is an int (not a bool) of at least ``at_least``."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or (at_least is not None and isinstance(value, int) and value < at_least):
-        bound = "" if at_least is None else f" of at least {at_least}"
-        raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[object], *, remedy: str = "") -> None:
     """Raise ValueError unless ``value`` is one of ``choices``: strings by value, everything else by identity."""
-    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if not any(
+        value is choice or (isinstance(choice, str) and isinstance(value, str) and value == choice)
+        for choice in choices
+    ):
+        raise ValueError(_message(name, value, f"one of {', '.join(map(repr, choices))}", remedy))
+
+
+def check_flag(name: str, value: object, *, remedy: str = "") -> bool:
+    """Return ``value`` as a bool; raise ValueError unless it is True or False. Numbers are not taken for flags."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(_message(name, value, "True or False", remedy))
+    return bool(value)
+
+
+def check_callable(name: str, value: object, call: str, *, remedy: str = "") -> None:
+    """Raise TypeError unless ``value`` can be called; ``call`` tells how it will be, as in ``"loss_fn(model)"``."""
+    if not callable(value):
+        raise TypeError(_message(name, value, f"callable as {call}", remedy))
+
+
+def check_kind(name: str, value: Kind, kind: type[Any], expected: str, *, remedy: str = "") -> Kind:
+    """Return ``value``; raise TypeError unless it is an instance of ``kind``.
+
+    Args:
+        name: how the message names the argument.
+        value: what was given.
+        kind: the class.
+        expected: the class in words, as in ``"a torch.optim.Optimizer"``.
+        remedy: what to do instead, at the end of the message.
+    """
+    if isinstance(value, type) and issubclass(value, kind):
+        raise TypeError(f"{name} must be {expected}, got the class {value.__name__} itself: pass an instance of it")
+    if not isinstance(value, kind):
+        raise TypeError(_message(name, value, expected, remedy))
+    return value
+
+
+def check_sequence(
+    name: str, value: object, expected: str, *, length: int | None = None, remedy: str = ""
+) -> list[Any]:
+    """Return ``value`` as a list; raise unless it is a list, a tuple, an array or a tensor [n].
+
+    Args:
+        name: how the message names the argument.
+        value: what was given. Text and mappings are no sequences, and neither are generators, which can be read once.
+        expected: what it should be, as in ``"a pair of numbers"``.
+        length: how many entries it must have.
+        remedy: what to do instead, at the end of the message.
+    """
+    if isinstance(value, np.ndarray | Tensor) and value.ndim == 1 and not getattr(value, "is_meta", False):
+        value = value.tolist()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise TypeError(_message(name, value, expected, remedy))
+    if length is not None and len(value) != length:
+        raise ValueError(_message(name, value, expected, remedy))
+    return list(value)
+
+
+def each(check: Callable[..., Kind], name: str, value: object, count: int, of: str, **bounds: Any) -> list[Kind]:
+    """Return one checked number for each of ``count`` things: of one number for all, or of a list of as many.
+
+    Args:
+        check: the check of one number, such as :func:`check_number`.
+        name: how the message names the argument.
+        value: one number, or a list of ``count``.
+        count: how many.
+        of: what there are so many of, as in ``"parameter groups"``.
+        bounds: passed to ``check``.
+    """
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
+        return [check(name, value, **bounds)] * count
+    expected = f"one number, or a list of {count}: one for each of the {of}"
+    values = check_sequence(name, value, expected, length=count)
+    return [check(f"{name}[{index}]", entry, **bounds) for index, entry in enumerate(values)]
+
+
+def keep_plain(instance: object, **values: object) -> None:
+    """Set fields of a frozen dataclass, in its ``__post_init__``, to the plain values that the checks returned."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+
+
+def spell(value: object) -> str:
+    """Return ``value`` as messages show it: short, and without waiting for a device."""
+    if isinstance(value, Tensor):
+        if value.dim() == 0 and value.device.type == "cpu" and not value.is_meta:
+            return f"tensor({value.item()})"
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    if isinstance(value, np.generic):
+        return repr(value.item())
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = _SHORT.repr(value)
+    # Texts of modules take many lines, and addresses tell nothing.
+    return f"a {type(value).__name__}" if "\n" in text or text.startswith("<") else text
+
+
+def _real(name: str, value: object, expected: str, remedy: str) -> Any:
+    """Return a real number as it is, or that of a tensor without dimensions; raise TypeError for anything else."""
+    if isinstance(value, Tensor):
+        if value.dim() or value.is_meta or value.is_complex() or value.dtype is torch.bool:
+            raise TypeError(_message(name, value, expected, remedy))
+        return value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(_message(name, value, expected, remedy))
+    return value
+
+
+def _float(name: str, value: object, expected: str, remedy: str) -> float:
+    """Return a real number as a float, infinite if it is beyond their range; raise TypeError for anything else."""
+    given = _real(name, value, expected, remedy)
+    try:
+        return float(given)
+    except OverflowError:
+        return math.inf if given > 0 else -math.inf
+
+
+def _message(name: str, value: object, expected: str, remedy: str, verb: str = "be") -> str:
+    return f"{name} must {verb} {expected}, got {spell(value)}{': ' if remedy else ''}{remedy}"
+
+
+def _short_texts() -> reprlib.Repr:
+    """Return a ``repr`` whose texts are short, whatever the value; one that raises is named by its class."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = _LONGEST
+    short.maxlist = short.maxtuple = short.maxset = short.maxdict = 4
+    return short
+
+
+_SHORT = _short_texts()
+
+
+def _bounds(at_least: float | None, above: float | None, at_most: float | None, below: float | None) -> str:
+    """Return the bounds in words, to follow "a number"."""
+    if at_least is not None and at_most is not None:
+        return f" from {at_least} to {at_most}"
+    words = [
+        f"of at least {at_least}" if at_least is not None else "",
+        f"above {above}" if above is not None else "",
+        f"of at most {at_most}" if at_most is not None else "",
+        f"below {below}" if below is not None else "",
+    ]
+    found = [word for word in words if word]
+    return f" {' and '.join(found)}" if found else ""
+
+
+def _within(
+    number: Any, at_least: float | None, above: float | None, at_most: float | None, below: float | None
+) -> bool:
+    return (
+        (at_least is None or number >= at_least)
+        and (above is None or number > above)
+        and (at_most is None or number <= at_most)
+        and (below is None or number < below)
+    )

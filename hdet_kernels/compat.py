@@ -7,8 +7,10 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
+from hdet_kernels.checks import check_flag, check_positive, check_share, check_whole
 from hdet_kernels.controller.softmax import SoftmaxController
 from hdet_kernels.ensemble import default_ensemble
+from hdet_kernels.fanout.multipliers import check_spread
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR
 
 log = logging.getLogger("hdet_kernels")
@@ -51,6 +53,15 @@ class OneCycleAutoLR(HDETOneCycleLR):
         lr_of_lr: float = 0.5,
         momentum_of_lr: float = 0.9,
     ) -> None:
+        check_whole("auto_lr_warmup_steps", auto_lr_warmup_steps, at_least=0)
+        check_spread(ensemble_lr_spread_ratio, "linear", "ensemble_lr_spread_ratio")
+        check_whole("model_sync_interval", model_sync_interval, at_least=1)
+        rank = check_whole("rank", rank, at_least=0)
+        world_size = check_whole("world_size", world_size, at_least=1)
+        enable_auto_lr = check_flag("enable_auto_lr", enable_auto_lr)
+        check_positive("loss_scale", loss_scale)
+        check_positive("lr_of_lr", lr_of_lr)
+        check_share("momentum_of_lr", momentum_of_lr, below_one=True)
         ensemble = default_ensemble()
         if world_size > 1 and ensemble.size == 1:
             raise ValueError(

@@ -9,12 +9,15 @@ that hold the same part of different replicas communicate through a ``torch.dist
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from hdet_kernels.checks import check_whole, spell
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -156,6 +159,7 @@ class ProcessEnsemble:
                 "ProcessEnsemble needs an initialised process group: start the script with torchrun and call "
                 "torch.distributed.init_process_group() first"
             )
+        _check_groups(process_group, shard_group, overlap_group)
         if isinstance(process_group, DeviceMesh):
             if shard_group is not None:
                 raise ValueError(
@@ -272,9 +276,9 @@ class RowEnsemble:
     parts = 1
 
     def __init__(self, rows: int, among: Ensemble | None = None) -> None:
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows}")
+        rows = check_whole("rows", rows, at_least=1)
         among = SingleReplica() if among is None else among
+        check_ensemble("among", among)
         if among.rows != 1 or among.parts != 1:
             raise ValueError(f"among must be processes that hold one whole replica each, got {among}")
         self.among, self.rows, self.talks, self.rank = among, rows, among.talks, among.rank
@@ -310,6 +314,45 @@ class RowEnsemble:
 
     def __repr__(self) -> str:
         return f"RowEnsemble({self.rows} rows, {self.among})"
+
+
+#: Attributes and methods that every use of an ensemble needs.
+_MEMBERS = ("size", "replica", "rows", "part", "parts", "processes", "process", "talks", "rank", "gather", "serves")
+
+
+def check_ensemble(name: str, value: object, members: Sequence[str] = _MEMBERS) -> None:
+    """Raise TypeError unless ``value`` has the attributes and methods of an :class:`Ensemble`.
+
+    Args:
+        name: how the message names the argument.
+        value: what was given.
+        members: those that are needed.
+    """
+    missing = [member for member in members if not hasattr(value, member)]
+    if missing or isinstance(value, type):
+        wraps = isinstance(value, dist.ProcessGroup | DeviceMesh)
+        remedy = (
+            "pass hdet_kernels.ProcessEnsemble(…) of it"
+            if wraps
+            else "pass a ProcessEnsemble, stack.ensemble of a ReplicaStack, or leave it out"
+        )
+        raise TypeError(f"{name} must be an ensemble, which says who the replicas are, got {spell(value)}: {remedy}")
+
+
+def _check_groups(process_group: object, shard_group: object, overlap_group: object) -> None:
+    outside = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns to processes that are not in the group
+    for name, group in (
+        ("process_group", process_group),
+        ("shard_group", shard_group),
+        ("overlap_group", overlap_group),
+    ):
+        kinds = (dist.ProcessGroup, DeviceMesh) if name == "process_group" else (dist.ProcessGroup,)
+        if group is not None and group != outside and not isinstance(group, kinds):
+            expected = " or a torch.distributed.DeviceMesh" * (len(kinds) > 1)
+            raise TypeError(
+                f"{name} must be a torch.distributed process group{expected}, got {spell(group)}: pass what "
+                "torch.distributed.new_group() returned, or leave it out"
+            )
 
 
 def held(ensemble: Ensemble) -> slice:

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hdet_kernels.checks import check_choice
-from hdet_kernels.ensemble import Ensemble, default_ensemble
+from hdet_kernels.checks import check_choice, check_number, check_whole
+from hdet_kernels.ensemble import Ensemble, check_ensemble, default_ensemble
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.ops.noise import add_noise_
@@ -48,10 +48,17 @@ def warm_noisy_init_(
     Raises:
         ValueError, TypeError: before anything is changed, for parameters or options that do not fit.
     """
-    if not 0 <= nu < math.inf:
-        raise ValueError(f"nu must be a finite number of at least 0, got {nu}")
+    nu = check_number("nu", nu, at_least=0)
+    seed = check_whole("seed", seed)
+    if ensemble is not None:
+        check_ensemble("ensemble", ensemble, ("replica", "rows"))
     check_choice("scope", scope, ("tensor", "global"))
     params = unique(params)
+    for index, param in enumerate(params):
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {index} is on the meta device and has no values yet: materialise the model first"
+            )
     if any(hasattr(param, "device_mesh") for param in params):
         raise TypeError(
             "warm_noisy_init_ got sharded parameters: call it before fully_shard(), on all ranks of a replica"

@@ -6,11 +6,13 @@ matplotlib (``pip install 'hdet_kernels[demo]'``) and do not change its global s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hdet_kernels.checks import check_kind, spell
 from hdet_kernels.schedule.history import SyncRecord
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def summary(history: History) -> dict[str, Any]:
 def plot_losses(history: History, path: Path) -> None:
     """Plot the training loss at every sync to ``path``: mean and range of the replicas, and the mean probe loss."""
     records = _nonempty(history)
+    _check_path(path)
     figure, axes = new_figure("Training loss at every sync", "step", "loss")
     ranges = [_loss_range(record.losses) for record in records]
     seen = [(record.step, *range_) for record, range_ in zip(records, ranges, strict=True) if range_[0] is not None]
@@ -86,6 +89,8 @@ def plot_values(history: History, path: Path, name: str = "lr/0") -> None:
         ValueError: The history is empty or has no such hyperparameter.
     """
     records = _nonempty(history)
+    _check_path(path)
+    check_kind("name", name, str, "the name of a hyperparameter, such as 'lr/0'")
     if name not in records[0].values:
         raise ValueError(f"no hyperparameter {name!r} in this history; choose from {', '.join(records[0].values)}")
     figure, axes = new_figure(f"{name}: base and replicas", "step", name)
@@ -159,7 +164,23 @@ def replica_colours(count: int) -> list[Any]:
 
 
 def _records(history: History) -> list[SyncRecord]:
-    return [record if isinstance(record, SyncRecord) else SyncRecord(**record) for record in history]
+    if isinstance(history, str | bytes | Mapping) or not isinstance(history, Iterable):
+        hint = "pass scheduler.history" if hasattr(history, "history") else "pass the history of a scheduler"
+        raise TypeError(f"history must be a list of sync records, got {spell(history)}: {hint}")
+    return [_record(index, record) for index, record in enumerate(history)]
+
+
+def _record(index: int, record: SyncRecord | Mapping[str, Any]) -> SyncRecord:
+    if isinstance(record, SyncRecord):
+        return record
+    check_kind(f"history[{index}]", record, Mapping, "a SyncRecord, or the dict that its to_dict() returns")
+    try:
+        return SyncRecord(**record)
+    except TypeError as error:
+        needed = ", ".join(field.name for field in dataclasses.fields(SyncRecord))
+        raise ValueError(
+            f"history[{index}] must be a SyncRecord, or a dict with {needed}; got {spell(dict(record))}"
+        ) from error
 
 
 def _nonempty(history: History) -> list[SyncRecord]:
@@ -167,6 +188,11 @@ def _nonempty(history: History) -> list[SyncRecord]:
     if not records:
         raise ValueError("the history is empty: there is nothing to plot before the first sync")
     return records
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the path of an image to write, such as 'losses.png', got {spell(path)}")
 
 
 def _row(record: SyncRecord, names: Sequence[str]) -> list[str]:

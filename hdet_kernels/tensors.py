@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from hdet_kernels.checks import spell
 
 
 @dataclass(frozen=True)
@@ -165,11 +167,20 @@ def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors in order, each object once (tied parameters are one object).
 
     Raises:
-        TypeError: If a single tensor is given.
+        TypeError: If a single tensor is given, or something that is no tensor.
     """
     if isinstance(tensors, Tensor):
         raise TypeError("expected several tensors, such as model.parameters(), got a single one; pass [tensor]")
-    return tuple({id(tensor): tensor for tensor in tensors}.values())
+    if isinstance(tensors, str | bytes | Mapping) or not isinstance(tensors, Iterable):
+        raise TypeError(f"expected several tensors, such as model.parameters(), got {spell(tensors)}")
+    found = tuple({id(tensor): tensor for tensor in tensors}.values())
+    for index, tensor in enumerate(found):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"expected tensors, parameter {index} is a {type(tensor).__name__}: pass model.parameters(), or the "
+                "parameters of an optimizer's groups"
+            )
+    return found
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -59,7 +59,7 @@ def test_rows_of_one_process() -> None:
 
 
 def test_what_is_refused_without_processes() -> None:
-    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got 0"):
         RowEnsemble(0)
     with pytest.raises(ValueError, match="among must be processes that hold one whole replica each, got RowEnsemble"):
         RowEnsemble(2, RowEnsemble(2))

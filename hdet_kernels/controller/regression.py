@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from hdet_kernels.checks import check_positive
+from hdet_kernels.checks import check_positive, keep_plain
 from hdet_kernels.controller import peak_posterior
 from hdet_kernels.controller.least_squares import (
     has_explosion,
@@ -30,7 +30,7 @@ from hdet_kernels.controller.least_squares import (
     without_outliers,
 )
 from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Observation, Run, State
-from hdet_kernels.controller.settings import RegressionSettings
+from hdet_kernels.controller.settings import RegressionSettings, SlopeSettings
 from hdet_kernels.controller.slopes import Flags, SlopeController, noise_gate, usable_slopes
 from hdet_kernels.controller.stability import Cycle, Stability
 from hdet_kernels.controller.warmup import relative_rate
@@ -77,9 +77,11 @@ class RegressionController(SlopeController):
     ridge: float = 1e-3
     settings: RegressionSettings = field(default_factory=RegressionSettings, kw_only=True)
 
+    _settings_kind: ClassVar[type[SlopeSettings]] = RegressionSettings
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("ridge", self.ridge)
+        keep_plain(self, ridge=check_positive("ridge", self.ridge))
 
     def prepare(self, run: Run) -> Run:
         """Return ``run`` with early syncs, pairs, and the steps between which replicas differ."""

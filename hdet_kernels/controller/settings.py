@@ -6,7 +6,57 @@ Logarithms are natural. ``docs/controller.md`` has the equations that use them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hdet_kernels.checks import check_number, check_positive, check_sequence, check_share, check_whole, keep_plain
+
+#: Settings that may be negative.
+_SIGNED = ("past_elasticity", "uninformative_elasticity", "edge_release", "stability_evidence", "slow_rise_evidence")
+#: Settings that are shares, weights or probabilities: from 0 to 1.
+_SHARES = (
+    "begins",
+    "moment_weight",
+    "warmup_from",
+    "warmup_share",
+    "early_peak",
+    "others_until",
+    "others_from",
+    "outlier_share",
+    "noise_decay",
+    "nonlinearity_weight",
+    "sign_decay",
+    "reference_cycle",
+    "quantile",
+    "sign_error",
+    "stability_from",
+    "divergence_cut",
+    "plateau_span",
+    "plateau_until",
+    "smallest_step",
+)
+#: Settings that something is divided by.
+_DIVISORS = ("sign_scale", "task_deviation", "distance_deviation", "reference_cycle", "warmup_share", "moment_weight")
+
+
+def _check_settings(settings: Any) -> None:
+    """Raise TypeError or ValueError for a constant that is not of its kind (whole, a share, a number); keep the others
+    as plain numbers."""
+    for each in fields(settings):
+        name, value, default = each.name, getattr(settings, each.name), each.default
+        plain: object
+        if isinstance(default, tuple):
+            shares = check_sequence(name, value, "a tuple of shares of the first cycle")
+            plain = tuple(check_share(name, share) for share in shares)
+        elif isinstance(default, int):
+            plain = check_whole(name, value, at_least=1)
+        elif name in _SHARES:
+            plain = check_share(name, value)
+        else:
+            plain = check_number(name, value, at_least=None if name in _SIGNED else 0)
+        if name in _DIVISORS:
+            check_positive(name, value)
+        keep_plain(settings, **{name: plain})
 
 
 @dataclass(frozen=True)
@@ -33,6 +83,9 @@ class SlopeSettings:
     early_peak: float = 0.15
     #: A constant schedule's best learning rate is 1/(1 + this) of the best peak of a schedule that anneals.
     constant_factor: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_settings(self)
 
 
 @dataclass(frozen=True)
@@ -157,3 +210,6 @@ class SoftmaxSettings:
 
     #: Smallest share of itself that one sync leaves of a base value.
     smallest_step: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_settings(self)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet_kernels.checks import check_positive, check_share
+from hdet_kernels.checks import check_kind, check_positive, check_share, keep_plain
 from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Observation, Run, State
 from hdet_kernels.controller.settings import SlopeSettings
 from hdet_kernels.controller.warmup import caps_at
@@ -50,17 +50,20 @@ class SlopeController:
     limit: float = 4.0
     settings: SlopeSettings = field(default_factory=SlopeSettings, kw_only=True)
 
+    _settings_kind: ClassVar[type[SlopeSettings]] = SlopeSettings
+
     def __post_init__(self) -> None:
-        check_share("beta", self.beta, below_one=True)
+        check_kind("settings", self.settings, self._settings_kind, f"a {self._settings_kind.__name__}")
+        keep_plain(self, beta=check_share("beta", self.beta, below_one=True))
         if self.start_at is not None:
-            check_share("start_at", self.start_at)
+            keep_plain(self, start_at=check_share("start_at", self.start_at))
         if self.stop_at is not None:
-            check_share("stop_at", self.stop_at)
+            keep_plain(self, stop_at=check_share("stop_at", self.stop_at))
             if self.stop_at <= self._start_at:
                 raise ValueError(f"stop_at={self.stop_at} must be greater than start_at={self._start_at}")
         if self.rate is not None:
-            check_positive("rate", self.rate)
-        check_positive("limit", self.limit)
+            keep_plain(self, rate=check_positive("rate", self.rate))
+        keep_plain(self, limit=check_positive("limit", self.limit))
 
     def prepare(self, run: Run) -> Run:
         """Return ``run`` as it is; raise if its length is not known."""

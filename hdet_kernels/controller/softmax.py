@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from hdet_kernels.checks import check_positive, check_share
+from hdet_kernels.checks import check_kind, check_number, check_positive, check_share, check_whole, keep_plain, spell
 from hdet_kernels.controller.protocol import Array, Observation, Run, State
 from hdet_kernels.controller.settings import SoftmaxSettings
 
@@ -46,14 +46,15 @@ class SoftmaxController:
     reads: ClassVar[Literal["losses"]] = "losses"
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        check_kind("settings", self.settings, SoftmaxSettings, "a SoftmaxSettings")
         for name in ("scale", "rate", "div_factor", "final_div_factor"):
-            check_positive(name, getattr(self, name))
-        check_share("beta", self.beta, below_one=True)
-        number = isinstance(self.decay, float | int) and -math.inf < self.decay < 1
-        if not number and self.decay not in ("floor", "published"):
-            raise ValueError(f"decay must be 'floor', 'published' or a number below 1, got {self.decay!r}")
+            keep_plain(self, **{name: check_positive(name, getattr(self, name))})
+        keep_plain(
+            self,
+            warmup_steps=check_whole("warmup_steps", self.warmup_steps, at_least=0),
+            beta=check_share("beta", self.beta, below_one=True),
+            decay=_checked_decay(self.decay),
+        )
 
     def prepare(self, run: Run) -> Run:
         """Return ``run`` as it is; raise if its length is needed and not known."""
@@ -111,6 +112,15 @@ class SoftmaxController:
         return gammas
 
 
+def _checked_decay(decay: object) -> object:
+    if isinstance(decay, str) and decay in ("floor", "published"):
+        return decay
+    try:
+        return check_number("decay", decay, below=1)
+    except (TypeError, ValueError):
+        raise ValueError(f"decay must be 'floor', 'published' or a number below 1, got {spell(decay)}") from None
+
+
 def decay_to_floor(base: float, floor: float, syncs: float) -> float:
     """Return γ = 1 − (floor/base)^{1/K}, which brings ``base`` to ``floor`` in K = ``syncs`` syncs."""
     if not (base > 0 and floor > 0):
@@ -131,8 +141,11 @@ def softmax_weights(losses: Array, scale: float) -> Array:
     finite = np.isfinite(losses)
     if not finite.any():
         return np.full(len(losses), 1 / len(losses))
-    score = np.where(finite, (losses[finite].mean() - losses) / scale, -np.inf)
-    weights = np.exp(score - score.max())
+    # L̄ cancels in the softmax. Relative to the lowest loss nothing overflows but what has weight 0.
+    with np.errstate(over="ignore"):
+        score = (losses[finite].min() - losses[finite]) / scale
+    weights = np.zeros(len(losses))
+    weights[finite] = np.exp(score)
     return weights / weights.sum()
 
 
@@ -142,8 +155,7 @@ def paper_settings(total_steps: int) -> dict[str, Any]:
     α = 1/9, T = 1000, S_warm = 100 000, β = 0.9, λ = 0.5, σ = 0.1. A run of under 200 000 steps keeps their
     proportions: S_warm is half of it and T a hundredth of S_warm.
     """
-    if total_steps < 2:
-        raise ValueError(f"total_steps must be at least 2, got {total_steps}")
+    total_steps = check_whole("total_steps", total_steps, at_least=2)
     warmup = min(100_000, total_steps // 2)
     return {
         "spread": 1 / 9,

@@ -20,6 +20,7 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
 from hdet_kernels.converge.compress import Format
 from hdet_kernels.converge.converger import Converger
 from hdet_kernels.converge.handshake import Report
+from hdet_kernels.converge.labels import all_names
 from hdet_kernels.converge.optimizer_state import StepCounts, averaged_state, why_not_averaged
 from hdet_kernels.converge.outcome import Outcome
 from hdet_kernels.converge.outer import Outer
@@ -38,6 +39,7 @@ __all__ = [
     "OverlappedAverage",
     "Report",
     "StepCounts",
+    "all_names",
     "averaged_state",
     "compared",
     "why_not_averaged",

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
+from hdet_kernels.checks import check_choice
 from hdet_kernels.converge.transport import Cost, Regions, Staging, Transfer, Transport, run_transfers
-from hdet_kernels.ops.wire import FORMATS, Wire
+from hdet_kernels.ops.wire import FORMATS, Wire, shard_elements
 
 Format = Literal["bf16", "int8"]
 
 
 def check_format(compress: str | None) -> None:
     """Raise ValueError unless ``compress`` is None or a known format."""
-    if compress is not None and compress not in FORMATS:
-        raise ValueError(f"compress must be None or one of {', '.join(map(repr, FORMATS))}, got {compress!r}")
+    check_choice("compress", compress, (None, *FORMATS))
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,24 @@ class Compression:
             memory.append(fresh if known is None else replace(known[number], consensus=consensus))
         self._memory = memory
 
-    def average(self, transport: Transport, regions: Regions) -> tuple[Cost, Callable[[], None]]:
-        """Exchange the differences. Return the cost, and a function that writes the new consensus to every tensor."""
+    def average(self, transport: Transport, regions: Regions, *, backup: bool) -> tuple[Cost, Callable[[], None]]:
+        """Exchange the differences. Return the cost, and a function that writes the new consensus to every tensor.
+
+        Args:
+            transport: over which the tensors are averaged.
+            regions: the tensors.
+            backup: keep the errors of earlier roundings until that function is called, so that they are as before if
+                the exchange fails. Without it they are lost then, and the next average is sent in full.
+        """
         memory = self._memory
         if memory is None:
             raise RuntimeError("there is no consensus yet that differences could refer to: average in full first")
-        # The errors change from here on. If the exchange fails, the next average must be sent in full.
-        self._memory = None
+        if backup:
+            memory = [
+                replace(known, error=known.error.clone(), shard_error=known.shard_error.clone()) for known in memory
+            ]
+        else:
+            self._memory = None
         received: list[Tensor] = []
         buckets, staging = list(transport.cut(regions)), Staging()
 
@@ -135,6 +146,16 @@ class Compression:
             "shard_error": [known.shard_error.clone() for known in self._memory],
         }
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless every bucket of ``state`` has a consensus and errors that belong together."""
+        sizes = {name: [tensor.numel() for tensor in state[name]] for name in ("consensus", "error", "shard_error")}
+        shards = [shard_elements(numel, state["processes"]) for numel in sizes["consensus"]]
+        if sizes["error"] != sizes["consensus"] or sizes["shard_error"] != shards:
+            raise ValueError(
+                f"the checkpoint's hdet.compression has buckets of {sizes['consensus']} elements with errors of "
+                f"{sizes['error']} and {sizes['shard_error']}: load an undamaged checkpoint"
+            )
+
     def load_state_dict(
         self, state: dict[str, Any] | None, transport: Transport, regions: Regions, *, own: bool
     ) -> None:
@@ -148,14 +169,15 @@ class Compression:
                 another format are dropped.
         """
         self._memory = None
-        devices = [bucket.device for _, bucket in transport.cut(regions)]
-        if state is None or len(devices) != len(state["consensus"]):
+        buckets = [bucket for _, bucket in transport.cut(regions)]
+        sizes = [bucket.numel for bucket in buckets]
+        if state is None or sizes != [consensus.numel() for consensus in state["consensus"]]:
             return
         same = own and (state["format"], state["processes"]) == (self.format, transport.ensemble.processes)
         memory = []
-        saved = zip(devices, state["consensus"], state["error"], state["shard_error"], strict=True)
-        for device, consensus, error, shard_error in saved:
-            known = self._without_errors(transport, consensus.to(device, copy=True))
+        saved = zip(buckets, state["consensus"], state["error"], state["shard_error"], strict=True)
+        for bucket, consensus, error, shard_error in saved:
+            known = self._without_errors(transport, consensus.to(bucket.device, bucket.dtype, copy=True))
             if same:
                 known.error.copy_(error)
                 known.shard_error.copy_(shard_error)

@@ -9,6 +9,7 @@ fails, everything is restored.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,17 +23,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
+from hdet_kernels.checks import check_callable, check_flag
+from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.compress import Compression, Format, check_format
-from hdet_kernels.converge.handshake import Agreement, Report, disagreement, exchange_reports, row_bytes
+from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports, row_bytes
+from hdet_kernels.converge.labels import Names
+from hdet_kernels.converge.nonfinite import keep_own
 from hdet_kernels.converge.outcome import Outcome
 from hdet_kernels.converge.outer import Outer, OuterStep, check_outer
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
 from hdet_kernels.converge.payload import Counts, ModelTensors, Payload
 from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge, decide
-from hdet_kernels.converge.summary import describe_layout
+from hdet_kernels.converge.summary import TensorSummary, describe_layout
 from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take_first, take_largest
-from hdet_kernels.ensemble import Ensemble, held
+from hdet_kernels.ensemble import Ensemble, check_ensemble, held
 from hdet_kernels.ops.pack import MOST_ROWS
+
+log = logging.getLogger("hdet_kernels")
 
 
 class Converger:
@@ -50,7 +57,10 @@ class Converger:
         counts: the optimizer's step counts. Where they differ, as after a step that one replica skipped, they become
             the largest when state is averaged.
         buffers: returns the current buffers of the model. Floating-point ones are averaged, integer ones become those
-            of the first healthy replica. Buffers with infinities at construction (attention masks) are left alone.
+            of the first healthy replica. Elements that are not finite on all replicas alike stay as they are. A buffer
+            that is not finite at construction (an attention mask, a running minimum) is averaged once it has changed.
+        names: returns names of parameters and buffers, where they have any. Replicas compare them, so that layers of
+            one shape in another order are an error, and messages use them.
         bucket_bytes: the most that one collective carries, and the size of each of the two staging buffers. Default:
             that of the ``Buckets``, or 512 MiB.
         compress: ``"bf16"`` or ``"int8"``: parameters travel as rounded differences to the last consensus, with error
@@ -72,6 +82,7 @@ class Converger:
         state: Callable[[], Mapping[str, Tensor]] = dict,
         counts: Counts | None = None,
         buffers: Callable[[], Sequence[Tensor]] = tuple,
+        names: Names = tuple,
         bucket_bytes: int | None = None,
         compress: Format | None = None,
         backup: bool = True,
@@ -79,12 +90,16 @@ class Converger:
         merge: Merge = "mean",
         backend: str | None = None,
     ) -> None:
+        check_ensemble("ensemble", ensemble)
+        check_callable("state", state, "state(), a dict of tensors")
+        check_callable("buffers", buffers, "buffers(), a list of tensors")
+        backup = check_flag("backup", backup)
         if ensemble.rows > MOST_ROWS:
             raise ValueError(
                 f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "
                 "several processes if need be"
             )
-        self.tensors = ModelTensors(params, ensemble, state, counts, buffers)
+        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names)
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
@@ -98,13 +113,14 @@ class Converger:
         self._stream: torch.cuda.Stream | None = None
         self._compression = Compression(compress) if compress else None
         self._outer = OuterStep(outer, self._transport) if outer else None
+        self._told_nonfinite = False
         self.begin()
 
     def begin(self) -> None:
         """Let the outer optimizer start from the current parameters."""
         if self._outer is None or (self.tensors.params[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return  # a captured copy would be repeated by every replay
-        payload = self.tensors.payload(include_state=False)
+        payload = self.tensors.payload(include_state=False, reads=True)
         self._outer.begin(payload.params, payload.device)
 
     # One sync, top to bottom
@@ -138,6 +154,7 @@ class Converger:
             outer=math.nan if self._outer is None else self._outer.checksum(payload.params, payload.device),
         )
         agreement = exchange_reports(ensemble, report, summary, needs_loss=request.needs_loss)
+        self._log_nonfinite(agreement, summary, report.step)
         request.check_gradients(agreement)
         compresses = self._compression is not None and ensemble.talks
         plan = decide(agreement, request, merge=self.merge, compresses=compresses)
@@ -145,6 +162,21 @@ class Converger:
             layout = describe_layout(payload.state.values(), payload.state)
             raise disagreement(ensemble, layout, "the optimizer state", _UNEVEN_STATE, agreement.ranks)
         return agreement, plan
+
+    def _log_nonfinite(self, agreement: Agreement, summary: TensorSummary, step: int) -> None:
+        """Name the tensors held here that are not finite: those of replicas that are left out, and buffers, once."""
+        own = agreement.healthy[held(self.ensemble)]
+        alike = agreement.nonfinite_alike and not self._told_nonfinite
+        if own.all() and not alike:
+            return
+        names = summary.describe("finite")
+        for row in np.flatnonzero(~own).tolist():
+            replica, found = self.ensemble.replica + row, ", ".join(names[str(row)][:3]) or "the loss"
+            log.warning("step %d: replica %d is left out of the mean; not finite: %s", step, replica, found)
+        if alike and own.any():
+            self._told_nonfinite = True
+            found = ", ".join(names[str(int(np.argmax(own)))][:3])
+            log.warning("step %d: %s: elements that are not finite on all replicas stay as they are", step, found)
 
     def _restore_on_failure(self, payload: Payload, plan: Plan) -> AbstractContextManager[None]:
         """Return a context that restores all that ``plan`` changes if its block raises. Empty without ``backup``."""
@@ -154,14 +186,19 @@ class Converger:
         """Average the payload in place, as planned. Collective."""
         ensemble = transport.ensemble
         cost = Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
+        own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
         cost += transport.average(payload.regions_in_full(plan), plan.included, rescaled=plan.rescaled)
+        for averaged, before in zip(payload.all_buffers, own, strict=bool(own)):
+            keep_own(averaged, before, plan.healthy[held(ensemble)].tolist())
         if plan.integers and payload.integers:
             cost += run_transfers([take_first(ensemble, payload.integers, plan.included)])
         if plan.counts and payload.counts is not None:
             cost += run_transfers([take_largest(ensemble, payload.counts, plan.included, payload.device)])
         write_consensus: Callable[[], None] | None = None
         if self._compression is not None and plan.compressed:
-            more, write_consensus = self._compression.average(transport, payload.compressible)
+            more, write_consensus = self._compression.average(
+                transport, payload.compressible, backup=self.backup and ensemble.talks
+            )
             cost += more
         for device in {tensor.device for tensor in (*payload.all_params, *payload.buffers) if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
@@ -288,7 +325,6 @@ class Converger:
         return {
             "bucket_bytes": self.bucket_bytes,
             "compress": self.compress,
-            "masks": self.tensors.masks,
             "outer": self._outer.outer.constants() if self._outer else None,
             "merge": self.merge,
         }
@@ -297,10 +333,19 @@ class Converger:
         """Return the state of the compression; None without compression or before its first average."""
         return self._compression.state_dict(self.ensemble.processes) if self._compression else None
 
+    def memories(self) -> list[object]:
+        """Return the objects that remember something from one average to the next."""
+        return [memory for memory in (self._compression, self._outer) if memory is not None]
+
+    def check_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
+        if self._compression is not None and state is not None:
+            self._compression.check_state_dict(state)
+
     def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
         """Load the state of the compression. ``own``: whether a process with the same replicas saved it."""
         if self._compression is not None:
-            regions = self.tensors.payload(include_state=False).compressible
+            regions = self.tensors.payload(include_state=False, reads=True).compressible
             self._compression.load_state_dict(state, self._transport, regions, own=own)
 
     def outer_state_dict(self) -> dict[str, Any] | None:

@@ -16,20 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet_kernels.converge.agreement import Agreement, Floats, conclude, name_ranks, none_sound, same
 from hdet_kernels.converge.summary import TensorSummary
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.tensors import wide_dtype
 
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-
 # The columns of a handshake row. A row is fp64, in which the hashes, of 48 bits, are exact.
 COLUMNS = (
     *("rank", "settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
-    *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "consensus", "outer"),
+    *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "nonfinite", "masks", "consensus", "outer"),
 )
 
 
@@ -60,41 +57,6 @@ class Report:
     failed: bool = False
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The conclusions of all processes from the gathered rows. Arrays have one entry per replica.
-
-    Attributes:
-        losses: mean training loss; NaN where none was recorded.
-        probes: loss on the probe; NaN without a probe, infinite where the probe's loss was not finite.
-        healthy: whether parameters, state, buffers and loss are finite.
-        ranks: [replicas, parts] the global ranks.
-        shared: whether all gradients are the same; None if not all replicas sent a fingerprint.
-        equal: whether all parameters are the same.
-        has_state: whether any replica has optimizer state.
-        same_state: whether the layout of the optimizer state is the same.
-        same_counts: whether the step counts are the same.
-        same_integers: whether the integer buffers are the same.
-        same_consensus: whether all remember the same last consensus.
-        same_outer: whether the outer step starts from the same place on all replicas.
-        may_overflow: whether a sum over the healthy replicas may be infinite although all values are finite.
-    """
-
-    losses: Floats
-    probes: Floats
-    healthy: Flags
-    ranks: Floats
-    shared: bool | None
-    equal: bool
-    has_state: bool
-    same_state: bool
-    same_counts: bool
-    same_integers: bool
-    same_consensus: bool
-    same_outer: bool
-    may_overflow: bool
-
-
 def exchange_reports(ensemble: Ensemble, report: Report, summary: TensorSummary, *, needs_loss: bool) -> Agreement:
     """Gather the handshake rows of all replicas and draw the conclusions. Collective.
 
@@ -105,10 +67,10 @@ def exchange_reports(ensemble: Ensemble, report: Report, summary: TensorSummary,
     columns = {name: gathered[..., index] for index, name in enumerate(COLUMNS)}
 
     def check_same(column: str, values: Mapping[str, Any], what: str, hint: str) -> None:
-        if not _same(columns[column]):
+        if not same(columns[column]):
             raise disagreement(ensemble, values, what, hint, columns["rank"])
 
-    if not _same(columns["layout"]):  # described only then: there may be very many tensors
+    if not same(columns["layout"]):  # described only then: there may be very many tensors
         hint = "all replicas must build the same model and optimizer"
         what = "the layout of parameters and buffers"
         raise disagreement(ensemble, summary.describe("layout"), what, hint, columns["rank"])
@@ -127,7 +89,12 @@ def exchange_reports(ensemble: Ensemble, report: Report, summary: TensorSummary,
             f"no loss was recorded since the last sync on {name_ranks(columns['loss_count'] == 0, columns['rank'])}: "
             "call scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step()"
         )
-    return conclude(columns, report.step)
+    agreement = conclude(columns)
+    if not agreement.healthy.any():
+        texts = _gather_texts(ensemble, summary.describe("finite"))
+        names = [text[str(place // ensemble.parts % ensemble.rows)] for place, text in enumerate(texts)]
+        raise none_sound(columns, names, report.step)
+    return agreement
 
 
 def check_same_everywhere(ensemble: Ensemble, values: Mapping[str, Any], what: str, hint: str) -> None:
@@ -141,7 +108,7 @@ def check_same_everywhere(ensemble: Ensemble, values: Mapping[str, Any], what: s
     """
     own = torch.tensor([[ensemble.rank, short_hash(values)]], dtype=torch.float64, device="cpu")
     gathered = ensemble.gather(own).numpy()
-    if not _same(gathered[..., 1]):
+    if not same(gathered[..., 1]):
         raise disagreement(ensemble, values, what, hint, gathered[..., 0])
 
 
@@ -171,75 +138,10 @@ def disagreement(ensemble: Ensemble, values: Mapping[str, Any], what: str, hint:
     return RuntimeError(f"the replicas disagree on {what} ({'; '.join(groups)}): {hint}. Nothing was averaged.")
 
 
-def name_ranks(chosen: Flags, ranks: Floats) -> str:
-    """Return "rank 2" or "ranks 0, 1, 3": the ``ranks`` [replicas, parts] of the ``chosen`` replicas or parts."""
-    flags = chosen if chosen.ndim == 2 else np.broadcast_to(chosen[:, None], ranks.shape)
-    names = [f"{rank:.0f}" for rank in ranks[flags]]
-    return f"rank{'s' if len(names) != 1 else ''} {', '.join(names)}"
-
-
 def short_hash(value: Any) -> int:
     """Return a 48-bit hash of plain values, the same in every process."""
     text = json.dumps(value, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
-
-
-def conclude(columns: Mapping[str, Floats], step: int) -> Agreement:
-    """Return the conclusions from the gathered columns, each [replicas, parts].
-
-    Raises:
-        RuntimeError: if no replica is healthy.
-    """
-    with np.errstate(invalid="ignore", divide="ignore"):
-        losses = columns["loss_sum"].sum(axis=1) / columns["loss_count"].sum(axis=1)
-    probes = columns["probe"].mean(axis=1)
-    finite_values: Flags = np.atleast_1d(np.isfinite(columns["checksum"] + columns["rest"]).all(axis=1))
-    recorded = columns["loss_count"].sum(axis=1) > 0
-    finite_loss: Flags = (np.isfinite(losses) | ~recorded) & ~np.isinf(probes)
-    healthy: Flags = finite_values & finite_loss
-    if not healthy.any():
-        found = []
-        if not finite_values.all():
-            found.append(f"parameters, state or buffers on {name_ranks(~finite_values, columns['rank'])}")
-        if not finite_loss.all():
-            found.append(f"the loss on {name_ranks(~finite_loss, columns['rank'])}")
-        raise RuntimeError(
-            f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: "
-            "resume from the last checkpoint with a lower learning rate, or find the batch that caused it"
-        )
-    gradients = columns["gradients"]
-    sent = not np.isnan(gradients).any()
-    shared = True if len(healthy) == 1 else _same(gradients) if sent else None
-    return Agreement(
-        losses=losses,
-        probes=probes,
-        healthy=healthy,
-        ranks=columns["rank"],
-        shared=shared,
-        equal=_same(columns["checksum"]),
-        has_state=bool(columns["state"].any()),
-        same_state=_same(columns["state"]),
-        same_counts=_same(columns["counts"]),
-        same_integers=_same(columns["integers"]),
-        same_consensus=_same(columns["consensus"]),
-        same_outer=bool(np.isfinite(columns["outer"]).all()) and _same(columns["outer"]),
-        may_overflow=_may_overflow(columns, healthy),
-    )
-
-
-def _may_overflow(columns: Mapping[str, Floats], healthy: Flags) -> bool:
-    """Whether a float32 sum over the ``healthy`` replicas, of values or of their differences to the last consensus, may
-    be infinite. No sum of elements is larger than the sum of the norms, which the checksums are."""
-    consensus = np.nan_to_num(columns["consensus"], nan=0.0)
-    with np.errstate(over="ignore"):
-        bound = (columns["checksum"] + columns["rest"] + consensus)[healthy].sum()
-    # Half of the range is for roundings on the way, such as those of a compressed difference.
-    return not bound < np.finfo(np.float32).max / 2
-
-
-def _same(column: Floats) -> bool:
-    """Whether all replicas have the same value, in each part of [replicas, parts] for itself. NaN equals nothing."""
-    return bool((column == column[:1]).all())
 
 
 def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) -> Tensor:
@@ -256,6 +158,7 @@ def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) 
         "consensus": summary.consensus,
         "outer": summary.outer,
         "integers": summary.integers,
+        "nonfinite": summary.nonfinite,
     }
     wide = wide_dtype(device)  # Python floats too: losses that differ in their last digits are compared
     tensors = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=wide, device=device) for v in measured.values()]
@@ -268,6 +171,7 @@ def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) 
         "layout": summary.layout,
         "state": summary.state,
         "counts": summary.counts,
+        "masks": summary.masks,
         "loss_count": report.loss_count,
     }
     values = dict(zip(measured, on_device.double().cpu(), strict=True))
@@ -276,9 +180,7 @@ def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) 
     values |= {
         name: torch.full((count,), float(value), dtype=torch.float64, device="cpu") for name, value in known.items()
     }
-    # Where a process holds several replicas, messages name them by replica number instead of rank.
-    first = ensemble.rank if count == 1 else ensemble.replica
-    values["rank"] = torch.arange(first, first + count, dtype=torch.float64, device="cpu")
+    values["rank"] = torch.full((count,), float(ensemble.rank), dtype=torch.float64, device="cpu")
     return torch.stack([values[name] for name in COLUMNS], dim=1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet_kernels.converge.handshake import Agreement
+from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.transport import Cost
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
-from hdet_kernels.checks import check_positive, check_share
+from hdet_kernels.checks import check_flag, check_kind, check_positive, check_share, keep_plain
 from hdet_kernels.converge.transport import Regions, Transport
 from hdet_kernels.tensors import wide_dtype
 
@@ -39,20 +39,22 @@ class Outer:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        check_positive("lr", self.lr)
-        check_share("momentum", self.momentum, below_one=True)
-        if not isinstance(self.nesterov, bool):
-            raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
+        keep_plain(
+            self,
+            lr=check_positive("lr", self.lr),
+            momentum=check_share("momentum", self.momentum, below_one=True),
+            nesterov=check_flag("nesterov", self.nesterov),
+        )
 
     def constants(self) -> dict[str, float]:
         """Return the constants as plain numbers, by name."""
-        return {"lr": float(self.lr), "momentum": float(self.momentum), "nesterov": self.nesterov}
+        return {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
 
 
 def check_outer(outer: object) -> None:
     """Raise TypeError unless ``outer`` is None or an :class:`Outer`."""
-    if outer is not None and not isinstance(outer, Outer):
-        raise TypeError(f"outer must be None or an hdet_kernels.Outer, such as Outer(lr=0.7), got {outer!r}")
+    if outer is not None:
+        check_kind("outer", outer, Outer, "None or an hdet_kernels.Outer, such as Outer(lr=0.7)")
 
 
 class OuterStep:
@@ -158,12 +160,14 @@ class OuterStep:
                 f"the checkpoint has the outer optimizer's state of part {saved} of {of} of a replica, this process "
                 f"holds part {part} of {parts}: load the file of a process that held the same part"
             )
-        sizes, here = ([(t.numel(), t.dtype) for t in tensors] for tensors in (state["consensus"], self._consensus))
-        if sizes != here:
-            raise ValueError(
-                f"the checkpoint's outer optimizer remembers flat tensors of {_spell(sizes)}, this one of "
-                f"{_spell(here)}: resume with the model and the class of optimizer that it was saved with"
-            )
+        velocity = state["consensus"] if state["velocity"] is None else state["velocity"]
+        for tensors in (state["consensus"], velocity):
+            sizes, here = ([(t.numel(), t.dtype) for t in each] for each in (tensors, self._consensus))
+            if sizes != here:
+                raise ValueError(
+                    f"the checkpoint's outer optimizer remembers flat tensors of {_spell(sizes)}, this one of "
+                    f"{_spell(here)}: resume with the model and the class of optimizer that it was saved with"
+                )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of any replica: all remember the same."""

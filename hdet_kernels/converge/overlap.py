@@ -49,12 +49,13 @@ class Correction:
     @staticmethod
     def between(before: Payload, after: Payload, *, sound: tuple[bool, ...], heal: bool) -> Correction:
         """Return the correction from the values at the sync to the averaged ones. May overwrite ``before``."""
-        floating = [*before.all_params, *before.buffers, *before.state.values()]
+        buffers = before.all_buffers
+        floating = [*before.all_params, *buffers, *before.state.values()]
         for tensor in (*floating, *before.integers):
             _clear_unhealthy(tensor, sound)
         if before.counts is not None and not any(sound):  # the rows of a process are stepped together
             before.counts.zero_()
-        pairs = zip([*after.all_params, *after.buffers, *after.state.values()], floating, strict=True)
+        pairs = zip([*after.all_params, *after.all_buffers, *after.state.values()], floating, strict=True)
         differences = iter([_wide(new) - _wide(old) for new, old in pairs])
         integers = zip(after.integers, before.integers, strict=True)
         return Correction(
@@ -62,8 +63,9 @@ class Correction:
             heal=heal,
             has_state=bool(before.state) or before.counts is not None,
             params=[next(differences) for _ in before.all_params],
-            buffers=[next(differences) for _ in before.buffers],
-            buffers_before=before.buffers,
+            # ∞ − ∞: an element that is not finite on all replicas stays as it is.
+            buffers=[next(differences).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf) for _ in buffers],
+            buffers_before=buffers,
             state={name: next(differences) for name in before.state},
             state_before=before.state,
             integers=[new.to(torch.int64) - old.to(torch.int64) for new, old in integers],
@@ -77,7 +79,7 @@ class Correction:
         """
         known = {name: tensor for name, tensor in payload.state.items() if name in self.state}
         changes = [*self.params, *self.buffers, *(self.state[name] for name in known), *self.integers]
-        targets = [*payload.all_params, *payload.buffers, *known.values(), *payload.integers]
+        targets = [*payload.all_params, *payload.all_buffers, *known.values(), *payload.integers]
         if [tensor.shape for tensor in targets] != [tensor.shape for tensor in changes]:
             raise RuntimeError(
                 "parameters, buffers or optimizer state have other shapes than when the overlapped average was "
@@ -88,7 +90,7 @@ class Correction:
         for target, change in zip(payload.all_params, self.params, strict=True):
             _add(target, _on_device_of(target, change))
         others = [
-            *zip(payload.buffers, self.buffers, self.buffers_before, strict=True),
+            *zip(payload.all_buffers, self.buffers, self.buffers_before, strict=True),
             *((target, self.state[name], self.state_before[name]) for name, target in known.items()),
         ]
         for target, change, before in others:
@@ -161,7 +163,8 @@ def _corrected(now: Tensor, change: Tensor, before: Tensor) -> Tensor:
     nowhere_negative = (now.min() >= 0) & (before.min() >= 0) & ((before + change).min() >= 0)
     share = torch.where(before > 0, (now / before).clamp(max=1), 1)
     # Clamped, because rounding may still lead below zero.
-    return torch.where(nowhere_negative, (now + share * change).clamp(min=0), now + change)
+    moved = torch.where(nowhere_negative, (now + share * change).clamp(min=0), now + change)
+    return torch.where(change == 0, now, moved)  # ∞ / ∞ is no share
 
 
 class OverlappedAverage(Generic[T]):

@@ -6,13 +6,15 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.converge.handshake import short_hash
+from hdet_kernels.converge.labels import Names, labels_of, with_ties
+from hdet_kernels.converge.nonfinite import begins_nonfinite, fingerprints, finite_part, names_of_nonfinite, pattern
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.summary import Checksum, TensorSummary, describe_layout, integer_hash
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
@@ -39,22 +41,30 @@ class Payload:
     Attributes:
         params: regions of parameters. Tensors of one region may share a bucket.
         buffers: floating-point buffers.
+        masks: floating-point buffers that were not finite at the start. They move only if one has changed since.
+        masks_changed: whether one of these has changed here.
         state: floating-point optimizer state, by name.
         integers: integer buffers, which have no mean.
         counts: a copy of the optimizer's step counts.
         gapped: for tensors with gaps in memory, a contiguous copy and the tensor that it is written back to.
         tensors: parameters, master weights and buffers as the model has them; of distributed tensors the local part.
+        labels: kind and name, or number, for each of them.
+        excused: the labels of the masks, which need not be finite.
         homed: whether the parameters live in :class:`Buckets`. Each region is then averaged in place.
         device: device of the first parameter.
     """
 
     params: list[list[Tensor]]
     buffers: list[Tensor]
+    masks: list[Tensor]
+    masks_changed: bool
     state: dict[str, Tensor]
     integers: list[Tensor]
     counts: Tensor | None
     gapped: list[tuple[Tensor, Tensor]]
     tensors: list[Tensor]
+    labels: list[str]
+    excused: frozenset[str]
     homed: bool
     device: torch.device
 
@@ -63,13 +73,17 @@ class Payload:
         return list(itertools.chain.from_iterable(self.params))
 
     @property
+    def all_buffers(self) -> list[Tensor]:
+        return [*self.buffers, *self.masks]
+
+    @property
     def compressible(self) -> list[list[Tensor]]:
         """The regions of parameters without fp64 tensors: a difference sent as fp32 would lose their last digits."""
         return [[tensor for tensor in region if tensor.dtype != torch.float64] for region in self.params]
 
     def regions_in_full(self, plan: Plan) -> list[list[Tensor]]:
         """Return the regions that ``plan`` averages without compression. Tensors of one region may share a bucket."""
-        others = [*self.buffers, *(self.state.values() if plan.state else ())]
+        others = [*self.buffers, *(self.masks if plan.masks else ()), *(self.state.values() if plan.state else ())]
         if not plan.params:
             return [others]
         if plan.compressed:
@@ -96,17 +110,38 @@ class Payload:
 
     def summary(self, checksum: Checksum, *, consensus: Tensor | float, outer: Tensor | float) -> TensorSummary:
         """Return the numbers about these tensors that go into the handshake."""
-        layouts = {"layout": (self.tensors, None), "state": (self.state.values(), self.state.keys())}
+        labels, rows = with_ties(self.labels, self.tensors), checksum.rows
+        buffers, nonfinite = (
+            checksum(self.buffers, self.device),
+            torch.zeros(rows, device=self.device, dtype=torch.int64),
+        )
+        if self.buffers and not bool(buffers.isfinite().all()):
+            buffers = checksum(map(finite_part, self.buffers), self.device)
+            nonfinite = pattern(self.buffers, rows, self.device)
+
+        def describe(what: str) -> Mapping[str, Any]:
+            if what == "layout":
+                return describe_layout(self.tensors, labels=labels)
+            if what == "state":
+                return describe_layout(self.state.values(), self.state.keys())
+            own = [
+                *zip(self.labels, self.tensors, strict=True),
+                *((f"state {key}", v) for key, v in self.state.items()),
+            ]
+            return names_of_nonfinite([pair for pair in own if pair[0] not in self.excused], rows)
+
         return TensorSummary(
-            layout=layout_hash(self.tensors),
+            layout=layout_hash(self.tensors, labels),
             state=layout_hash(self.state.values(), self.state.keys()) if self.state else 0,
             counts=0 if self.counts is None else short_hash(self.counts.tolist()),
             integers=integer_hash(self.integers, checksum.rows, self.device),
             checksum=checksum(self.all_params, self.device),
-            rest=checksum([*self.buffers, *self.state.values()], self.device),
+            rest=checksum(self.state.values(), self.device) + buffers,
+            nonfinite=nonfinite,
+            masks=self.masks_changed,
             consensus=consensus,
             outer=outer,
-            describe=lambda name: describe_layout(*layouts[name]),
+            describe=describe,
         )
 
     def copy(self) -> Payload:
@@ -116,6 +151,7 @@ class Payload:
                 self,
                 params=[[tensor.clone() for tensor in region] for region in self.params],
                 buffers=[tensor.clone() for tensor in self.buffers],
+                masks=[tensor.clone() for tensor in self.masks],
                 state={name: tensor.clone() for name, tensor in self.state.items()},
                 integers=[tensor.clone() for tensor in self.integers],
                 counts=None if self.counts is None else self.counts.clone(),
@@ -141,6 +177,7 @@ class ModelTensors:
         state: Callable[[], Mapping[str, Tensor]],
         counts: Counts | None,
         buffers: Callable[[], Sequence[Tensor]],
+        names: Names = tuple,
     ) -> None:
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
@@ -152,14 +189,22 @@ class ModelTensors:
             check_shards(index, param, ensemble)
         for tensor in (*self.params, *buffers()):
             check_tensor(tensor, ensemble)
-        self.state, self.counts, self.buffers = state, counts, buffers
+        self.state, self.counts, self.buffers, self.names = state, counts, buffers, names
         self.rows = ensemble.rows
-        # Numbers of the buffers that have infinities from the start: attention masks, constants and not damage.
-        self.masks = [number for number, buffer in enumerate(buffers()) if _is_mask(buffer)]
-        self.payload(include_state=False)  # raises now, not after T steps, if a tensor cannot be flattened
+        # Numbers of the buffers that are not finite from the start, with their fingerprints: attention masks, which
+        # are constants, or statistics that start at infinity. Not damage.
+        began = {number: buffer for number, buffer in enumerate(buffers()) if begins_nonfinite(buffer)}
+        self.masks = dict(zip(began, fingerprints(began.values()), strict=True))
+        self.payload(include_state=False, reads=True)  # raises now, not after T steps, if one cannot be flattened
 
-    def payload(self, *, include_state: bool) -> Payload:
-        """Return the tensors as they are now."""
+    def payload(self, *, include_state: bool, reads: bool = False) -> Payload:
+        """Return the tensors as they are now.
+
+        Args:
+            include_state: whether optimizer state and step counts are wanted.
+            reads: whether the payload is only read, so that masters must stay as they are. A checkpoint may be loaded
+                in parts, and masters that do not fit the parameters now will fit those that are loaded next.
+        """
         gapped: list[tuple[Tensor, Tensor]] = []
 
         def flat(tensor: Tensor) -> Tensor:
@@ -167,31 +212,50 @@ class ModelTensors:
 
         if self.buckets is not None:
             self.buckets.rehome()
-            self.buckets.refresh_masters()
+            if not reads:
+                self.buckets.refresh_masters()
+        present = list(self.buffers())
+        began = {number: present[number] for number in self.masks if number < len(present)}
         # A buffer may be a view of a parameter, and two buffers may share their memory.
-        moving = [buffer for number, buffer in enumerate(self.buffers()) if number not in self.masks]
-        parts = distinct(local(tensor) for tensor in (*self.params, *moving))
+        parts = [part for part in distinct(local(tensor) for tensor in (*self.params, *present)) if part.numel()]
         own = {local(param).data_ptr() for param in self.params}
-        loose = [part for part in parts if part.numel() and part.data_ptr() in own]
-        buffers = [part for part in parts if part.numel() and part.data_ptr() not in own]
+        constant = {local(buffer).data_ptr() for buffer in began.values()} - own
+        loose = [part for part in parts if part.data_ptr() in own]
+        masks = [part for part in parts if part.data_ptr() in constant]
+        buffers = [part for part in parts if part.data_ptr() not in own | constant]
         floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-        homed = None if self.buckets is None else [[flat(full)] for full in self.buckets.full if full.numel()]
+        homed = None
+        if self.buckets is not None:
+            full = self.buckets.read_full() if reads else self.buckets.full
+            homed = [[flat(each)] for each in full if each.numel()]
+        covered, labels = self.covered(), self._labels()
         return Payload(
             params=[[flat(param) for param in loose]] if homed is None else homed,
             buffers=[flat(buffer) for buffer in floating],
+            masks=[flat(mask) for mask in masks],
+            masks_changed=fingerprints(began.values()) != [self.masks[number] for number in began],
             state={name: flat(value) for name, value in (self.state().items() if include_state else ())},
             integers=[buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())],
             counts=self.counts.read() if include_state and self.counts is not None else None,
             gapped=gapped,
-            tensors=self.covered(),
+            tensors=covered,
+            labels=labels,
+            excused=frozenset(label for label, t in zip(labels, covered, strict=True) if t.data_ptr() in constant),
             homed=homed is not None,
             device=self.params[0].device,
         )
 
     def covered(self) -> list[Tensor]:
         """Return the parameters, their master weights and the buffers; of distributed tensors the local part."""
+        return [local(tensor) for tensors in self._kinds().values() for tensor in tensors]
+
+    def _kinds(self) -> dict[str, Sequence[Tensor]]:
         masters = [master for master in self.buckets.masters if master is not None] if self.buckets else []
-        return [local(tensor) for tensor in (*self.params, *masters, *unique(self.buffers()))]
+        return {"parameter": self.params, "master": masters, "buffer": unique(self.buffers())}
+
+    def _labels(self) -> list[str]:
+        """Return a label for each of the tensors that are covered."""
+        return labels_of(self._kinds(), self.names())
 
     def settle(self, payload: Payload, *, counts: bool) -> None:
         """Write averaged copies back, round the parameters from their masters and, if asked, write the step counts."""
@@ -221,14 +285,11 @@ def _flattened(tensor: Tensor, rows: int, gapped: list[tuple[Tensor, Tensor]]) -
     return copied
 
 
-def _is_mask(buffer: Tensor) -> bool:
-    buffer = local(buffer)
-    return buffer.is_floating_point() and bool(buffer.isinf().any()) and not bool(buffer.isnan().any())
-
-
 def check_tensor(tensor: Tensor, ensemble: Ensemble) -> None:
     """Raise TypeError or ValueError if ``tensor`` cannot be averaged over ``ensemble``."""
     what = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+    if tensor.is_meta:
+        raise ValueError(f"{what} is on the meta device and has no values yet: materialise the model first")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} has layout {tensor.layout}; only dense tensors are averaged")
     if tensor.is_floating_point() and tensor.dtype not in _AVERAGED:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet_kernels.checks import check_choice
-from hdet_kernels.converge.handshake import Agreement
+from hdet_kernels.converge.agreement import Agreement
 
 AverageState = Literal["auto"] | bool
 Merge = Literal["mean", "best"]
@@ -86,6 +86,8 @@ class Plan:
         state: average the optimizer state.
         counts: set the step counts to the largest of any included replica.
         integers: copy the integer buffers of the first included replica.
+        masks: average the buffers that were not finite at the start, because one has changed.
+        keeps_nonfinite: leave elements of buffers as they are where the mean is not finite.
         uneven_state: an error: state is to be averaged that only some replicas have.
         rescaled: scale the values down before they are summed, because the sum might overflow.
     """
@@ -100,6 +102,8 @@ class Plan:
     state: bool
     counts: bool
     integers: bool
+    masks: bool
+    keeps_nonfinite: bool
     uneven_state: bool
     rescaled: bool
 
@@ -134,6 +138,8 @@ def decide(agreement: Agreement, request: AverageRequest, *, merge: Merge, compr
         state=state,
         counts=state and not agreement.same_counts,
         integers=not agreement.same_integers,
+        masks=agreement.masks_changed,
+        keeps_nonfinite=agreement.masks_changed or agreement.nonfinite_alike,
         uneven_state=wanted and agreement.has_state and not agreement.same_state,
         rescaled=agreement.may_overflow,
     )

@@ -21,15 +21,18 @@ class TensorSummary:
     """The numbers that a process sends about the tensors of its replicas.
 
     Attributes:
-        layout: hash of shapes, strides and dtypes of parameters and buffers.
+        layout: hash of names, shapes, strides, dtypes and ties of parameters and buffers.
         state: the same of the optimizer state; 0 if there is none.
         counts: hash of the optimizer's step counts.
         integers: [rows] hashes of the values of integer buffers.
         checksum: [rows] checksums of the parameters.
-        rest: [rows] checksums of buffers and optimizer state.
+        rest: [rows] checksums of the optimizer state and the finite part of the buffers.
+        nonfinite: [rows] hashes of where buffers are not finite; 0 where they are.
+        masks: whether a buffer has changed that was not finite at the start.
         consensus: checksum of the last consensus, which compressed differences refer to; NaN if none is remembered.
         outer: checksum of the place that the outer step starts from; NaN without one.
-        describe: returns a readable description of ``"layout"`` or ``"state"``, by tensor, for error messages.
+        describe: returns a readable description of ``"layout"`` or ``"state"``, by tensor, or the names of tensors
+            that are not ``"finite"``, by row, for error messages.
     """
 
     layout: int
@@ -38,21 +41,29 @@ class TensorSummary:
     integers: Tensor
     checksum: Tensor
     rest: Tensor
+    nonfinite: Tensor
+    masks: bool
     consensus: Tensor | float
     outer: Tensor | float
     describe: Callable[[str], Mapping[str, Any]]
 
 
-def describe_layout(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return dtype, shape and strides of every tensor by name, after the number of tensors and of elements."""
+def describe_layout(
+    tensors: Iterable[Tensor], names: Iterable[str] | None = None, labels: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """Return dtype, shape and strides of every tensor by name, after the number of tensors and of elements.
+
+    Without ``names`` the keys are places in the order. ``labels`` are put in front of the descriptions.
+    """
     tensors = list(tensors)
     names = [f"tensor {number}" for number in range(len(tensors))] if names is None else list(names)
+    prefixes = [""] * len(tensors) if labels is None else [f"{label}: " for label in labels]
     return {
         "tensors": len(tensors),
         "elements": sum(tensor.numel() for tensor in tensors),
         **{
-            name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} with strides {t.stride()}"
-            for name, t in zip(names, tensors, strict=True)
+            name: f"{prefix}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} with strides {t.stride()}"
+            for name, prefix, t in zip(names, prefixes, tensors, strict=True)
         },
     }
 

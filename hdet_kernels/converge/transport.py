@@ -211,9 +211,10 @@ def _pack_scaled(region: Sequence[Tensor], bucket: Bucket, mean: Mean, packed: T
 
 
 def _divide_within_range(values: Tensor, divisor: float) -> None:
-    """Divide finite values whose quotient is finite. At the end of the range it may be rounded to infinity."""
-    most = torch.finfo(values.dtype).max
-    values.div_(divisor).clamp_(-most, most)
+    """Divide, and where finite values become infinite by rounding, take the largest finite ones."""
+    finite, most = values.isfinite(), torch.finfo(values.dtype).max
+    values.div_(divisor)
+    values.copy_(torch.where(finite, values.clamp(-most, most), values))
 
 
 def run_transfers(transfers: Iterable[tuple[Transfer, int]]) -> Cost:

@@ -16,10 +16,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hdet_kernels.checks import (
+    check_callable,
+    check_kind,
+    check_number,
+    check_positive,
+    check_sequence,
+    check_whole,
+    spell,
+)
 from hdet_kernels.fanout.multipliers import Spacing, check_spread, multipliers, permutation
 from hdet_kernels.optim.group_entries import read_entry, split_key, write_entry, write_per_replica
 
 Group = dict[str, Any]
+
+#: Entries of a group that a schedule keeps there for itself, and seeds.
+NOT_EXPLORED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "rounding_seed")
 
 #: A function that takes a name and the values of the replicas held here.
 Sink = Callable[[str, Sequence[float]], object]
@@ -54,16 +66,16 @@ class Explore:
     groups: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        key = "a key of the optimizer's parameter groups, or a name of your own with apply="
+        if not check_kind("the name of an Explore", self.name, str, key):
+            raise ValueError(f"the name of an Explore must be {key}, got ''")
         check_spread(self.spread, self.spacing, f"spread of {self.name!r}")
-        if self.bounds is not None and not (len(self.bounds) == 2 and self.bounds[0] < self.bounds[1]):
-            raise ValueError(f"bounds of {self.name!r} must be (lowest, highest), got {self.bounds}")
-        if self.groups is not None and not len(self.groups):
-            raise ValueError(
-                f"Explore({self.name!r}, groups={self.groups!r}) explores nothing: leave out groups= for all"
-            )
+        if self.bounds is not None:
+            _check_bounds(self.name, self.bounds)
+        if self.groups is not None:
+            _check_groups(self.name, self.groups)
         if self.apply is not None:
-            if not callable(self.apply):
-                raise TypeError(f"apply of {self.name!r} must be callable with one float, got {self.apply!r}")
+            check_callable(f"apply of {self.name!r}", self.apply, "apply(value)")
             if self.base is None:
                 raise ValueError(f"Explore({self.name!r}, apply=…) needs base=, the value to explore around")
             if self.groups is not None:
@@ -149,6 +161,11 @@ def expand(
         if explore.apply is not None:
             others.append(_hyperparameter(explore, explore.name, explore.base))
             continue
+        if explore.name in NOT_EXPLORED:
+            raise ValueError(
+                f"{explore.name!r} is an entry of the schedule, not one to train with: explore 'lr', 'momentum' or "
+                "'betas[0]' instead"
+            )
         if elsewhere is not None and explore.base is not None and split_key(explore.name)[0] not in groups[0]:
             found_elsewhere = replace(explore, apply=partial(elsewhere, explore.name))
             others.append(_hyperparameter(found_elsewhere, explore.name, explore.base))
@@ -164,10 +181,9 @@ def expand(
                     raise ValueError(f"the learning rate of parameter group {group} is explored twice")
                 by_group[group] = explore
             else:
-                base = explore.base
-                if base is None:  # a group that was spread before holds a replica's value: see remember_bases
-                    base = _read_base(groups[group], explore.name)
-                    base = groups[group].get(f"initial_{explore.name}", base)
+                held = _read_base(groups[group], explore.name)
+                # A group that was spread before holds a replica's value: see remember_bases.
+                base = groups[group].get(f"initial_{explore.name}", held) if explore.base is None else explore.base
                 check_base(f"{explore.name} of parameter group {group}", base)
                 _check_decay_bounds(explore)
                 others.append(_hyperparameter(explore, f"{explore.name}/{group}", base, group))
@@ -192,18 +208,35 @@ def remember_bases(hyperparameters: Iterable[Hyperparameter], groups: Sequence[G
 
 def check_base(name: str, base: float) -> None:
     """Raise unless ``base`` is a positive finite number, so that its multiples differ."""
-    if not (math.isfinite(base) and base > 0):
-        raise ValueError(
-            f"the base value of {name} must be a positive number, got {base}: its replicas train with multiples of it; "
-            "pass base= to Explore, or leave the group out with groups="
-        )
+    remedy = "its replicas train with multiples of it; pass base= to Explore, or leave the group out with groups="
+    check_positive(f"the base value of {name}", base, remedy=remedy)
+
+
+def _check_bounds(name: str, bounds: object) -> None:
+    """Raise unless ``bounds`` are two numbers between which positive values can lie; the upper one may be infinite."""
+    what, pair = f"bounds of {name!r}", "(lowest, highest)"
+    low, high = check_sequence(what, bounds, pair, length=2)
+    low = check_number(f"lowest of the {what}", low, at_least=0, remedy="pass 0 for no lower bound")
+    if high != math.inf and check_number(f"highest of the {what}", high, remedy="pass math.inf for none") <= low:
+        raise ValueError(f"{what} must be {pair}, got {spell(bounds)}: the highest has to exceed the lowest")
+
+
+def _check_groups(name: str, groups: object) -> None:
+    indices = check_sequence(f"groups of {name!r}", groups, "a list of parameter groups, counted from 0")
+    if not indices:
+        raise ValueError(f"Explore({name!r}, groups={spell(groups)}) explores nothing: leave out groups= for all")
+    for index in indices:
+        check_whole(f"a parameter group in groups of {name!r}", index, remedy="they are counted from 0")
 
 
 def _read_base(group: Group, key: str) -> float:
     try:
         return read_entry(group, key)
     except ValueError as error:
-        raise ValueError(f"{error}. For a scalar that lives elsewhere pass apply= and base=") from None
+        raise ValueError(
+            f"{error}. For a scalar that lives elsewhere pass apply= and base=; for one of stack.hyper pass base=, and "
+            "ensemble=stack.ensemble to the scheduler"
+        ) from None
 
 
 def _check_decay_bounds(explore: Explore) -> None:

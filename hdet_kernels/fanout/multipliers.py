@@ -13,6 +13,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hdet_kernels.checks import check_choice, check_kind, check_number, check_whole
+
+#: Most replicas that multipliers are computed for: 128 MB of numbers.
+MOST_REPLICAS = 2**24
+
 Spacing = Literal["linear", "log"]
 
 
@@ -24,8 +29,8 @@ def multipliers(n: int, spread: float, spacing: Spacing = "linear") -> NDArray[n
     * ``linear``: ρ_r = 1 + spread·u_r, with mean 1, in [1 − spread, 1 + spread];
     * ``log``: ρ_r = (1 + spread)^{u_r}, with geometric mean 1, for wide spreads.
     """
-    _check_count(n)
-    check_spread(spread, spacing)
+    n = _checked_count(n)
+    spread = check_spread(spread, spacing)
     centre = (n - 1) / 2
     u: NDArray[np.float64] = (np.arange(n, dtype=np.float64) - centre) / max(centre, 0.5)
     return 1 + spread * u if spacing == "linear" else np.power(1 + spread, u)
@@ -38,7 +43,9 @@ def permutation(n: int, *, seed: int, cycle: int, hyperparameter: str) -> NDArra
     64-bit words of a SHAKE-128 stream keyed by (seed, cycle, hyperparameter): the result depends on no generator's
     state and on no library's version, and no global generator is touched.
     """
-    _check_count(n)
+    n = _checked_count(n)
+    seed, cycle = check_whole("seed", seed), check_whole("cycle", cycle)
+    check_kind("hyperparameter", hyperparameter, str, "the name of a hyperparameter, such as 'lr/0'")
     stream = hashlib.shake_128(f"{seed}/{cycle}/{hyperparameter}".encode()).digest(8 * n)
     return np.argsort(np.frombuffer(stream, dtype="<u8"), kind="stable")
 
@@ -71,19 +78,20 @@ def pairs(n: int, spreads: Sequence[tuple[float, Spacing]], *, seed: int, sync: 
     return found
 
 
-def _check_count(n: int) -> None:
-    if not isinstance(n, int | np.integer) or n < 1:
-        raise ValueError(f"the number of replicas must be a whole number of at least 1, got {n!r}")
+def _checked_count(n: int) -> int:
+    checked = check_whole("the number of replicas", n, at_least=1)
+    if checked > MOST_REPLICAS:
+        raise ValueError(f"the number of replicas must be at most {MOST_REPLICAS}, got {checked}")
+    return checked
 
 
-def check_spread(spread: float, spacing: str, what: str = "spread") -> None:
-    """Raise unless ``spread`` keeps every multiplier positive."""
-    if spacing not in ("linear", "log"):
-        raise ValueError(f"spacing must be 'linear' or 'log', got {spacing!r}")
-    if not 0 <= spread < float("inf"):
-        raise ValueError(f"{what} must be a finite number of at least 0, got {spread}")
-    if spacing == "linear" and spread >= 1:
+def check_spread(spread: float, spacing: str, what: str = "spread") -> float:
+    """Return ``spread`` as a float; raise unless it keeps every multiplier positive."""
+    check_choice("spacing", spacing, ("linear", "log"))
+    checked = check_number(what, spread, at_least=0, remedy="0 is no spread")
+    if spacing == "linear" and checked >= 1:
         raise ValueError(
             f"{what} must be below 1 with linear spacing, got {spread}: the lowest multiplier 1 − spread would be "
-            f"{1 - spread:g}; use a smaller spread, or spacing='log' for wide ones"
+            f"{1 - checked:g}; use a smaller spread, or spacing='log' for wide ones"
         )
+    return checked

@@ -119,13 +119,24 @@ class Spread:
         hyper, base = self.hyperparameters[index], self.base(index)
         return tuple(hyper.bounded(base * multiplier) for multiplier in self._own[index])
 
+    def written(self, index: int) -> Any:
+        """Return what the optimizer's group holds: this replica's value, or the base of several."""
+        return self.base(index) if self._several else self.values(index)[0]
+
+    @property
+    def changes_rates(self) -> bool:
+        """Whether some replica trains with another learning rate than the scheduled one. Equal on all replicas."""
+        rates = range(len(self.scheduled))
+        moved = any(float(self.base(index)) != float(self.scheduled[index]) for index in rates)
+        return moved or bool((self._multipliers[: len(rates)] != 1).any())
+
     def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
         """Take the schedule's learning rates and return those for the optimizer's groups.
 
         They are this replica's own, or the base values where this process holds several replicas.
         """
         self.scheduled = list(scheduled)
-        return self.base_rates() if self._several else [self.values(index)[0] for index in range(len(self.scheduled))]
+        return [self.written(index) for index in range(len(self.scheduled))]
 
     def base_rates(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now."""

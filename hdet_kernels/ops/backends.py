@@ -100,7 +100,7 @@ def interpreting() -> bool:
 
 
 def _check_available(name: str, origin: str) -> None:
-    if name not in _PROBES:
+    if not isinstance(name, str) or name not in _PROBES:
         raise ValueError(f"unknown backend {name!r} ({origin}); choose one of {', '.join(_PROBES)}. {_listing()}")
     if _reason(name) is not None:
         raise RuntimeError(f"backend {name!r} ({origin}) is not available. {_listing()}")

@@ -46,6 +46,11 @@ def encoded_bytes(format: str, shard: int) -> int:
     return 2 * shard if format == "bf16" else shard + 4 * (shard // BLOCK)
 
 
+def shard_elements(numel: int, shards: int) -> int:
+    """Return the elements of each of ``shards`` shards of a bucket, the same for all."""
+    return -(-numel // (shards * GRAIN)) * GRAIN
+
+
 class Wire:
     """The format and layout of one bucket's compressed average, and its operations.
 
@@ -76,7 +81,7 @@ class Wire:
             raise ValueError(f"shards must be the number of processes, 1 to {MOST_SHARDS}, got {shards}")
         self.format, self.numel, self.shards = format, numel, shards
         self.device = torch.empty(0, device=device).device  # with its index
-        self.shard = -(-numel // (shards * GRAIN)) * GRAIN
+        self.shard = shard_elements(numel, shards)
         self.shard_bytes = encoded_bytes(format, self.shard)
         self.backend = resolve(self.device, backend)
         self._encode, self._merge, self._decode = implementation(self.backend).wire_operators()

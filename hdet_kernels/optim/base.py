@@ -26,13 +26,13 @@ from hdet_kernels.optim.hyperparameters import (
     HyperparameterWriter,
     freeze_betas,
 )
-from hdet_kernels.optim.loading import check_state_dict
+from hdet_kernels.optim.loading import prepare_state_dict
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.parameter_watch import ParameterWatch
 from hdet_kernels.optim.per_replica import drop_values_of_other_stacks, fit_state
-from hdet_kernels.optim.precision import unwrap_tensors, wrap_tensors
-from hdet_kernels.optim.state_views import StateViews
-from hdet_kernels.tensors import compact, replicas_of, share_gradients
+from hdet_kernels.optim.precision import unwrap_tensors
+from hdet_kernels.optim.state_views import StateViews, compact_state
+from hdet_kernels.tensors import replicas_of, share_gradients
 
 Closure = Callable[[], float]
 
@@ -192,15 +192,7 @@ class FusedOptimizer(Optimizer):
         self._notice_regrouped_parameters()
         if self._state_views.any_replaced():
             self._state_views.adopt()
-        state_dict = super().state_dict()
-        # The rows of a stack lie between those of other parameters, which a file would hold as well.
-        state_dict["state"] = {
-            key: {name: compact(value) if type(value) is Tensor else value for name, value in entries.items()}
-            if isinstance(entries, dict)
-            else entries
-            for key, entries in state_dict["state"].items()
-        }
-        return state_dict
+        return compact_state(super().state_dict())
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
@@ -222,19 +214,10 @@ class FusedOptimizer(Optimizer):
             ValueError: with nothing changed, if an entry is missing, unknown, or has another shape or kind of value.
         """
         if not isinstance(state_dict, dict):
-            raise TypeError(
-                "load_state_dict expects a dict, as optimizer.state_dict() returns it, got a "
-                f"{type(state_dict).__name__}"
-            )
-
-        def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            check_state_dict(self, given)
-            # torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16
-            # parameters.
-            return wrap_tensors(given)
-
+            kind = type(state_dict).__name__
+            raise TypeError(f"load_state_dict expects a dict, as optimizer.state_dict() returns it, got a {kind}")
         # The last of the hooks: those of the user may change what is loaded.
-        handle = self.register_load_state_dict_pre_hook(prepare)
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: prepare_state_dict(self, given))
         try:
             super().load_state_dict(state_dict)
         finally:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
-from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.options import Options
@@ -64,6 +67,9 @@ class FlatGroup:
         # Tensors that were made in inference mode have no version.
         self._versioned = [[param for param in tied if not param.is_inference()] for tied in params]
         self._all_versioned = list(chain.from_iterable(self._versioned))
+        # Of the last step: the table of its gradients, and the parameters that it wrote.
+        self._stepped_table: NDArray[np.int64] | None = None
+        self._written = self._all_versioned
         self._chosen_backend: str | None = None
         self._lay_out(shares_state)
 
@@ -159,11 +165,13 @@ class FlatGroup:
 
         Parameters without a gradient are not written and keep their version.
         """
-        written = self._all_versioned
-        if (grads.table[:, 0] == NO_GRADIENT).any():
-            given = zip(self._versioned, grads.tensors, strict=True)
-            written = [param for tied, grad in given if grad is not None for param in tied]
-        torch.autograd.graph.increment_version(written)
+        # Gradients at the same addresses as at the last step have the same table.
+        if grads.table is not self._stepped_table:
+            self._stepped_table, self._written = grads.table, self._all_versioned
+            if not grads.table[:, 0].all():  # some have NO_GRADIENT
+                given = zip(self._versioned, grads.tensors, strict=True)
+                self._written = [param for tied, grad in given if grad is not None for param in tied]
+        increment_version(self._written)
 
 
 def flat_groups_of(

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hdet_kernels.checks import spell
+
 Group = dict[str, Any]
 
 #: Name of the group entry that maps a key to the values of all replicas.
@@ -40,7 +42,7 @@ def read_entry(group: Group, key: str) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key!r} must be a number, the group holds {value!r}")
+        raise ValueError(f"{key!r} must be a number, the group holds {spell(value)}")
     return float(value)
 
 

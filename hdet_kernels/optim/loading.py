@@ -18,6 +18,7 @@ from hdet_kernels.ops import STATES
 from hdet_kernels.optim.checks import check_seed
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
 from hdet_kernels.optim.hyperparameters import ROUNDING_SEED, freeze_betas
+from hdet_kernels.optim.precision import wrap_tensors
 from hdet_kernels.optim.state_views import MASTER
 from hdet_kernels.tensors import replicas_of
 
@@ -66,6 +67,18 @@ def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:
             if entries or optimizer.eager_state:
                 _check_names(where, entries, needed, STATES[optimizer.rule], kind)
                 _check_values(where, entries, param)
+
+
+def prepare_state_dict(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a checked state_dict in the form in which torch loads it without rounding.
+
+    torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16 parameters.
+
+    Raises:
+        ValueError: if ``optimizer`` cannot continue from it.
+    """
+    check_state_dict(optimizer, state_dict)
+    return wrap_tensors(state_dict)
 
 
 def _parts(state_dict: object) -> tuple[Mapping[Any, Any], list[Any]]:

@@ -8,11 +8,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from hdet_kernels.ops import OPTIONAL_STATES
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
-from hdet_kernels.tensors import own_storage
+from hdet_kernels.tensors import compact, own_storage
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
 MASTER = "master"
@@ -52,8 +53,13 @@ class StateViews:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Copy the contents of ``optimizer.state`` into the flat state, and make its entries views of that."""
+        """Copy the contents of ``optimizer.state`` into the flat state, and make its entries views of that.
+
+        Raises:
+            KeyError: with nothing changed, if an entry is incomplete, as torch's step raises.
+        """
         optimizer = self.optimizer
+        self._check_complete()
         self._entries = {}
         sharing = [group for group in self.flat_groups if group.shares_state]
         if any(self._has_state_per_replica(flat, index) for flat in sharing for index in range(len(flat.params))):
@@ -124,6 +130,20 @@ class StateViews:
         """Return whether any entry was replaced."""
         return any(map(self._is_replaced, self._entries))
 
+    def _check_complete(self) -> None:
+        for flat in self.flat_groups:
+            for index, tied in enumerate(flat.params):
+                given = self._given_entry(tied)
+                names = self.optimizer.state_names(self.optimizer.param_groups[flat.groups[index]]) if given else ()
+                needed = [name for name in names if name not in OPTIONAL_STATES]
+                needed += ["step"] if given and self.optimizer.shows_step else []
+                missing = [name for name in needed if given.get(name) is None]
+                if missing:
+                    raise KeyError(
+                        f"the state of a parameter of shape {tuple(tied[0].shape)} has {', '.join(map(str, given))}, "
+                        f"but not {', '.join(missing)}: give all of them, or an empty dict to start afresh"
+                    )
+
     def _given_entry(self, tied: Iterable[Tensor]) -> dict[str, Any]:
         return next((self.optimizer.state[p] for p in tied if self.optimizer.state.get(p)), {})
 
@@ -152,3 +172,17 @@ class StateViews:
             entry = optimizer.state[param]
             entry.update(shown)
             self._entries[param] = entry
+
+
+def compact_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict whose tensors are saved without anything else that lies in their buffers.
+
+    The rows of a stack lie between those of other parameters and are copied. Everything else is as it was.
+    """
+    state = {
+        key: {name: compact(value) if type(value) is Tensor else value for name, value in entries.items()}
+        if isinstance(entries, dict)
+        else entries
+        for key, entries in state_dict["state"].items()
+    }
+    return state_dict | {"state": state}

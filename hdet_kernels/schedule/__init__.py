@@ -7,10 +7,14 @@ puts a cycle together; for a schedule that does not tell its peak, ``rehearsal.p
 replicas held here (``gradient_hooks.py`` tells whether gradients are shared, and measures the hypergradient), averages
 them with the others (folder ``converge/``), notes the sync in ``history.py``, and lets the controller (folder
 ``controller/``) move the base values that folder ``fanout/`` spreads over the replicas of the next cycle.
-``overlapping.py`` is an average that runs beside the training. ``checkpoint.py`` saves and restores all of it.
+``overlapping.py`` is an average that runs beside the training. ``history_file.py`` writes every record to a file.
+
+``checkpoint.py`` saves and restores all of it; ``state_schema.py`` has the schema of a checkpoint, in the terms of
+``schema.py``. ``attachment.py`` hooks a cycle to its optimizer, and takes the one before off it.
 """
 
-from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.attachment import release
+from hdet_kernels.schedule.history import HistorySummary, SyncRecord
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 
-__all__ = ["HDETOneCycleLR", "HDETScheduler", "SyncRecord"]
+__all__ = ["HDETOneCycleLR", "HDETScheduler", "HistorySummary", "SyncRecord", "release"]

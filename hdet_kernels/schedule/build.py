@@ -6,29 +6,34 @@ Nothing of the optimizer changes before all checks have passed, except that base
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.buckets import Buckets
-from hdet_kernels.checks import check_choice, check_whole
-from hdet_kernels.controller.protocol import Controller, Run, check_controller
+from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.converge import Converger, StepCounts, averaged_state, why_not_averaged
+from hdet_kernels.converge import Converger, StepCounts, all_names, averaged_state, why_not_averaged
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.history_file import HistoryFile
 from hdet_kernels.schedule.options import GradientMode, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
 from hdet_kernels.tensors import replicas_of, share_gradients
 
 log = logging.getLogger("hdet_kernels")
+
+#: The most syncs at which a controller is asked, when it is built, whether it will act: a run can have millions.
+MOST_LOOKS = 10_000
 
 #: Fewest steps of a cycle that explores scalars other than learning rates: the optimizer's moments remember them.
 FEWEST_STEPS = 30
@@ -72,12 +77,13 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     groups = optimizer.param_groups
     explore = explored(options, cycle_momentum=schedule.cycle_momentum)
     sync_every = _sync_every(schedule.total_steps, options, explore)
-    _check_options(options, sync_every)
+    _check_overlap(options["overlap_steps"], sync_every)
     ensemble = _ensemble_of(groups) if options["ensemble"] is None else options["ensemble"]
     gradients = _gradients_of(optimizer, ensemble, options["gradients"])
+    history_file = None if options["history_file"] is None else HistoryFile(options["history_file"])
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
     hyperparameters = expand(explore, groups, options["spread"], stack.hyper.set if stack is not None else None)
-    _check_stack(stack, options, hyperparameters, gradients)
+    _check_stack(stack, optimizer, options, hyperparameters, gradients)
     run = Run(
         schedule.total_steps,
         sync_every,
@@ -113,6 +119,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         overlap_steps=options["overlap_steps"] if ensemble.talks else 0,
         step=schedule.step,
         schedule=schedule.name,
+        history_file=history_file if (ensemble.replica, ensemble.part) == (0, 0) else None,
     )
 
 
@@ -121,31 +128,24 @@ def _sync_every(total_steps: int | None, options: HDETOptions, explore: Sequence
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
     given = options["sync_every"]
     if given is not None:
-        check_whole("sync_every", given, at_least=1)
         return given
     if total_steps is None:
         raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
-    rates_alone = all(isinstance(each, Explore) and each.name == "lr" for each in explore)
+    rates_alone = all(each.name == "lr" for each in explore)
     return default_sync_every(total_steps, probed=options["probe"] is not None, rates_alone=rates_alone)
 
 
-def _check_options(options: HDETOptions, sync_every: int) -> None:
-    check_whole("seed", options["seed"])
-    check_choice("gradients", options["gradients"], ("auto", "shared", "local"))
-    check_choice("average_state", options["average_state"], ("auto", True, False))
-    check_choice("backup", options["backup"], (True, False))
-    steps, probe = options["overlap_steps"], options["probe"]
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < sync_every:
+def _check_overlap(steps: int, sync_every: int) -> None:
+    if steps >= sync_every:
         raise ValueError(
-            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {steps!r}: an "
+            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {steps}: an "
             "average has to land before the next one starts"
         )
-    if probe is not None and not callable(probe):
-        raise TypeError(f"probe must be callable without arguments and return a loss, got {probe!r}")
 
 
 def _check_stack(
     stack: ReplicaStack | None,
+    optimizer: Optimizer,
     options: HDETOptions,
     hyperparameters: Sequence[Hyperparameter],
     gradients: GradientMode,
@@ -156,6 +156,12 @@ def _check_stack(
         raise ValueError(
             f"model= is a {type(options['model']).__name__}, but the buffers that are averaged are those of the stack: "
             "leave model= out with ensemble=stack.ensemble"
+        )
+    own = {id(param) for param in stack.parameters()}
+    if any(id(param) not in own for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"ensemble= is that of {stack!r}, but the optimizer has parameters of another stack: pass the ensemble of "
+            "the stack whose parameters() the optimizer was built with"
         )
     in_the_loss = [hyper.name for hyper in hyperparameters if hyper.group is None]
     if in_the_loss and gradients == "shared":
@@ -217,15 +223,15 @@ def _controller_of(auto_lr: bool | Controller, diverges: bool) -> Controller | N
     if auto_lr is False:
         return None
     controller: Controller = RegressionController() if isinstance(auto_lr, bool) else auto_lr
-    check_controller(controller)
     return controller if diverges or controller.reads == "slopes" else None
 
 
 def _check_controller_in(run: Run, controller: Controller, overlap_steps: int) -> None:
     """Raise if the run cannot give the controller what it reads; warn if no sync falls into its part of the run."""
     if run.total_steps is not None:
-        syncs = (*run.early, *range(run.sync_every, run.total_steps + 1, run.sync_every))
-        if not any(controller.active(run, step) for step in syncs):
+        regular = range(run.sync_every, run.total_steps + 1, run.sync_every)
+        looked_at = regular[:: max(len(regular) // MOST_LOOKS, 1)]
+        if not any(controller.active(run, step) for step in itertools.chain(run.early, looked_at, regular[-1:])):
             log.warning(
                 "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
                 "schedule will not be changed",
@@ -298,6 +304,12 @@ def _converger_of(
             return {}
         raise TypeError(why_not)
 
+    def names() -> Iterator[tuple[str, Tensor]]:
+        for group in optimizer.param_groups:
+            yield from zip(group.get("param_names", ()), group["params"], strict=False)
+        if model is not None:
+            yield from all_names(model)
+
     buckets = getattr(optimizer, "buckets", None)
     converger = Converger(
         buckets if isinstance(buckets, Buckets) else [p for group in optimizer.param_groups for p in group["params"]],
@@ -306,6 +318,7 @@ def _converger_of(
         counts=StepCounts(optimizer),
         # Read at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
         buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],
+        names=names,
         bucket_bytes=options["bucket_bytes"],
         compress=options["compress"],
         backup=options["backup"],
@@ -319,23 +332,38 @@ def _converger_of(
 
 @contextlib.contextmanager
 def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Restore the optimizer's groups if the block raises, so that a refused argument changes nothing."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    before = [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        for group in optimizer.param_groups
-    ]
+    """Restore the optimizer if the block raises: entries of its groups, its hooks, and its own ``step``.
+
+    torch's constructor writes the first values of the schedule, and puts a wrapper around ``step`` of the instance.
+    """
+    groups = [dict(group) for group in optimizer.param_groups]
+    held = [tensor for group in groups for name, value in group.items() if name != "params" for tensor in _in(value)]
+    values = [tensor.clone() for tensor in held]  # schedules fill learning rates that are tensors in place
+    wrapped = "step" in vars(optimizer)
+    hooks: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks]
+    registered = [dict(each) for each in hooks]
     try:
         yield
     except BaseException:
-        for group, old in zip(optimizer.param_groups, before, strict=True):
-            rate = group["lr"]
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
-            group.update(old)
-            if isinstance(rate, Tensor):
-                group["lr"] = rate.copy_(old["lr"])
+            group.update(before)
+        for tensor, value in zip(held, values, strict=True):
+            tensor.copy_(value)
+        for each, known in zip(hooks, registered, strict=True):
+            each.clear()
+            each.update(known)
+        if not wrapped:
+            vars(optimizer).pop("step", None)
         raise
+
+
+def _in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in an entry of a parameter group: the entry itself, or those in a tuple."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        yield from (entry for entry in value if isinstance(entry, Tensor))
 
 
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:

@@ -25,8 +25,9 @@ from hdet_kernels.controller.protocol import Run
 from hdet_kernels.converge import AverageRequest, AverageState, Converger, Outcome, Report, compared
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
-from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, weakly
-from hdet_kernels.schedule.history import Kind, SyncRecord
+from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
+from hdet_kernels.schedule.history import History, Kind, SyncRecord
+from hdet_kernels.schedule.history_file import HistoryFile
 from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss
 from hdet_kernels.schedule.options import GradientMode, Probe
 from hdet_kernels.schedule.overlapping import Overlapping
@@ -51,6 +52,7 @@ class Cycle:
         overlap_steps: int,
         step: int,
         schedule: str,
+        history_file: HistoryFile | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
@@ -64,19 +66,19 @@ class Cycle:
         self.overlap_steps = overlap_steps
         self.step = step
         self.window = LossWindow(ensemble.rows)
-        self.history: list[SyncRecord] = []
+        self.history = History()
+        self.history_file = history_file
         self.shared: bool | None = None  # whether gradients were shared at the last sync; None: not known
         self.overlapping: Overlapping | None = None
         self.started = False  # whether a step was made; the outer optimizer starts from the parameters before it
         self.in_consensus = False  # the parameters are the average now, and not this replica's own
+        self.replaced = False  # another scheduler was built on the optimizer
         takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
         self.displacement = Displacement(optimizer, apart=ensemble.size > 1) if takes_slopes else None
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
         self._write_hyperparameters: Callable[[], None] | None = getattr(optimizer, "write_hyperparameters", None)
         self.fan_out()
-        optimizer.register_step_pre_hook(weakly(self._before_optimizer_step))
-        optimizer.register_load_state_dict_post_hook(weakly(self.write))
 
     @property
     def number(self) -> int:
@@ -155,6 +157,10 @@ class Cycle:
         return mark is not None
 
     def _check_step(self, last_step: int | None) -> None:
+        if self.replaced:
+            raise RuntimeError(
+                "the optimizer has another HDET scheduler now, or was released from this one: step the newest scheduler"
+            )
         if self.in_consensus:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
         if len(self.optimizer.param_groups) != self._group_count:
@@ -182,10 +188,13 @@ class Cycle:
         if self._takes_best:
             raise RuntimeError(f"merge='best' copies the replica whose loss is lowest, but {record}")
 
-    def _before_optimizer_step(self) -> None:
+    def before_optimizer_step(self) -> None:
+        """Read the parameters before the first step and the gradients before every step. A hook of the optimizer."""
         if not self.started:  # not at construction: weights may be loaded, or noise added, after that
             self.started = True
             self.converger.begin()
+            if self.displacement is not None:
+                self.displacement.begin()
         if self.displacement is not None:
             self.displacement.measure()
         if self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
@@ -237,13 +246,13 @@ class Cycle:
 
     def _finish_sync(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> None:
         """Record the sync that followed ``step`` and was applied after ``landed``, and move the base values."""
+        slopes = self.displacement.turn() if self.displacement else None
+        if acting:  # before anything is recorded, because a controller may raise
+            losses = compared(outcome.losses, outcome.probes)
+            self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes, step)
         self.shared = outcome.shared
         kind: Kind = "sync" if step % self.run.sync_every == 0 else "early" if step in self.run.early else "last"
         self._record(step, landed, kind, placed, outcome)
-        slopes = self.displacement.turn() if self.displacement else None
-        if acting:
-            losses = compared(outcome.losses, outcome.probes)
-            self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes, step)
 
     def _land(self, step: int) -> None:
         """Apply the overlapping average, if there is one, at the end of ``step``."""
@@ -307,7 +316,9 @@ class Cycle:
             landed=landed,
             taken=outcome.taken,
         )
-        self.history.append(record)
+        if self.history_file is not None:
+            self.history_file.append(record, self.history)
+        self.history.add(record)
 
     # Averages between syncs
 
@@ -323,7 +334,7 @@ class Cycle:
             self._land(self.step)
             self.write()
             self.publish()
-        moved = self.started and not (self.history and self.history[-1].step == self.step)
+        moved = self.started and self.history.last_step != self.step
         request = AverageRequest(
             "converge", average_state=self._average_state(), known_shared=self._known_shared(), outer=moved
         )

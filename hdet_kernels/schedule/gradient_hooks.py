@@ -63,6 +63,10 @@ class Displacement:
         self.moved: list[list[Tensor]] | None = None
         self.measured: Tensor | None = None
 
+    def begin(self) -> None:
+        """Start from the current parameters."""
+        self.last = self._copy()
+
     def _parameters(self) -> list[list[Tensor]]:
         # The first row of a stack stands for all: they are equal after a sync.
         return [[local(one_replica(p)) for p in group["params"]] for group in self.optimizer.param_groups]

@@ -1,11 +1,19 @@
-"""The record of a sync, as ``scheduler.history`` has it."""
+"""The records of syncs: the last ones in full, and a summary of all of them that does not grow."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["sync", "early", "last", "manual"]
+
+#: Records that are kept in full. A run has 40 syncs by default, and 1000 if it has a million steps.
+WINDOW = 1000
+
+#: Points of the summary's curve. When there are twice as many, every other one is dropped.
+POINTS = 128
 
 
 @dataclass(frozen=True)
@@ -48,3 +56,102 @@ class SyncRecord:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict."""
         return asdict(self)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """The mean of the finite training losses; None if there is none."""
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        return math.fsum(loss / len(finite) for loss in finite) if finite else None
+
+
+@dataclass
+class HistorySummary:
+    """Totals over all syncs of a run. Its size does not depend on their number.
+
+    Attributes:
+        syncs, collectives, bytes, seconds: how many, and the sums over them.
+        excluded: how often a replica was left out.
+        base: ``first``, ``lowest``, ``highest`` and ``last`` value of every hyperparameter at a sync, by name.
+        loss: the same of the mean training loss; empty before the first that is known.
+        every: every how many syncs the curve has a point.
+        points: the curve: ``step``, mean ``loss`` (or None) and ``base`` values of some syncs, from the first one on.
+    """
+
+    syncs: int = 0
+    collectives: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    excluded: int = 0
+    base: dict[str, dict[str, float]] = field(default_factory=dict)
+    loss: dict[str, float] = field(default_factory=dict)
+    every: int = 1
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, record: SyncRecord) -> None:
+        """Count one more sync."""
+        if self.syncs % self.every == 0:
+            self.points.append({"step": record.step, "loss": record.mean_loss, "base": dict(record.base)})
+            if len(self.points) == 2 * POINTS:
+                del self.points[1::2]
+                self.every *= 2
+        self.syncs += 1
+        self.collectives += record.collectives
+        self.bytes += record.bytes
+        self.seconds += record.seconds
+        self.excluded += len(record.excluded)
+        for name, value in record.base.items():
+            self.base[name] = _extended(self.base.get(name, {}), value)
+        if (loss := record.mean_loss) is not None:
+            self.loss = _extended(self.loss, loss)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict of plain values."""
+        return asdict(self)
+
+
+def _extended(known: dict[str, float], value: float) -> dict[str, float]:
+    """Return first, lowest, highest and last of some values with one more."""
+    if not known:
+        return dict.fromkeys(("first", "lowest", "highest", "last"), value)
+    return {
+        "first": known["first"],
+        "lowest": min(known["lowest"], value),
+        "highest": max(known["highest"], value),
+        "last": value,
+    }
+
+
+class History:
+    """The last ``WINDOW`` records of a run, and the summary of all.
+
+    Args:
+        records: those so far.
+        summary: that of all syncs so far; by default it is made from ``records``.
+    """
+
+    def __init__(self, records: Iterable[SyncRecord] = (), summary: HistorySummary | None = None) -> None:
+        self.records: list[SyncRecord] = []
+        self.summary = HistorySummary()
+        for record in records:
+            self.add(record)
+        if summary is not None:
+            self.summary = summary
+
+    def add(self, record: SyncRecord) -> None:
+        """Append a record; the oldest one leaves if there are too many."""
+        self.summary.add(record)
+        self.records.append(record)
+        if len(self.records) > WINDOW:
+            del self.records[:-WINDOW]
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last sync; None before the first."""
+        return self.records[-1].step if self.records else None
+
+    @staticmethod
+    def of(records: Sequence[dict[str, Any]], summary: dict[str, Any]) -> History:
+        """Return the history that was saved as these two."""
+        copied = {**summary, "base": {name: dict(each) for name, each in summary["base"].items()}}
+        copied |= {"loss": dict(summary["loss"]), "points": list(summary["points"])}
+        return History([SyncRecord(**record) for record in records], HistorySummary(**copied))

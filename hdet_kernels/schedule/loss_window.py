@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hdet_kernels.checks import spell
 from hdet_kernels.tensors import wide_dtype
 
 #: The loss of one replica, or the losses of several in one process.
@@ -36,8 +37,10 @@ class LossWindow:
         elif isinstance(self.sum, Tensor) and self.sum.device == loss.device:
             self.sum.add_(loss)
         else:
-            before = self.sum.to(loss.device) if isinstance(self.sum, Tensor) else self.sum
-            self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(before)
+            # A sum that is made in inference mode could not be added to outside of it.
+            with torch.inference_mode(False):
+                before = self.sum.to(loss.device) if isinstance(self.sum, Tensor) else self.sum
+                self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(before)
         self.count += 1
         self.ever = True
 
@@ -51,12 +54,14 @@ class LossWindow:
 
     def mark(self) -> tuple[float | Tensor, int, bool]:
         """Return a copy of the current sums, to which :meth:`reset` goes back."""
-        return self.sum.clone() if isinstance(self.sum, Tensor) else self.sum, self.count, self.ever
+        with torch.inference_mode(False):
+            return self.sum.clone() if isinstance(self.sum, Tensor) else self.sum, self.count, self.ever
 
     def reset(self, mark: tuple[float | Tensor, int, bool]) -> None:
         """Go back to the sums that :meth:`mark` returned."""
         saved, self.count, self.ever = mark
-        self.sum = saved.clone() if isinstance(saved, Tensor) else saved
+        with torch.inference_mode(False):
+            self.sum = saved.clone() if isinstance(saved, Tensor) else saved
 
     def state_dict(self) -> dict[str, Any]:
         total = self.sum.tolist() if isinstance(self.sum, Tensor) else self.sum
@@ -87,8 +92,7 @@ def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
             raise ValueError(
                 f"{what} must be a scalar, got a tensor of shape {tuple(value.shape)}; reduce it first, as in .mean()"
             )
-        if value.is_complex():
-            raise TypeError(f"{what} must be real, got {value.dtype}")
+        _check_values(value, what)
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
     if value is None or isinstance(value, bool | str | bytes):
         raise TypeError(f"{what} must be a number or a scalar tensor, got {value!r}")
@@ -103,9 +107,19 @@ def _of_several(value: object, what: str, rows: int) -> Tensor:
     if not isinstance(value, Tensor):
         if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
             raise TypeError(f"{what} of a stack must be [{rows}] numbers, got {value!r}: {advice}")
-        value = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        try:
+            value = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{what} of a stack must be [{rows}] numbers, got {spell(value)}: {advice}") from error
     if tuple(value.shape) != (rows,):
         raise ValueError(f"{what} of a stack must have shape [{rows}], got {list(value.shape)}: {advice}")
-    if value.is_complex():
-        raise TypeError(f"{what} must be real, got {value.dtype}")
+    _check_values(value, what)
     return value.detach()
+
+
+def _check_values(loss: Tensor, what: str) -> None:
+    """Raise unless a tensor has real values that can be added to others."""
+    if loss.is_complex() or loss.dtype is torch.bool:
+        raise TypeError(f"{what} must be real, got {loss.dtype}")
+    if loss.is_meta or loss.layout is not torch.strided:
+        raise ValueError(f"{what} must be a dense tensor with values, got {spell(loss)}, {loss.layout}")

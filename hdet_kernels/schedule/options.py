@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypedDict, TypeVar, cast, get_type_hints
 
@@ -46,6 +47,7 @@ class HDETOptions(TypedDict, total=False):
     outer: Annotated[Outer | None, None]
     merge: Annotated[Merge, "mean"]
     seed: Annotated[int, 0]
+    history_file: Annotated[str | os.PathLike[str] | None, None]
 
 
 _HINTS = get_type_hints(HDETOptions, include_extras=True)
@@ -80,13 +82,10 @@ def shows_options(init: Init) -> Init:
 
 
 def explored(options: HDETOptions, *, cycle_momentum: bool) -> Sequence[Explore]:
-    """Return ``explore=`` as a tuple; raise for a single one, and for a momentum that the schedule sets itself."""
-    explore = options["explore"]
-    if isinstance(explore, Explore):
-        raise TypeError(f"explore= takes several: pass [{explore!r}]")
-    several = tuple(explore)
+    """Return ``explore=`` as a tuple; raise for a momentum that the schedule sets itself."""
+    several = tuple(options["explore"])
     for each in several:
-        scheduled = isinstance(each, Explore) and each.apply is None and each.name in ("momentum", "betas[0]")
+        scheduled = each.apply is None and each.name in ("momentum", "betas[0]")
         if cycle_momentum and scheduled:
             raise ValueError(
                 f"{each.name!r} cannot be explored while the schedule sets it at every step: pass cycle_momentum=False"

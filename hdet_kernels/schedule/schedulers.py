@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -10,11 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from hdet_kernels.checks import check_steps, spell
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule import checkpoint
+from hdet_kernels.schedule.arguments import check_no_epoch, checked_options, one_cycle_arguments
+from hdet_kernels.schedule.attachment import attach, check_schedule_is_own, own_values_back
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, untouched_on_error
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.history import HistorySummary, SyncRecord
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
 from hdet_kernels.schedule.rehearsal import rehearse
@@ -34,8 +38,13 @@ class _WithCycle:
 
     @property
     def history(self) -> list[SyncRecord]:
-        """A record for every sync so far."""
-        return self.cycle.history
+        """The records of the last 1000 syncs, oldest first."""
+        return self.cycle.history.records
+
+    @property
+    def history_summary(self) -> HistorySummary:
+        """Counts, extremes and a curve of all syncs so far, those before :attr:`history` included."""
+        return self.cycle.history.summary
 
     @property
     def sync_every(self) -> int:
@@ -122,6 +131,8 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
             the finite one with the lowest loss (on the probe, which then runs at every sync, or the mean training loss
             since the last one): the exploit step of population-based training.
         seed: of the permutations.
+        history_file: a path; the first process appends the record of every sync to it, as a line of JSON. A resumed run
+            continues the file. Without it only the last 1000 records are kept, and a summary of all.
     """
 
     @shows_options
@@ -143,28 +154,33 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         last_epoch: int = -1,
         **options: Unpack[HDETOptions],
     ) -> None:
-        complete = with_defaults(options, type(self).__name__)
+        complete = checked_options(with_defaults(options, type(self).__name__))
+        arguments = one_cycle_arguments(
+            optimizer,
+            max_lr=max_lr,
+            total_steps=total_steps,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            pct_start=pct_start,
+            anneal_strategy=anneal_strategy,
+            cycle_momentum=cycle_momentum,
+            base_momentum=base_momentum,
+            max_momentum=max_momentum,
+            div_factor=div_factor,
+            final_div_factor=final_div_factor,
+            three_phase=three_phase,
+            last_epoch=last_epoch,
+        )
         with untouched_on_error(optimizer):
-            super().__init__(
-                optimizer,
-                max_lr,
-                total_steps,
-                epochs,
-                steps_per_epoch,
-                pct_start,
-                anneal_strategy,
-                cycle_momentum,
-                base_momentum,
-                max_momentum,
-                div_factor,
-                final_div_factor,
-                three_phase,
-                last_epoch,
+            own_values_back(optimizer)
+            super().__init__(optimizer, **arguments)
+            facts = ScheduleFacts(
+                "OneCycleLR", self.last_epoch, self.total_steps, arguments["pct_start"], arguments["cycle_momentum"]
             )
-            facts = ScheduleFacts("OneCycleLR", self.last_epoch, self.total_steps, pct_start, cycle_momentum)
             self._cycle = build_cycle(optimizer, facts, complete)
             self._cycle.write()
             self._last_lr = learning_rates(optimizer)
+        attach(self._cycle, self)
 
     def step(self, loss: Loss | None = None) -> None:
         """Record ``loss``, average the replicas if a sync is due, and set the next learning rates.
@@ -175,6 +191,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         if self._cycle is None:  # torch's constructor takes the first values of the schedule
             super().step()
             return
+        check_no_epoch(loss)
         changed = self._cycle.end_step(loss, self.total_steps)
         super().step()
         if changed:
@@ -190,12 +207,14 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         return {**state, "hdet": checkpoint.state_of(self.cycle)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = dict(state_dict)
-        checkpoint.check_state(self.cycle, _own_part(state))
-        hdet = state.pop("hdet")
-        super().load_state_dict(state)
-        checkpoint.restore(self.cycle, hdet)
-        self._last_lr = learning_rates(self.optimizer)
+        hdet = checkpoint.checked(self.cycle, state_dict)
+        here = {key: value for key, value in super().state_dict().items() if key != "_cycle"}
+        schedule = checkpoint.checked_schedule(here, state_dict, hdet["step"], "scheduler")
+        with checkpoint.undone_on_error(self.cycle, self):
+            super().load_state_dict(schedule)
+            _write_momentum(self)
+            checkpoint.restore(self.cycle, hdet)
+            self._last_lr = learning_rates(self.optimizer)
 
 
 class HDETScheduler(_WithCycle, LRScheduler):
@@ -217,14 +236,19 @@ class HDETScheduler(_WithCycle, LRScheduler):
     def __init__(
         self, base_scheduler: LRScheduler, *, total_steps: int | None = None, **options: Unpack[HDETOptions]
     ) -> None:
-        complete = with_defaults(options, type(self).__name__)
+        complete = checked_options(with_defaults(options, type(self).__name__))
+        if total_steps is not None:
+            total_steps = check_steps("total_steps", total_steps)
         if isinstance(base_scheduler, ReduceLROnPlateau):
             raise TypeError(
                 "ReduceLROnPlateau decides by a metric, and every replica has its own: the replicas would decide "
                 "differently; wrap a schedule of steps and let auto_lr adapt it"
             )
         if not isinstance(base_scheduler, LRScheduler):
-            raise TypeError(f"HDETScheduler wraps a torch LRScheduler, got {type(base_scheduler).__name__}")
+            raise TypeError(
+                f"HDETScheduler wraps a torch LRScheduler, got {spell(base_scheduler)}: pass for example "
+                "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+            )
         if isinstance(base_scheduler, _WithCycle):
             raise TypeError(f"{type(base_scheduler).__name__} has a cycle of its own; wrap a plain torch scheduler")
         # torch's constructor would take a first step, which the wrapped scheduler has done.
@@ -241,9 +265,12 @@ class HDETScheduler(_WithCycle, LRScheduler):
             None if one_cycle else partial(rehearse, base_scheduler),
         )
         with untouched_on_error(self.optimizer):
+            check_schedule_is_own(self.optimizer, base_scheduler)
+            own_values_back(self.optimizer)
             self._cycle = build_cycle(self.optimizer, facts, complete)
             self._cycle.write()
         self._last_lr = learning_rates(self.optimizer)
+        attach(self._cycle, base_scheduler)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -257,6 +284,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
 
     def step(self, loss: Loss | None = None) -> None:
         """Record ``loss``, sync if one is due, and set the next learning rates, as :meth:`HDETOneCycleLR.step`."""
+        check_no_epoch(loss)
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
         changed = self.cycle.end_step(loss, last_step)
@@ -279,10 +307,16 @@ class HDETScheduler(_WithCycle, LRScheduler):
         return {"base_scheduler": self.base_scheduler.state_dict(), "hdet": checkpoint.state_of(self.cycle)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        checkpoint.check_state(self.cycle, _own_part(state_dict))
-        self.base_scheduler.load_state_dict(state_dict["base_scheduler"])
-        checkpoint.restore(self.cycle, state_dict["hdet"])
-        self._last_lr = learning_rates(self.optimizer)
+        hdet = checkpoint.checked(self.cycle, state_dict)
+        base, here = self.base_scheduler, self.base_scheduler.state_dict()
+        of_torch = type(base).__module__.startswith("torch.")
+        schedule = checkpoint.checked_schedule(
+            here, state_dict.get("base_scheduler"), hdet["step"], "base_scheduler", of_torch=of_torch
+        )
+        with checkpoint.undone_on_error(self.cycle, self), checkpoint.schedule_loaded(base, schedule):
+            _write_momentum(base)
+            checkpoint.restore(self.cycle, hdet)
+            self._last_lr = learning_rates(self.optimizer)
 
 
 def _peak(scheduler: LRScheduler) -> float:
@@ -298,8 +332,9 @@ def _run_length(scheduler: LRScheduler) -> int | None:
     return getattr(scheduler, "total_steps", None)
 
 
-def _own_part(state: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(state.get("hdet"), dict) or "config" not in state["hdet"]:
-        raise ValueError("this is not a checkpoint of an HDET scheduler: it has no 'hdet' entry")
-    own: dict[str, Any] = state["hdet"]
-    return own
+def _write_momentum(scheduler: LRScheduler) -> None:
+    """Write the momentum of the current step to the groups, where the schedule sets it: loading a schedule does not."""
+    if getattr(scheduler, "cycle_momentum", False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects step() to call it
+            OneCycleLR.get_lr(scheduler) if isinstance(scheduler, OneCycleLR) else scheduler.get_lr()

@@ -71,6 +71,11 @@ class Batch:
 def _is_cut(leaf: Any) -> bool:
     """Return whether ``leaf`` is cut into slices; raise TypeError if it should be and cannot."""
     if isinstance(leaf, Tensor):
+        if leaf.is_meta:
+            raise ValueError(
+                f"a batch holds a tensor of shape {tuple(leaf.shape)} on the meta device, which has no values: pass "
+                "one with values, on the device of the stack"
+            )
         if leaf.is_nested or leaf.layout is not torch.strided:
             raise TypeError(
                 f"a batch holds a tensor of layout {leaf.layout}{' (nested)' * leaf.is_nested}, which cannot be cut "

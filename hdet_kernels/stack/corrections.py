@@ -71,7 +71,7 @@ _FULL_ON_ACCELERATORS = {
     torch.softmax,
 }
 
-# Functions that return the dtype of their input although their weights have another one.
+# Functions that compute in fp32 if their weights are, and return the dtype of their input.
 _AS_INPUT = {F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm}
 
 
@@ -101,7 +101,9 @@ class VmapCorrections(TorchFunctionMode):
         elif func in self._full and torch.is_autocast_enabled(self._kind):
             args, options = self._cast((args, options), torch.float32)
         elif func in _AS_INPUT and torch.is_autocast_enabled(self._kind):
-            return func(*args, **options).to(args[0].dtype)
+            given, *rest = args
+            wide, rest, options = self._cast((given, rest, options), torch.float32)
+            return func(wide, *rest, **options).to(given.dtype)
         if func is F.scaled_dot_product_attention:
             return attention(*args, **options)
         return func(*args, **options)

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from hdet_kernels.checks import check_kind, spell
+
 log = logging.getLogger("hdet_kernels")
 
 
@@ -34,7 +36,11 @@ class StackHyper(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         values = self._values if self._current is None else self._current
         if name not in values:
-            raise KeyError(f"{name!r} is not a hyperparameter of this stack; it has {sorted(values) or 'none'}")
+            raise KeyError(
+                f"{name!r} is not a hyperparameter of this stack, which has {sorted(values) or 'none'}: assign "
+                f"stack.hyper[{name!r}] = …, or build the scheduler with Explore({name!r}, base=…) and "
+                "ensemble=stack.ensemble, before the first loss"
+            )
         if self._current is not None:
             self._read.add(name)
         return values[name]
@@ -51,6 +57,8 @@ class StackHyper(Mapping[str, Tensor]):
         """
         if self._current is not None:
             raise RuntimeError(f"hyper[{name!r}] was set inside a loss function; set it before the loss is computed")
+        if not check_kind("the name of a hyperparameter", name, str, "a text, as in stack.hyper['dropout']"):
+            raise ValueError("the name of a hyperparameter must be a text that is not empty, got ''")
         given = self._numbers(name, values)
         if tuple(given.shape) not in ((), (self._replicas,)):
             raise ValueError(
@@ -65,15 +73,23 @@ class StackHyper(Mapping[str, Tensor]):
         self._values[name].copy_(given, non_blocking=True)
 
     def _numbers(self, name: str, values: Any) -> Tensor:
-        if isinstance(values, Tensor) and values.device.type != "cpu":
-            return values.detach()
-        try:  # a copy, since the caller may change its own memory before the device has read it
-            if isinstance(values, Tensor):
-                numbers = values.detach().to(torch.float32, copy=True)
-            else:
-                numbers = torch.from_numpy(np.array(values, dtype=np.float32))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"hyper[{name!r}] takes numbers, got {values!r}") from error
+        if isinstance(values, Tensor):
+            if values.is_meta or values.is_complex() or values.dtype is torch.bool:
+                raise TypeError(f"hyper[{name!r}] takes real numbers, got {spell(values)}")
+            if values.device.type != "cpu":  # reading them would wait for the device
+                return values.detach()
+            # A copy, since the caller may change its own memory before the device has read it.
+            numbers = values.detach().to(torch.float32, copy=True)
+        else:
+            try:
+                given = np.array(values)
+            except (TypeError, ValueError) as error:  # lists of different lengths
+                raise TypeError(f"hyper[{name!r}] takes numbers, got {spell(values)}") from error
+            if given.dtype.kind not in "iuf":  # numpy would read text as a number, and None as NaN
+                raise TypeError(f"hyper[{name!r}] takes numbers, got {spell(values)}")
+            numbers = torch.from_numpy(given.astype(np.float32))
+        if not numbers.isfinite().all():
+            raise ValueError(f"hyper[{name!r}] takes finite numbers, got {spell(values)}")
         return numbers.pin_memory() if self._device.type == "cuda" else numbers
 
     def __iter__(self) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet_kernels.checks import check_flag, check_kind
 from hdet_kernels.tensors import compact
 
 
@@ -23,6 +24,9 @@ class StackedParameter(torch.nn.Parameter):
     shares_gradient: bool
 
     def __new__(cls, data: Tensor, shares_gradient: bool = True, requires_grad: bool = True) -> StackedParameter:
+        check_kind("data", data, Tensor, "a tensor [R, *shape]")
+        shares_gradient = check_flag("shares_gradient", shares_gradient)
+        requires_grad = check_flag("requires_grad", requires_grad)
         if data.dim() == 0:
             raise ValueError("a stacked parameter has shape [R, *shape], got a tensor without dimensions")
         created: StackedParameter = super().__new__(cls, data, requires_grad)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hdet_kernels.checks import check_choice, check_whole
+from hdet_kernels.checks import check_callable, check_choice, check_flag, check_kind, check_whole
 from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.converge.summary import describe_layout
 from hdet_kernels.converge.transport import run_transfers, take_first
-from hdet_kernels.ensemble import Ensemble, RowEnsemble, default_ensemble
+from hdet_kernels.ensemble import Ensemble, RowEnsemble, check_ensemble, default_ensemble
+from hdet_kernels.ops.pack import MOST_ROWS
 from hdet_kernels.stack.batch import Batch
 from hdet_kernels.stack.gradients import GradientCollector, LocalGradients, SharedGradients, empty_rows
 from hdet_kernels.stack.graph import GraphedLosses
@@ -69,10 +70,16 @@ class ReplicaStack:
         ensemble: Ensemble | None = None,
         cuda_graphs: bool = False,
     ) -> None:
-        check_whole("replicas", replicas, at_least=1)
-        if cuda_graphs not in (True, False):
-            raise ValueError(f"cuda_graphs must be True or False, got {cuda_graphs!r}")
+        replicas = check_whole("replicas", replicas, at_least=1)
+        if replicas > MOST_ROWS:
+            raise ValueError(
+                f"at most {MOST_ROWS} replicas of one process are averaged, got {replicas}: stack fewer, in several "
+                "processes if need be"
+            )
+        cuda_graphs = check_flag("cuda_graphs", cuda_graphs)
         check_choice("gradients", gradients, ("shared", "local"))
+        if ensemble is not None:
+            check_ensemble("ensemble", ensemble)
         trained = trainable_parameters(module)
         device = trained[0].tensor.device
         among = default_ensemble() if ensemble is None else ensemble
@@ -202,7 +209,7 @@ class ReplicaStack:
         if self._graphed is None:
             losses = self._compute(loss_fn, batch, same_batch, chunk_size, self._collector)
         else:
-            _check_loss_arguments(loss_fn, chunk_size)
+            _check_loss_arguments(loss_fn, same_batch, chunk_size)
             losses = self._graphed.compute(loss_fn, batch, self.replicas, same_batch, chunk_size)
         with torch.no_grad():
             self._collector.commit()
@@ -225,7 +232,7 @@ class ReplicaStack:
         chunk_size: int | None,
         gradients: GradientCollector | None,
     ) -> Tensor:
-        _check_loss_arguments(loss_fn, chunk_size)
+        _check_loss_arguments(loss_fn, same_batch, chunk_size)
         return self._losses.compute(loss_fn, Batch(batch, self.replicas, same_batch), chunk_size, gradients)
 
     def module(self) -> nn.Module:
@@ -241,6 +248,7 @@ class ReplicaStack:
 
     def replica(self, r: int) -> nn.Module:
         """Return a copy of the module with the values of replica ``r`` of this process."""
+        r = check_whole("the number of a replica", r)
         if not -self.replicas <= r < self.replicas:
             raise IndexError(f"this stack holds replicas 0 to {self.replicas - 1}, got {r}")
         return copy_template(self._template, {names: stacked[r] for names, stacked in self._stacked()})
@@ -262,6 +270,8 @@ class ReplicaStack:
         Raises:
             RuntimeError: a shape does not fit, or keys do not and ``strict`` is set. Nothing is changed then.
         """
+        check_kind("state_dict", state_dict, Mapping, "a dict of tensors, as stack.state_dict() returns it")
+        strict = check_flag("strict", strict)
         return load_stack_state(self._template, dict(self._stacked()), state_dict, strict)
 
     def _stacked(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
@@ -287,8 +297,8 @@ class StackEnsemble(RowEnsemble):
         self.stack = stack
 
 
-def _check_loss_arguments(loss_fn: object, chunk_size: object) -> None:
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable as loss_fn(model, *batch), got a {type(loss_fn).__name__}")
+def _check_loss_arguments(loss_fn: object, same_batch: object, chunk_size: object) -> None:
+    check_callable("loss_fn", loss_fn, "loss_fn(model, *batch)", remedy="the batch comes after it")
+    check_flag("same_batch", same_batch)
     if chunk_size is not None:
         check_whole("chunk_size", chunk_size, at_least=1)

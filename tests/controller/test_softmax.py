@@ -191,7 +191,7 @@ class TestDecayFactors:
 
 
 BAD = [
-    ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
+    ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, got -1"),
     ({"scale": 0.0}, "scale must be a positive number, got 0.0"),
     ({"scale": -0.1}, "scale must be a positive number"),
     ({"scale": NAN}, "scale must be a positive number"),
@@ -234,5 +234,5 @@ class TestPaperSettings:
 
     @pytest.mark.parametrize("total_steps", [1, 0, -5])
     def test_refuses_a_run_without_two_steps(self, total_steps: int) -> None:
-        with pytest.raises(ValueError, match=f"total_steps must be at least 2, got {total_steps}"):
+        with pytest.raises(ValueError, match=f"total_steps must be a whole number of at least 2, got {total_steps}"):
             paper_settings(total_steps)

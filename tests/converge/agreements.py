@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hdet_kernels.converge.handshake import Agreement
+from hdet_kernels.converge.agreement import Agreement
 
 
 def agreement(**changes: Any) -> Agreement:
@@ -29,6 +29,8 @@ def agreement(**changes: Any) -> Agreement:
         "same_integers": True,
         "same_consensus": True,
         "same_outer": True,
+        "nonfinite_alike": False,
+        "masks_changed": False,
         "may_overflow": False,
     }
     values = {**defaults, **changes}

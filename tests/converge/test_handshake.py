@@ -1,4 +1,4 @@
-"""The handshake: what replicas conclude from the gathered columns, and the errors that name those who disagree."""
+"""The handshake: the exchange of reports, and the errors that name those who disagree."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.handshake import (
     COLUMNS,
-    Agreement,
     Report,
     check_same_everywhere,
-    conclude,
     exchange_reports,
-    name_ranks,
     row_bytes,
     short_hash,
 )
@@ -27,136 +25,6 @@ from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 from tests.converge.threads import ThreadEnsemble, run_threads
 
 NAN, INF = math.nan, math.inf
-
-
-def columns(**changes: list[Any]) -> dict[str, np.ndarray]:
-    """The gathered columns of two equal replicas, or of as many as are given; nested lists have several parts."""
-    count = max((len(values) for values in changes.values()), default=2)
-    usual = {"loss_sum": 2.0, "loss_count": 2.0, "probe": NAN, "gradients": NAN, "consensus": NAN, "outer": NAN}
-    found = {}
-    for name in COLUMNS:
-        values = changes.get(name, list(range(count)) if name == "rank" else [usual.get(name, 5.0)] * count)
-        array = np.array(values, dtype=np.float64)
-        found[name] = array if array.ndim == 2 else array[:, None]
-    return found
-
-
-def concluded(**changes: list[Any]) -> Agreement:
-    return conclude(columns(**changes), step=3)
-
-
-# Conclusions, by tables
-
-
-def test_two_equal_replicas() -> None:
-    found = concluded()
-    assert found.losses.tolist() == [1.0, 1.0]
-    assert np.isnan(found.probes).all()
-    assert found.healthy.tolist() == [True, True]
-    assert found.ranks.tolist() == [[0.0], [1.0]]
-    assert found.shared is None
-    assert found.equal
-    assert found.has_state
-    assert (found.same_state, found.same_counts, found.same_integers) == (True, True, True)
-    assert (found.same_consensus, found.same_outer) == (False, False), "NaN: nothing is remembered"
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "field", "expected"),
-    [
-        ("checksum", [1.0, 2.0], "equal", False),
-        ("state", [0.0, 0.0], "has_state", False),
-        ("state", [0.0, 7.0], "has_state", True),
-        ("state", [0.0, 7.0], "same_state", False),
-        ("counts", [1.0, 2.0], "same_counts", False),
-        ("integers", [1.0, 2.0], "same_integers", False),
-        ("consensus", [4.0, 4.0], "same_consensus", True),
-        ("consensus", [4.0, 5.0], "same_consensus", False),
-        ("consensus", [4.0, NAN], "same_consensus", False),
-        ("outer", [4.0, 4.0], "same_outer", True),
-        ("outer", [4.0, 5.0], "same_outer", False),
-        ("outer", [INF, INF], "same_outer", False),
-        ("gradients", [4.0, 4.0], "shared", True),
-        ("gradients", [4.0, 5.0], "shared", False),
-        ("gradients", [4.0, NAN], "shared", None),
-        ("gradients", [NAN], "shared", True),
-        ("checksum", [1e38, 0.6e38], "may_overflow", False),
-        ("checksum", [1e38, 0.8e38], "may_overflow", True),
-        ("checksum", [1e38, NAN], "may_overflow", False),
-        ("rest", [2e38, 2e38], "may_overflow", True),
-        ("consensus", [1e38, 1e38], "may_overflow", True),
-        ("checksum", [1.7e308, 1.7e308], "may_overflow", True),
-    ],
-    ids=str,
-)
-def test_a_column_and_what_follows(column: str, values: list[float], field: str, expected: bool | None) -> None:
-    assert getattr(concluded(**{column: values}), field) is expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "healthy"),
-    [
-        ({"checksum": [1.0, NAN, 1.0]}, [True, False, True]),
-        ({"rest": [1.0, INF, 1.0]}, [True, False, True]),
-        ({"loss_sum": [1.0, NAN, 1.0]}, [True, False, True]),
-        ({"loss_sum": [1.0, NAN, 1.0], "loss_count": [1.0, 0.0, 1.0]}, [True, True, True]),
-        ({"probe": [1.0, INF, 1.0]}, [True, False, True]),
-        ({"checksum": [[1.0, 1.0], [1.0, NAN]]}, [True, False]),
-        ({"loss_sum": [[1.0, 1.0], [NAN, 1.0]], "loss_count": [[1.0, 1.0]] * 2}, [True, False]),
-    ],
-    ids=["parameters", "state", "loss", "no loss recorded", "probe", "one shard", "loss of one shard"],
-)
-def test_who_is_healthy(changes: dict[str, list[Any]], healthy: list[bool]) -> None:
-    if len(healthy) == 2:  # [replicas, parts]
-        changes = {"rank": [[0, 1], [2, 3]], **changes}
-    filled = {name: [[5.0, 5.0]] * 2 for name in COLUMNS} if len(healthy) == 2 else {}
-    assert concluded(**{**filled, **changes}).healthy.tolist() == healthy
-
-
-def test_losses_are_means_over_steps_and_shards_and_missing_where_none_was_recorded() -> None:
-    found = concluded(loss_sum=[6.0, 0.0], loss_count=[3.0, 0.0])
-    assert found.losses[0] == 2.0
-    assert np.isnan(found.losses[1])
-    parts = {name: [[1.0, 1.0]] * 2 for name in COLUMNS}
-    found = concluded(
-        **{**parts, "loss_sum": [[2.0, 6.0], [4.0, 4.0]], "loss_count": [[2.0, 2.0]] * 2, "probe": [[1.0, 3.0]] * 2}
-    )
-    assert found.losses.tolist() == [2.0, 2.0]
-    assert found.probes.tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"checksum": [NAN, INF]}, "not finite: parameters, state or buffers on ranks 0, 1. Nothing"),
-        ({"loss_sum": [NAN, NAN]}, "not finite: the loss on ranks 0, 1. Nothing"),
-        (
-            {"rest": [NAN, 1.0], "loss_sum": [1.0, NAN]},
-            "not finite: parameters, state or buffers on rank 0, the loss on rank 1. Nothing",
-        ),
-    ],
-    ids=["parameters", "losses", "one of each"],
-)
-def test_without_a_healthy_replica_there_is_no_agreement(changes: dict[str, list[Any]], message: str) -> None:
-    with pytest.raises(RuntimeError) as error:
-        concluded(**changes)
-    assert f"no replica is sound at step 3; {message} was overwritten: resume from the last checkpoint" in str(
-        error.value
-    )
-
-
-@pytest.mark.parametrize(
-    ("chosen", "text"),
-    [([True, False], "rank 4"), ([True, True], "ranks 4, 7"), ([False, False], "ranks ")],
-)
-def test_ranks_by_name(chosen: list[bool], text: str) -> None:
-    assert name_ranks(np.array(chosen), np.array([[4.0], [7.0]])) == text
-
-
-def test_ranks_of_shards_by_name() -> None:
-    ranks = np.array([[0.0, 1.0], [2.0, 3.0]])
-    assert name_ranks(np.array([False, True]), ranks) == "ranks 2, 3"
-    assert name_ranks(np.array([[False, True], [False, False]]), ranks) == "rank 1"
 
 
 def test_a_hash_does_not_depend_on_the_order_of_names_and_fits_into_fp64() -> None:
@@ -176,6 +44,8 @@ def summary(**changes: Any) -> TensorSummary:
         "integers": torch.tensor([4]),
         "checksum": torch.tensor([5.0], dtype=torch.float64),
         "rest": torch.tensor([6.0], dtype=torch.float64),
+        "nonfinite": torch.tensor([0]),
+        "masks": False,
         "consensus": NAN,
         "outer": NAN,
         "describe": _described,
@@ -268,11 +138,16 @@ def test_another_layout_is_described() -> None:
 def test_rows_of_one_process_have_losses_and_numbers_of_their_own() -> None:
     ensemble = RowEnsemble(2)
     sums = torch.tensor([2.0, 6.0])
-    rows = summary(integers=torch.tensor([4, 4]), checksum=torch.tensor([5.0, NAN]), rest=torch.tensor([6.0, 6.0]))
+    rows = summary(
+        nonfinite=torch.zeros(2),
+        integers=torch.tensor([4, 4]),
+        checksum=torch.tensor([5.0, NAN]),
+        rest=torch.tensor([6.0, 6.0]),
+    )
     found = exchange_reports(ensemble, replace(REPORT, loss_sum=sums), rows, needs_loss=True)
     assert found.losses.tolist() == [1.0, 3.0]
     assert found.healthy.tolist() == [True, False]
-    assert found.ranks.tolist() == [[0.0], [1.0]]
+    assert found.ranks.tolist() == [[0.0], [0.0]], "both are held by rank 0"
     assert row_bytes(ensemble) == 2 * row_bytes(SingleReplica()) == 2 * 8 * len(COLUMNS)
 
 

@@ -57,11 +57,12 @@ def test_every_kind_of_tensor_has_its_place() -> None:
         counts=Counts(3.0),
         buffers=lambda: [mean, tracked, mask, torch.empty(0)],
     )
-    assert tensors.masks == [2]
+    assert list(tensors.masks) == [2]
     payload = tensors.payload(include_state=True)
     assert addresses(payload.params) == [[weight.data_ptr()]], "integers have no mean, and tied parameters are one"
     assert payload.params[0][0].shape == (6,)
     assert addresses([payload.buffers, payload.integers]) == [[mean.data_ptr()], [tracked.data_ptr()]]
+    assert addresses([payload.masks, payload.all_buffers]) == [[mask.data_ptr()], [mean.data_ptr(), mask.data_ptr()]]
     assert list(payload.state) == ["exp_avg"]
     assert payload.state["exp_avg"].data_ptr() == moment.data_ptr()
     assert payload.counts is not None
@@ -72,9 +73,25 @@ def test_every_kind_of_tensor_has_its_place() -> None:
     assert (bare.state, bare.counts) == ({}, None)
 
 
-def test_a_buffer_with_nan_is_damage_and_not_a_mask() -> None:
-    damaged = torch.tensor([torch.nan, torch.inf])
-    assert tensors_of([torch.ones(1)], buffers=lambda: [damaged]).masks == []
+def test_a_buffer_that_was_not_finite_is_averaged_once_it_has_changed() -> None:
+    least, unknown = torch.full((2,), torch.inf), torch.tensor([torch.nan])
+    tensors = tensors_of([torch.ones(1)], buffers=lambda: [least, unknown])
+    assert list(tensors.masks) == [0, 1]
+    assert not tensors.payload(include_state=False).masks_changed
+    least[1] = 3.0
+    assert tensors.payload(include_state=False).masks_changed
+
+
+def test_the_layout_has_names_and_ties() -> None:
+    def layout(names: Any, tie: bool = False) -> int:
+        first, second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+        if tie:
+            second.data = first.data
+        tensors = tensors_of([first, second], names=lambda: zip(names, [first, second], strict=False))
+        return tensors.payload(include_state=False).summary(Checksum(1, None), consensus=0.0, outer=0.0).layout
+
+    assert layout("ab") == layout("ab") == layout(["module.a", "_orig_mod.b"])
+    assert len({layout("ab"), layout("ba"), layout(""), layout("ab", tie=True), layout("", tie=True)}) == 5
 
 
 def test_sources_are_read_at_every_sync() -> None:
@@ -226,7 +243,7 @@ def test_the_summary_tells_what_differs() -> None:
     payload, own = full_payload()
     before = summary(payload)
     assert (before.consensus, before.outer) == (1.0, 2.0)
-    assert before.describe("layout")["tensor 0"] == "float32 (2,) with strides (1,)"
+    assert before.describe("layout")["tensor 0"] == "parameter 0: float32 (2,) with strides (1,)"
     assert before.describe("state")["m"] == "float32 (4,) with strides (1,)"
     fields = {"param": "checksum", "buffer": "rest", "state": "rest", "integer": "integers"}
     for name, field in fields.items():

@@ -44,6 +44,8 @@ USUAL: dict[str, Any] = {
     "integers": False,
     "uneven_state": False,
     "rescaled": False,
+    "masks": False,
+    "keeps_nonfinite": False,
 }
 LEFT_OUT = {"healthy": [True, False, True], "included": [True, False, True]}
 

@@ -163,7 +163,7 @@ def test_when_all_rows_are_bad_nothing_is_overwritten() -> None:
     own = stacked([replica(number) for number in range(3)])
     before = {name: tensor.clone() for name, tensor in own.items()}
     report = Report(step=7, loss_sum=torch.full((3,), math.nan), loss_count=1)
-    with pytest.raises(RuntimeError, match=r"no replica is sound at step 7; not finite: the loss on ranks 0, 1, 2"):
+    with pytest.raises(RuntimeError, match=r"no replica is sound at step 7; not finite: the loss on replicas 0, 1, 2"):
         converger_of(own, RowEnsemble(3)).converge(report)
     assert all(torch.equal(own[name], before[name]) for name in own)
 

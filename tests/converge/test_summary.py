@@ -43,7 +43,10 @@ def test_it_is_finite_exactly_if_all_elements_are(dtype: torch.dtype, bad: float
 
 def test_squares_of_doubles_that_overflow_do_not_make_it_infinite() -> None:
     checksum = Checksum(2, None)
-    tensors = [torch.tensor([[1e200], [1.0]], dtype=torch.float64), torch.tensor([[3.0], [1.7e308]], dtype=torch.float64)]
+    tensors = [
+        torch.tensor([[1e200], [1.0]], dtype=torch.float64),
+        torch.tensor([[3.0], [1.7e308]], dtype=torch.float64),
+    ]
     assert checksum(tensors, CPU).isfinite().all()
     assert (checksum(tensors, CPU) > 1e190).all()
     tensors[0][1, 0] = math.inf

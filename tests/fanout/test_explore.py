@@ -196,7 +196,7 @@ class TestExploreRefuses:
         [
             ({"spread": 1.0}, ValueError, "spread of 'x' must be below 1"),
             ({"spread": -1}, ValueError, "spread of 'x' must be a finite number of at least 0, got -1"),
-            ({"spacing": "cubic"}, ValueError, "spacing must be 'linear' or 'log', got 'cubic'"),
+            ({"spacing": "cubic"}, ValueError, "spacing must be one of 'linear', 'log', got 'cubic'"),
             ({"bounds": (1.0, 0.0)}, ValueError, r"bounds of 'x' must be \(lowest, highest\), got \(1.0, 0.0\)"),
             ({"bounds": (1.0, 1.0)}, ValueError, "bounds of 'x'"),
             ({"bounds": (0.5, 1.0, 2.0)}, ValueError, "bounds of 'x'"),
@@ -206,7 +206,7 @@ class TestExploreRefuses:
             ({"base": math.inf}, ValueError, "base value of x must be a positive number, got inf"),
             ({"base": math.nan}, ValueError, "base value of x must be a positive number, got nan"),
             ({"apply": print}, ValueError, "needs base="),
-            ({"apply": 3, "base": 1.0}, TypeError, "apply of 'x' must be callable with one float, got 3"),
+            ({"apply": 3, "base": 1.0}, TypeError, "apply of 'x' must be callable as apply\\(value\\), got 3"),
             ({"apply": print, "base": 1.0, "groups": [0]}, ValueError, "leave out groups="),
         ],
         ids=str,

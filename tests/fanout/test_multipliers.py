@@ -109,7 +109,7 @@ class TestMultipliers:
             (float("inf"), "log", "finite number of at least 0, got inf"),
             (1, "linear", "below 1 with linear spacing, got 1: .* 1 − spread would be 0; .*spacing='log'"),
             (1.5, "linear", "below 1 with linear spacing, got 1.5: .* would be -0.5"),
-            (0.3, "cubic", "spacing must be 'linear' or 'log', got 'cubic'"),
+            (0.3, "cubic", "spacing must be one of 'linear', 'log', got 'cubic'"),
         ],
     )
     def test_refuses_a_spread(self, spread: float, spacing: str, message: str) -> None:

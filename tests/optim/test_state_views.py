@@ -8,6 +8,7 @@ from torch import nn
 
 from hdet_kernels.optim import FusedAdamW, FusedSGD
 from hdet_kernels.optim.spot_check import ITEMS_PER_STEP
+from hdet_kernels.optim.state_views import compact_state
 from tests.ops.cases import BACKENDS
 from tests.optim.cases import assert_equal, choose_backends, many_parameters, parameters, run
 
@@ -77,3 +78,26 @@ def test_one_replaced_entry_among_many_is_noticed_within_a_round() -> None:
     buffer = optimizer.state[params[-1]]["momentum_buffer"]
     (flat,) = optimizer.state_flats().values()
     assert flat.data_ptr() < buffer.data_ptr() < flat.data_ptr() + flat.nbytes
+
+
+def test_an_incomplete_entry_is_refused_as_by_torch() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = FusedAdamW([param])
+    run(optimizer, [param], [0])
+    optimizer.state[param] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}
+    before = param.detach().clone()
+    with pytest.raises(KeyError, match=r"shape \(2,\) has step, exp_avg, but not exp_avg_sq"):
+        run(optimizer, [param], [1])
+    assert torch.equal(param.detach(), before)
+    optimizer.state[param] = {}
+    run(optimizer, [param], [1])
+    assert optimizer.state[param]["step"].item() == 1.0
+
+
+def test_entries_of_a_state_dict_hold_nothing_else() -> None:
+    flat, note = torch.zeros(6), object()
+    state = {"state": {0: {"sum": flat[:2], "note": note}, "own": 3}, "param_groups": []}
+    compacted = compact_state(state)
+    assert compacted["state"][0]["sum"].untyped_storage().nbytes() == 8
+    assert (compacted["state"][0]["note"], compacted["state"]["own"]) == (note, 3)
+    assert state["state"][0]["sum"].data_ptr() == flat.data_ptr(), "the given one is as it was"

@@ -321,7 +321,7 @@ def test_the_state_of_version_0_1_is_translated_exactly() -> None:
     within = {"first": "initial_level", "near": "edge", "broke": "diverged_at", "lowest": "lowest_before"}
     assert new["stability"] == {within.get(name, name): value for name, value in old["terrain"].items()}
     assert new["stability"]["initial_level"] is not None
-    assert scheduler.state_dict()["hdet"]["format"] == FORMAT == 2
+    assert scheduler.state_dict()["hdet"]["format"] == FORMAT == 3
 
 
 def test_version_0_1_had_the_settings_of_today() -> None:
@@ -337,6 +337,8 @@ def test_a_format_from_the_future_is_refused_and_changes_nothing() -> None:
     state = scheduler.state_dict()
     state["hdet"]["format"] = FORMAT + 1
     before = copy.deepcopy(scheduler.state_dict())
-    with pytest.raises(ValueError, match=r"has format 3, this version of hdet_kernels reads 2 and 1: load it with the"):
+    with pytest.raises(
+        ValueError, match=r"has format 4 of hdet_kernels .*, this is version .*, which reads 1 to 3: load it with"
+    ):
         scheduler.load_state_dict(state)
     assert same(scheduler.state_dict(), before)

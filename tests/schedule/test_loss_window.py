@@ -28,6 +28,15 @@ def filled(*values: float | torch.Tensor) -> LossWindow:
     return window
 
 
+class Unread(torch.Tensor):
+    """A tensor whose value must not be asked for."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__float__)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def shown(window: LossWindow) -> tuple[float, int, bool]:
     return float(window.sum), window.count, window.ever
 
@@ -117,17 +126,35 @@ class TestRecord:
         assert not window.sum.requires_grad
 
     def test_recording_never_asks_the_device_for_a_value(self) -> None:
-        """Reading the value of a meta tensor raises."""
-        window = filled(torch.ones((), device="meta"), torch.ones((), device="meta"), 1.0)
+        loss = torch.ones(()).as_subclass(Unread)
+        window = filled(loss, loss, 1.0)
         window.mark()
         window.clear()
-        window.record(torch.ones((), device="meta"))
+        window.record(loss)
         assert window.count == 1
+        assert isinstance(window.sum, Unread)
 
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_another_device_takes_over_the_sum(self) -> None:
-        window = filled(2.0, torch.tensor(1.0), torch.ones((), device="meta"))
-        assert window.sum.device.type == "meta"
-        assert window.count == 3
+        window = filled(2.0, torch.tensor(1.0), torch.ones((), device="cuda"))
+        assert window.sum.device.type == "cuda"
+        assert float(window.sum) == 4.0
+
+    def test_losses_of_inference_mode_do_not_block_later_ones(self) -> None:
+        """A tensor that is made in inference mode cannot be changed in place outside of it."""
+        window = LossWindow()
+        with torch.inference_mode():
+            window.record(torch.tensor(1.0))
+            mark = window.mark()
+        window.record(torch.tensor(2.0))
+        assert float(window.sum) == 3.0
+        with torch.inference_mode():
+            window.reset(mark)
+        window.record(torch.tensor(4.0))
+        window.clear()
+        window.record(torch.tensor(5.0))
+        assert float(window.sum) == 5.0
 
 
 REFUSED = {
@@ -138,6 +165,9 @@ REFUSED = {
     ),
     "empty tensor": (torch.ones(0), ValueError, r"shape \(0,\)"),
     "column": (torch.ones(2, 1), ValueError, r"shape \(2, 1\)"),
+    "no values": (torch.ones((), device="meta"), ValueError, "a dense tensor with values, got a tensor .* on meta"),
+    "sparse": (torch.ones(1).to_sparse(), ValueError, "a dense tensor with values, got .* torch.sparse_coo"),
+    "flags": (torch.tensor(True), TypeError, "must be real, got torch.bool"),
     "complex tensor": (torch.tensor(1j), TypeError, "must be real, got torch.complex64"),
     "None": (None, TypeError, "must be a number or a scalar tensor, got None"),
     "string": ("2.5", TypeError, "must be a number or a scalar tensor, got '2.5'"),

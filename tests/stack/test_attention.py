@@ -75,7 +75,7 @@ def test_any_subset_of_query_key_and_value_belongs_to_the_replicas(shapes: str, 
     check_attention(given, batched, is_causal=True, scale=0.3)
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "float with a gradient"])
+@pytest.mark.parametrize("kind", ["bool", pytest.param("float", marks=pytest.mark.full), "float with a gradient"])
 @pytest.mark.parametrize("has_rows", [True, False], ids=["own masks", "one mask"])
 @pytest.mark.parametrize(
     ("shapes", "mask"),

@@ -51,7 +51,7 @@ def test_torch_optimizers_train_the_rows(gradients: Any) -> None:
 
 @pytest.mark.parametrize("replicas", [0, -1, 2.0, True, "2", None])
 def test_replicas_must_be_a_positive_int(replicas: Any) -> None:
-    with pytest.raises(ValueError, match="replicas must be a whole number of at least 1"):
+    with pytest.raises((TypeError, ValueError), match="replicas must be a whole number of at least 1"):
         hk.ReplicaStack(nn.Linear(1, 1), replicas)
 
 

@@ -1,0 +1,197 @@
+"""Check the arguments of the schedulers, one by one, before anything is built.
+
+What depends on several of them, on the optimizer's parameters or on the replicas is checked in ``build.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet_kernels.buckets import checked_bucket_bytes
+from hdet_kernels.checks import (
+    check_callable,
+    check_choice,
+    check_flag,
+    check_kind,
+    check_number,
+    check_positive,
+    check_share,
+    check_steps,
+    check_whole,
+    each,
+    spell,
+)
+from hdet_kernels.controller.protocol import check_controller
+from hdet_kernels.converge.compress import check_format
+from hdet_kernels.converge.outer import check_outer
+from hdet_kernels.converge.plan import check_merge
+from hdet_kernels.ensemble import check_ensemble
+from hdet_kernels.fanout.explore import Explore
+from hdet_kernels.fanout.multipliers import check_spread
+from hdet_kernels.schedule.options import HDETOptions
+from hdet_kernels.stack import ReplicaStack
+
+
+def checked_options(options: HDETOptions) -> HDETOptions:
+    """Return the options with plain numbers; raise TypeError or ValueError for one that makes no sense by itself."""
+    checked: dict[str, Any] = dict(options)
+    checked["spread"] = check_spread(options["spread"], "linear")
+    if options["sync_every"] is not None:
+        checked["sync_every"] = check_steps("sync_every", options["sync_every"])
+    if not isinstance(options["auto_lr"], bool):
+        check_controller(options["auto_lr"])
+    if options["probe"] is not None:
+        check_callable("probe", options["probe"], "probe()", remedy="it takes no arguments and returns a loss")
+    checked["explore"] = _explored(options["explore"])
+    check_choice("gradients", options["gradients"], ("auto", "shared", "local"))
+    _check_replicas(options["ensemble"])
+    check_choice("average_state", options["average_state"], ("auto", True, False))
+    checked["average_buffers"] = check_flag("average_buffers", options["average_buffers"])
+    _check_model(options["model"])
+    if options["bucket_bytes"] is not None:
+        checked["bucket_bytes"] = checked_bucket_bytes(options["bucket_bytes"])
+    check_format(options["compress"])
+    checked["overlap_steps"] = check_whole("overlap_steps", options["overlap_steps"], at_least=0)
+    checked["backup"] = check_flag("backup", options["backup"])
+    check_outer(options["outer"])
+    check_merge(options["merge"], outer=options["outer"], compress=options["compress"])
+    checked["seed"] = check_whole("seed", options["seed"])
+    return cast(HDETOptions, checked)
+
+
+def one_cycle_arguments(
+    optimizer: Optimizer,
+    *,
+    max_lr: object,
+    total_steps: object,
+    epochs: object,
+    steps_per_epoch: object,
+    pct_start: object,
+    anneal_strategy: object,
+    cycle_momentum: object,
+    base_momentum: object,
+    max_momentum: object,
+    div_factor: object,
+    final_div_factor: object,
+    three_phase: object,
+    last_epoch: object,
+) -> dict[str, Any]:
+    """Return the arguments of torch's ``OneCycleLR`` as plain numbers; raise for those that torch takes or trips over.
+
+    Learning rates and momenta that are tensors stay tensors: torch computes in their precision.
+    """
+    check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    count = len(optimizer.param_groups)
+    checked: dict[str, Any] = {
+        "max_lr": _per_group("max_lr", max_lr, count, at_least=0),
+        "total_steps": _count_or_none("total_steps", total_steps),
+        "epochs": _count_or_none("epochs", epochs),
+        "steps_per_epoch": _count_or_none("steps_per_epoch", steps_per_epoch),
+        "pct_start": check_share("pct_start", pct_start),
+        "anneal_strategy": anneal_strategy,
+        "cycle_momentum": check_flag("cycle_momentum", cycle_momentum),
+        "base_momentum": base_momentum,
+        "max_momentum": max_momentum,
+        "div_factor": check_positive("div_factor", div_factor),
+        "final_div_factor": check_positive("final_div_factor", final_div_factor),
+        "three_phase": check_flag("three_phase", three_phase),
+        "last_epoch": check_whole("last_epoch", last_epoch, at_least=-1, remedy="-1 is a new run"),
+    }
+    check_choice("anneal_strategy", anneal_strategy, ("cos", "linear"))
+    if checked["cycle_momentum"]:
+        for name, value in (("base_momentum", base_momentum), ("max_momentum", max_momentum)):
+            checked[name] = _per_group(name, value, count, at_least=0, below=1)
+    _check_length(checked)
+    _check_resumed(optimizer, checked["last_epoch"])
+    return checked
+
+
+def _count_or_none(name: str, value: object) -> int | None:
+    return None if value is None else check_steps(name, value)
+
+
+def _per_group(name: str, value: object, count: int, **bounds: Any) -> Any:
+    """Return one number for all parameter groups, or a list with one for each."""
+    checked = each(check_number, name, value, count, "optimizer's parameter groups", **bounds)
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, list | tuple):
+        return checked if hasattr(value, "__len__") else check_number(name, value, **bounds)
+    return [given if isinstance(given, Tensor) else plain for given, plain in zip(value, checked, strict=True)]
+
+
+def _check_length(arguments: dict[str, Any]) -> None:
+    epochs, steps_per_epoch = arguments["epochs"], arguments["steps_per_epoch"]
+    total_steps = arguments["total_steps"]
+    if total_steps is None:
+        if epochs is None or steps_per_epoch is None:
+            raise ValueError(
+                f"the length of the run is not known, got total_steps=None, epochs={epochs}, steps_per_epoch="
+                f"{steps_per_epoch}: pass total_steps=, or both epochs= and steps_per_epoch="
+            )
+        total_steps = check_steps("epochs * steps_per_epoch", epochs * steps_per_epoch)
+    if float(arguments["pct_start"] * total_steps) - 1 == 0:
+        raise ValueError(
+            f"pct_start={arguments['pct_start']} of total_steps={total_steps} is a warm-up of one step, from its first "
+            "step to its first step, which OneCycleLR cannot divide: pass another pct_start, or 0.0 for no warm-up"
+        )
+
+
+def _check_resumed(optimizer: Optimizer, last_epoch: int) -> None:
+    """Raise KeyError, as torch does, if a schedule is to go on that the optimizer's groups know nothing of."""
+    for index, group in enumerate(optimizer.param_groups if last_epoch != -1 else ()):
+        missing = [name for name in ("initial_lr", "max_lr", "min_lr") if name not in group]
+        if missing:
+            raise KeyError(
+                f"last_epoch={last_epoch} goes on with a schedule, but parameter group {index} has no "
+                f"{', '.join(missing)}: load the optimizer's state_dict first, or leave last_epoch= out"
+            )
+
+
+def _explored(explore: object) -> tuple[Explore, ...]:
+    if isinstance(explore, Explore):
+        raise TypeError(f"explore= takes several: pass [{explore!r}]")
+    if isinstance(explore, str | bytes | dict) or not isinstance(explore, Iterable):
+        raise TypeError(
+            f"explore must be a list of hdet_kernels.Explore objects, got {spell(explore)}: pass for example "
+            "[hk.Explore('weight_decay')]"
+        )
+    several = tuple(explore)
+    for index, entry in enumerate(several):
+        if not isinstance(entry, Explore):
+            raise TypeError(
+                f"explore= takes hdet_kernels.Explore objects, got {spell(entry)} at position {index}: pass for "
+                "example [hk.Explore('weight_decay')]"
+            )
+    return several
+
+
+def _check_replicas(ensemble: object) -> None:
+    if ensemble is None:
+        return
+    if isinstance(ensemble, ReplicaStack):
+        raise TypeError(f"ensemble is {ensemble!r} itself: pass ensemble=stack.ensemble")
+    check_ensemble("ensemble", ensemble)
+
+
+def _check_model(model: object) -> None:
+    if model is None:
+        return
+    if isinstance(model, type) or not callable(getattr(model, "buffers", None)):
+        raise TypeError(
+            f"model must be a torch.nn.Module, whose buffers are averaged, got {spell(model)}: leave model= out if it "
+            "has no buffers"
+        )
+
+
+def check_no_epoch(loss: object) -> None:
+    """Raise TypeError for a whole number in the place of the loss: torch's schedulers take an epoch there."""
+    if isinstance(loss, int) and not isinstance(loss, bool):
+        raise TypeError(
+            f"step({loss}) looks like torch's step(epoch), but takes the loss of this step: call step(loss), or step() "
+            f"without a loss; where the loss is a whole number, step(float(loss))"
+        )

@@ -1,0 +1,166 @@
+"""Damaged checkpoints: every leaf of real states is damaged in every way. A refusal names it and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import hdet_kernels as hk
+from tests.ranks import Cases
+from tests.training import Trainer, same
+
+DELETED = object()
+DAMAGES: dict[str, Any] = {
+    "deleted": DELETED,
+    "None": None,
+    "text": "x",
+    "negative": -1,
+    "fraction": 7.5,
+    "nan": math.nan,
+    "infinite": math.inf,
+    "huge": 10**30,
+    "list": [],
+    "dict": {},
+    "bool": True,
+    "tensor": torch.ones(3, 5, 7),
+}
+
+#: Paths and the damages after which a value is as good as any other: a loss may be NaN, a number may be another number,
+#: and where nothing is remembered it is found out again.
+NUMBERS = "negative|fraction|huge"
+HARMLESS = [
+    (r"_\w+|.*\._\w+", "deleted"),  # details of torch's schedulers
+    (r"(.*\.)?(_is_initial|_get_lr_called_within_step|cycle_momentum|use_beta1)", "bool"),
+    (r"(.*\.)?(base_lrs|_last_lr)\[0\]|.*(scheduled|peaks|path_length|noise|q|s|m|mu|signs|measured)\[\d\]", NUMBERS),
+    (
+        r".*(peaks|path_length|caps|log_likelihood)\[\d\]|.*\.(caps|edge|diverged_at|lowest_before|costs|levels)",
+        "None|list",
+    ),
+    (
+        r".*\.(level|initial_level|edge|diverged_at|lowest_before)|.*(costs|levels|log_likelihood\[0\]|caps)\[\d+\]",
+        NUMBERS,
+    ),
+    (r".*(costs|levels)(\[\d+\])?|.*caps", "deleted|None|nan|infinite|list"),
+    (r".*(losses|probes|measured|start|correction.*)\[\d+\]|.*window\.sum", f"{NUMBERS}|nan|infinite"),
+    (
+        r".*\.(probes|level|stability|shared|displacement|pending|compression|outer|landed|taken|loss|counts|base|rate)",
+        "None",
+    ),
+    (r".*\.(moved|measured|velocity|start|start_at|stop_at|eta|gamma|total_steps|controller)", "None|list"),
+    (r".*\.(version)", "text"),
+    (r".*\.(bounds|excluded|losses|probes)|.*values\.lr/0", "list"),
+    (r".*\.(config.*|controller|base|loss|state|state_before)", "dict"),
+    (r".*(losses|values\.lr/0|excluded|probes)\[\d+\]|.*\.(landed|taken|lr/0)", "deleted"),
+    (
+        r".*\.(seconds|lr/0|first|lowest|highest|last|loss)|.*(lr/0|base|values|applied|eta|velocity|gamma)\[.*\]",
+        NUMBERS,
+    ),
+    (r".*\.(shared|apart|begun|ever|acting|heal|has_state|probe)|.*(slow|sound|healthy)\[\d\]", "bool"),
+    (r".*\.(state|state_before)\..*|.*\.(state|state_before)", "deleted|dict"),
+    (r".*\.(due)", "none"),
+]
+
+
+def harmless(path: str, damage: str) -> bool:
+    return any(re.fullmatch(paths, path) and re.fullmatch(damages, damage) for paths, damages in HARMLESS)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every container and leaf."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(entry, (*path, key))
+
+
+def damaged(state: Any, path: tuple[Any, ...], damage: Any) -> Any:
+    """Return a copy of ``state`` with one entry replaced; only the containers on the way are copied."""
+    key, *rest = path
+    copied = copy.copy(state)
+    if rest:
+        copied[key] = damaged(state[key], tuple(rest), damage)
+    elif damage is DELETED:
+        del copied[key]
+    else:
+        copied[key] = damage
+    return copied
+
+
+def spelled(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
+
+
+def sequential(optimizer: Any) -> hk.HDETScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4), lr_scheduler.CosineAnnealingLR(optimizer, 36)]
+    return hk.HDETScheduler(lr_scheduler.SequentialLR(optimizer, parts, [4]), total_steps=40, sync_every=4)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "regression": {"total_steps": 40, "probe": lambda: 1.0},
+    "overlap": {"auto_lr": False, "overlap_steps": 3},
+    "compress and outer": {"auto_lr": False, "compress": "int8", "outer": hk.Outer()},
+    "hypergradient": {"total_steps": 40, "auto_lr": hk.HypergradientController(), "ddp": True},
+    "softmax": {"auto_lr": hk.SoftmaxController(warmup_steps=0)},
+    "wrapped": {"make_scheduler": sequential},
+}
+
+
+def everything(trainer: Trainer) -> Any:
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
+    parts = trainer.scheduler.state_dict(), trainer.optimizer.state_dict()["state"], groups, trainer.parameters()
+    return copy.deepcopy(parts)
+
+
+def _damage_all(rank: int, kind: str, every: int) -> dict[str, list[str]]:
+    """Load a real state with every ``every``-th of all damages, and return what was not as promised."""
+    trainer = Trainer(rank, **{"ddp": False, **KINDS[kind]}).train(9)
+    state = trainer.scheduler.state_dict()
+    before = everything(trainer)
+    found: dict[str, list[str]] = {"accepted": [], "unnamed": [], "raised": [], "changed": []}
+    # The records of later syncs are like the first one.
+    paths = [path for path in leaves(state) if not re.search(r"(history|points)\[[1-9]", spelled(path))]
+    cases = [(path, name) for path in paths for name in DAMAGES]
+    for number, (path, name) in enumerate(cases):
+        if (number + number // len(DAMAGES)) % every:  # another damage at every leaf
+            continue
+        where = f"{spelled(path)} {name}"
+        try:
+            trainer.scheduler.load_state_dict(damaged(state, path, DAMAGES[name]))
+        except ValueError as error:
+            names = [str(key) for key in path if isinstance(key, str)][-3:] + ["the checkpoint was made with"]
+            if not any(each in str(error) for each in names):
+                found["unnamed"].append(f"{where}: {error}")
+        except Exception as error:
+            found["raised"].append(f"{where}: {error!r}")
+        else:
+            if not harmless(spelled(path), name):
+                found["accepted"].append(where)
+            trainer.scheduler.load_state_dict(state)
+        if number % (100 * every) == 0 and not same(everything(trainer), before):
+            found["changed"].append(where)
+    if not same(everything(trainer), before):
+        found["changed"].append("the last ones")
+    trainer.train(3)
+    return found
+
+
+_CASES = Cases(
+    2,
+    _damage_all,
+    {f"{kind}, some": (kind, 7) for kind in ("regression", "overlap")},
+    {kind: (kind, 1) for kind in KINDS},
+)
+
+
+@pytest.mark.parametrize("case", _CASES.params())
+def test_a_damaged_checkpoint_is_refused_by_name_and_changes_nothing(case: str) -> None:
+    for found in _CASES[case]:
+        assert found == {"accepted": [], "unnamed": [], "raised": [], "changed": []}
