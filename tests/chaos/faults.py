@@ -135,8 +135,8 @@ class Fault:
         needs, without: traits of the configurations that it makes sense in.
         message: pattern that the error of every rank that gets one must match; ``{who}`` stands for the victim.
         then: what a rank does after an error.
-        steps: where it may act: at the end of a cycle (``"sync"``), at those before the last one (``"inner"``), or
-            anywhere.
+        steps: where it may act: at the end of a cycle (``"sync"``), of one before the last (``"inner"``), of the last
+            one, or anywhere.
         excluded: for ``healed``: whether the victim's replica is left out of the mean.
         waits: whether the others wait for the timeout of the group, which is short then.
         late: whether it acts after its place, in a call that is armed there. Then it must be noticed to have acted.
@@ -151,7 +151,7 @@ class Fault:
     without: frozenset[str] = frozenset()
     message: str | None = None
     then: Then = "stop"
-    steps: Literal["sync", "inner", "any"] = "sync"
+    steps: Literal["sync", "inner", "last", "any"] = "sync"
     excluded: bool = True
     waits: bool = False
     late: bool = False
@@ -176,7 +176,8 @@ class Fault:
         """The steps at which it may act."""
         if self.steps == "any":
             return list(range(2, TOTAL + 1))
-        return list(range(SYNC, TOTAL + (self.steps == "sync"), SYNC))
+        ends = list(range(SYNC, TOTAL + 1, SYNC))
+        return {"sync": ends, "inner": ends[:-1], "last": ends[-1:]}[self.steps]
 
     def victims(self, case: Case, configuration: Configuration) -> list[int]:
         """Return the ranks that the fault acts on."""

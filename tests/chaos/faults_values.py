@@ -175,6 +175,6 @@ FAULTS = [
     Fault("another number of batches", "healed", "update", another_count, excluded=False),
     Fault(
         "parameters of 3e38 on all ranks", "healed", "update", same_huge_element, on="all", excluded=False,
-        needs=traits("local"), without=traits("masters compress outer overlap"),
+        steps="last", needs=traits("local"), without=traits("masters compress outer overlap"),
     ),
 ]  # fmt: skip

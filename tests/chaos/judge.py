@@ -43,7 +43,8 @@ def judge(
     for rank, record in here.items():
         said = _as_expected(case, fault, configuration, record, rank in victims)
         said += _all_or_nothing(record, undisturbed[rank], fault)
-        said += _same_steps(case, fault, record, undisturbed[rank], rank in victims)
+        shared = "shared" in configuration.traits
+        said += _same_steps(case, fault, record, undisturbed[rank], rank in victims, shared)
         found += [f"rank {rank}: {text}" for text in said]
     if fault.expect == "healed":
         found += _healed(case, fault, configuration, here)
@@ -108,10 +109,10 @@ def _all_or_nothing(record: Record, undisturbed: Record, fault: Fault) -> list[s
     ]
 
 
-def _same_steps(case: Case, fault: Fault, record: Record, undisturbed: Record, victim: bool) -> list[str]:
+def _same_steps(case: Case, fault: Fault, record: Record, undisturbed: Record, victim: bool, shared: bool) -> list[str]:
     """Check that every finished step is that of the undisturbed run, up to the fault if it changes the run."""
-    if fault.at == "build" and fault.expect == "refused" and victim:
-        return []
+    if fault.at == "build" and fault.expect == "refused" and (victim or shared):
+        return []  # with shared gradients the others step by those of the victim
     healed = fault.expect == "healed"
     # A fault that all ranks refuse is still in the values of the victim.
     last = case.step - 1 if healed or (fault.expect == "refused" and fault.then == "stop") else TOTAL

@@ -44,7 +44,7 @@ def spelled(text: str, device: str = "cpu") -> Case:
 
 
 def cases(seed: int, faults: Sequence[str] | None = None, device: str = "cpu") -> Iterator[Case]:
-    """Yield cases without end: every fault once, in any order, then every fault in its next configuration, and so on."""
+    """Yield cases without end: every fault in one configuration, then every fault in its next one, and so on."""
     draw = random.Random(seed)
     names = list(FAULTS if faults is None else faults)
     places = {}

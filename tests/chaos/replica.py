@@ -165,9 +165,11 @@ class Replica:
         of_scheduler: list[Any] = [self.step, scheduler.get_last_lr(), scheduler.get_base_lr(), self.history()]
         if scheduler.cycle.overlapping is None:
             saved = scheduler.state_dict()
-            window = saved["hdet"]["window"]
-            empty = {"history": None, **({} if window["count"] else {"window": None})}  # 0 of no losses is 0 or [0, 0]
-            of_scheduler.append({**saved, "hdet": {**saved["hdet"], **empty}})
+            hdet = {**saved["hdet"], "history": None}
+            hdet["summary"] = {**hdet["summary"], "seconds": 0, "bytes": 0, "collectives": 0}
+            if not hdet["window"]["count"]:
+                hdet["window"] = None  # the sum of no losses is 0 or [0, 0]
+            of_scheduler.append({**saved, "hdet": hdet})
         parts: dict[str, Any] = {
             "parameters": [param for _, param in self.parameters()],
             "buffers": list(self.own.buffers()),
@@ -180,8 +182,8 @@ class Replica:
         return {name: digest(part) for name, part in parts.items()}
 
     def history(self) -> list[dict[str, Any]]:
-        """The records of all syncs, without the time that they took."""
-        return [{**vars(record), "seconds": 0.0} for record in self.scheduler.history]
+        """The records of all syncs, without what they cost."""
+        return [{**vars(record), "seconds": 0, "bytes": 0, "collectives": 0} for record in self.scheduler.history]
 
     def consensus(self) -> tuple[str, bool]:
         """Return the digest of everything that a sync makes equal, and whether the replicas held here are equal."""
