@@ -13,6 +13,7 @@ The flow, file by file:
     run_report.py       REPORT.md of one run
     pages.py            ``python -m bench.pages``: docs/benchmarks.md, docs/cost.md and the two tables of README.md
     compare.py          compare two recorded runs
+    stack_operations.py operations in a stack beside separate modules (stack_comparison.py), as a table
     cost_model.py       model the cost of averaging on up to 16 384 replicas; link_check.py checks it against gloo
     quality/            measure how well training ends, not how fast
 

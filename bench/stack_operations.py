@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +50,11 @@ def outcome(name: str, precision: str, device: str) -> dict[str, Any]:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         return entry | {"result": "unknown" if isinstance(error, SeparateModulesFail) else "refused", "reason": reason}
-    entry |= {"result": "equal" if found.excess <= 1 else "wrong", "excess": found.excess, "where": found.where}
+    entry |= {
+        "result": "equal" if found.excess <= 1 else "wrong",
+        "excess": round(found.excess, 4),
+        "where": found.where,
+    }
     return entry | {"loops": found.loops, "one by one": found.one_by_one}
 
 
@@ -94,9 +98,7 @@ def _input(device: str) -> Tensor:
 
 def measured(device: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the entries of the named operations in all precisions of the device."""
-    if (
-        device == "cuda"
-    ):  # else convolutions in fp32 are rounded to 10 bits, in the stack and in the modules differently
+    if device == "cuda":  # else convolutions in fp32 are rounded to 10 bits
         torch.backends.cudnn.allow_tf32 = False
     return [outcome(name, precision, device) for name in names for precision in PRECISIONS[device]]
 
@@ -107,17 +109,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     arguments = parser.parse_args()
     device: str = arguments.device
-    gpu = torch.cuda.get_device_name() if device == "cuda" else ""
-    short_name = gpu.split()[-1].lower() if gpu else "cpu"
+    machine = torch.cuda.get_device_name() if device == "cuda" else cpuinfo.get_cpu_info()["brand_raw"]
+    short_name = machine.split()[-1] if device == "cuda" else "CPU"
     record = {
         "command": f"python -m bench.stack_operations --device {device}",
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
-        "machine": gpu or platform.machine(),
+        "device": short_name,
+        "machine": machine,
         "replicas": REPLICAS,
         "operations": measured(device, [*OPERATIONS, *RANDOM_OPERATIONS]),
     }
-    out = arguments.out or RESULTS / f"{short_name}_stack_operations.json"
+    out = arguments.out or RESULTS / f"{short_name.lower()}_stack_operations.json"
     out.write_text(json.dumps(record, indent=1) + "\n")
     print(stack_operations_section([record]))
     print(f"\nrecord: {out}", file=sys.stderr)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.markdown import section_text, table_lines
@@ -18,21 +20,27 @@ DESCRIPTION = (
 )
 
 
+def read_records(folder: Path) -> list[Record]:
+    """Return the records of all devices in ``folder``, those of GPUs first."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*_stack_operations.json"))]
+    return sorted(found, key=lambda record: record["device"] == "CPU")
+
+
 def stack_operations_section(records: Sequence[Record]) -> str:
     """Return the section: a table with a column for each device and precision, and counts.
 
     Args:
-        records: the contents of the files ``bench/results/*_stack_operations.json``, one per device.
+        records: the records of :func:`read_records`, one per device.
     """
     columns: dict[tuple[str, str], dict[str, Any]] = {}
     for record in records:
         for entry in record["operations"]:
-            columns.setdefault((record["machine"], entry["precision"]), {})[entry["operation"]] = entry
+            columns.setdefault((record["device"], entry["precision"]), {})[entry["operation"]] = entry
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     body = [[name, *(_cell(column.get(name)) for column in columns.values())] for name in names]
     counts = [_counts(where, column.values()) for where, column in columns.items()]
     sources = [f"{r['machine']}, torch {r['torch']}, {r['date']}. `{r['command']}`" for r in records]
-    header = ["operation", *(f"{machine}, {precision}" for machine, precision in columns)]
+    header = ["operation", *(f"{device}, {precision}" for device, precision in columns)]
     table = table_lines(header, body, left=len(header))
     return section_text("Operations in a stack", DESCRIPTION, "\n".join(sources), counts, table)
 

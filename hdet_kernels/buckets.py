@@ -1,6 +1,6 @@
 """Flat buffers for parameters, and buckets of bounded size for collectives.
 
-:class:`Buckets` moves parameters into one contiguous buffer per device and dtype and makes them views of it, so that
+:class:`Buckets` moves parameters into one contiguous buffer per device and dtype and makes them parts of it, so that
 one kernel or one collective can process all of them. :func:`cut` divides any tensors into buckets of a bounded size,
 one for each collective.
 """

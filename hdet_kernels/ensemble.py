@@ -216,6 +216,22 @@ class ProcessEnsemble:
         """Return the global ranks of the processes that hold this part."""
         return dist.get_process_group_ranks(self.group)
 
+    def members(self) -> list[int]:
+        """Return the global ranks that this process waits for in a sync: those with this part and this replica."""
+        shards = [] if self.shard_group is None else dist.get_process_group_ranks(self.shard_group)
+        return sorted({*self.ranks(), *shards})
+
+    @property
+    def name(self) -> str:
+        """A name of these processes that is the same on all members."""
+        group = dist.group.WORLD if self.group is None else self.group
+        return "mesh" if self.shard_group is not None or group is None else str(group.group_name)
+
+    @property
+    def seconds(self) -> float | None:
+        """The timeout of the group in seconds, if it is known."""
+        return None if self._timeout is None else self._timeout.total_seconds()
+
     def _started(self, work: dist.Work | None, tensor: Tensor) -> Collective:
         if work is None:
             return _Done()

@@ -136,6 +136,8 @@ def own_storage(view: Tensor) -> Tensor:
     if type(view) is not Tensor or view.device.type not in ("cpu", "cuda") or not is_dense(view):
         return view
     owned: Tensor = from_dlpack(to_dlpack(view))
+    if owned.stride() != view.stride():  # some versions of torch change the strides of dimensions of size 1
+        owned.set_(owned.untyped_storage(), 0, view.shape, view.stride())
     return owned
 
 

@@ -226,6 +226,10 @@ class TestOwnStorage:
         owned.fill_(1)
         assert flat.sum() == 6, "the same memory"
 
+    @pytest.mark.parametrize(("shape", "stride"), [((1, 5), (5, 1)), ((2, 1, 3), (3, 7, 1)), ((4, 1, 1), (1, 4, 4))])
+    def test_strides_are_kept(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        assert own_storage(torch.zeros(40).as_strided(shape, stride, 3)).stride() == stride
+
     def test_it_keeps_the_memory_alive(self) -> None:
         owned = own_storage(torch.arange(1e6)[500_000:500_002])
         torch.zeros(1_000_000)

@@ -4,9 +4,11 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
 
 1. :mod:`.payload` collects what is averaged: parameters, buffers, optimizer state and step counts
    (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process.
-2. :mod:`.summary` reduces them to a few numbers: layout hashes, checksums.
+2. :mod:`.summary` reduces them to a few numbers: layout hashes, with the names that :mod:`.labels` finds, checksums,
+   and where buffers are not finite (:mod:`.nonfinite`).
 3. :mod:`.handshake` gathers one row of such numbers from every replica. Replicas that disagree on step, layout or
-   settings get an error that names them. A replica with non-finite values is marked as unhealthy.
+   settings get an error that names them. :mod:`.agreement` draws the conclusions: a replica with non-finite values is
+   marked as unhealthy. If a rank does not come, :mod:`.attendance` names it.
 4. :mod:`.plan` decides from the gathered rows alone, on every process alike, what is averaged over whom.
 5. :mod:`.transport` averages bucket by bucket, one collective each; :mod:`.compress` sends the parameters as rounded
    differences to the last consensus instead. If a collective fails, everything is restored.

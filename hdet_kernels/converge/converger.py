@@ -37,6 +37,7 @@ from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge,
 from hdet_kernels.converge.summary import TensorSummary, describe_layout
 from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take_first, take_largest
 from hdet_kernels.ensemble import Ensemble, check_ensemble, held
+from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
 
 log = logging.getLogger("hdet_kernels")
@@ -100,6 +101,7 @@ class Converger:
                 "several processes if need be"
             )
         self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names)
+        resolve(self.tensors.params[0].device, backend)  # raises for a backend that is unknown or cannot be used
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
@@ -153,7 +155,10 @@ class Converger:
             consensus=math.nan if consensus is None else transport.checksum_of_one(consensus, payload.device),
             outer=math.nan if self._outer is None else self._outer.checksum(payload.params, payload.device),
         )
-        agreement = exchange_reports(ensemble, report, summary, needs_loss=request.needs_loss)
+        transport.attendance.enter(request.call, report.step)
+        agreement = exchange_reports(
+            ensemble, report, summary, needs_loss=request.needs_loss, attendance=transport.attendance
+        )
         self._log_nonfinite(agreement, summary, report.step)
         request.check_gradients(agreement)
         compresses = self._compression is not None and ensemble.talks
@@ -183,7 +188,11 @@ class Converger:
         return payload.restore_on_failure(plan) if self.backup and self.ensemble.talks else contextlib.nullcontext()
 
     def _average(self, transport: Transport, payload: Payload, plan: Plan) -> Cost:
-        """Average the payload in place, as planned. Collective."""
+        """Average the payload in place, as planned. Collective. An error names the ranks that are missing."""
+        with transport.attendance.explained():
+            return self._run_plan(transport, payload, plan)
+
+    def _run_plan(self, transport: Transport, payload: Payload, plan: Plan) -> Cost:
         ensemble = transport.ensemble
         cost = Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
         own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
@@ -308,7 +317,7 @@ class Converger:
         Raises with nothing changed.
         """
         payload = self.tensors.payload(include_state=True)
-        state_alone = replace(payload, params=[], buffers=[], integers=[])
+        state_alone = replace(payload, params=[], buffers=[], masks=[], masks_changed=False, integers=[])
         request = AverageRequest("heal", average_state=False, in_full=True, heals=True)
         agreement, plan = self._agree(self._transport, Report(step=0), state_alone, request)
         both = agreement.healthy & healthy_then if len(healthy_then) == len(agreement.healthy) else agreement.healthy

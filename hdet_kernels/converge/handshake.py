@@ -6,6 +6,7 @@ send the processes into different collectives, where they would wait for each ot
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.converge.agreement import Agreement, Floats, conclude, name_ranks, none_sound, same
+from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.summary import TensorSummary
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.tensors import wide_dtype
@@ -57,13 +59,24 @@ class Report:
     failed: bool = False
 
 
-def exchange_reports(ensemble: Ensemble, report: Report, summary: TensorSummary, *, needs_loss: bool) -> Agreement:
+def exchange_reports(
+    ensemble: Ensemble,
+    report: Report,
+    summary: TensorSummary,
+    *,
+    needs_loss: bool,
+    attendance: Attendance | None = None,
+) -> Agreement:
     """Gather the handshake rows of all replicas and draw the conclusions. Collective.
+
+    ``attendance`` explains why the gather failed, if it does.
 
     Raises:
         RuntimeError: the same one on every process, if the replicas disagree or none is healthy.
     """
-    gathered = ensemble.gather(_handshake_rows(ensemble, report, summary)).numpy()
+    rows = _handshake_rows(ensemble, report, summary)
+    with attendance.explained() if attendance is not None else contextlib.nullcontext():
+        gathered = ensemble.gather(rows).numpy()
     columns = {name: gathered[..., index] for index, name in enumerate(COLUMNS)}
 
     def check_same(column: str, values: Mapping[str, Any], what: str, hint: str) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket, cut
+from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.ensemble import Collective, Ensemble, held
 from hdet_kernels.ops.pack import Pack
@@ -108,6 +109,7 @@ class Transport:
         self.ensemble, self.bucket_bytes, self.backend = ensemble, bucket_bytes, backend
         self.checksum = Checksum(ensemble.rows, backend)
         self._checksum_of_one = Checksum(1, backend)
+        self.attendance = Attendance(ensemble)
         self._packs: dict[object, Pack] = {}
 
     def checksum_of_one(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -7,7 +7,8 @@ A step flows through the files of this folder:
 2. :mod:`.hyperparameters` writes that table to the device when a number changed.
 3. :mod:`.parameter_watch` and :mod:`.fixed_gradients` notice parameters and gradients that were changed between steps.
 4. :mod:`.flat_group` holds a flat buffer of parameters with its state and step counts, and calls ``ops.Step`` on it.
-5. :mod:`.state_views` shows the flat state as ``optimizer.state``, as torch.optim does.
+5. :mod:`.state_views` shows the flat state as ``optimizer.state``, as torch.optim does; :mod:`.loading` checks a
+   ``state_dict`` before it gets there.
 
 :mod:`.base` ties them together. The folder depends on :mod:`hdet_kernels.ops`, ``buckets`` and ``tensors`` alone.
 """

@@ -15,7 +15,7 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
-from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_ties
+from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_params, check_ties
 from hdet_kernels.optim.fixed_gradients import FixedGradients
 from hdet_kernels.optim.flat_group import flat_groups_of, total_norm
 from hdet_kernels.optim.group_entries import Group
@@ -44,7 +44,7 @@ _NO_SCALARS = ops.Scalars()
 class FusedOptimizer(Optimizer):
     """Base class of the fused optimizers.
 
-    Building one moves the parameters into :attr:`buckets`; ``state[p]`` holds views of flat buffers. Hyperparameters
+    Building one moves the parameters into :attr:`buckets`; ``state[p]`` holds parts of flat buffers. Hyperparameters
     are read from ``param_groups`` at every step, so that any learning rate scheduler works.
 
     A subclass names its :attr:`rule`, checks the options of a group and maps a group to a row of the hyperparameter
@@ -74,6 +74,7 @@ class FusedOptimizer(Optimizer):
         if options.stochastic_rounding:
             # The same on every rank: with different seeds, replicas under DDP would drift apart.
             defaults[ROUNDING_SEED] = 0
+        check_params(params)
         super().__init__(params, defaults)
         self._build()
 
@@ -195,6 +196,8 @@ class FusedOptimizer(Optimizer):
         return compact_state(super().state_dict())
 
     def add_param_group(self, param_group: Group) -> None:
+        if isinstance(param_group, dict):  # torch refuses other types
+            check_params(param_group.get("params"))
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]

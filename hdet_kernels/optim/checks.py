@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -19,7 +19,7 @@ def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
     for name in names:
         value = options[name]
         _check_number(name, value)
-        if not _on_host(value):
+        if not on_host(value):
             continue
         if not 0 <= _as_float(value) < math.inf:
             raise ValueError(
@@ -31,7 +31,7 @@ def check_finite(options: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the named option is a finite number."""
     value = options[name]
     _check_number(name, value)
-    if _on_host(value) and not math.isfinite(_as_float(value)):
+    if on_host(value) and not math.isfinite(_as_float(value)):
         raise ValueError(f"{name} must be a finite number, got {value}; leave it out for 0")
 
 
@@ -44,7 +44,7 @@ def check_below_one(options: Mapping[str, Any], name: str) -> None:
         )
     for part in value if name == "betas" else (value,):
         _check_number(name, part)
-        if _on_host(part) and not 0 <= _as_float(part) < 1:
+        if on_host(part) and not 0 <= _as_float(part) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value!r}; a usual value is 0.9")
 
 
@@ -65,9 +65,18 @@ def check_seed(value: object) -> None:
 
 def check_max_grad_norm(value: float | None) -> None:
     """Raise ValueError unless ``value`` is a positive number or None."""
+    if value is None:
+        return
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if value is not None and not (number and value > 0):
+    if not number or not value > 0 or (isinstance(value, int) and _as_float(value) == math.inf):
         raise ValueError(f"max_grad_norm must be a positive number, or None for no clipping, got {value!r}")
+
+
+def check_params(params: object) -> None:
+    """Raise TypeError unless ``params`` is an iterable, as the parameters of an optimizer or of a group must be."""
+    if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
+        given = repr(params) if params is None or isinstance(params, int | float) else f"a {type(params).__name__}"
+        raise TypeError(f"parameters must be tensors, or dicts with tensors, got {given}: pass model.parameters()")
 
 
 def check_param(index: int, param: Tensor) -> None:
@@ -113,6 +122,6 @@ def _as_float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _on_host(value: float | Tensor) -> bool:
+def on_host(value: float | Tensor) -> bool:
     """Return whether a number can be read without waiting for an accelerator."""
     return not isinstance(value, torch.Tensor) or value.device.type == "cpu"

@@ -32,6 +32,8 @@ class OptimizerWithRows(Protocol):
     @property
     def max_grad_norm(self) -> float | None: ...
 
+    def check_group(self, group: Group) -> None: ...
+
     def row(self, group: Group) -> dict[str, float | Tensor]: ...
 
 
@@ -86,6 +88,7 @@ class HyperparameterWriter:
         if not has_tensors and values == self._written:
             return
         for group in groups:
+            self.optimizer.check_group(group)
             check_seed(group.get(ROUNDING_SEED, 0))
         by_group = [replica_groups(group, self.replicas) for group in groups]
         table_rows = [self._table_row(group) for group in chain.from_iterable(zip(*by_group, strict=True))]

@@ -50,6 +50,8 @@ class Options:
             raise ValueError(f"master_weights must be True, False or None to choose, got {self.master_weights!r}")
         if not any(self.state_dtype is dtype for dtype in (torch.float32, torch.bfloat16)):
             raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {self.state_dtype!r}")
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise ValueError(f"backend must be a name of hdet_kernels.backends() or None, got {self.backend!r}")
         for name in ("stochastic_rounding", "advance_versions"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hdet_kernels.optim.base import FusedOptimizer
-from hdet_kernels.optim.checks import check_at_least_zero, check_finite, check_flags
+from hdet_kernels.optim.checks import check_at_least_zero, check_finite, check_flags, on_host
 from hdet_kernels.optim.group_entries import Group
 from hdet_kernels.optim.options import GradientStorage, Options
 
@@ -59,7 +59,8 @@ class FusedSGD(FusedOptimizer):
         check_flags(group, "nesterov", "maximize")
         check_at_least_zero(group, "lr", "momentum", "weight_decay")
         check_finite(group, "dampening")
-        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+        readable = on_host(group["momentum"]) and on_host(group["dampening"])
+        if group["nesterov"] and readable and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov=True needs momentum above 0 and dampening 0, got momentum={group['momentum']} and "
                 f"dampening={group['dampening']}; set momentum=0.9 and leave dampening out"

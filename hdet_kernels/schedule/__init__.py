@@ -9,8 +9,9 @@ them with the others (folder ``converge/``), notes the sync in ``history.py``, a
 ``controller/``) move the base values that folder ``fanout/`` spreads over the replicas of the next cycle.
 ``overlapping.py`` is an average that runs beside the training. ``history_file.py`` writes every record to a file.
 
-``checkpoint.py`` saves and restores all of it; ``state_schema.py`` has the schema of a checkpoint, in the terms of
-``schema.py``. ``attachment.py`` hooks a cycle to its optimizer, and takes the one before off it.
+``checkpoint.py`` saves and restores all of it. ``formats.py`` converts what earlier versions saved, and
+``checked_state.py`` checks it by ``state_schema.py``, the schema of a checkpoint in the terms of ``schema.py``.
+``attachment.py`` hooks a cycle to its optimizer, and takes the one before off it.
 """
 
 from hdet_kernels.schedule.attachment import release

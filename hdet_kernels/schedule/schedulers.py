@@ -17,6 +17,7 @@ from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.arguments import check_no_epoch, checked_options, one_cycle_arguments
 from hdet_kernels.schedule.attachment import attach, check_schedule_is_own, own_values_back
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, untouched_on_error
+from hdet_kernels.schedule.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord
 from hdet_kernels.schedule.loss_window import Loss
@@ -207,9 +208,9 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         return {**state, "hdet": checkpoint.state_of(self.cycle)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        hdet = checkpoint.checked(self.cycle, state_dict)
+        hdet = checked(self.cycle, state_dict)
         here = {key: value for key, value in super().state_dict().items() if key != "_cycle"}
-        schedule = checkpoint.checked_schedule(here, state_dict, hdet["step"], "scheduler")
+        schedule = checked_schedule(here, state_dict, hdet["step"], "scheduler")
         with checkpoint.undone_on_error(self.cycle, self):
             super().load_state_dict(schedule)
             _write_momentum(self)
@@ -307,10 +308,10 @@ class HDETScheduler(_WithCycle, LRScheduler):
         return {"base_scheduler": self.base_scheduler.state_dict(), "hdet": checkpoint.state_of(self.cycle)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        hdet = checkpoint.checked(self.cycle, state_dict)
+        hdet = checked(self.cycle, state_dict)
         base, here = self.base_scheduler, self.base_scheduler.state_dict()
         of_torch = type(base).__module__.startswith("torch.")
-        schedule = checkpoint.checked_schedule(
+        schedule = checked_schedule(
             here, state_dict.get("base_scheduler"), hdet["step"], "base_scheduler", of_torch=of_torch
         )
         with checkpoint.undone_on_error(self.cycle, self), checkpoint.schedule_loaded(base, schedule):

@@ -1,6 +1,6 @@
 """The schema of a scheduler's checkpoint: every entry, in one place. ``docs/checkpoint-format.md`` explains them.
 
-Nothing here changes anything. ``checkpoint.py`` checks a whole state by this schema before it applies any of it.
+Nothing here changes anything. ``checked_state.py`` checks a whole state by this schema before any of it is applied.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
         {
             "format": Whole(1),
             "version": Text(),
-            "config": Like({}),  # compared entry by entry, see checkpoint.py
+            "config": Like({}),  # compared entry by entry, see checked_state.py
             "size": Whole(1),
             "replica": Whole(0, size - 1),
             "rows": Whole(1, size),
@@ -224,7 +224,7 @@ def summary(step: int, names: tuple[str, ...]) -> Fields:
             "seconds": _NOT_NEGATIVE,
             "base": EmptyOr(ByName(extremes, names)),
             "loss": EmptyOr(extremes),
-            "every": Whole(1),
+            "every": Whole(1, 2**40),
             "points": Items(point, longest=2 * POINTS),
         }
     )

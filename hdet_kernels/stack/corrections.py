@@ -1,8 +1,10 @@
 """Corrections for torch functions that compute something else under ``torch.func.vmap``.
 
 vmap decomposes most functions before autocast sees them. Autocast's choice of a precision for the whole function is
-then lost: losses come out in bf16, layers with a bias in fp32. And vmap ignores ``padding_idx`` of an embedding whose
-weight has rows.
+then lost: losses come out in bf16, layers with a bias in fp32, norms are summed in bf16. vmap ignores ``padding_idx``
+of an embedding whose weight has rows. And it computes attention wrongly or in a loop (``attention.py``).
+
+``bench/stack_operations.py`` compares operations in a stack with separate modules.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ _FULL = {
 _FULL_ON_ACCELERATORS = {
     F.cosine_similarity,
     F.group_norm,
+    F.gumbel_softmax,
     F.layer_norm,
     F.log_softmax,
     F.softmax,

@@ -205,6 +205,10 @@ class ReplicaStack:
 
         Returns:
             The losses [R], detached.
+
+        Raises:
+            RuntimeError: in the first pass by ``loss_fn``, gradients are not finite where the losses are (a warning if
+                the model computes in fp16). Nothing is changed then.
         """
         if self._graphed is None:
             losses = self._compute(loss_fn, batch, same_batch, chunk_size, self._collector)
@@ -257,7 +261,7 @@ class ReplicaStack:
         """Return the state under the module's own names.
 
         Parameters and persistent buffers are [R, *shape]. Entries without rows (frozen parameters, extra state) are the
-        module's own.
+        module's own. Parameters in the flat buffer of an optimizer are copied.
         """
         return stack_state(self._template, dict(self._stacked()))
 

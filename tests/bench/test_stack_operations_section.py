@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from bench.stack_operations_section import stack_operations_section
+from bench.stack_operations_section import read_records, stack_operations_section
 
 
 def entry(operation: str, precision: str, result: str = "equal", **more: Any) -> dict[str, Any]:
     return {"operation": operation, "precision": precision, "result": result, "loops": [], "one by one": "", **more}
 
 
-def record(machine: str, *entries: dict[str, Any]) -> dict[str, Any]:
-    return {"machine": machine, "torch": "2.13", "date": "2026-01-02", "command": "python", "operations": list(entries)}
+def record(device: str, *entries: dict[str, Any]) -> dict[str, Any]:
+    where = {"device": device, "machine": f"a machine with {device}", "torch": "2.13", "date": "2026-01-02"}
+    return {**where, "command": "python", "operations": list(entries)}
 
 
 def test_a_column_for_each_device_and_precision() -> None:
@@ -32,4 +35,11 @@ def test_a_column_for_each_device_and_precision() -> None:
     assert "- H200, fp32: 1 equal, 1 loop, 0 one by one, 0 refused, 0 wrong of 2" in lines
     assert "- H200, bf16: 0 equal, 0 loop, 0 one by one, 0 refused, 1 wrong of 1" in lines
     assert "- x86, fp32: 0 equal, 0 loop, 1 one by one, 1 refused, 0 wrong of 2" in lines
-    assert "H200, torch 2.13, 2026-01-02. `python`" in lines
+    assert "a machine with H200, torch 2.13, 2026-01-02. `python`" in lines
+
+
+def test_records_of_a_folder(tmp_path: Path) -> None:
+    for device in ("CPU", "H200"):
+        (tmp_path / f"{device.lower()}_stack_operations.json").write_text(json.dumps(record(device)))
+    (tmp_path / "drift.json").write_text("{}")
+    assert [found["device"] for found in read_records(tmp_path)] == ["H200", "CPU"]

@@ -236,3 +236,14 @@ class TestPaperSettings:
     def test_refuses_a_run_without_two_steps(self, total_steps: int) -> None:
         with pytest.raises(ValueError, match=f"total_steps must be a whole number of at least 2, got {total_steps}"):
             paper_settings(total_steps)
+
+
+@pytest.mark.parametrize("scale", [0.002, 0.1, 1e300])
+def test_losses_near_the_largest_number_have_weights(scale: float) -> None:
+    largest = float(np.finfo(np.float64).max)
+    for losses in ([1e300, 1.1e300, 1e300], [largest] * 3, [largest, -largest, 0.0], [largest, NAN, largest]):
+        weights = softmax_weights(np.array(losses), scale)
+        assert np.isfinite(weights).all()
+        assert weights.sum() == pytest.approx(1.0)
+        assert weights[np.nanargmin(losses)] == weights.max()
+    np.testing.assert_array_equal(softmax_weights(np.array([largest] * 2), scale), [0.5, 0.5])

@@ -177,7 +177,8 @@ def _disagree(rank: int, how: str) -> tuple[str, bool]:
 DISAGREEMENTS = {
     "step": r"disagree on the step \(ranks 0, 2: step 4; rank 1: step 12\)",
     "layout": r"disagree on the layout of parameters and buffers \(ranks 0, 2: tensors 4, elements 129, "
-    r"tensor 0 parameter 0: float32 \(16, 6\) with strides \(6, 1\); rank 1: tensors 3, elements 33, tensor 0 parameter 0: float32 \(16,\)",
+    r"tensor 0 parameter 0: float32 \(16, 6\) with strides \(6, 1\); "
+    r"rank 1: tensors 3, elements 33, tensor 0 parameter 0: float32 \(16,\)",
     "groups": r"disagree on the settings \(ranks 0, 2: .*; rank 1: ",
     "schedule": r"disagree on the base values \(ranks 0, 2: lr/0 9.94\d+e-03; rank 1: lr/0 1.98\d+e-02\)",
     "settings": r"disagree on the settings \(rank 0: seed 0; rank 1: seed 1; rank 2: seed 2\)",

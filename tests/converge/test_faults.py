@@ -216,6 +216,7 @@ def test_a_killed_rank_is_an_error_on_the_others_with_everything_intact(after: i
     assert results[1] is None
     for result in (results[0], results[2]):
         check_refused(result)
+        assert f"rank 1 {'came and then gave no sign' if after else 'did not come'}" in result["message"]
         assert result["step"] == 3
 
 
@@ -281,6 +282,7 @@ def test_a_rank_that_hangs_is_an_error_on_the_others_within_the_timeout(after: i
     assert results[1] is None
     for result in (results[0], results[2]):
         check_refused(result)
+        assert f"rank 1 {'came and then gave no sign' if after else 'did not come'}" in result["message"]
         assert result["step"] == 3
 
 
@@ -313,6 +315,7 @@ def test_an_exception_in_the_collective_leaves_everything_intact_on_all_ranks(nu
     assert results[1]["changed"] == []
     for result in (results[0], results[2]):
         check_refused(result)
+        assert "rank 1 raised Cable: pulled out" in result["message"]
 
 
 # A replica that is not finite

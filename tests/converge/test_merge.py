@@ -266,7 +266,7 @@ def test_a_loss_is_needed() -> None:
         stack.optimize()
         stack.scheduler.step()
     stack.optimize()
-    with pytest.raises(RuntimeError, match="no loss was recorded since the last sync on ranks 0, 1, 2, 3: call"):
+    with pytest.raises(RuntimeError, match="no loss was recorded since the last sync on replicas 0, 1, 2, 3: call"):
         stack.scheduler.step()
 
 

@@ -23,7 +23,6 @@ from hdet_kernels.converge.nonfinite import (
 from tests.ranks import Cases
 
 NAN, INF = math.nan, math.inf
-CPU = torch.device("cpu")
 
 
 def test_which_buffers_begin_not_finite() -> None:
@@ -47,9 +46,10 @@ def test_a_fingerprint_changes_with_the_values() -> None:
     assert fingerprints([]) == []
 
 
-def test_a_pattern_tells_where_and_what() -> None:
-    rows = torch.tensor([[1.0, 2.0], [NAN, 2.0], [INF, 2.0], [-INF, 2.0], [2.0, NAN], [7.0, NAN]])
-    first, *others = pattern([rows], 6, CPU).tolist()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_pattern_tells_where_and_what(device: str) -> None:
+    rows = torch.tensor([[1.0, 2.0], [NAN, 2.0], [INF, 2.0], [-INF, 2.0], [2.0, NAN], [7.0, NAN]], device=device)
+    first, *others = pattern([rows], 6, rows.device).tolist()
     assert first == 0
     assert others[3] == others[4], "finite values do not matter"
     assert len(set(others)) == 4

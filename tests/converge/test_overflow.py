@@ -24,16 +24,17 @@ def huge(dtype: torch.dtype) -> float:
     return {torch.float64: 1.5e308, torch.float16: 6e4}.get(dtype, 2e38)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", DTYPES)
-def test_a_mean_of_finite_rows_is_finite(name: str) -> None:
+def test_a_mean_of_finite_rows_is_finite(name: str, device: str) -> None:
     dtype = DTYPES[name]
     largest = torch.finfo(dtype).max
     for count in range(2, 12):
-        rows = torch.tensor([[largest, -largest, 3.0]] * count, dtype=dtype)
+        rows = torch.tensor([[largest, -largest, 3.0]] * count, dtype=dtype, device=device)
         rows[0, 2] = 3.0 + count
         expected = torch.tensor([[largest, -largest, 4.0]] * count, dtype=dtype)
         Transport(RowEnsemble(count), 8, None).average([[rows]], np.ones(count, dtype=bool), rescaled=True)
-        torch.testing.assert_close(rows, expected)
+        torch.testing.assert_close(rows.cpu(), expected)
 
 
 def test_rescaled_means_are_bit_for_bit_those_of_a_plain_sum() -> None:

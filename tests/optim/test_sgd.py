@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hdet_kernels.optim import FusedOptimizer, FusedSGD
 from tests.ops.cases import QUICK
@@ -58,3 +59,9 @@ def test_bad_options_are_refused_before_anything_moves(
     make: type[FusedOptimizer], options: dict[str, Any], message: str
 ) -> None:
     assert_refused(make, options, message)
+
+
+def test_a_momentum_on_an_accelerator_is_not_read() -> None:
+    """Groups are checked again when one changed, also while a CUDA graph is captured."""
+    optimizer = FusedSGD([torch.nn.Parameter(torch.ones(1))], momentum=0.9, nesterov=True)
+    optimizer.check_group({**optimizer.defaults, "momentum": torch.empty((), device="meta")})

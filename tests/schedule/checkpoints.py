@@ -47,3 +47,9 @@ def load(trainer: Trainer, path: Path, scheduler_first: bool = False) -> Trainer
     if not scheduler_first:
         trainer.scheduler.load_state_dict(scheduler)
     return trainer
+
+
+def single(**options: Any) -> hk.HDETOneCycleLR:
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return hk.HDETOneCycleLR(optimizer, **{"max_lr": 0.1, "total_steps": 20, **options})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.optim import lr_scheduler as schedules
 import hdet_kernels as hk
 from hdet_kernels.schedule.build import default_sync_every
 from tests.schedule.cases import Place, adam, groups_of, parameters
+from tests.training import same
 
 
 @pytest.mark.parametrize(
@@ -139,3 +142,60 @@ def test_the_run_of_the_controller_has_facts_and_wishes() -> None:
     assert run.reach[2] == (pytest.approx(math.log(0.5)), pytest.approx(math.log(4.0)))
     assert (run.probed, run.others, run.early, run.in_pairs) == (True, True, (2, 4, 8), True)
     assert run.departs == ((0, 48), (48, 176), (48, 176))
+
+
+class Counting(hk.SoftmaxController):
+    """A controller that counts how often it is asked."""
+
+    asked = 0
+
+    def active(self, run: Any, step: int) -> bool:
+        type(self).asked += 1
+        return super().active(run, step)
+
+
+@pytest.mark.parametrize("warmup", [10**9, 9_999_000], ids=["never active", "active at the end"])
+def test_a_run_of_ten_million_syncs_is_not_walked_through(warmup: int, caplog: pytest.LogCaptureFixture) -> None:
+    Counting.asked = 0
+    hk.HDETOneCycleLR(adam(), 0.1, 10**7, sync_every=1, ensemble=Place(4), auto_lr=Counting(warmup_steps=warmup))
+    assert Counting.asked <= 10_002
+    assert ("no sync falls into the part of the run" in caplog.text) is (warmup == 10**9)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "meta": lambda: torch.device("meta"),
+    "float64": lambda: default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("options", [{}, {"outer": hk.Outer()}, {"auto_lr": hk.HypergradientController()}], ids=str)
+def test_default_devices_and_dtypes_do_not_reach_inside(context: str, options: dict[str, Any]) -> None:
+    def train(around: Callable[[], Any]) -> list[Any]:
+        param = torch.nn.Parameter(torch.ones(5))
+        optimizer = hk.FusedAdamW([param], lr=0.1)
+        with around():
+            scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=2, ensemble=Place(2), **options)
+        for _ in range(4):
+            param.grad = torch.full((5,), 0.5)
+            optimizer.step()
+            with around():
+                scheduler.step(1.0)
+        with around():
+            with scheduler.consensus():
+                pass
+            scheduler.converge()
+            scheduler.load_state_dict(scheduler.state_dict())
+        return [param.detach().clone(), scheduler.get_last_lr(), scheduler.cycle.window.state_dict()]
+
+    assert same(train(CONTEXTS[context]), train(contextlib.nullcontext))

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.optim import FusedAdamW
-from hdet_kernels.schedule.checkpoint import FORMAT
-from tests.ranks import run_ranks
-from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, load, result, save
+from tests.ranks import Cases, run_ranks
+from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, load, result, save, single
 from tests.training import Trainer, batch, same
 
 CONTROLLERS = {
@@ -100,6 +98,46 @@ def test_rank_0s_file_gives_every_rank_its_own_multipliers(n: int, variant: str,
     assert not same(whole[0]["rates"], whole[1]["rates"])
 
 
+def _coupled(params: Any, lr: float) -> torch.optim.Adam:
+    return torch.optim.Adam(params, lr=lr, weight_decay=0.5)
+
+
+BETAS = [hk.Explore("betas[1]", spread=0.3, bounds=(0.1, 0.999))]
+#: Runs on shared gradients, and whether rank 0's file at a sync restores all ranks. It does not where the moments
+#: depend on more than the gradient: on the parameters, by a decay that is added to the gradient, or on explored betas.
+AT_A_SYNC: dict[str, tuple[dict[str, Any], bool]] = {
+    "decoupled decay": ({}, True),
+    "coupled decay": ({"make_optimizer": _coupled}, False),
+    "coupled decay, averaged": ({"make_optimizer": _coupled, "average_state": True}, True),
+    "explored betas": ({"explore": BETAS, "cycle_momentum": False}, False),
+    "explored betas, averaged": ({"explore": BETAS, "cycle_momentum": False, "average_state": True}, True),
+    "explored eps": ({"explore": [hk.Explore("eps", spread=0.5)]}, True),
+}
+
+
+def _from_rank_0(rank: int, name: str) -> bool:
+    """Whether a run that all ranks resume from rank 0's state at a sync is the uninterrupted one."""
+    options = {"total_steps": 8, "sync_every": 4, "spread": 0.5, "auto_lr": False, **AT_A_SYNC[name][0]}
+    whole = Trainer(rank, **options).train(4)
+    states = [copy.deepcopy([part.state_dict() for part in (whole.module, whole.optimizer, whole.scheduler)])]
+    torch.distributed.broadcast_object_list(states, src=0)
+    resumed = Trainer(rank, **options)
+    for part, state in zip((resumed.module, resumed.optimizer, resumed.scheduler), states[0], strict=True):
+        part.load_state_dict(state)
+    whole.train(3), resumed.train(3)  # before the next sync makes them alike again
+    return same(
+        [whole.parameters(), whole.moments(), whole.rates[4:]], [resumed.parameters(), resumed.moments(), resumed.rates]
+    )
+
+
+_AT_A_SYNC = Cases(2, _from_rank_0, [(name,) for name in AT_A_SYNC])
+
+
+@pytest.mark.parametrize("name", AT_A_SYNC)
+def test_rank_0s_file_at_a_sync_restores_all_ranks_where_their_moments_are_equal(name: str) -> None:
+    assert _AT_A_SYNC[(name,)] == [AT_A_SYNC[name][1]] * 2
+
+
 @pytest.mark.full
 def test_rank_0s_file_mid_cycle_gives_every_rank_its_own_multipliers(tmp_path: Path) -> None:
     whole = run_ranks(3, _uninterrupted, "explored", 12, tmp_path)
@@ -145,35 +183,6 @@ def test_another_world_size_within_a_cycle_is_refused_and_changes_nothing(tmp_pa
         assert step == 0
 
 
-def _single(**options: Any) -> hk.HDETOneCycleLR:
-    model = torch.nn.Linear(6, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return hk.HDETOneCycleLR(optimizer, **{"max_lr": 0.1, "total_steps": 20, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sync_every": 3}, "made with sync_every=1, this scheduler has 3"),
-        ({"seed": 5}, "made with seed=0, this scheduler has 5"),
-        ({"total_steps": 21}, "made with total_steps=20, this scheduler has 21"),
-        ({"spread": 0.1}, "made with hyperparameters="),
-        ({"auto_lr": False}, "made with controller='RegressionController', this scheduler has None"),
-    ],
-    ids=["sync_every", "seed", "total_steps", "spread", "controller"],
-)
-def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(options: dict[str, Any], message: str) -> None:
-    saved = _single()
-    for _ in range(3):
-        saved.optimizer.step()
-        saved.step(1.0)
-    other = _single(**options)
-    before = other.state_dict()
-    with pytest.raises(ValueError, match=message):
-        other.load_state_dict(saved.state_dict())
-    assert same(other.state_dict(), before)
-
-
 def _shared_is_remembered(rank: int, folder: Path) -> list[int]:
     """The bytes of a manual average right after resuming: of the parameters alone, since gradients are shared."""
     trainer = Trainer(rank, **SETTINGS)
@@ -190,17 +199,6 @@ def test_whether_gradients_are_shared_is_saved(tmp_path: Path) -> None:
         assert before == after < 1000, "129 parameters and a control row, no moments"
 
 
-def test_a_checkpoint_of_another_kind_of_scheduler_is_refused() -> None:
-    one_cycle = _single()
-    wrapped = hk.HDETScheduler(torch.optim.lr_scheduler.CosineAnnealingLR(_single().optimizer, 20))
-    with pytest.raises(ValueError, match="made with schedule='HDETScheduler around CosineAnnealingLR', this scheduler"):
-        one_cycle.load_state_dict(wrapped.state_dict())
-    with pytest.raises(ValueError, match="made with schedule='OneCycleLR', this scheduler"):
-        wrapped.load_state_dict(one_cycle.state_dict())
-    with pytest.raises(ValueError, match="not a checkpoint of an HDET scheduler"):
-        one_cycle.load_state_dict({"hdet": {}})
-
-
 def test_an_explored_base_survives_building_the_scheduler_after_loading_the_optimizer() -> None:
     """A saved group holds the replica's value, and the base beside it, as torch keeps initial_lr."""
 
@@ -209,9 +207,9 @@ def test_an_explored_base_survives_building_the_scheduler_after_loading_the_opti
         replica = process = 2
 
     explore = [hk.Explore("weight_decay", spread=0.5)]
-    first = _single(explore=explore, ensemble=ThirdOfThree(), auto_lr=False)
+    first = single(explore=explore, ensemble=ThirdOfThree(), auto_lr=False)
     assert first.optimizer.param_groups[0]["weight_decay"] != 0.01
-    again = _single()
+    again = single()
     again.optimizer.load_state_dict(first.optimizer.state_dict())
     second = hk.HDETOneCycleLR(again.optimizer, 0.1, 20, explore=explore, ensemble=ThirdOfThree(), auto_lr=False)
     second.load_state_dict(first.state_dict())
@@ -221,24 +219,17 @@ def test_an_explored_base_survives_building_the_scheduler_after_loading_the_opti
 
 def test_numpy_numbers_are_saved_as_plain_ones(tmp_path: Path) -> None:
     explore = [hk.Explore("weight_decay", spread=np.float64(0.5), bounds=(np.float32(0.0), np.float64(1.0)))]
-    torch.save(_single(spread=np.float64(0.2), explore=explore).state_dict(), tmp_path / "s.pt")
+    torch.save(single(spread=np.float64(0.2), explore=explore).state_dict(), tmp_path / "s.pt")
     torch.load(tmp_path / "s.pt", weights_only=True)
 
 
-def test_a_plain_torch_checkpoint_is_refused() -> None:
-    scheduler = _single()
-    torch_scheduler = torch.optim.lr_scheduler.OneCycleLR(scheduler.optimizer, 0.1, 20)
-    with pytest.raises(ValueError, match="not a checkpoint of an HDET scheduler"):
-        scheduler.load_state_dict(torch_scheduler.state_dict())
-
-
 def test_losses_and_history_are_restored_exactly(tmp_path: Path) -> None:
-    scheduler = _single(total_steps=400, sync_every=10)
+    scheduler = single(total_steps=400, sync_every=10)
     for step in range(25):
         scheduler.optimizer.step()
         scheduler.step(batch(0, step)[1].mean())
     torch.save(scheduler.state_dict(), tmp_path / "s.pt")
-    other = _single(total_steps=400, sync_every=10)
+    other = single(total_steps=400, sync_every=10)
     other.load_state_dict(torch.load(tmp_path / "s.pt", weights_only=True))
     assert float(other.cycle.window.sum) == float(scheduler.cycle.window.sum)
     assert (other.cycle.window.count, other.last_epoch) == (5, 25)
@@ -246,99 +237,61 @@ def test_losses_and_history_are_restored_exactly(tmp_path: Path) -> None:
     assert other.get_last_lr() == scheduler.get_last_lr()
 
 
-# A checkpoint of version 0.1 (format 1). It was made with that version on the CPU by this run: parts() below, trained
-# for 61 of its 120 steps, in the middle of a cycle. The file has the state_dict() of the stack, the optimizer and the
-# scheduler there, and under "end" the parameters, the learning rates after every later step, the base learning rate and
-# the controller's state after the last step, as version 0.1 computed them.
-OLD = Path(__file__).parent / "data" / "version_0_1.pt"
+class Picky:
+    """A setter that refuses a value."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.refuses = False
+
+    def __call__(self, value: float) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise RuntimeError("not this one")
+        self.values.append(value)
 
 
-def old_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.sin(torch.arange(32, dtype=torch.float32).reshape(8, 4) * 0.7 + step)
-    return x, x.sum(dim=1, keepdim=True).div(4).tanh()
+def test_a_setter_that_raises_leaves_everything_as_before() -> None:
+    def build(setter: Picky) -> hk.HDETOneCycleLR:
+        return single(explore=[hk.Explore("dropout", base=0.1, apply=setter)], auto_lr=False, ensemble=SingleReplica())
+
+    saved = build(Picky())
+    for _ in range(3):
+        saved.optimizer.step()
+        saved.step(1.0)
+    setter = Picky()
+    scheduler = build(setter)
+    before = copy.deepcopy([scheduler.state_dict(), scheduler.optimizer.param_groups, scheduler.get_last_lr()])
+    setter.refuses = True
+    with pytest.raises(RuntimeError, match="not this one"):
+        scheduler.load_state_dict(saved.state_dict())
+    assert same([scheduler.state_dict(), scheduler.optimizer.param_groups, scheduler.get_last_lr()], before)
+    scheduler.load_state_dict(saved.state_dict())
+    assert same(scheduler.state_dict(), saved.state_dict())
 
 
-def old_loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
+class Stubborn(torch.optim.lr_scheduler.LambdaLR):
+    """A wrapped schedule whose loading fails half-way."""
+
+    fails = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.fails:
+            type(self).fails = False
+            raise KeyError("half-way")
 
 
-def parts(**options: Any) -> tuple[hk.ReplicaStack, hk.FusedAdamW, hk.HDETOneCycleLR]:
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
-    stack = hk.ReplicaStack(module, 4, gradients="shared")
-    optimizer = hk.FusedAdamW(stack.parameters(), lr=0.01, backend="torch")
-    scheduler = hk.HDETOneCycleLR(
-        optimizer,
-        0.02,
-        120,
-        pct_start=0.6,
-        sync_every=4,
-        ensemble=stack.ensemble,
-        explore=[hk.Explore("weight_decay", spread=0.5)],
-        probe=lambda: stack.losses(old_loss, *old_batch(1000), same_batch=True),
-        **options,
-    )
-    return stack, optimizer, scheduler
+def test_a_wrapped_schedule_that_raises_leaves_everything_as_before() -> None:
+    def build() -> hk.HDETScheduler:
+        return hk.HDETScheduler(Stubborn(single().optimizer, lambda t: 1 / (1 + t)), total_steps=20, auto_lr=False)
 
-
-def test_a_checkpoint_of_version_0_1_resumes() -> None:
-    """Learning rates and the controller's state go on exactly, parameters within rounding of other processors."""
-    saved = torch.load(OLD, weights_only=True)
-    assert "format" not in saved["scheduler"]["hdet"]
-    stack, optimizer, scheduler = parts()
-    for part, name in ((stack, "stack"), (optimizer, "optimizer"), (scheduler, "scheduler")):
-        part.load_state_dict(saved[name])
-    rates = []
-    for step in range(scheduler.last_epoch, 120):
-        losses = stack.backward(old_loss, *old_batch(step))
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step(losses)
-        rates.append(scheduler.get_last_lr())
-    end = saved["end"]
-    assert len(rates) == 59
-    np.testing.assert_allclose(rates, end["rates"], rtol=1e-6)
-    np.testing.assert_allclose(scheduler.get_base_lr(), end["base"], rtol=1e-6)
-    mu = scheduler.cycle.spread.controller_state["mu"]
-    assert mu[0] > 1
-    np.testing.assert_allclose(mu, end["controller"]["mu"], rtol=1e-5)
-    assert scheduler.cycle.spread.controller_state["observations"] == end["controller"]["looks"]
-    for param, expected in zip(stack.parameters(), end["parameters"], strict=True):
-        torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_state_of_version_0_1_is_translated_exactly() -> None:
-    saved = torch.load(OLD, weights_only=True)["scheduler"]
-    before = copy.deepcopy(saved)
-    scheduler = parts()[2]
-    scheduler.load_state_dict(saved)
-    assert same(saved, before), "loading leaves the checkpoint as it is"
-    old, new = saved["hdet"]["spread"]["controller"], scheduler.cycle.spread.controller_state
-    names = {"looks": "observations", "ceilings": "caps", "belief": "log_likelihood", "way": "path_length",
-             "opposed": "slow", "terrain": "stability"}  # fmt: skip
-    assert {names.get(name, name) for name in old} == set(new)
-    assert all(same(value, new[names.get(name, name)]) for name, value in old.items() if name != "terrain")
-    within = {"first": "initial_level", "near": "edge", "broke": "diverged_at", "lowest": "lowest_before"}
-    assert new["stability"] == {within.get(name, name): value for name, value in old["terrain"].items()}
-    assert new["stability"]["initial_level"] is not None
-    assert scheduler.state_dict()["hdet"]["format"] == FORMAT == 3
-
-
-def test_version_0_1_had_the_settings_of_today() -> None:
-    """Its constants were not saved: a run under other settings than its own is refused."""
-    controller = hk.RegressionController(settings=hk.controller.RegressionSettings(quantile=0.5))
-    scheduler = parts(auto_lr=controller)[2]
-    with pytest.raises(ValueError, match=r"made with controller_constants.settings.quantile=0.35, this .* has 0.5"):
-        scheduler.load_state_dict(torch.load(OLD, weights_only=True)["scheduler"])
-
-
-def test_a_format_from_the_future_is_refused_and_changes_nothing() -> None:
-    scheduler = _single()
-    state = scheduler.state_dict()
-    state["hdet"]["format"] = FORMAT + 1
+    saved, scheduler = build(), build()
+    for _ in range(3):
+        saved.optimizer.step()
+        saved.step(1.0)
     before = copy.deepcopy(scheduler.state_dict())
-    with pytest.raises(
-        ValueError, match=r"has format 4 of hdet_kernels .*, this is version .*, which reads 1 to 3: load it with"
-    ):
-        scheduler.load_state_dict(state)
+    Stubborn.fails = True
+    with pytest.raises(ValueError, match="Stubborn refuses the checkpoint's base_scheduler"):
+        scheduler.load_state_dict(saved.state_dict())
     assert same(scheduler.state_dict(), before)

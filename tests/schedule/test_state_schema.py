@@ -64,7 +64,10 @@ HARMLESS = [
     ),
     (r".*\.(shared|apart|begun|ever|acting|heal|has_state|probe)|.*(slow|sound|healthy)\[\d\]", "bool"),
     (r".*\.(state|state_before)\..*|.*\.(state|state_before)", "deleted|dict"),
-    (r".*\.(due)", "none"),
+    (r".*(caps|eta|gamma)\[0\]", "deleted"),  # of one hyperparameter: an empty list is as before the first sync
+    (r".*\.(peaks|buffers|buffers_before|integers)", "list"),  # where they are empty
+    (r".*\.nesterov", "bool"),
+    (r".*_schedulers\[0\]\.last_epoch", "negative"),
 ]
 
 
@@ -135,7 +138,7 @@ def _damage_all(rank: int, kind: str, every: int) -> dict[str, list[str]]:
         try:
             trainer.scheduler.load_state_dict(damaged(state, path, DAMAGES[name]))
         except ValueError as error:
-            names = [str(key) for key in path if isinstance(key, str)][-3:] + ["the checkpoint was made with"]
+            names = [*[str(key) for key in path if isinstance(key, str)][-3:], "the checkpoint was made with"]
             if not any(each in str(error) for each in names):
                 found["unnamed"].append(f"{where}: {error}")
         except Exception as error:

@@ -233,3 +233,19 @@ def test_transformers_equal_separate_modules_on_a_gpu(
     assert found.excess <= 1, found
     assert not found.loops
     assert not found.one_by_one
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
+@pytest.mark.parametrize(
+    "backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=["flash", "memory"]
+)
+def test_fused_kernels_compute_all_replicas_on_a_gpu(backend: SDPBackend, warnings_logged: Messages) -> None:
+    """With only one kernel allowed, torch raises if it cannot be used."""
+    torch.manual_seed(0)
+    stack = hk.ReplicaStack(Gpt().cuda(), R)
+    with torch.autocast("cuda", dtype=torch.bfloat16), sdpa_kernel(backend):
+        losses = stack.backward(gpt_loss, *gpt_batch(4 * R, "cuda"))
+    assert losses.isfinite().all()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in stack.parameters())
+    assert warnings_logged() == [], "computed together"

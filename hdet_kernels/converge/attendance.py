@@ -1,0 +1,143 @@
+"""Attendance: which ranks came to an average, so that a failed collective can name those that did not.
+
+A collective that waits in vain ends in a timeout that names nobody. So every process notes in the store of the process
+group that it came to an average, in one small message. If the collective fails, the others are looked up there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble
+
+#: Seconds that a failed process waits for a sign of the others, and the most that the store may take to answer.
+SIGN_SECONDS, STORE_SECONDS = 2.0, 6.0
+
+
+class Attendance:
+    """Notes when this process comes to an average, and explains the failure of its collectives.
+
+    It does nothing for ensembles without a process group.
+
+    Args:
+        ensemble: the replicas.
+    """
+
+    def __init__(self, ensemble: Ensemble) -> None:
+        processes = ensemble.among if isinstance(ensemble, RowEnsemble) else ensemble
+        self._processes = processes if isinstance(processes, ProcessEnsemble) else None
+        self._count = 0
+        self._what = ""
+        self._failed = False
+
+    def enter(self, call: str, step: int) -> None:
+        """Note that this process comes to the average ``call`` after ``step``. Does not wait for the store."""
+        self._count, self._what, self._failed = self._count + 1, f"{call} at step {step}", False
+        self._write("came", self._what)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Name the ranks that are missing if a collective in the block fails.
+
+        Any other exception is raised as it is, and the other processes are told of it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._processes is None or self._count == 0 or self._failed:
+                raise
+            self._failed = True
+            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+                self._write("failed", f"{type(error).__name__}: {error}")
+                raise
+            self._write("failed", "")
+            raise RuntimeError(self._explanation(self._processes, error)) from error
+
+    def _explanation(self, processes: ProcessEnsemble, error: RuntimeError) -> str:
+        others = [rank for rank in processes.members() if rank != processes.rank]
+        signs = _in_time(lambda: self._signs(others), STORE_SECONDS)
+        if signs is None:
+            found = "the store of the process group does not answer, so its host (usually rank 0) has ended or hangs"
+        else:
+            found = explanation(self._count, *signs, timeout=processes.seconds)
+        return f"{self._what} failed: {found} ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+
+    def _signs(self, others: Sequence[int]) -> tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]]:
+        """Return what each of the others wrote last when it came and when it failed. Waits a little for the latter."""
+        until = time.monotonic() + SIGN_SECONDS
+        while True:
+            came = {rank: self._read("came", rank) for rank in others}
+            failed = {rank: self._read("failed", rank) for rank in others}
+            present = [rank for rank in others if came[rank][0] == self._count]
+            if all(failed[rank][0] == self._count for rank in present) or time.monotonic() > until:
+                return came, failed
+            time.sleep(0.05)
+
+    def _key(self, kind: str, rank: int) -> str:
+        # Processes that hold parts of one replica belong to groups of different names.
+        group = self._processes.name if self._processes is not None else ""
+        return f"hdet_kernels/{group}/{kind}/{rank}"
+
+    def _write(self, kind: str, text: str) -> None:
+        if self._processes is not None:
+            with contextlib.suppress(RuntimeError):  # a dead store is noticed by the collective too
+                _store().set(self._key(kind, self._processes.rank), f"{self._count} {text}")
+
+    def _read(self, kind: str, rank: int) -> tuple[int, str]:
+        """Return the number of the average and the text that a rank wrote last; 0 and nothing if it wrote nothing."""
+        store, key = _store(), self._key(kind, rank)
+        if not store.check([key]):
+            return 0, ""
+        count, _, text = store.get(key).decode().partition(" ")
+        return int(count), text
+
+
+def explanation(
+    count: int, came: dict[int, tuple[int, str]], failed: dict[int, tuple[int, str]], *, timeout: float | None
+) -> str:
+    """Return who is missing at average number ``count``, from what the other ranks wrote last. Pure.
+
+    Args:
+        count: number of the average.
+        came: for each other rank, the number and name of the last average that it came to; (0, "") for none.
+        failed: the same for the last one that failed there, with the cause where it is no collective.
+        timeout: of the process group, in seconds, if known.
+    """
+    found = []
+    within = "" if timeout is None else f" within {timeout:g} s"
+    for rank, (last, what) in came.items():
+        if last != count:
+            seen = f"it was last seen at {what}" if last else "it was never seen at an average"
+            found.append(f"rank {rank} did not come{within} ({seen})")
+        elif failed[rank][0] == count and failed[rank][1]:
+            found.append(f"rank {rank} raised {failed[rank][1]}")
+        elif failed[rank][0] != count:
+            found.append(f"rank {rank} came and then gave no sign: it has ended, was stopped, or hangs")
+    if any(last != count for last, _ in came.values()):
+        found.append("every rank must come to every average, after the same number of steps")
+    return "; ".join(found) or "all ranks came, and the collective failed on all of them"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _in_time(look: Callable[[], Any], seconds: float) -> Any:
+    """Return the result of ``look``; None if it fails or takes too long, as with a store whose host has gone."""
+    results: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            results.append(look())
+
+    thread = threading.Thread(target=run, name="hdet_kernels attendance", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None

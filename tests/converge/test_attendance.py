@@ -1,0 +1,105 @@
+"""Attendance: a collective that fails names the ranks that did not come, with what they were last seen at."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hdet_kernels as hk
+from hdet_kernels.converge import attendance
+from hdet_kernels.converge.attendance import Attendance, explanation
+from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+from tests.ranks import Cases
+
+HERE, BEFORE, NEVER = (3, "sync at step 8"), (2, "sync at step 4"), (0, "")
+
+
+@pytest.mark.parametrize(
+    ("came", "failed", "expected"),
+    [
+        (
+            {1: BEFORE, 2: NEVER},
+            {1: NEVER, 2: NEVER},
+            "rank 1 did not come within 30 s (it was last seen at sync at step 4); rank 2 did not come within 30 s (it "
+            "was never seen at an average); every rank must come to every average, after the same number of steps",
+        ),
+        ({1: HERE}, {1: BEFORE}, "rank 1 came and then gave no sign: it has ended, was stopped, or hangs"),
+        ({1: HERE}, {1: (3, "Cable: pulled out")}, "rank 1 raised Cable: pulled out"),
+        ({1: HERE}, {1: (3, "")}, "all ranks came, and the collective failed on all of them"),
+    ],
+    ids=["missing", "silent", "raised", "all there"],
+)
+def test_who_is_missing(came: dict[int, Any], failed: dict[int, Any], expected: str) -> None:
+    assert explanation(3, came, failed, timeout=30.0) == expected
+    assert "within" not in explanation(3, came, failed, timeout=None)
+
+
+@pytest.mark.parametrize("ensemble", [SingleReplica(), RowEnsemble(2)], ids=["single", "rows"])
+def test_without_a_process_group_errors_are_raised_as_they_are(ensemble: Any) -> None:
+    alone = Attendance(ensemble)
+    alone.enter("sync", 3)
+    with pytest.raises(RuntimeError, match=r"^as it is$"), alone.explained():
+        raise RuntimeError("as it is")
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    forever = threading.Event()
+    assert attendance._in_time(forever.wait, 0.01) is None
+    forever.set()
+
+    def broken() -> None:
+        raise RuntimeError("gone")
+
+    assert attendance._in_time(broken, 5.0) is None
+    assert attendance._in_time(lambda: 7, 5.0) == 7
+
+
+def _alone(rank: int, call: str, rows: int) -> tuple[str, bool]:
+    """After a sync at step 2, rank 0 alone averages; the others wait for it elsewhere."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    torch.manual_seed(0)
+    ensemble: Any = hk.ProcessEnsemble(group)
+    model = (
+        hk.ReplicaStack(nn.Linear(3, 1), rows, gradients="local", ensemble=ensemble) if rows > 1 else nn.Linear(3, 1)
+    )
+    if isinstance(model, hk.ReplicaStack):
+        ensemble = model.ensemble
+    optimizer = hk.FusedSGD(model.parameters(), lr=0.1)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=2, auto_lr=False, ensemble=ensemble)
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, float(rank))
+        optimizer.step()
+        scheduler.step(1.0 if rows == 1 else torch.ones(rows))
+    before = [param.detach().clone() for param in model.parameters()]
+    message = ""
+    if rank == 0:
+        try:
+            if call == "converge":
+                scheduler.converge()
+            else:
+                with scheduler.consensus():
+                    pass
+        except RuntimeError as error:
+            message = str(error)
+    dist.barrier()
+    return message, all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+ALONE = Cases(3, _alone, [("converge", 1)], full=[("consensus", 1), ("converge", 2)])
+
+
+@pytest.mark.parametrize(("call", "rows"), ALONE.params())
+def test_a_call_on_one_rank_alone_names_the_others(call: str, rows: int) -> None:
+    (message, unchanged), *others = ALONE[call, rows]
+    assert message.startswith(f"{call} at step 3 failed: rank 1 did not come within 2 s (it was last seen at sync at ")
+    assert "last seen at sync at step 2); rank 2 did not come within 2 s" in message
+    assert "every rank must come to every average" in message
+    assert unchanged
+    assert others == [("", True)] * 2

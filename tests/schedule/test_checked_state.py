@@ -1,0 +1,104 @@
+"""States of other runs, other replicas and other controllers: refused before anything changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import hdet_kernels as hk
+from hdet_kernels.ensemble import SingleReplica
+from tests.ranks import run_ranks
+from tests.schedule.checkpoints import single
+from tests.training import Trainer, same
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 3}, "made with sync_every=1, this scheduler has 3"),
+        ({"seed": 5}, "made with seed=0, this scheduler has 5"),
+        ({"total_steps": 21}, "made with total_steps=20, this scheduler has 21"),
+        ({"spread": 0.1}, "made with hyperparameters="),
+        ({"auto_lr": False}, "made with controller='RegressionController', this scheduler has None"),
+    ],
+    ids=["sync_every", "seed", "total_steps", "spread", "controller"],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(options: dict[str, Any], message: str) -> None:
+    saved = single()
+    for _ in range(3):
+        saved.optimizer.step()
+        saved.step(1.0)
+    other = single(**options)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(saved.state_dict())
+    assert same(other.state_dict(), before)
+
+
+def test_a_checkpoint_of_another_kind_of_scheduler_is_refused() -> None:
+    one_cycle = single()
+    wrapped = hk.HDETScheduler(torch.optim.lr_scheduler.CosineAnnealingLR(single().optimizer, 20))
+    with pytest.raises(ValueError, match="made with schedule='HDETScheduler around CosineAnnealingLR', this scheduler"):
+        one_cycle.load_state_dict(wrapped.state_dict())
+    with pytest.raises(ValueError, match="made with schedule='OneCycleLR', this scheduler"):
+        wrapped.load_state_dict(one_cycle.state_dict())
+    with pytest.raises(ValueError, match="not a checkpoint of an HDET scheduler"):
+        one_cycle.load_state_dict({"hdet": {}})
+
+
+def test_a_plain_torch_checkpoint_is_refused() -> None:
+    scheduler = single()
+    torch_scheduler = torch.optim.lr_scheduler.OneCycleLR(scheduler.optimizer, 0.1, 20)
+    with pytest.raises(ValueError, match="not a checkpoint of an HDET scheduler"):
+        scheduler.load_state_dict(torch_scheduler.state_dict())
+
+
+def _under_way(rank: int) -> list[str]:
+    """A checkpoint at a sync, with an overlapped average under way, in a run of one replica: refused, then allowed."""
+    options: dict[str, Any] = {"total_steps": 12, "sync_every": 4, "auto_lr": False, "ddp": False}
+    trainer = Trainer(rank, overlap_steps=2, **options).train(4)
+    found = []
+    for _ in range(2):
+        alone = Trainer(rank, ensemble=SingleReplica(), overlap_steps=2, **options)
+        before = copy.deepcopy(alone.scheduler.state_dict())
+        try:
+            alone.scheduler.load_state_dict(trainer.scheduler.state_dict())
+            alone.module.load_state_dict(trainer.module.state_dict())
+            alone.train(8)
+            found.append("")
+        except ValueError as error:
+            assert same(alone.scheduler.state_dict(), before)
+            found.append(str(error))
+        trainer.scheduler.converge()
+    return found
+
+
+def test_an_overlapped_average_under_way_belongs_to_its_replicas() -> None:
+    for refused, allowed in run_ranks(2, _under_way):
+        assert "has 2 replicas and an overlapped average under way, this run has 1" in refused
+        assert "call scheduler.converge() before saving, which applies it" in refused
+        assert allowed == ""
+
+
+class Forgetful(hk.SoftmaxController):
+    """A controller from outside whose state needs an entry of a type."""
+
+    def base(self, state: dict[str, Any], index: int, scheduled: Any) -> Any:
+        return super().base(state, index, scheduled) * (1 + state["velocity"][index])
+
+
+def test_the_state_of_a_controller_from_outside_is_tried_first() -> None:
+    def build() -> hk.HDETOneCycleLR:
+        return single(auto_lr=Forgetful(warmup_steps=0))
+
+    scheduler = build()
+    before = copy.deepcopy(scheduler.state_dict())
+    for velocity in ([], ["x"], [float("nan")], None):
+        state = copy.deepcopy(before)
+        state["hdet"]["spread"]["controller"]["velocity"] = velocity
+        with pytest.raises(ValueError, match=r"hdet\.spread\.controller"):
+            scheduler.load_state_dict(state)
+        assert same(scheduler.state_dict(), before)

@@ -1,0 +1,142 @@
+"""Checkpoints of earlier versions load; those of later ones are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hdet_kernels as hk
+from hdet_kernels.schedule.formats import FORMAT
+from tests.schedule.checkpoints import single
+from tests.training import same
+
+# A checkpoint of version 0.1 (format 1). It was made with that version on the CPU by this run: parts() below, trained
+# for 61 of its 120 steps, in the middle of a cycle. The file has the state_dict() of the stack, the optimizer and the
+# scheduler there, and under "end" the parameters, the learning rates after every later step, the base learning rate and
+# the controller's state after the last step, as version 0.1 computed them.
+OLD = Path(__file__).parent / "data" / "version_0_1.pt"
+
+
+def old_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.sin(torch.arange(32, dtype=torch.float32).reshape(8, 4) * 0.7 + step)
+    return x, x.sum(dim=1, keepdim=True).div(4).tanh()
+
+
+def old_loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def parts(**options: Any) -> tuple[hk.ReplicaStack, hk.FusedAdamW, hk.HDETOneCycleLR]:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    stack = hk.ReplicaStack(module, 4, gradients="shared")
+    optimizer = hk.FusedAdamW(stack.parameters(), lr=0.01, backend="torch")
+    scheduler = hk.HDETOneCycleLR(
+        optimizer,
+        0.02,
+        120,
+        pct_start=0.6,
+        sync_every=4,
+        ensemble=stack.ensemble,
+        explore=[hk.Explore("weight_decay", spread=0.5)],
+        probe=lambda: stack.losses(old_loss, *old_batch(1000), same_batch=True),
+        **options,
+    )
+    return stack, optimizer, scheduler
+
+
+def test_a_checkpoint_of_version_0_1_resumes() -> None:
+    """Learning rates and the controller's state go on exactly, parameters within rounding of other processors."""
+    saved = torch.load(OLD, weights_only=True)
+    assert "format" not in saved["scheduler"]["hdet"]
+    stack, optimizer, scheduler = parts()
+    for part, name in ((stack, "stack"), (optimizer, "optimizer"), (scheduler, "scheduler")):
+        part.load_state_dict(saved[name])
+    rates = []
+    for step in range(scheduler.last_epoch, 120):
+        losses = stack.backward(old_loss, *old_batch(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(losses)
+        rates.append(scheduler.get_last_lr())
+    end = saved["end"]
+    assert len(rates) == 59
+    np.testing.assert_allclose(rates, end["rates"], rtol=1e-6)
+    np.testing.assert_allclose(scheduler.get_base_lr(), end["base"], rtol=1e-6)
+    mu = scheduler.cycle.spread.controller_state["mu"]
+    assert mu[0] > 1
+    np.testing.assert_allclose(mu, end["controller"]["mu"], rtol=1e-5)
+    assert scheduler.cycle.spread.controller_state["observations"] == end["controller"]["looks"]
+    for param, expected in zip(stack.parameters(), end["parameters"], strict=True):
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_state_of_version_0_1_is_translated_exactly() -> None:
+    saved = torch.load(OLD, weights_only=True)["scheduler"]
+    before = copy.deepcopy(saved)
+    scheduler = parts()[2]
+    scheduler.load_state_dict(saved)
+    assert same(saved, before), "loading leaves the checkpoint as it is"
+    old, new = saved["hdet"]["spread"]["controller"], scheduler.cycle.spread.controller_state
+    names = {"looks": "observations", "ceilings": "caps", "belief": "log_likelihood", "way": "path_length",
+             "opposed": "slow", "terrain": "stability"}  # fmt: skip
+    assert {names.get(name, name) for name in old} == set(new)
+    assert all(same(value, new[names.get(name, name)]) for name, value in old.items() if name != "terrain")
+    within = {"first": "initial_level", "near": "edge", "broke": "diverged_at", "lowest": "lowest_before"}
+    assert new["stability"] == {within.get(name, name): value for name, value in old["terrain"].items()}
+    assert new["stability"]["initial_level"] is not None
+    assert scheduler.state_dict()["hdet"]["format"] == FORMAT == 3
+
+
+def test_version_0_1_had_the_settings_of_today() -> None:
+    """Its constants were not saved: a run under other settings than its own is refused."""
+    controller = hk.RegressionController(settings=hk.controller.RegressionSettings(quantile=0.5))
+    scheduler = parts(auto_lr=controller)[2]
+    with pytest.raises(ValueError, match=r"made with controller_constants.settings.quantile=0.35, this .* has 0.5"):
+        scheduler.load_state_dict(torch.load(OLD, weights_only=True)["scheduler"])
+
+
+def test_a_format_from_the_future_is_refused_and_changes_nothing() -> None:
+    scheduler = single()
+    state = scheduler.state_dict()
+    state["hdet"]["format"] = FORMAT + 1
+    before = copy.deepcopy(scheduler.state_dict())
+    with pytest.raises(
+        ValueError, match=r"has format 4 of hdet_kernels .*, this is version .*, which reads 1 to 3: load it with"
+    ):
+        scheduler.load_state_dict(state)
+    assert same(scheduler.state_dict(), before)
+
+
+def test_entries_of_a_newer_version_are_named() -> None:
+    scheduler = single()
+    before = copy.deepcopy(scheduler.state_dict())
+    for version, words in (
+        (FORMAT, r"entries that hdet_kernels \S+ does not know: hdet\.mood; it was saved by version '9\.9'"),
+        (FORMAT + 1, r"has format 4 of hdet_kernels '9\.9', this is version \S+, .* does not know hdet\.mood"),
+    ):
+        state = copy.deepcopy(before)
+        state["hdet"] |= {"format": version, "version": "9.9", "mood": 1}
+        with pytest.raises(ValueError, match=words):
+            scheduler.load_state_dict(state)
+    assert same(scheduler.state_dict(), before)
+
+
+def test_a_checkpoint_of_format_2_loads() -> None:
+    """It had every record, no summary, and no version."""
+    scheduler = single()
+    for _ in range(5):
+        scheduler.optimizer.step()
+        scheduler.step(1.0)
+    state = scheduler.state_dict()
+    old = {**state, "hdet": {k: v for k, v in state["hdet"].items() if k not in ("version", "run", "summary")}}
+    old["hdet"]["format"] = 2
+    other = single()
+    other.load_state_dict(old)
+    assert same(other.state_dict(), state)
