@@ -133,7 +133,8 @@ class Fault:
         act: injects it, on every victim.
         on: the victims: one rank, two of them, or all.
         needs, without: traits of the configurations that it makes sense in.
-        message: pattern that the error of every rank that gets one must match; ``{who}`` stands for the victim.
+        message: pattern that the error of every rank that gets one must match; ``{who}`` stands for the victim. For
+            ``lost`` there is a default.
         then: what a rank does after an error.
         steps: where it may act: at the end of a cycle (``"sync"``), of one before the last (``"inner"``), of the last
             one, or anywhere.

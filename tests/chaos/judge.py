@@ -13,6 +13,8 @@ from tests.chaos.scenario import Failure, Record
 
 Records = Sequence[Record | None]
 
+#: What a sync says that fails because of a lost process.
+LOST = "{who} (?:did not come|came and then gave no sign|raised)"
 #: The parts that a sync changes together.
 WHOLE = ("parameters", "buffers", "optimizer", "scheduler")
 
@@ -48,6 +50,8 @@ def judge(
         found += [f"rank {rank}: {text}" for text in said]
     if fault.expect == "healed":
         found += _healed(case, fault, configuration, here)
+    if fault.expect == "lost":
+        found += _named(case, fault, configuration, {rank: here[rank] for rank in here if rank not in victims})
     if resumed is not None:
         found += _resumed(undisturbed, resumed)
         found += _equal_after_syncs(configuration, {rank: r for rank, r in enumerate(resumed) if r is not None})
@@ -76,7 +80,7 @@ def _as_expected(case: Case, fault: Fault, configuration: Configuration, record:
         return [] if ends else [f"ended at step {record.step}: {raised}"]
     if expect == "lost" and not failures:
         return [] if ends else [f"ended at step {record.step} without an error"]
-    found = []
+    found, said = [], pattern(fault.message or "", case, configuration)
     if not failures:
         return [f"nothing was refused, and the run went on to step {record.step}"]
     if expect in ("refused", "rejected"):
@@ -87,7 +91,7 @@ def _as_expected(case: Case, fault: Fault, configuration: Configuration, record:
             found.append(f"the checkpoint was taken: {raised}")
     if (fault.then_in(configuration) == "retry" or expect == "rejected") and not ends:
         found.append(f"ended at step {record.step}: {raised}")
-    if fault.message and not pattern(fault.message, case, configuration).search(failures[0].message):
+    if expect != "lost" and fault.message and not said.search(failures[0].message):
         found.append(f"the message does not match {fault.message!r} for rank {case.victim}: {raised}")
     late = [f.seconds for f in failures if f.seconds > GROUP_TIMEOUT * 0.8]
     return [*found, *(f"an error came after {seconds:.0f} s" for seconds in late)]
@@ -164,6 +168,16 @@ def _healed(case: Case, fault: Fault, configuration: Configuration, here: dict[i
         if not close.all():
             found.append(f"the sync at step {case.step} is not the mean of replicas {healthy}")
     return found
+
+
+def _named(case: Case, fault: Fault, configuration: Configuration, survivors: dict[int, Record]) -> list[str]:
+    """Check that a sync that failed names the rank that is lost. Errors of backward passes are torch's own."""
+    said = pattern(fault.message or LOST, case, configuration)
+    texts = {r: f.message for r, record in survivors.items() for f in record.failures[:1] if f.call == "scheduler"}
+    silent = {rank: text for rank, text in texts.items() if not said.search(text)}
+    if configuration.shards > 1 and len(silent) < len(texts):
+        return []  # a rank that shares no group with the lost one knows only that its neighbours have failed
+    return [f"rank {rank} does not name rank {case.victim}: {text}" for rank, text in silent.items()]
 
 
 def _resumed(undisturbed: Sequence[Record], resumed: Records) -> list[str]:
