@@ -136,9 +136,9 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
         losses = replicas.backward(*batch)
         optimizer.step()
         replicas.zero_grad()
-        before = len(scheduler.history)
+        before = scheduler.history_summary.syncs
         scheduler.step(losses)
-        if len(scheduler.history) > before:
+        if scheduler.history_summary.syncs > before:
             rates.append([float(rate) for rate in scheduler.get_base_lr()])
     history = scheduler.history
     control = scheduler.cycle.spread.controller_state

@@ -66,7 +66,7 @@ def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:
                 raise ValueError(f"{where} is a {type(entries).__name__}, expected a dict of tensors")
             if entries or optimizer.eager_state:
                 _check_names(where, entries, needed, STATES[optimizer.rule], kind)
-                _check_values(where, entries, param)
+                _check_values(where, entries, param, counts_down=optimizer.optional_state)
 
 
 def prepare_state_dict(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _check_names(
         )
 
 
-def _check_values(where: str, entries: Mapping[str, Any], param: Tensor) -> None:
+def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, *, counts_down: bool) -> None:
     rows = set()
     for name, value in entries.items():
         if name == "step" or value is None:
@@ -136,7 +136,7 @@ def _check_values(where: str, entries: Mapping[str, Any], param: Tensor) -> None
         if value.is_meta:
             raise ValueError(f"{where} has {name} on the meta device, without values; load it on a real device")
         rows.add(_check_shape(where, name, value, param))
-    _check_step(where, entries.get("step", 0), rows)
+    _check_step(where, entries.get("step", 0), rows, counts_down=counts_down)
 
 
 def _check_shape(where: str, name: str, value: Tensor, param: Tensor) -> int | None:
@@ -158,8 +158,15 @@ def _check_shape(where: str, name: str, value: Tensor, param: Tensor) -> int | N
     )
 
 
-def _check_step(where: str, step: object, rows: set[int | None]) -> None:
-    """Raise ValueError unless ``step`` is a whole number, or one for each replica that has its own state."""
+def _check_step(where: str, step: object, rows: set[int | None], *, counts_down: bool) -> None:
+    """Raise ValueError unless ``step`` is a whole number, or one for each replica that has its own state.
+
+    Args:
+        where: a description of the parameter, for messages.
+        step: the loaded step count.
+        rows: how many replicas the moments have, if each has its own.
+        counts_down: whether counts of steps without a momentum buffer are negative, as those of SGD.
+    """
     if isinstance(step, Tensor):
         fits = step.numel() == 1 or (step.dim() == 1 and len(step) in rows)
         if not fits or step.is_complex() or step.is_meta or step.layout is not torch.strided:
@@ -169,8 +176,10 @@ def _check_step(where: str, step: object, rows: set[int | None]) -> None:
         counts = [step]
     for count in counts:
         number = isinstance(count, int | float | np.number) and not isinstance(count, bool)
-        if not number or not 0 <= count <= _MOST_STEPS or count % 1:
-            raise ValueError(f"{where} has step={step!r}, expected a whole number of at least 0")
+        if not number or not (-_MOST_STEPS if counts_down else 0) <= count <= _MOST_STEPS or count % 1:
+            raise ValueError(
+                f"{where} has step={step!r}, expected a whole number{'' if counts_down else ' of at least 0'}"
+            )
 
 
 def _check_per_replica(group: Group) -> None:

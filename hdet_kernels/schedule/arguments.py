@@ -114,14 +114,11 @@ def _count_or_none(name: str, value: object) -> int | None:
     return None if value is None else check_steps(name, value)
 
 
-def _per_group(name: str, value: object, count: int, **bounds: Any) -> Any:
-    """Return one number for all parameter groups, or a list with one for each."""
-    checked = each(check_number, name, value, count, "optimizer's parameter groups", **bounds)
-    if isinstance(value, Tensor):
-        return value
-    if not isinstance(value, list | tuple):
-        return checked if hasattr(value, "__len__") else check_number(name, value, **bounds)
-    return [given if isinstance(given, Tensor) else plain for given, plain in zip(value, checked, strict=True)]
+def _per_group(name: str, value: object, count: int, **bounds: Any) -> list[float | Tensor]:
+    """Return one number for each parameter group, of one for all or of a list of as many."""
+    numbers = each(check_number, name, value, count, "optimizer's parameter groups", **bounds)
+    given = value if isinstance(value, list | tuple) else [value] * count
+    return [entry if isinstance(entry, Tensor) else number for entry, number in zip(given, numbers, strict=True)]
 
 
 def _check_length(arguments: dict[str, Any]) -> None:

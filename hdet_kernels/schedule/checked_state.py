@@ -121,7 +121,7 @@ def _check_replicas(cycle: Cycle, state: dict[str, Any]) -> None:
             f"{' in a process' if saved[0] == here[0] else ''} can resume only where all are equal, at a multiple "
             f"of sync_every={cycle.run.sync_every}; save there"
         )
-    if state.get("pending") is not None:
+    if state.get("pending") is not None and saved[1] != here[1]:
         raise ValueError(
             f"{counts[0]} and an overlapped average under way, {counts[1]}: its corrections are those of the saved "
             "replicas; call scheduler.converge() before saving, which applies it"

@@ -10,8 +10,9 @@ the ordinary call brings its own backward pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,9 @@ from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, CausalVariant
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 # dropout_p, is_causal, scale, enable_gqa
 Options = tuple[float, bool, float | None, bool]
@@ -45,7 +48,7 @@ def attention(
     (``torch.func.grad``, or a vmap with the same random numbers everywhere) attention is computed by matrix products,
     which every transform supports.
     """
-    if isinstance(attn_mask, CausalBias):
+    if _is_causal_bias(attn_mask):
         attn_mask, is_causal = _causal_mask(attn_mask, query.device)
     options = dropout_p, is_causal, scale, enable_gqa
     transforms = retrieve_all_functorch_interpreters()
@@ -125,9 +128,15 @@ def _fold_mask(mask: Tensor, has_rows: bool, batch: torch.Size) -> Tensor:
     return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
 
 
+def _is_causal_bias(mask: Any) -> TypeGuard[CausalBias]:
+    # Its module imports the compiler, for seconds: whoever has such a mask has imported it.
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
 def _causal_mask(bias: CausalBias, device: torch.device) -> tuple[Tensor | None, bool]:
     """Return the mask, or whether attention is causal without one, of the masks in ``torch.nn.attention.bias``."""
     queries, keys = bias.seq_len_q, bias.seq_len_kv
-    if bias.variant == CausalVariant.UPPER_LEFT or queries == keys:
+    if bias.variant == type(bias.variant).UPPER_LEFT or queries == keys:
         return None, True
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries), False

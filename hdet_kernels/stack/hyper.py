@@ -37,7 +37,7 @@ class StackHyper(Mapping[str, Tensor]):
         values = self._values if self._current is None else self._current
         if name not in values:
             raise KeyError(
-                f"{name!r} is not a hyperparameter of this stack, which has {sorted(values) or 'none'}: assign "
+                f"{name!r} is not a hyperparameter of this stack; it has {sorted(values) or 'none'}: assign "
                 f"stack.hyper[{name!r}] = …, or build the scheduler with Explore({name!r}, base=…) and "
                 "ensemble=stack.ensemble, before the first loss"
             )

@@ -92,6 +92,16 @@ def _with(call: Callable[..., object], value: object) -> Callable[[Any], object]
     return lambda world: call(world, value)
 
 
+def each(
+    call: Callable[..., object], error: Any, message: str, *values: Any, world: str = "run", what: str = ""
+) -> list[Row]:
+    """Return a row for each value that ``call`` is made with."""
+    return [
+        Row(f"{what}{value!r}"[:50] + f" ({index})", lambda w, value=value: call(w, value), error, message, world)
+        for index, value in enumerate(values)
+    ]
+
+
 def named(prefix: str, rows: Iterable[Row]) -> list[Row]:
     """Return the rows with ``prefix`` before their names."""
     return [Row(f"{prefix}: {row.name}", row.call, row.error, row.message, row.world) for row in rows]

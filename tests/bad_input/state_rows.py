@@ -64,8 +64,8 @@ SCHEDULER: list[Row] = [
         for value in (None, 3, [], "x", {})
     ),
     *of("scheduler", ("hdet",), None, 3, [], {}, MISSING, message="hdet|checkpoint"),
-    *of("scheduler", ("hdet", "format"), "x", -1, 3, 1.5, None, 10**9),
-    *of("scheduler", ("hdet", "config"), None, [], MISSING, {}),
+    *of("scheduler", ("hdet", "format"), "x", -1, 99, 1.5, None, 10**9),
+    *of("scheduler", ("hdet", "config"), None, [], MISSING, {}, message="config|checkpoint"),
     *of("scheduler", ("hdet", "step"), -1, 7.5, "x", NAN, None, True, 10**9, MISSING, [3], HUGE),
     *of("scheduler", ("hdet", "size"), 0, -1, "x", None, 1.5, MISSING, NAN),
     *of("scheduler", ("hdet", "rows"), 0, "x", None, MISSING, -1),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.bad_input import explore_rows, one_cycle_rows, optimizer_rows, option_rows, part_rows, state_rows
+from tests.bad_input import explore_rows, one_cycle_rows, optimizer_rows, option_rows, part_rows, stack_rows, state_rows
 from tests.bad_input.rows import Row
 from tests.bad_input.world import StackWorld, World, differences, process_snapshot
 
@@ -17,6 +17,7 @@ AREAS: dict[str, list[Row]] = {
     **option_rows.AREAS,
     **explore_rows.AREAS,
     **optimizer_rows.AREAS,
+    **stack_rows.AREAS,
     **part_rows.AREAS,
     **state_rows.AREAS,
 }

@@ -185,6 +185,15 @@ def test_momentum_buffers_may_be_missing_or_none() -> None:
     assert not optimizer.state_dict()["state"]
 
 
+def test_sgd_counts_steps_without_momentum_down() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = hk.FusedSGD(params, stochastic_rounding=True)
+    run(optimizer, params, range(2))
+    assert optimizer.state[params[0]]["step"].item() == -2.0
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_refused(optimizer, edited(optimizer, put("step", -1.5)), "expected a whole number$")
+
+
 def test_hooks_of_the_user_may_complete_a_state() -> None:
     params, optimizer = stepped("adamw")
     state = edited(optimizer, drop("exp_avg_sq"))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hdet_kernels.optim import FusedOptimizer, FusedSGD
 from tests.ops.cases import QUICK

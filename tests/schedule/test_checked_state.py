@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import hdet_kernels as hk
-from hdet_kernels.ensemble import SingleReplica
 from tests.ranks import run_ranks
 from tests.schedule.checkpoints import single
-from tests.training import Trainer, same
+from tests.training import Trainer, network, same
 
 
 @pytest.mark.parametrize(
@@ -57,28 +56,29 @@ def test_a_plain_torch_checkpoint_is_refused() -> None:
 
 
 def _under_way(rank: int) -> list[str]:
-    """A checkpoint at a sync, with an overlapped average under way, in a run of one replica: refused, then allowed."""
-    options: dict[str, Any] = {"total_steps": 12, "sync_every": 4, "auto_lr": False, "ddp": False}
-    trainer = Trainer(rank, overlap_steps=2, **options).train(4)
+    """A checkpoint at a sync, with an overlapped average under way, for a stack of two rows: refused, then allowed."""
+    options: dict[str, Any] = {"total_steps": 12, "sync_every": 4, "auto_lr": False}
+    trainer = Trainer(rank, overlap_steps=2, ddp=False, **options).train(4)
     found = []
     for _ in range(2):
-        alone = Trainer(rank, ensemble=SingleReplica(), overlap_steps=2, **options)
-        before = copy.deepcopy(alone.scheduler.state_dict())
+        stack = hk.ReplicaStack(network(), 2)
+        optimizer = hk.FusedAdamW(stack.parameters(), lr=0.01)
+        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, ensemble=stack.ensemble, **options)
+        before = copy.deepcopy(scheduler.state_dict())
         try:
-            alone.scheduler.load_state_dict(trainer.scheduler.state_dict())
-            alone.module.load_state_dict(trainer.module.state_dict())
-            alone.train(8)
+            scheduler.load_state_dict(trainer.scheduler.state_dict())
             found.append("")
         except ValueError as error:
-            assert same(alone.scheduler.state_dict(), before)
+            assert same(scheduler.state_dict(), before)
             found.append(str(error))
         trainer.scheduler.converge()
     return found
 
 
-def test_an_overlapped_average_under_way_belongs_to_its_replicas() -> None:
+def test_an_overlapped_average_under_way_needs_as_many_rows() -> None:
     for refused, allowed in run_ranks(2, _under_way):
-        assert "has 2 replicas and an overlapped average under way, this run has 1" in refused
+        assert "has 2 replicas, 1 in a process, and an overlapped average under way, this run has" in refused
+        assert "2 in a process" in refused
         assert "call scheduler.converge() before saving, which applies it" in refused
         assert allowed == ""
 

@@ -158,7 +158,7 @@ def _damage_all(rank: int, kind: str, every: int) -> dict[str, list[str]]:
 _CASES = Cases(
     2,
     _damage_all,
-    {f"{kind}, some": (kind, 7) for kind in ("regression", "overlap")},
+    {f"{kind}, some": (kind, 11) for kind in ("regression", "overlap")},
     {kind: (kind, 1) for kind in KINDS},
 )
 
