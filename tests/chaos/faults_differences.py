@@ -141,7 +141,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "spread": ({"spread": 0.25}, "", ""),
     "seed": ({"seed": 5}, "", ""),
     "pct_start": ({"pct_start": 0.5}, "", "shared"),
-    "gradients": ({"gradients": "auto"}, "local", ""),
+    "gradients": ({"gradients": "shared"}, "", "stack"),
     "average_state": ({"average_state": False}, "", ""),
     "average_buffers": ({"average_buffers": False}, "", "stack"),
     "bucket_bytes": ({"bucket_bytes": 128}, "", ""),
@@ -162,7 +162,7 @@ MODELS: dict[str, tuple[Callable[[Scene], None], str]] = {
     "one more layer": (model(deeper), ""),
     "one more buffer": (model(with_buffer), ""),
     "no statistics of BatchNorm": (model(without_tracking), ""),
-    "a frozen parameter": (model(frozen), ""),
+    "a frozen parameter": (model(frozen), "ours"),  # which have state for all parameters
     "another order in memory": (model(transposed), "stack"),
     "tied layers": (model(tied), ""),
     "other names": (model(renamed), ""),

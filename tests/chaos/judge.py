@@ -121,7 +121,7 @@ def _same_steps(case: Case, fault: Fault, record: Record, undisturbed: Record, v
     # A fault that all ranks refuse is still in the values of the victim.
     last = case.step - 1 if healed or (fault.expect == "refused" and fault.then == "stop") else TOTAL
     if fault.at == "load" and fault.expect == "refused":
-        last = TOTAL if not victim else 0
+        last = TOTAL if not victim else -1
     skipped = {"setting"} if fault.then == "go on" else set()
     found = []
     for step, digests in record.digests.items():

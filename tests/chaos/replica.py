@@ -160,7 +160,7 @@ class Replica:
     def digests(self, *, gradients: bool = False) -> dict[str, str]:
         """Return the digest of every part. Without the scheduler's state while an average is under way."""
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
-        state = [self.optimizer.state.get(param, {}) for _, param in self.parameters()]
+        state = [effective(self.optimizer.state.get(param, {}), param) for _, param in self.parameters()]
         scheduler = self.scheduler
         of_scheduler: list[Any] = [self.step, scheduler.get_last_lr(), scheduler.get_base_lr(), self.history()]
         if scheduler.cycle.overlapping is None:
@@ -222,6 +222,15 @@ class Replica:
         targets = dict(zip(PARTS, (self.own, self.optimizer, self.scheduler), strict=True))
         for name in order:
             targets[name].load_state_dict(states[name])
+
+
+def effective(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter with its master as it is used: one that does not round to it is void."""
+    if "master" not in state:
+        return state
+    master, value = state["master"], param.detach()
+    used = torch.where(master.to(value.dtype) == value, master, value.to(master.dtype))
+    return {**state, "master": used}
 
 
 def local(tensor: Any) -> Tensor:
