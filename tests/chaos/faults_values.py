@@ -50,6 +50,10 @@ def in_moment(name: str, value: float) -> Callable[[Scene], None]:
     return lambda scene: put(scene, scene.here.optimizer.state[parameter(scene)][name], value)
 
 
+def in_shared_moment(scene: Scene) -> None:
+    scene.here.optimizer.state[parameter(scene)]["exp_avg"].fill_(math.nan)
+
+
 def in_buffer(value: float) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
         buffers = [buffer for buffer in scene.here.own.buffers() if buffer.is_floating_point()]
@@ -112,7 +116,7 @@ def each(
 
 def one_of_each(scene: Scene) -> None:
     """Spoil another thing on every rank."""
-    kinds = (in_parameter(math.nan), in_moment("exp_avg", math.inf), in_loss(math.nan), in_buffer(math.inf))
+    kinds = [in_parameter(math.nan), in_loss(math.nan), in_buffer(math.inf), in_moment("exp_avg", math.inf)]
     kinds[scene.rank % 4](scene)
 
 
@@ -147,8 +151,8 @@ def same_huge_element(scene: Scene) -> None:
 FAULTS = [
     *each("parameter", in_parameter, "nan inf -inf"),
     *each("gradient", in_gradient, "nan inf -inf", at="gradients", without=traits("stack")),
-    *each("first moment", lambda v: in_moment("exp_avg", v), needs=traits("moments")),
-    *each("second moment", lambda v: in_moment("exp_avg_sq", v), needs=traits("moments")),
+    *each("first moment", lambda v: in_moment("exp_avg", v), without=traits("stack")),
+    *each("second moment", lambda v: in_moment("exp_avg_sq", v), without=traits("stack")),
     # A master that does not round to its parameter is made of the parameter again.
     *each("master weight", lambda v: in_moment("master", v), needs=traits("masters"), excluded=False),
     *each("buffer", in_buffer),
@@ -165,6 +169,11 @@ FAULTS = [
     Fault(
         "another value is bad on every rank", "refused", "update", every_row(one_of_each), on="all",
         message=rf"{UNSOUND}.*{{who}}",
+    ),
+    # A stack with shared gradients has its moments once and does not exchange them.
+    Fault(
+        "nan in a moment that a stack shares", "refused", "update", in_shared_moment, needs=traits("stack"),
+        steps="inner", message=UNSOUND,
     ),
     Fault(
         "nan in a batch under shared gradients", "refused", "forward", in_batch(math.nan), needs=traits("shared"),

@@ -28,7 +28,9 @@ PAUSE = 0.3
 GRACE = 2.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis", "hdet_kernels"])
+_context.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis", "hdet_kernels", "tests.chaos.scenario"]
+)
 
 
 class Leave(Exception):

@@ -153,10 +153,6 @@ class Replica:
     def parameters(self) -> list[tuple[str, Tensor]]:
         return [(name, param) for name, param in self.own.named_parameters()]
 
-    def moments(self, name: str) -> list[Tensor]:
-        """Return the optimizer's state of this name, by parameter."""
-        return [self.optimizer.state[param][name] for _, param in self.parameters()]
-
     def digests(self, *, gradients: bool = False) -> dict[str, str]:
         """Return the digest of every part. Without the scheduler's state while an average is under way."""
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
