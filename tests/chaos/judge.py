@@ -76,11 +76,13 @@ def _as_expected(case: Case, fault: Fault, configuration: Configuration, record:
     raised = "; ".join(f"{f.call} after step {f.step}: {f.kind}: {f.message}" for f in failures)
     if expect == "healed" or (expect in ("unharmed", "rejected") and not victim):
         return [f"failed: {raised}"] if failures else [] if ends else [f"ended at step {record.step}"]
+    found, said = [], pattern(fault.message or "", case, configuration)
     if expect == "unharmed":
-        return [] if ends else [f"ended at step {record.step}: {raised}"]
+        if fault.message and not (failures and said.search(failures[0].message)):
+            found.append(f"the message does not match {fault.message!r}: {raised}")
+        return found if ends else [*found, f"ended at step {record.step}: {raised}"]
     if expect == "lost" and not failures:
         return [] if ends else [f"ended at step {record.step} without an error"]
-    found, said = [], pattern(fault.message or "", case, configuration)
     if not failures:
         return [f"nothing was refused, and the run went on to step {record.step}"]
     if expect in ("refused", "rejected"):

@@ -71,7 +71,7 @@ class Runner:
                     continues=fault.expect == "unharmed",
                     expendable=fault.victims(case, configuration) if lost else (),
                 )
-                if lost:
+                if lost or fault.waits:
                     self.pool.discard(size)
                 again = None
                 if fault.resumes_in(configuration):
