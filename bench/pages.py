@@ -1,7 +1,7 @@
 """Write the generated documentation from the recorded results; no GPU is needed.
 
-python -m bench.pages            # write docs/benchmarks.md, docs/cost.md, docs/quality.md, their plots, and the tables
-                                 # of README.md and bench/README.md
+python -m bench.pages            # write docs/benchmarks.md, docs/cost.md, docs/quality.md, docs/reliability.md, their
+                                 # plots, and the tables of README.md and bench/README.md
 python -m bench.pages --check    # write nothing; exit code 1 if a page is not up to date
 
 Every file of ``bench/results`` and ``bench/quality/results`` is read. The plots of docs/benchmarks.md show the records
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import cost_page, readme_tables, records, run_report, sections, suites
+from bench import cost_page, readme_tables, records, reliability_page, run_report, sections, suites
 from bench.markdown import table_lines
 from bench.quality import report as quality_report
 
@@ -81,6 +81,7 @@ PAGES: dict[Path, Callable[[str], str]] = {
     DOCS / "benchmarks.md": lambda _: benchmarks_page(),
     DOCS / "cost.md": lambda _: cost_page.text(RESULTS),
     DOCS / "quality.md": lambda _: quality_report.text(quality_report.read(QUALITY_RESULTS)),
+    DOCS / "reliability.md": lambda _: reliability_page.text(RESULTS),
     ROOT / "README.md": readme,
     ROOT / "bench" / "README.md": bench_readme,
 }

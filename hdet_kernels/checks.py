@@ -206,7 +206,10 @@ def spell(value: object) -> str:
         return f"the class {value.__name__}"
     text = _SHORT.repr(value)
     # Texts of modules take many lines, and addresses tell nothing.
-    return f"a {type(value).__name__}" if "\n" in text or text.startswith("<") else text
+    if "\n" in text or text.startswith("<"):
+        kind = type(value).__name__
+        return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
+    return text
 
 
 def _real(name: str, value: object, expected: str, remedy: str) -> Any:

@@ -336,6 +336,13 @@ def _run_length(scheduler: LRScheduler) -> int | None:
 def _write_momentum(scheduler: LRScheduler) -> None:
     """Write the momentum of the current step to the groups, where the schedule sets it: loading a schedule does not."""
     if getattr(scheduler, "cycle_momentum", False):
+        for number, group in enumerate(scheduler.optimizer.param_groups):
+            for name in ("base_momentum", "max_momentum") if isinstance(scheduler, OneCycleLR) else ():
+                if name not in group:
+                    raise ValueError(
+                        f"parameter group {number} of the optimizer has no {name!r}, which its schedule wrote there: "
+                        "load an undamaged checkpoint of the optimizer"
+                    )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch expects step() to call it
             OneCycleLR.get_lr(scheduler) if isinstance(scheduler, OneCycleLR) else scheduler.get_lr()

@@ -223,13 +223,15 @@ class FlatTensors:
     numel: int | None = None
 
     def check(self, value: Any, path: str) -> None:
-        Items(TensorOf((-1,))).check(value, path)
+        # The size comes first: a tensor of one element can claim to be as large as memory allows.
+        Items(TensorOf((-1,), finite=False)).check(value, path)
         found = sum(tensor.numel() for tensor in value)
         if self.numel is not None and found != self.numel:
             raise ValueError(
                 f"the checkpoint's {path} has {found} elements, this model has {self.numel}: resume with the model "
                 "that it was saved with"
             )
+        Items(TensorOf((-1,))).check(value, path)
 
 
 @dataclass(frozen=True)

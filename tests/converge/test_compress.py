@@ -576,7 +576,7 @@ def test_replicas_that_do_not_all_remember_the_consensus_average_in_full() -> No
 
 
 def test_an_unknown_format_is_refused_by_name() -> None:
-    message = "compress must be None or one of 'bf16', 'int8', got 'fp8'"
+    message = "compress must be one of None, 'bf16', 'int8', got 'fp8'"
     param = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=message):
         Converger([param], SingleReplica(), compress="fp8")  # type: ignore[arg-type]

@@ -172,12 +172,12 @@ def test_a_wrapped_onecycle_refuses_steps_past_its_end() -> None:
 
 
 def test_wrong_optimizers_and_schedulers_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got int"):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got 3"):
         hk.HDETOneCycleLR(3, 0.1, 10)  # type: ignore[arg-type]
     empty = Adam([{"params": []}], lr=0.1)
     with pytest.raises(ValueError, match="no parameters to average"):
         hk.HDETOneCycleLR(empty, 0.1, 10)
-    with pytest.raises(TypeError, match="wraps a torch LRScheduler, got Adam"):
+    with pytest.raises(TypeError, match="wraps a torch LRScheduler, got an Adam"):
         hk.HDETScheduler(adam())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ReduceLROnPlateau decides by a metric"):
         hk.HDETScheduler(schedules.ReduceLROnPlateau(adam()))
@@ -198,3 +198,13 @@ def test_bounds_of_a_tensor_learning_rate_do_not_wait_for_the_device(monkeypatch
 
     monkeypatch.setattr(Tensor, "__bool__", forbidden)
     assert torch.equal(value(torch.tensor(7.0)), torch.tensor(0.05))
+
+
+def test_groups_that_lost_their_momenta_are_named_when_a_state_is_loaded() -> None:
+    """A damaged checkpoint of the optimizer, loaded before that of the scheduler."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, auto_lr=False)
+    state = scheduler.state_dict()
+    del optimizer.param_groups[0]["base_momentum"]
+    with pytest.raises(ValueError, match="parameter group 0 of the optimizer has no 'base_momentum'"):
+        scheduler.load_state_dict(state)

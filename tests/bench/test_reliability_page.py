@@ -1,0 +1,59 @@
+"""docs/reliability.md: figures of the records, and what is said without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench import reliability_page
+
+FROM = {"machine": "x86_64", "torch": "2.13.0", "date": "2026-01-02", "command": "python -m some"}
+
+
+def chaos() -> dict[str, Any]:
+    kinds = {"a rank dies": {"expected": "raises", "runs": 3, "broken": 1}}
+    totals = {"faults": 3, "kinds": 1, "configurations": 2, "seconds": 12.3, "violations": [{"case": "x"}]}
+    return {**FROM, **totals, "by kind": kinds}
+
+
+def test_faults_are_counted_by_kind() -> None:
+    text = reliability_page.faults_section([chaos()])
+    assert "**3 faults** of 1 kinds in 2 configurations, 12 s: **1 violations**" in text
+    assert "| a rank dies | raises | 2 of 3 |" in text
+    assert "x86_64, torch 2.13.0, 2026-01-02. `python -m some`" in text
+
+
+def test_a_kind_that_one_machine_did_not_run_has_a_dash() -> None:
+    other = {**chaos(), "machine": "GPU", "by kind": {}}
+    assert "| a rank dies | raises | 2 of 3 | – |" in reliability_page.faults_section([chaos(), other])
+
+
+def test_errors_have_a_row_for_each_rule_and_a_line_for_the_extremes() -> None:
+    record = {
+        **FROM,
+        "steps": 100_000,
+        "errors": {"AdamW": {"fp32": {"rms": 1.25e-7, "max": 1.0}, "torch fp32": {"rms": 1.5e-7, "max": 1.0}}},
+        "learning rates": {"cpp": {"AdamW": {"ours": 1.5, "torch": 2.5}}},
+        "subnormals": {
+            "cpp": {"AdamW": {"results": 8, "flushed": 1, "units from truth": 0.5, "torch from truth": 0.75}}
+        },
+    }
+    text = reliability_page.numerics_section([record])
+    assert "| rule | fp32 | torch fp32 |" in text
+    assert "| AdamW | 1.2e-07 | 1.5e-07 |" in text
+    assert "at most 1.5 roundings of float32 from float64, torch at most 2.5" in text
+    assert "1 of 8 results are flushed" in text
+
+
+def test_outcomes_have_a_row_for_each_folder() -> None:
+    record = {**FROM, "exit code": 0, "tests": {"": {"passed": 2}, "ops": {"passed": 5, "skipped": 1}}}
+    text = reliability_page.gpu_section([record])
+    assert "| (top) | 2 | 0 | 0 |" in text
+    assert "| ops | 5 | 0 | 1 |" in text
+
+
+def test_without_records_the_page_says_what_is_tested_and_what_is_not(tmp_path: Path) -> None:
+    text = reliability_page.text(tmp_path)
+    assert "## Not covered" in text
+    assert "Silent data corruption" in text
+    assert "## Injected faults" not in text
