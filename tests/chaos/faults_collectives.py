@@ -40,13 +40,16 @@ def broadcast(scene: Scene) -> None:
 
 FAULTS = [
     *(
-        Fault(f"{name} raises, and the process ends", "lost", "sync", act, then="leave", late=True, needs=traits(needs))
-        for name, act, needs in (
-            ("handshake", first_of("_all_gather", cable), ""),
-            ("a collective", at_collective("middle", backend_error), ""),
-            ("the last collective", at_collective("last", reset), ""),
-            ("a finished collective", at_collective("middle", cable, "after"), ""),
-            ("a broadcast of counts", broadcast, "local"),
+        Fault(
+            f"{name} raises, and the process ends", "lost", "sync", act, then="leave", late=True, needs=traits(needs),
+            message=message,
+        )
+        for name, act, needs, message in (
+            ("handshake", first_of("_all_gather", cable), "", None),
+            ("a collective", at_collective("middle", backend_error), "", "{who}: NCCL communicator|{who} did not come"),
+            ("the last collective", at_collective("last", reset), "", None),
+            ("a finished collective", at_collective("middle", cable, "after"), "", None),
+            ("a broadcast of counts", broadcast, "local", None),
         )
     ),
     *(

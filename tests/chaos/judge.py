@@ -9,7 +9,7 @@ import torch
 from tests.chaos.configurations import TOTAL, Configuration
 from tests.chaos.faults import Case, Fault, pattern
 from tests.chaos.group import GROUP_TIMEOUT
-from tests.chaos.scenario import Failure, Record
+from tests.chaos.record import Failure, Record
 
 Records = Sequence[Record | None]
 

@@ -16,7 +16,8 @@ from tests.chaos.faults import Case
 from tests.chaos.group import Lost, Pool
 from tests.chaos.judge import judge
 from tests.chaos.plan import make_case
-from tests.chaos.scenario import Record, disturbed, resumed, undisturbed
+from tests.chaos.record import Record
+from tests.chaos.scenario import disturbed, resumed, undisturbed
 
 
 @dataclass(frozen=True)

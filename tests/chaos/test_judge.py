@@ -12,7 +12,8 @@ from tests.chaos.faults import Fault
 from tests.chaos.group import Pool
 from tests.chaos.judge import judge
 from tests.chaos.plan import make_case
-from tests.chaos.scenario import Failure, Record, disturbed, undisturbed
+from tests.chaos.record import Failure, Record
+from tests.chaos.scenario import disturbed, undisturbed
 
 LOCAL = CONFIGURATIONS["local"]
 PARTS = ("parameters", "buffers", "optimizer", "scheduler", "setting")
