@@ -17,13 +17,16 @@ from torch import Tensor
 from hdet_kernels.ops import STATES
 from hdet_kernels.optim.checks import check_seed
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
-from hdet_kernels.optim.hyperparameters import ROUNDING_SEED, freeze_betas
+from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
 from hdet_kernels.optim.precision import wrap_tensors
 from hdet_kernels.optim.state_views import MASTER
 from hdet_kernels.tensors import replicas_of
 
 #: The largest step count that is loaded. Counts are float32, and no run has more steps.
 _MOST_STEPS = 2**53
+
+#: Options that a group may lack: ours, and those that torch adds itself when it loads an older state_dict.
+_ADDED_OPTIONS = (*IMPLEMENTATION_OPTIONS, ROUNDING_SEED, "amsgrad", "maximize", "nesterov")
 
 
 class LoadingOptimizer(Protocol):
@@ -46,13 +49,15 @@ def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:
 
     Accepted is what torch.optim saves and continues from: parameters that have never been stepped have no entry or an
     empty one, step counts are numbers or tensors, momentum buffers of SGD may be missing or None, and groups may lack
-    options that torch does not know. Numbers of groups and parameters are left to torch, which compares them itself.
+    options that torch does not know or adds by itself. Numbers of groups and parameters are left
+    to torch, which compares them itself.
     """
     state, groups = _parts(state_dict)
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         return
     kind = type(optimizer).__name__
     for number, (saved, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        _check_options(number, saved, optimizer.defaults, kind)
         group = optimizer.defaults | {name: value for name, value in saved.items() if name != "params"}
         freeze_betas(group)
         optimizer.check_group(group)
@@ -67,6 +72,15 @@ def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:
             if entries or optimizer.eager_state:
                 _check_names(where, entries, needed, STATES[optimizer.rule], kind)
                 _check_values(where, entries, param, counts_down=optimizer.optional_state)
+
+
+def _check_options(number: int, saved: Mapping[str, Any], defaults: Mapping[str, Any], kind: str) -> None:
+    missing = [name for name in defaults if name not in saved and name not in _ADDED_OPTIONS]
+    if missing:
+        raise ValueError(
+            f"group {number} of the loaded state_dict has no {', '.join(missing)}, which {kind} needs: it is of "
+            "another kind of optimizer, or damaged. Load a state_dict of the same kind of optimizer"
+        )
 
 
 def prepare_state_dict(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -223,3 +223,10 @@ def test_the_state_of_a_stack_is_checked_row_by_row() -> None:
         assert_refused(optimizer, edited(optimizer, change), message)
     optimizer.load_state_dict(edited(optimizer, put("exp_avg", torch.full(shape, 5.0))))
     assert torch.equal(optimizer.state[next(stack.parameters())]["exp_avg"], torch.full(shape, 5.0))
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adagrad, hk.FusedLion])
+def test_another_optimizer_that_has_no_state_yet_is_refused(other: Any) -> None:
+    """torch would load it, and raise KeyError at the next step."""
+    _, optimizer = stepped("adamw")
+    assert_refused(optimizer, other(parameters(), lr=0.1).state_dict(), "of another kind of optimizer, or damaged")
