@@ -44,12 +44,16 @@ def spelled(text: str, device: str = "cpu") -> Case:
 
 
 def cases(seed: int, faults: Sequence[str] | None = None, device: str = "cpu") -> Iterator[Case]:
-    """Yield cases without end: every fault in one configuration, then every fault in its next one, and so on."""
+    """Yield cases without end: every fault in one configuration, then every fault in its next one, and so on.
+
+    On a GPU there are no sharded replicas: FSDP reduces and scatters, which gloo does not do with CUDA tensors.
+    """
     draw = random.Random(seed)
     names = list(FAULTS if faults is None else faults)
+    on_device = [each for each in CONFIGURATIONS.values() if device == "cpu" or "sharded" not in each.traits]
     places = {}
     for name in names:
-        fitting = [each.name for each in CONFIGURATIONS.values() if FAULTS[name].fits(each)]
+        fitting = [each.name for each in on_device if FAULTS[name].fits(each)]
         draw.shuffle(fitting)
         places[name] = itertools.cycle(fitting)
     for number in itertools.count():

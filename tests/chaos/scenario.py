@@ -166,15 +166,15 @@ class Run:
         dist.barrier()
         set_timeout(SHORT)
 
-    def note(self, replica: Replica) -> None:
-        """Record the state after a step."""
+    def note(self, replica: Replica, loaded: bool = False) -> None:
+        """Record the state after a step, or after a checkpoint was loaded."""
         record, step = self.record, replica.step
         record.step = step
         record.digests[step] = self.last = replica.digests()
         for sync in replica.scheduler.history[-2:]:
             if sync.kind != "manual":
                 record.excluded[sync.step], record.collectives[sync.step] = list(sync.excluded), sync.collectives
-        if replica.scheduler.history and replica.scheduler.history[-1].step == step:
+        if not loaded and replica.scheduler.history and replica.scheduler.history[-1].step == step:
             record.consensus[step] = replica.consensus()
 
     # Checkpoints
@@ -196,7 +196,7 @@ class Run:
                 scene.here.load(self.read("good"))
         else:
             scene.here.load(scene.states)
-        self.note(scene.here)
+        self.note(scene.here, loaded=True)
 
     def _spoilt(self, scene: Scene) -> None:
         assert self.fault is not None
@@ -259,7 +259,7 @@ def resumed(rank: int, case: Case, folder: Path) -> Record:
         if (folder / f"good{rank}.pt").exists():
             run.scene.here.load(run.read("good"))
         run.record.digests.clear()
-        run.note(run.scene.here)
+        run.note(run.scene.here, loaded=True)
         run.train()
     return run.record
 

@@ -37,6 +37,13 @@ def test_a_plan_has_every_kind_first_and_every_configuration_soon() -> None:
     assert len(set(planned)) == 500
 
 
+def test_there_are_no_sharded_replicas_on_a_gpu() -> None:
+    planned = list(itertools.islice(cases(0, device="cuda"), 500))
+    assert {case.device for case in planned} == {"cuda"}
+    assert {case.configuration for case in planned} == set(CONFIGURATIONS) - {"hsdp"}
+    assert {case.fault for case in planned} == set(FAULTS)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_case_can_be_repeated_and_lies_within_the_run(fault: str) -> None:
     for name, configuration in CONFIGURATIONS.items():
