@@ -66,6 +66,7 @@ _FULL_ON_ACCELERATORS = {
     F.gumbel_softmax,
     F.layer_norm,
     F.log_softmax,
+    F.pairwise_distance,
     F.softmax,
     F.softmin,
     Tensor.log_softmax,
