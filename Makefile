@@ -2,6 +2,7 @@
 # make test       linters and tests
 # make test-full  the tests that make test leaves out: more combinations, wheels, and everything that needs a GPU
 # make bench      every benchmark on this machine; report and plots in bench-out/ (bench/README.md)
+# make chaos      500 injected faults over real processes in about ten minutes; prints a table (tests/chaos/)
 # make quality    the small part of the quality suite; prints its tables (bench/quality/README.md)
 # make docs       the documentation as a site, in site/
 # make wheel      a pure wheel, one with the compiled extension, and the source distribution, in dist/
@@ -14,6 +15,7 @@ READY  := $(VENV)/.ready
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 QUALITY_ARGS ?=
+CHAOS_ARGS ?=
 
 # Tests and demo start many Python processes. Without byte code each of them would compile torch's sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-full lint bench quality docs wheel setup clean
+.PHONY: demo test test-full lint bench chaos quality docs wheel setup clean
 
 demo: $(READY)
 	$(BIN)/python -m hdet_kernels demo $(DEMO_ARGS)
@@ -39,6 +41,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m hdet_kernels bench $(BENCH_ARGS)
+
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 quality: $(VENV)/.quality
 	$(BIN)/python -m bench.quality run $(QUALITY_ARGS)

@@ -20,6 +20,9 @@ from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble
 #: Seconds that a failed process waits for a sign of the others, and the most that the store may take to answer.
 SIGN_SECONDS, STORE_SECONDS = 2.0, 6.0
 
+# Before the cause of a failure that is an error of a collective: it may be the consequence of another rank's.
+_COLLECTIVE = "collective: "
+
 
 class Attendance:
     """Notes when this process comes to an average, and explains the failure of its collectives.
@@ -57,7 +60,7 @@ class Attendance:
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
                 self._write("failed", f"{type(error).__name__}: {error}")
                 raise
-            self._write("failed", "")
+            self._write("failed", f"{_COLLECTIVE}{_first_line(error)}")
             raise RuntimeError(self._explanation(self._processes, error)) from error
 
     def _explanation(self, processes: ProcessEnsemble, error: RuntimeError) -> str:
@@ -67,7 +70,7 @@ class Attendance:
             found = "the store of the process group does not answer, so its host (usually rank 0) has ended or hangs"
         else:
             found = explanation(self._count, *signs, timeout=processes.seconds)
-        return f"{self._what} failed: {found} ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        return f"{self._what} failed: {found} ({type(error).__name__}: {_first_line(error)})"
 
     def _signs(self, others: Sequence[int]) -> tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]]:
         """Return what each of the others wrote last when it came and when it failed. Waits a little for the latter."""
@@ -107,7 +110,7 @@ def explanation(
     Args:
         count: number of the average.
         came: for each other rank, the number and name of the last average that it came to; (0, "") for none.
-        failed: the same for the last one that failed there, with the cause where it is no collective.
+        failed: the same for the last one that failed there, with the cause, marked if it is an error of a collective.
         timeout: of the process group, in seconds, if known.
     """
     found = []
@@ -116,13 +119,20 @@ def explanation(
         if last != count:
             seen = f"it was last seen at {what}" if last else "it was never seen at an average"
             found.append(f"rank {rank} did not come{within} ({seen})")
-        elif failed[rank][0] == count and failed[rank][1]:
+        elif failed[rank][0] == count and not failed[rank][1].startswith(_COLLECTIVE):
             found.append(f"rank {rank} raised {failed[rank][1]}")
         elif failed[rank][0] != count:
             found.append(f"rank {rank} came and then gave no sign: it has ended, was stopped, or hangs")
     if any(last != count for last, _ in came.values()):
         found.append("every rank must come to every average, after the same number of steps")
-    return "; ".join(found) or "all ranks came, and the collective failed on all of them"
+    if found:
+        return "; ".join(found)
+    causes = (f"rank {rank}: {text.removeprefix(_COLLECTIVE)}" for rank, (_, text) in failed.items())
+    return f"all ranks came, and the collective failed on all of them ({'; '.join(causes)})"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _store() -> Any:

@@ -31,7 +31,12 @@ HERE, BEFORE, NEVER = (3, "sync at step 8"), (2, "sync at step 4"), (0, "")
         ),
         ({1: HERE}, {1: BEFORE}, "rank 1 came and then gave no sign: it has ended, was stopped, or hangs"),
         ({1: HERE}, {1: (3, "Cable: pulled out")}, "rank 1 raised Cable: pulled out"),
-        ({1: HERE}, {1: (3, "")}, "all ranks came, and the collective failed on all of them"),
+        (
+            {1: HERE, 2: HERE},
+            {1: (3, "collective: NCCL communicator was aborted"), 2: (3, "collective: connection closed")},
+            "all ranks came, and the collective failed on all of them (rank 1: NCCL communicator was aborted; rank 2: "
+            "connection closed)",
+        ),
     ],
     ids=["missing", "silent", "raised", "all there"],
 )

@@ -1,0 +1,62 @@
+"""The plan of a run: which fault in which configuration, on which rank and at which step. All from one seed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+from tests.chaos.catalogue import FAULTS
+from tests.chaos.configurations import CONFIGURATIONS, SYNC, TOTAL
+from tests.chaos.faults import Case
+
+
+def make_case(fault: str, configuration: str, seed: int, device: str = "cpu") -> Case:
+    """Return the case of a seed, the same wherever it is made."""
+    kind, where = FAULTS[fault], CONFIGURATIONS[configuration]
+    draw = random.Random(f"{fault}/{configuration}/{seed}")
+    step = draw.choice(kind.possible_steps)
+    if kind.at == "load":
+        # The older checkpoint is of another cycle: within one, both would meet the others at the same sync.
+        good = draw.randrange(SYNC + 1, TOTAL)
+        old = draw.randrange(SYNC * (good // SYNC))
+    else:
+        good = draw.randrange(step)
+        old = draw.randrange(good + 1)
+    return Case(
+        fault,
+        configuration,
+        seed,
+        victim=draw.randrange(where.ranks),
+        row=draw.randrange(where.rows),
+        step=step,
+        saved=(old, good),
+        collectives=0,
+        device=device,
+        pick=draw.randrange(2**31),
+    )
+
+
+def spelled(text: str, device: str = "cpu") -> Case:
+    """Return the case that ``Case.spelled`` spelled."""
+    fault, configuration, seed = text.split("/")
+    return make_case(fault, configuration, int(seed), device)
+
+
+def cases(seed: int, faults: Sequence[str] | None = None, device: str = "cpu") -> Iterator[Case]:
+    """Yield cases without end: every fault in one configuration, then every fault in its next one, and so on.
+
+    On a GPU there are no sharded replicas: FSDP reduces and scatters, which gloo does not do with CUDA tensors.
+    """
+    draw = random.Random(seed)
+    names = list(FAULTS if faults is None else faults)
+    on_device = [each for each in CONFIGURATIONS.values() if device == "cpu" or "sharded" not in each.traits]
+    places = {}
+    for name in names:
+        fitting = [each.name for each in on_device if FAULTS[name].fits(each)]
+        draw.shuffle(fitting)
+        places[name] = itertools.cycle(fitting)
+    for number in itertools.count():
+        draw.shuffle(names)
+        for name in names:
+            yield make_case(name, next(places[name]), 1000 * seed + number, device)
