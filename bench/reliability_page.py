@@ -120,7 +120,8 @@ def numerics_section(records: list[Record]) -> str:
             [rule, *(f"{entry[name]['rms']:.1e}" if name in entry else "–" for name in names)]
             for rule, entry in record["errors"].items()
         ]
-        blocks += [[f"{record['machine']}, {record['steps']:,} steps:".replace(",", " ")]]
+        steps = f"{record['steps']:,}".replace(",", " ")
+        blocks += [[f"{record['machine']}, {steps} steps:"]]
         blocks += [table_lines(["rule", *names], body), [_extremes(record)]]
     return section_text("Numerics over time", description, "\n".join(map(_source, records)), *blocks)
 
@@ -134,7 +135,8 @@ def _extremes(record: Record) -> str:
         f"{max(pair['torch'] for pair in rates):.1f}. Subnormal parameters, gradients and moments: "
         f"{sum(case['flushed'] for case in cases)} of {sum(case['results'] for case in cases)} results are flushed to "
         f"zero where torch's are not; ours are at most {max(case['units from truth'] for case in cases):.1f} units in "
-        f"the last place from float64, torch's {max(case['torch from truth'] for case in cases):.1f}."
+        f"the last place from float64, torch's {max(case['torch from truth'] for case in cases):.1f}: a moment that is "
+        "itself subnormal has few digits left, or none."
     )
 
 

@@ -105,7 +105,8 @@ class OptimizerTwins:
             for grad in grads:
                 grad.mul_(scaler.get_scale())
             if overflows:
-                next(grad for grad in grads if grad.numel()).view(-1)[0] = float("inf")
+                first = next(grad for grad in grads if grad.numel())
+                first[(0,) * first.dim()] = float("inf")
             if optimizer is self.their_optimizer:
                 scaler.unscale_(optimizer)
                 self._clip()
