@@ -14,9 +14,10 @@ Record = dict[str, Any]
 DESCRIPTION = (
     "Every operation in a `ReplicaStack`, beside separate modules: losses and gradients, in fp32 and under autocast. "
     "**equal**: no loss and no gradient is further from fp64 than twice the distance of the separate modules (the "
-    "largest of several runs whose parameters differ by a rounding) and a rounding. *loop*: equal, but `torch.func.vmap` "
-    "computes this operation in a loop over the replicas. *one by one*: equal, but the whole loss is computed one replica after another, which the log says once. –: torch itself does "
-    "not compute it in this precision. Random operations are *equal* if every replica draws numbers of its own."
+    "largest of several runs whose parameters differ by a rounding) and a rounding. *loop*: equal, but "
+    "`torch.func.vmap` computes this operation in a loop over the replicas. *one by one*: equal, but the whole loss "
+    "is computed one replica after another, which the log says once. –: torch itself does not compute it in this "
+    "precision. Random operations are *equal* if every replica draws numbers of its own."
 )
 
 
