@@ -1,4 +1,4 @@
-"""Run tests and record how many passed, by folder, with the command, machine and date.
+"""Run tests and record how many passed, by folder, and which failed, with the command, machine and date.
 
     python -m bench.suite_record --out bench/results/h200_tests.json -m gpu -n 8 --dist loadfile tests
 
@@ -25,18 +25,24 @@ import torch
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 
-def counts(report: Path) -> dict[str, dict[str, int]]:
-    """Return how many tests passed, failed and were skipped, by folder of ``tests``, from a JUnit report."""
+def counts(report: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Return what a JUnit report says: how many tests passed, failed and were skipped, by folder, and who failed."""
     found: dict[str, Counter[str]] = {}
+    failed = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         parts = case.get("classname", "").split(".")
         folder = parts[1] if len(parts) > 2 and not parts[1].startswith("test_") else ""
         marks = [OUTCOMES[child.tag] for child in case if child.tag in OUTCOMES]
-        found.setdefault(folder, Counter())[marks[0] if marks else "passed"] += 1
-    return {folder: dict(found[folder]) for folder in sorted(found)}
+        outcome = marks[0] if marks else "passed"
+        found.setdefault(folder, Counter())[outcome] += 1
+        if outcome == "failed":
+            failed.append(f"{'/'.join(parts)}.py::{case.get('name')}")
+    return {folder: dict(found[folder]) for folder in sorted(found)}, sorted(failed)
 
 
-def summary(arguments: list[str], exit_code: int, found: dict[str, dict[str, int]]) -> dict[str, Any]:
+def summary(
+    arguments: list[str], exit_code: int, found: dict[str, dict[str, int]], failed: list[str]
+) -> dict[str, Any]:
     """Return the record."""
     return {
         "command": f"python -m pytest {' '.join(arguments)}",
@@ -44,6 +50,7 @@ def summary(arguments: list[str], exit_code: int, found: dict[str, dict[str, int
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "exit code": exit_code,
+        "failed": failed,
         "tests": found,
     }
 
@@ -59,7 +66,7 @@ def main(given: list[str] | None = None) -> int:
         if not report.exists():
             print(f"pytest wrote no report (exit code {exit_code}): nothing was recorded", file=sys.stderr)
             return exit_code or 1
-        record = summary(arguments, exit_code, counts(report))
+        record = summary(arguments, exit_code, *counts(report))
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     return exit_code
 

@@ -12,13 +12,20 @@ FROM = {"machine": "x86_64", "torch": "2.13.0", "date": "2026-01-02", "command":
 
 def chaos() -> dict[str, Any]:
     kinds = {"a rank dies": {"expected": "raises", "runs": 3, "broken": 1}}
-    totals = {"faults": 3, "kinds": 1, "configurations": 2, "seconds": 12.3, "violations": [{"case": "x"}]}
+    totals = {
+        "faults": 3,
+        "kinds": 1,
+        "configurations": 2,
+        "seconds": 12.3,
+        "violations": [{"case": "x/ddp/1", "violations": ["rank 0 changed"]}],
+    }
     return {**FROM, **totals, "by kind": kinds}
 
 
 def test_faults_are_counted_by_kind() -> None:
     text = reliability_page.faults_section([chaos()])
     assert "**3 faults** of 1 kinds in 2 configurations, 12 s: **1 violations**" in text
+    assert "- x86_64, x/ddp/1: rank 0 changed" in text
     assert "| a rank dies | raises | 2 of 3 |" in text
     assert "x86_64, torch 2.13.0, 2026-01-02. `python -m some`" in text
 
@@ -46,8 +53,14 @@ def test_errors_have_a_row_for_each_rule_and_a_line_for_the_extremes() -> None:
 
 
 def test_outcomes_have_a_row_for_each_folder() -> None:
-    record = {**FROM, "exit code": 0, "tests": {"": {"passed": 2}, "ops": {"passed": 5, "skipped": 1}}}
+    record = {
+        **FROM,
+        "exit code": 1,
+        "failed": ["tests/ops/test_a.py::test_b"],
+        "tests": {"": {"passed": 2}, "ops": {"passed": 5, "skipped": 1}},
+    }
     text = reliability_page.gpu_section([record])
+    assert "- `tests/ops/test_a.py::test_b`" in text
     assert "| (top) | 2 | 0 | 0 |" in text
     assert "| ops | 5 | 0 | 1 |" in text
 

@@ -35,6 +35,7 @@ def test_outcomes_are_counted_by_folder(tmp_path: Path) -> None:
     assert suite_record.main(["--out", str(out), *arguments]) == 1
     record = json.loads(out.read_text())
     assert record["tests"] == {"": {"passed": 1}, "part": {"passed": 1, "failed": 1, "skipped": 1}}
+    assert [name.endswith("tests/part/test_some.py::test_bad") for name in record["failed"]] == [True]
     assert record["exit code"] == 1
     assert record["command"].startswith("python -m pytest -q")
 

@@ -49,8 +49,11 @@ FAULTS = [
             ("a collective", at_collective("middle", backend_error), "", "{who}: NCCL communicator|{who} did not come"),
             ("the last collective", at_collective("last", reset), "", None),
             ("a finished collective", at_collective("middle", cable, "after"), "", None),
-            ("a broadcast of counts", broadcast, "local", None),
         )
+    ),
+    Fault(  # it edits the buffers, which with overlap are seen until the average lands
+        "a broadcast of counts raises, and the process ends", "lost", "sync", broadcast, then="leave", late=True,
+        needs=traits("local"), without=traits("overlap"),
     ),
     *(
         Fault(

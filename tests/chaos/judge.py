@@ -66,6 +66,8 @@ def _who_ended(fault: Fault, victims: list[int], disturbed: Records) -> list[str
 
 def _fired(fault: Fault, victims: list[int], here: dict[int, Record]) -> list[str]:
     silent = [rank for rank in victims if rank in here and not here[rank].fired]
+    if fault.on == "all" and fault.expect == "lost" and len(silent) < len(victims):
+        return []  # the first that died took away what the others would have died of
     return [f"rank {rank}: the fault has not acted" for rank in silent if fault.late or fault.expect != "lost"]
 
 

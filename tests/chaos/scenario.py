@@ -46,11 +46,13 @@ class Run:
         """Make a call; record its failure, and do what the fault says after one."""
         then = None if self.fault is None else self.fault.then_in(self.scene.configuration)
         for last in (then != "retry", True):
-            before = self.before(name)
+            before, overlapped = self.before(name), self._average_under_way()
             start = time.monotonic()
             try:
                 return call()
             except (Exception, KeyboardInterrupt) as error:
+                if overlapped and not self._average_under_way():
+                    before = {}  # the average of the sync before was applied, as it was due: a change that is whole
                 self._failed(name, error, before, time.monotonic() - start)
                 if len(self.record.failures) == MOST_FAILURES or (last and then != "go on"):
                     raise Stopped from error
@@ -73,6 +75,10 @@ class Run:
         runtime = isinstance(error, RuntimeError)
         failure = Failure(name, step, type(error).__name__, runtime, " | ".join(texts), changed, after, seconds)
         self.record.failures.append(failure)
+
+    def _average_under_way(self) -> bool:
+        replica = self.scene.replica
+        return replica is not None and replica.scheduler.cycle.overlapping is not None
 
     def before(self, name: str) -> dict[str, str]:
         """Return the digests before a call, if it can be one that fails because of the fault."""
