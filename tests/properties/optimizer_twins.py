@@ -161,10 +161,11 @@ class OptimizerTwins:
     def write(self, index: int, factor: float) -> None:
         """Multiply a parameter in place, as ``load_state_dict`` does; its master follows where it changed."""
         mine, other = self.ours[index % len(self.ours)], self.theirs[index % len(self.theirs)]
-        before = mine.clone()
         mine.mul_(factor)
         if self.masters:
-            other.copy_(torch.where(mine == before, other, mine.float()))
+            # Two changes before the next step may lead back to what the master rounds to: then it is kept.
+            master = self.our_optimizer.state[mine].get("master", mine.float())
+            other.copy_(torch.where(mine == master.to(self.dtype), master, mine.float()))
         else:
             other.mul_(factor)
 
