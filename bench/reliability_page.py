@@ -107,7 +107,7 @@ def faults_section(records: list[Record]) -> str:
         for name, expected in kinds.items()
     ]
     header = ["fault", "must end", *(record["machine"] for record in records)]
-    sources = "\n".join(map(_source, records))
+    sources = "\n\n".join(map(_source, records))
     violations = [
         f"- {record['machine']}, {each['case']}: {'; '.join(each['violations'])}"
         for record in records
@@ -142,7 +142,7 @@ def numerics_section(records: list[Record]) -> str:
         steps = f"{record['steps']:,}".replace(",", " ")
         blocks += [[f"{record['machine']}, {steps} steps:"]]
         blocks += [table_lines(["rule", *names], body), [_extremes(record)]]
-    return section_text("Numerics over time", description, "\n".join(map(_source, records)), *blocks)
+    return section_text("Numerics over time", description, "\n\n".join(map(_source, records)), *blocks)
 
 
 def _extremes(record: Record) -> str:
@@ -153,8 +153,8 @@ def _extremes(record: Record) -> str:
         f"{max(pair['ours'] for pair in rates):.1f} roundings of float32 from float64, torch at most "
         f"{max(pair['torch'] for pair in rates):.1f}. Subnormal parameters, gradients and moments: "
         f"{sum(case['flushed'] for case in cases)} of {sum(case['results'] for case in cases)} results are flushed to "
-        f"zero where torch's are not; ours are at most {max(case['units from truth'] for case in cases):.1f} units in "
-        f"the last place from float64, torch's {max(case['torch from truth'] for case in cases):.1f}: a moment that is "
+        f"zero where torch's are not; ours are at most {max(case['units from truth'] for case in cases):.1e} units in "
+        f"the last place from float64, torch's {max(case['torch from truth'] for case in cases):.1e}: a moment that is "
         "itself subnormal has few digits left, or none."
     )
 
@@ -176,4 +176,4 @@ def gpu_section(records: list[Record]) -> str:
         ]
         blocks += [table_lines(["tests", "passed", "failed", "skipped"], body)]
         blocks += [["Failed:", "", *(f"- `{name}`" for name in record["failed"])]] if record["failed"] else []
-    return section_text("On a GPU", description, "\n".join(map(_source, records)), *blocks)
+    return section_text("On a GPU", description, "\n\n".join(map(_source, records)), *blocks)

@@ -83,12 +83,17 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
+def _command(arguments: Sequence[str]) -> str:
+    """Return the command line, with files by their names alone."""
+    return " ".join(["python -m tests.chaos", *(Path(word).name if "/" in word else word for word in arguments)])
+
+
 def summary(verdicts: Sequence[Verdict], seconds: float, given: argparse.Namespace) -> dict[str, Any]:
     """Return the record of a run."""
     gpu = torch.cuda.get_device_name() if given.device == "cuda" else None
     runs, broken = Counter(v.case.fault for v in verdicts), Counter(v.case.fault for v in verdicts if v.violations)
     return {
-        "command": "python -m tests.chaos " + " ".join(sys.argv[1:]),
+        "command": _command(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "machine": ", ".join(filter(None, [platform.machine(), platform.system(), gpu])),
