@@ -83,9 +83,10 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def _command(arguments: Sequence[str]) -> str:
-    """Return the command line, with files by their names alone."""
-    return " ".join(["python -m tests.chaos", *(Path(word).name if "/" in word else word for word in arguments)])
+def _command(arguments: Sequence[str], record: Path | None) -> str:
+    """Return the command line, with the record by its name alone."""
+    words = [record.name if record is not None and word == str(record) else word for word in arguments]
+    return " ".join(["python -m tests.chaos", *words])
 
 
 def summary(verdicts: Sequence[Verdict], seconds: float, given: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def summary(verdicts: Sequence[Verdict], seconds: float, given: argparse.Namespa
     gpu = torch.cuda.get_device_name() if given.device == "cuda" else None
     runs, broken = Counter(v.case.fault for v in verdicts), Counter(v.case.fault for v in verdicts if v.violations)
     return {
-        "command": _command(sys.argv[1:]),
+        "command": _command(sys.argv[1:], given.json),
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "machine": ", ".join(filter(None, [platform.machine(), platform.system(), gpu])),
