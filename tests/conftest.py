@@ -37,3 +37,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.full)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"))

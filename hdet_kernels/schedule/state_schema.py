@@ -168,7 +168,7 @@ def compression(numel: int | None) -> Fields:
     return Fields(
         {
             "format": Text(tuple(FORMATS)),
-            "processes": Whole(1),
+            "processes": Whole(1, 2**31 - 1),
             "consensus": FlatTensors(numel),
             "error": FlatTensors(numel),
             "shard_error": FlatTensors(),

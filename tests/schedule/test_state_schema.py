@@ -67,7 +67,7 @@ HARMLESS = [
     (r".*(caps|eta|gamma)\[0\]", "deleted"),  # of one hyperparameter: an empty list is as before the first sync
     (r".*\.(peaks|buffers|buffers_before|integers)", "list"),  # where they are empty
     (r".*\.nesterov", "bool"),
-    (r".*_schedulers\[0\]\.last_epoch", "negative"),
+    (r".*_schedulers\[\d\]\.last_epoch", "negative"),
 ]
 
 
