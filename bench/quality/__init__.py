@@ -3,8 +3,8 @@
 The flow, file by file:
 
     __main__.py   ``python -m bench.quality fetch | run | report``
-    data.py       download and parse the data sets
-    tasks.py      the tasks: data, loss and length of a run; models.py has their models
+    data/         download and parse the data sets
+    tasks/        the tasks: data, loss and length of a run; models/ has their models, optimizers.py their optimizers
     suite.py      which runs are made (grid, wrong starts, other methods, …), as a list of jobs
     pool.py       run jobs in several processes
     spec.py       description of one run; train.py runs it, methods.py configures HDET and its peers

@@ -20,7 +20,7 @@ import hdet_kernels as hk
 
 from .spec import Record
 from .tasks import Task
-from .train import REPLICAS, validation_loss
+from .train import validation_loss
 
 # (model, value of the scalar, batch) → loss.
 ScalarLoss = Callable[[Any, Tensor, tuple[Tensor, ...]], Tensor]
@@ -83,7 +83,8 @@ def train_scalar(
     scalar, steps = SCALARS[name], steps or task.steps
     torch.manual_seed(seed)
     gradients: Literal["shared", "local"] = "shared" if scalar.loss is None else "local"
-    stack = hk.ReplicaStack(task.model().to(device), REPLICAS, gradients=gradients, cuda_graphs=device.type == "cuda")
+    model, graphs = task.model().to(device), device.type == "cuda"
+    stack = hk.ReplicaStack(model, task.replicas, gradients=gradients, cuda_graphs=graphs)
     options = {name: value} if scalar.loss is None else {}
     optimizer = hk.FusedAdamW(stack.parameters(), lr=scalar.lr, **options)  # type: ignore[arg-type]
     stack.hyper[name] = value
@@ -110,7 +111,7 @@ def train_scalar(
     )
     generator = Generator(device).manual_seed(1000 + seed)
     for _ in range(steps):
-        losses = stack.backward(loss, *task.draw(REPLICAS * task.batch, generator))
+        losses = stack.backward(loss, *task.draw(task.replicas * task.batch, generator))
         optimizer.step()
         stack.zero_grad()
         scheduler.step(losses)

@@ -20,10 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 import hdet_kernels as hk
 
 from .methods import PEERS, Method, hdet_method
+from .optimizers import plain_optimizer, replica_optimizer
 from .spec import Record, Spec
 from .tasks import Batch, Task
-
-REPLICAS = 8
 
 
 def train(task: Task, spec: Spec, device: torch.device) -> Record:
@@ -86,13 +85,14 @@ def schedule_of(kind: str, optimizer: torch.optim.Optimizer, steps: int) -> LRSc
 def _batches(task: Task, steps: int, seed: int, device: torch.device) -> Iterator[Batch]:
     generator = Generator(device).manual_seed(1000 + seed)
     for _ in range(steps):
-        yield task.draw(REPLICAS * task.batch, generator)
+        yield task.draw(task.replicas * task.batch, generator)
 
 
 def _train_plain(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Batch], steps: int) -> Record:
     groups = param_groups(task, model.named_parameters(), spec)
     peer = PEERS.get(spec.method)
-    optimizer = torch.optim.AdamW(groups, lr=spec.lr) if peer is None else peer.build(groups, spec.lr, steps)
+    lr = spec.lr
+    optimizer = plain_optimizer(task.optimizer, groups, lr) if peer is None else peer.build(groups, lr, steps)
     schedule = schedule_of(spec.schedule if peer is None else peer.schedule, optimizer, steps)
     losses: list[Tensor] = []
     for batch in batches:
@@ -113,7 +113,7 @@ def _train_plain(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Bat
 def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Batch], steps: int) -> Record:
     method = hdet_method(spec, steps)
     replicas: _Stack | _Rank = _Rank(task, model, method) if dist.is_initialized() else _Stack(task, model, method)
-    optimizer = hk.FusedAdamW(param_groups(task, replicas.named_parameters(), spec), lr=spec.lr)
+    optimizer = replica_optimizer(task.optimizer, param_groups(task, replicas.named_parameters(), spec), spec.lr)
     if method.noise:
         hk.warm_noisy_init_(replicas.parameters(), nu=method.noise, seed=spec.seed, ensemble=replicas.ensemble)
     keywords: dict[str, Any] = {
@@ -160,7 +160,8 @@ class _Stack:
     def __init__(self, task: Task, model: nn.Module, method: Method) -> None:
         self.task = task
         device = next(model.parameters()).device
-        self.stack = hk.ReplicaStack(model, REPLICAS, gradients=method.gradients, cuda_graphs=device.type == "cuda")
+        graphs = device.type == "cuda"
+        self.stack = hk.ReplicaStack(model, task.replicas, gradients=method.gradients, cuda_graphs=graphs)
         self.ensemble = self.stack.ensemble
         self.parameters, self.named_parameters = self.stack.parameters, self.stack.named_parameters
         self.zero_grad, self.mean = self.stack.zero_grad, self.stack.module

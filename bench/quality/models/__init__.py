@@ -1,0 +1,7 @@
+"""Models of the tasks, small enough that a run takes seconds on a GPU.
+
+blocks.py     layers that several models have
+images.py     models of images
+text.py       of text
+tables.py     of tables
+"""

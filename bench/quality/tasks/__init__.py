@@ -1,0 +1,18 @@
+"""Tasks: data, model, loss and length of a run.
+
+protocol.py   interface of a task, and what tasks share
+images.py     tasks on images
+text.py       on text
+tables.py     on tables
+"""
+
+from __future__ import annotations
+
+from bench.quality.tasks.images import IMAGE_TASKS
+from bench.quality.tasks.protocol import Batch, Task
+from bench.quality.tasks.tables import TABLE_TASKS
+from bench.quality.tasks.text import TEXT_TASKS
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (*TABLE_TASKS, *TEXT_TASKS, *IMAGE_TASKS)}
+
+__all__ = ["TASKS", "Batch", "Task"]

@@ -1,0 +1,103 @@
+"""Interface of a task, and what tasks share.
+
+Batches are drawn for all replicas at once from one generator, so that a stack, processes and a plain run of the same
+seed see the same examples.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+Batch = tuple[Tensor, ...]
+
+
+class Task(Protocol):
+    """Interface of a task.
+
+    A run has ``steps`` optimizer steps on ``batch`` examples for each of ``replicas`` replicas. The best learning rate
+    of plain training is within a few powers of two of ``lr``. ``data`` is the name of its data set, ``architecture``
+    the kind of its model: mlp, embeddings, convolution, transformer, recurrent or autoencoder. ``optimizer`` is a key
+    of ``OPTIMIZERS``.
+    """
+
+    name: ClassVar[str]
+    data: ClassVar[str]
+    title: ClassVar[str]
+    steps: ClassVar[int]
+    batch: ClassVar[int]
+    lr: ClassVar[float]
+    architecture: ClassVar[str]
+    optimizer: ClassVar[str]
+    replicas: ClassVar[int]
+
+    def model(self) -> nn.Module: ...
+
+    def draw(self, count: int, generator: Generator) -> Batch:
+        """Draw ``count`` training examples."""
+
+    def probe(self) -> Batch:
+        """Return held-out examples for the controller, disjoint from :meth:`validation`."""
+
+    def validation(self) -> Batch: ...
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor: ...
+
+    @staticmethod
+    def group(name: str) -> str:
+        """Return the group of a parameter: embedding, no-decay, transformer or dense."""
+
+
+class Defaults:
+    """The optimizer and the number of replicas of most tasks."""
+
+    optimizer: ClassVar[str] = "adamw"
+    replicas: ClassVar[int] = 8
+
+
+class Examples(Defaults):
+    """Examples as tensors on the device; the first dimension counts examples."""
+
+    train: Batch
+    unseen: Batch
+
+    def divide(self, unseen: Tensor, device: torch.device, *tensors: Tensor) -> None:
+        """Split the tensors into training and held-out examples."""
+        self.train = tuple(tensor[~unseen].to(device) for tensor in tensors)
+        self.unseen = tuple(tensor[unseen].to(device) for tensor in tensors)
+
+    def draw(self, count: int, generator: Generator) -> Batch:
+        rows = torch.randint(len(self.train[0]), (count,), generator=generator, device=self.train[0].device)
+        return tuple(part[rows] for part in self.train)
+
+    def probe(self) -> Batch:
+        return tuple(part[0::2][: self.probes] for part in self.unseen)
+
+    def validation(self) -> Batch:
+        return tuple(part[1::2] for part in self.unseen)
+
+    probes = 2048
+
+    @staticmethod
+    def group(name: str) -> str:
+        if name.startswith("tables"):
+            return "embedding"
+        return no_decay(name) or ("transformer" if name.startswith("block") else "dense")
+
+
+class Classes(Examples):
+    """Inputs with a class number each."""
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        inputs, classes = batch
+        return F.cross_entropy(model(inputs), classes)
+
+
+def no_decay(name: str) -> str | None:
+    """Return the group of biases and norms, or None for another parameter."""
+    return "no-decay" if name.endswith("bias") or "norm" in name else None
