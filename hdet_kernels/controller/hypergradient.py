@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -15,11 +15,15 @@ from hdet_kernels.controller.slopes import SlopeController, usable_slopes
 class HypergradientController(SlopeController):
     """Moves learning rates by b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩ over the parameters of group j.
 
-    ḡ is the first gradient of the new cycle. It works with a single replica; several need shared gradients. It keeps up
+    ḡ is the mean of the first gradients of the new cycle. It works with a single replica; several need shared gradients. It keeps up
     to two copies of the parameters. The arguments are those of :class:`SlopeController`.
     """
 
     reads: ClassVar[Literal["slopes"]] = "slopes"
+
+    def prepare(self, run: Run) -> Run:
+        """Return ``run`` with the wish for slopes."""
+        return replace(super().prepare(run), slopes=True)
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         """Return the state after a sync; the first cycle has no displacement before it, so only the caps move."""

@@ -44,6 +44,7 @@ class Run:
         gradients: ``"shared"``, ``"local"``, or ``"auto"``: found out at every sync.
         reach: lowest and highest logarithm of the factor by which bounds let a base value change. Empty: no bounds.
         others: whether scalars besides learning rates are explored.
+        overlaps: whether averages land some steps after their sync, so that nobody knows a cycle's displacement.
 
     Wishes of the controller, set by :meth:`Controller.prepare`:
 
@@ -52,6 +53,7 @@ class Run:
         in_pairs: whether every replica departs from the base values in at most one hyperparameter.
         departs: for each hyperparameter the steps (first, last) between which replicas differ in it; None: always.
             Empty: always, for all of them.
+        slopes: whether the slopes of learning rates are measured from gradients, see :attr:`Observation.slopes`.
     """
 
     total_steps: int | None
@@ -64,9 +66,11 @@ class Run:
     gradients: Literal["auto", "shared", "local"] = "auto"
     reach: tuple[tuple[float, float], ...] = ()
     others: bool = False
+    overlaps: bool = False
     early: tuple[int, ...] = ()
     in_pairs: bool = False
     departs: tuple[tuple[int, int] | None, ...] = ()
+    slopes: bool = False
 
     @property
     def moves_rates(self) -> bool:
@@ -99,6 +103,14 @@ class Run:
 
 
 @dataclass(frozen=True)
+class MeasuredSlopes:
+    """Slopes of the loss in the logarithms of the groups' learning rates: means over some steps, and their errors."""
+
+    values: list[float]
+    errors: list[float]
+
+
+@dataclass(frozen=True)
 class Observation:
     """One sync, seen before the replicas are averaged. N replicas, J hyperparameters.
 
@@ -108,7 +120,10 @@ class Observation:
         multipliers: [J, N], value over base of each replica in the cycle that ends here.
         base: [J], base values η_j at this step.
         step: the step that the sync follows.
-        slopes: [J], ⟨gradient, last cycle's displacement⟩; only for controllers that read slopes.
+        slopes: [J], ⟨gradient, displacement of the cycle before⟩, the mean over the first steps of this cycle: the slope
+            of the loss in the logarithm of that cycle's learning rate. 0 for other scalars. None where it is not
+            measured or not known: no wish for it, local gradients, the first cycle.
+        errors: [J], standard errors of these means; infinite where there is only one step.
     """
 
     losses: Array
@@ -116,6 +131,7 @@ class Observation:
     base: Array
     step: int
     slopes: Array | None = None
+    errors: Array | None = None
 
 
 @runtime_checkable

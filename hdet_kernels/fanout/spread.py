@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.controller.protocol import Controller, Observation, Run, State
+from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observation, Run, State
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.explore import Group, Hyperparameter
 from hdet_kernels.fanout.multipliers import pairs
@@ -164,20 +164,24 @@ class Spread:
         applied = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
         return Placement(base, values, applied)
 
-    def move(self, run: Run, placed: Placement, losses: Array, slopes: Sequence[float] | None, step: int) -> None:
+    def move(self, run: Run, placed: Placement, losses: Array, step: int, slopes: MeasuredSlopes | None = None) -> None:
         """Let the controller move the base values at the sync after ``step``.
 
         Args:
             run: the run.
             placed: the values that the replicas trained with.
             losses: [N], NaN where a replica is bad.
-            slopes: hypergradients of the learning rates, if the controller reads them; other scalars have none.
             step: the step that the sync followed.
+            slopes: those of the learning rates that were measured from gradients; other scalars have none.
         """
         if self.controller is None:
             return
-        padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(placed.base) - len(slopes))])
-        observed = Observation(losses, placed.applied, placed.base, step, padded)
+        values = errors = None
+        if slopes is not None:
+            others = len(placed.base) - len(slopes.values)
+            values = np.array([*slopes.values, *[0.0] * others])
+            errors = np.array([*slopes.errors, *[np.inf] * others])
+        observed = Observation(losses, placed.applied, placed.base, step, values, errors)
         self.controller_state = self.controller.update(run, self.controller_state, observed)
 
     def config(self) -> list[dict[str, Any]]:

@@ -93,6 +93,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         gradients=gradients,
         reach=tuple(hyper.reach for hyper in hyperparameters),
         others=any(hyper.base is not None and hyper.spread for hyper in hyperparameters),
+        overlaps=options["overlap_steps"] > 0,
     )
     controller = _controller_of(options["auto_lr"], any(hyper.spread for hyper in hyperparameters))
     if controller is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import Run
+from hdet_kernels.controller.protocol import MeasuredSlopes, Run
 from hdet_kernels.converge import AverageRequest, AverageState, Converger, Outcome, Report, compared
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
@@ -33,6 +33,9 @@ from hdet_kernels.schedule.options import GradientMode, Probe
 from hdet_kernels.schedule.overlapping import Overlapping
 
 log = logging.getLogger("hdet_kernels")
+
+#: The first gradients of a cycle that are multiplied with the displacement of the cycle before.
+SLOPE_STEPS = 8
 
 
 class Cycle:
@@ -73,8 +76,9 @@ class Cycle:
         self.started = False  # whether a step was made; the outer optimizer starts from the parameters before it
         self.in_consensus = False  # the parameters are the average now, and not this replica's own
         self.replaced = False  # another scheduler was built on the optimizer
-        takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
-        self.displacement = Displacement(optimizer, apart=ensemble.size > 1) if takes_slopes else None
+        self.displacement = (
+            Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS) if run.slopes else None
+        )
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
         self._write_hyperparameters: Callable[[], None] | None = getattr(optimizer, "write_hyperparameters", None)
@@ -210,7 +214,7 @@ class Cycle:
         request = AverageRequest(
             average_state=self._average_state(),
             known_shared=self._known_shared(),
-            needs_shared=self.displacement is not None,
+            needs_shared=self.displacement is not None and not self.spread.reads_losses,
             needs_loss=compares and self.probe is None,
             skip_if_equal=not self.spread.diverges,
         )
@@ -246,13 +250,23 @@ class Cycle:
 
     def _finish_sync(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> None:
         """Record the sync that followed ``step`` and was applied after ``landed``, and move the base values."""
-        slopes = self.displacement.turn() if self.displacement else None
+        slopes = self._turn(step, outcome.shared)
         if acting:  # before anything is recorded, because a controller may raise
             losses = compared(outcome.losses, outcome.probes)
-            self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes, step)
+            self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), step, slopes)
         self.shared = outcome.shared
         kind: Kind = "sync" if step % self.run.sync_every == 0 else "early" if step in self.run.early else "last"
         self._record(step, landed, kind, placed, outcome)
+
+    def _turn(self, step: int, shared: bool | None) -> MeasuredSlopes | None:
+        """Return the slopes that were measured since the last sync, if gradients are shared; end it after the last."""
+        if self.displacement is None:
+            return None
+        slopes = self.displacement.turn()
+        following = (step // self.run.sync_every + 1) * self.run.sync_every
+        if shared is False or not self._acting(following):
+            self.displacement.end()
+        return None if shared is False else slopes
 
     def _land(self, step: int) -> None:
         """Apply the overlapping average, if there is one, at the end of ``step``."""

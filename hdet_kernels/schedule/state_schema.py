@@ -69,7 +69,7 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
         "buffers": [tuple(t.shape) for t in payload.buffers],
         "integers": [tuple(t.shape) for t in payload.integers],
     }
-    no_displacement = "only HypergradientController has one"
+    no_displacement = "slopes are not measured from gradients here"
     return Fields(
         {
             "format": Whole(1),
@@ -109,10 +109,17 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
 
 def displacement(cycle: Cycle) -> Fields:
     """Return the schema of the hypergradient's displacement."""
-    shapes = [[tuple(t.shape) for t in group] for group in cycle.displacement.last] if cycle.displacement else []
+    shapes = cycle.displacement.shapes if cycle.displacement else []
     tensors = InOrder(tuple(InOrder(tuple(TensorOf(shape) for shape in group)) for group in shapes))
+    ended = InOrder(tuple(InOrder(()) for _ in shapes))
     return Fields(
-        {"last": tensors, "moved": Maybe(tensors), "measured": Maybe(Items(_ANY, (len(shapes),))), "apart": Flag()}
+        {
+            "last": OneOf(tensors, ended),
+            "moved": Maybe(tensors),
+            "sums": Maybe(Items(Items(_ANY, (len(shapes),)), (2,))),
+            "count": _COUNT,
+            "apart": Flag(),
+        }
     )
 
 
