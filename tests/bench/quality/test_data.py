@@ -11,7 +11,7 @@ import pytest
 from bench.quality import data
 
 
-@pytest.mark.parametrize("name", ["ratings", "language", "images", "flights"])
+@pytest.mark.parametrize("name", ["ratings", "language", "images", "flights", "words"])
 def test_missing_data_says_what_to_install(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     source = data.SOURCES[name]._replace(installed=lambda: None)
     monkeypatch.setitem(data.SOURCES, name, source)
