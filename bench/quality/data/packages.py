@@ -15,13 +15,19 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.quality.data import images, tables, text
+from bench.quality.data import images, ranking, series, tables, text
 from bench.quality.data.source import Arrays, Source
 
 # The data folder; HDET_QUALITY_DATA chooses another.
 FOLDER = Path(os.environ.get("HDET_QUALITY_DATA", "build/quality-data"))
 
-SOURCES: dict[str, Source] = {**tables.SOURCES, **text.SOURCES, **images.SOURCES}
+SOURCES: dict[str, Source] = {
+    **tables.SOURCES,
+    **ranking.SOURCES,
+    **series.SOURCES,
+    **text.SOURCES,
+    **images.SOURCES,
+}
 
 
 def load(name: str, folder: Path = FOLDER) -> Arrays:

@@ -4,4 +4,6 @@ blocks.py     layers that several models have
 images.py     models of images
 text.py       of text
 tables.py     of tables
+ranking.py    of items to rank
+series.py     of time series
 """

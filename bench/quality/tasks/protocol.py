@@ -20,8 +20,8 @@ class Task(Protocol):
 
     A run has ``steps`` optimizer steps on ``batch`` examples for each of ``replicas`` replicas. The best learning rate
     of plain training is within a few powers of two of ``lr``. ``data`` is the name of its data set, ``architecture``
-    the kind of its model: mlp, embeddings, convolution, transformer, recurrent or autoencoder. ``optimizer`` is a key
-    of ``OPTIMIZERS``.
+    the kind of its model: mlp, residual, linear, embeddings, factorisation, convolution, transformer, recurrent or
+    autoencoder. ``optimizer`` is a key of ``OPTIMIZERS``.
     """
 
     name: ClassVar[str]
