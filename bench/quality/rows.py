@@ -67,9 +67,10 @@ class Moves:
 
 @dataclass
 class Rows:
-    """Outcome: validation losses [rows] and everything that was seen."""
+    """Outcome: validation losses [rows], mean training losses of the last fifth, and everything that was seen."""
 
     val: Array
+    last: Array = field(default_factory=lambda: np.zeros(0))
     seen: list[Seen] = field(default_factory=list)
     mu: list[Array] = field(default_factory=list)
 
@@ -119,6 +120,8 @@ def train_rows(
     places = torch.tensor([distinct.index(seed) for seed in seeds], device=device)
     schedule = one_cycle(steps)
     found, watch = Rows(np.zeros(0)), None
+    late = torch.zeros(len(lrs), device=device)
+    fifth = max(steps // 5, 1)
     if sync_every is not None:
         watch = _Watch(task, stack, optimizer, sync_every)
     for step in range(steps):
@@ -126,6 +129,8 @@ def train_rows(
         group["lr"] = values[0]
         write_per_replica(group, "lr", values[0], values)
         losses = stack.backward(task.loss, *_batch(task, generators, places, count))
+        if step >= steps - fifth:
+            late += losses / fifth
         if watch is not None:
             watch.before_step(losses)
         optimizer.step()
@@ -139,6 +144,7 @@ def train_rows(
                 watch.apply(moves)
             found.mu.append(mu.copy())
             watch.turn()
+    found.last = late.double().cpu().numpy()
     found.val = np.array([_validation(task, stack, row) for row in range(len(lrs))])
     return found
 
