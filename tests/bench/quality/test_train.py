@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,6 @@ def test_every_method_learns(digits: Any, method: str) -> None:
     found = train(digits, Spec("digits", method, lr, 0, steps=steps), CPU)
     assert found["val"] < 0.9 * untrained
     assert len(found["curve"]) >= steps // found["every"] - 1
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "digits" else pytest.mark.full) for name in TASKS]
-)
-def test_every_task_runs_plain_and_as_a_stack(name: str, little_data: Path) -> None:
-    task = TASKS[name](CPU, little_data)
-    spec = Spec(name, "plain", task.lr / 10, 0, steps=4)
-    plain, stack = (train(task, replace(spec, method=method), CPU) for method in ("plain", "hdet"))
-    assert stack["val"] == pytest.approx(plain["val"], rel=0.1)
 
 
 @pytest.mark.full
