@@ -1,4 +1,4 @@
-"""Runs of a few steps by every method and on every task."""
+"""Runs of a few steps by every method."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("sklearn", reason="the digits need scikit-learn: pip install scikit-learn")
 
-from bench.quality.methods import PEERS
+from bench.quality.methods import PEERS, hdet_method
 from bench.quality.spec import Spec
 from bench.quality.tasks import TASKS
-from bench.quality.train import train, validation_loss
+from bench.quality.train import _Stack, train, validation_loss
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -33,6 +33,16 @@ def test_every_method_learns(digits: Any, method: str) -> None:
     found = train(digits, Spec("digits", method, lr, 0, steps=steps), CPU)
     assert found["val"] < 0.9 * untrained
     assert len(found["curve"]) >= steps // found["every"] - 1
+
+
+def test_probe_leaves_the_statistics_of_batch_norms(little_data: Path) -> None:
+    task = TASKS["images, batch norm"](CPU, little_data)  # type: ignore[call-arg]
+    replicas = _Stack(task, task.model(), hdet_method(Spec(task.name, "hdet", 0.1, 0), 100))
+    replicas.backward(*task.draw(16, torch.Generator().manual_seed(0)))
+    before = [buffer.clone() for buffer in replicas.stack.buffers()]
+    replicas.probe()
+    assert replicas.stack.training
+    assert all(torch.equal(*pair) for pair in zip(before, replicas.stack.buffers(), strict=True))
 
 
 @pytest.mark.full
