@@ -1,0 +1,40 @@
+"""Tasks on time series."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.quality.tasks import Task
+from bench.quality.tasks.series import SERIES_TASKS, Weather
+from tests.bench.quality.short_runs import assert_task_trains
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("task", SERIES_TASKS, ids=lambda task: task.name)
+def test_task_trains(task: type[Task], little_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "replicas", 2)
+    assert_task_trains(task(CPU, little_data))  # type: ignore[call-arg]
+
+
+def test_windows_end_before_what_they_predict(little_data: Path) -> None:
+    """The window that is h rows later ends with the temperature that the target of h hours leads to."""
+    task = Weather(CPU, little_data)
+    series, changes = (part[:100].numpy() for part in task.train)  # windows of one week
+    last = series[:, -1, 0]
+    for i, ahead in enumerate(task.ahead):
+        assert np.corrcoef(last[ahead:] - last[:-ahead], changes[:-ahead, i])[0, 1] == pytest.approx(1, abs=1e-4)
+    assert np.array_equal(series[0, 1:], series[1, :-1])
+
+
+def test_whole_weeks_are_held_out(little_data: Path) -> None:
+    """Weeks 0 and 10 are for the probe and week 5 to validate, at each of three airports."""
+    task = Weather(CPU, little_data)
+    assert len(task.validation()[0]) == 3 * 168
+    assert len(task._probe[0]) == 3 * (168 - 23 + 168)
+    total = 3 * (12 * 168 - 23 - 12)
+    assert len(task.train[0]) == total - 3 * (3 * 168 - 23)
