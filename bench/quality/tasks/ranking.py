@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from bench.quality.data import FOLDER, load
@@ -60,7 +61,8 @@ class RankedRatings(Examples):
 
     @staticmethod
     def loss(model: Any, *batch: Tensor) -> Tensor:
-        return -model(*batch).log_softmax(1)[:, 0].mean()
+        scores: Tensor = model(*batch)
+        return -scores.log_softmax(1)[:, 0].mean()
 
 
 class FactorisedRatings(Examples):
@@ -118,7 +120,7 @@ class Queries(Examples):
         chosen = torch.tensor(lists)
         self.lists = [chosen[rows].to(device) for rows in (part > 1, part == 0, part == 1)]
 
-    def _lists(self, query: Any, relevance: Any) -> Any:
+    def _lists(self, query: NDArray[Any], relevance: NDArray[Any]) -> NDArray[np.int64]:
         """Return document numbers [lists, length]; every list is of one query and has a relevant document."""
         random = np.random.default_rng(0)
         found = []
@@ -151,7 +153,8 @@ class Queries(Examples):
     def loss(model: Any, *batch: Tensor) -> Tensor:
         """Return the mean cross-entropy between the shares of the gains 2**relevance - 1 and of the scores."""
         features, shares = batch
-        return -(shares * model(features).log_softmax(1)).sum(1).mean()
+        scores: Tensor = model(features)
+        return -(shares * scores.log_softmax(1)).sum(1).mean()
 
 
 RANKING_TASKS: tuple[type[Task], ...] = (RankedRatings, FactorisedRatings, Queries)
