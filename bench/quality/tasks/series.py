@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bench.quality.data import FOLDER, load
-from bench.quality.models.series import GatedRecurrence, TemporalConvolution
+from bench.quality.models.series import Recurrence, TemporalConvolution
 from bench.quality.tasks.protocol import Batch, Examples, Task
 from bench.quality.tasks.tables import standard
 
@@ -25,7 +25,7 @@ class Weather(Examples):
 
     name: ClassVar[str] = "weather"
     data: ClassVar[str] = "weather"
-    title: ClassVar[str] = "change of the temperature in New York, gated recurrent unit, Lion"
+    title: ClassVar[str] = "change of the temperature in New York, recurrent cell, Lion"
     architecture: ClassVar[str] = "recurrent"
     optimizer: ClassVar[str] = "lion"
     steps: ClassVar[int] = 600
@@ -60,7 +60,7 @@ class Weather(Examples):
         return flat.reshape(*wind.shape, len(columns))
 
     def model(self) -> nn.Module:
-        return GatedRecurrence(self.train[0].shape[2], len(self.ahead))
+        return Recurrence(self.train[0].shape[2], len(self.ahead))
 
     def probe(self) -> Batch:
         return tuple(part[:: max(len(part) // self.probes, 1)][: self.probes] for part in self._probe)
@@ -83,7 +83,7 @@ class ConvolvedWeather(Weather):
     optimizer: ClassVar[str] = "sgd"
     steps: ClassVar[int] = 1000
     batch: ClassVar[int] = 4
-    lr: ClassVar[float] = 0.05
+    lr: ClassVar[float] = 0.02
 
     def model(self) -> nn.Module:
         return TemporalConvolution(self.train[0].shape[2], len(self.ahead))

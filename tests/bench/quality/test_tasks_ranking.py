@@ -10,17 +10,13 @@ import torch
 from torch import Generator
 
 from bench.quality.data import load
-from bench.quality.tasks import Task
 from bench.quality.tasks.ranking import RANKING_TASKS, Queries, RankedRatings
-from tests.bench.quality.short_runs import assert_task_trains
-
-CPU = torch.device("cpu")
+from tests.bench.quality.two_steps import CPU, check_two_steps
 
 
-@pytest.mark.parametrize("task", RANKING_TASKS, ids=lambda task: task.name)
-def test_task_trains(task: type[Task], little_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "replicas", 2)
-    assert_task_trains(task(CPU, little_data))  # type: ignore[call-arg]
+@pytest.mark.parametrize("name", [task.name for task in RANKING_TASKS])
+def test_two_steps(name: str, little_data: Path) -> None:
+    check_two_steps(name, little_data)
 
 
 def test_the_liked_film_is_the_first_of_the_list(little_data: Path) -> None:

@@ -6,19 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from bench.quality.tasks import Task
 from bench.quality.tasks.series import SERIES_TASKS, Weather
-from tests.bench.quality.short_runs import assert_task_trains
-
-CPU = torch.device("cpu")
+from tests.bench.quality.two_steps import CPU, check_two_steps
 
 
-@pytest.mark.parametrize("task", SERIES_TASKS, ids=lambda task: task.name)
-def test_task_trains(task: type[Task], little_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "replicas", 2)
-    assert_task_trains(task(CPU, little_data))  # type: ignore[call-arg]
+@pytest.mark.parametrize("name", [task.name for task in SERIES_TASKS])
+def test_two_steps(name: str, little_data: Path) -> None:
+    check_two_steps(name, little_data)
 
 
 def test_windows_end_before_what_they_predict(little_data: Path) -> None:

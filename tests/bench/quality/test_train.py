@@ -44,8 +44,6 @@ def test_every_task_runs_plain_and_as_a_stack(name: str, little_data: Path) -> N
     spec = Spec(name, "plain", task.lr / 10, 0, steps=4)
     plain, stack = (train(task, replace(spec, method=method), CPU) for method in ("plain", "hdet"))
     assert stack["val"] == pytest.approx(plain["val"], rel=0.1)
-    groups = {task.group(key) for key, _ in task.model().named_parameters()}
-    assert groups >= {"dense", "no-decay"} or groups == {"embedding"}
 
 
 @pytest.mark.full
