@@ -19,17 +19,16 @@ def test_two_steps(name: str, little_data: Path) -> None:
 def test_windows_end_before_what_they_predict(little_data: Path) -> None:
     """The window that is h rows later ends with the temperature that the target of h hours leads to."""
     task = Weather(CPU, little_data)
-    series, changes = (part[:100].numpy() for part in task.train)  # windows of one week
+    series, changes = (part[:72].numpy() for part in task.train)  # windows of three days in a row
     last = series[:, -1, 0]
     for i, ahead in enumerate(task.ahead):
         assert np.corrcoef(last[ahead:] - last[:-ahead], changes[:-ahead, i])[0, 1] == pytest.approx(1, abs=1e-4)
     assert np.array_equal(series[0, 1:], series[1, :-1])
 
 
-def test_whole_weeks_are_held_out(little_data: Path) -> None:
-    """Weeks 0 and 10 are for the probe and week 5 to validate, at each of three airports."""
+def test_days_in_a_row_are_held_out(little_data: Path) -> None:
+    """Of fifteen days three are for the probe and three to validate; windows need 24 hours before and 12 after."""
     task = Weather(CPU, little_data)
-    assert len(task.validation()[0]) == 3 * 168
-    assert len(task._probe[0]) == 3 * (168 - 23 + 168)
-    total = 3 * (12 * 168 - 23 - 12)
-    assert len(task.train[0]) == total - 3 * (3 * 168 - 23)
+    assert len(task._probe[0]) == 3 * (6 * 72 - 23)
+    assert len(task.validation()[0]) == 3 * (6 * 72 - 12)
+    assert len(task.train[0]) == 3 * 16 * 72
