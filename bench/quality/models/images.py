@@ -58,11 +58,11 @@ class PatchModel(nn.Module):
 class PixelModel(nn.Module):
     """Images [batch, 1, 28, 28] → logits of ten classes: an MLP of the pixels."""
 
-    def __init__(self, *hidden: int) -> None:
+    def __init__(self, *hidden: int, activation: Callable[[], nn.Module] = nn.ReLU) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for before, after in pairwise((28 * 28, *hidden, 10)):
-            layers += [nn.Linear(before, after), nn.ReLU()]
+            layers += [nn.Linear(before, after), activation()]
         self.network = nn.Sequential(*layers[:-1])
 
     def forward(self, images: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class FewImages(Images):
     architecture: ClassVar[str] = "mlp"
     steps: ClassVar[int] = 1500
     batch: ClassVar[int] = 16
-    lr: ClassVar[float] = 1e-3
+    lr: ClassVar[float] = 2.5e-4
     kept = 1000
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
@@ -172,6 +172,21 @@ class ManySteps(Images):
 
     def model(self) -> nn.Module:
         return PixelModel(32)
+
+
+class Plateau(Images):
+    """Three hidden layers of sigmoids: for the first sixth of the run the loss stays at that of guessing."""
+
+    name: ClassVar[str] = "plateau"
+    title: ClassVar[str] = "Fashion-MNIST, MLP with sigmoids, SGD"
+    architecture: ClassVar[str] = "mlp"
+    optimizer: ClassVar[str] = "sgd"
+    steps: ClassVar[int] = 1000
+    batch: ClassVar[int] = 16
+    lr: ClassVar[float] = 0.4
+
+    def model(self) -> nn.Module:
+        return PixelModel(64, 64, 64, activation=nn.Sigmoid)
 
 
 class Digits(Classes):
@@ -257,5 +272,6 @@ IMAGE_TASKS: tuple[type[Task], ...] = (
     LargeBatches,
     SmallBatches,
     ManySteps,
+    Plateau,
     ConvolutionalReconstruction,
 )

@@ -141,7 +141,7 @@ class ByteWindows(_Last, Language):
     optimizer: ClassVar[str] = "lion"
     steps: ClassVar[int] = 2000
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 5e-4
+    lr: ClassVar[float] = 1e-3
     context = 8
 
     def model(self) -> nn.Module:

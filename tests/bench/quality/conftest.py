@@ -36,7 +36,6 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "region": numbers(100, 20), "year": 1950 + numbers(50, 30), "genres": numbers(2, 30, 18),
         },
         "language": {"train": numbers(256, 4000), "held_out": numbers(256, 1000)},
-        "words": {"train": numbers(50, 2000), "held_out": numbers(50, 400)},
         "images": {
             "train_images": numbers(256, 300, 28, 28), "train_classes": numbers(10, 300),
             "held_out_images": numbers(256, 100, 28, 28), "held_out_classes": numbers(10, 100),
@@ -46,6 +45,7 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "dest": numbers(104, 400), "dep_delay": numbers(90, 400), "distance": numbers(2000, 400),
             "minute": numbers(60, 400), "arr_delay": numbers(90, 400),
         },
+        "words": {"train": numbers(50, 2000), "held_out": numbers(50, 400)},
     }  # fmt: skip
     for name, found in {**arrays, **little_tables()}.items():
         np.savez(folder / f"{name}.npz", **found)
