@@ -31,7 +31,7 @@ class RankedRatings(Examples):
     optimizer: ClassVar[str] = "adagrad"
     steps: ClassVar[int] = 1200
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 0.05
+    lr: ClassVar[float] = 0.12
     others, validations = 15, 8192
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
