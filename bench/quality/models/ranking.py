@@ -47,7 +47,7 @@ class DocumentModel(nn.Module):
 
     def __init__(self, features: int) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.network = nn.Sequential(nn.Linear(features, 48), nn.ReLU(), nn.Linear(48, 1))
 
     def forward(self, features: Tensor) -> Tensor:
         scores: Tensor = self.network(features)

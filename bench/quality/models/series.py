@@ -6,29 +6,26 @@ import torch
 from torch import Tensor, nn
 
 
-class GatedRecurrence(nn.Module):
-    """Series [batch, length, measurements] → [batch, outputs]: a gated recurrent unit, written out.
+class Recurrence(nn.Module):
+    """Series [batch, length, measurements] → [batch, outputs]: a recurrent cell without gates, written out.
 
-    Two hours make one step, so that 24 hours are twelve steps.
+    Two hours x make one step from the state h to tanh(W·x + U·h), so that 24 hours are twelve steps.
+    U starts orthogonal.
     """
 
-    def __init__(self, measurements: int, outputs: int, width: int = 48) -> None:
+    def __init__(self, measurements: int, outputs: int, width: int = 64) -> None:
         super().__init__()
-        self.width = width
-        self.into = nn.Linear(2 * measurements, 3 * width)
-        self.again = nn.Linear(width, 3 * width)
+        self.into = nn.Linear(2 * measurements, width)
+        self.again = nn.Linear(width, width, bias=False)
+        nn.init.orthogonal_(self.again.weight)
         self.head = nn.Linear(width, outputs)
 
     def forward(self, series: Tensor) -> Tensor:
         batch, length, measurements = series.shape
         inputs = self.into(series.reshape(batch, length // 2, 2 * measurements))
-        state = torch.zeros_like(inputs[:, 0, : self.width])
-        for step in range(length // 2):
-            update, reset, new = inputs[:, step].chunk(3, 1)
-            update_again, reset_again, new_again = self.again(state).chunk(3, 1)
-            keep = torch.sigmoid(update + update_again)
-            candidate = torch.tanh(new + torch.sigmoid(reset + reset_again) * new_again)
-            state = keep * state + (1 - keep) * candidate
+        state = torch.zeros_like(inputs[:, 0])
+        for x in inputs.unbind(1):
+            state = torch.tanh(x + self.again(state))
         values: Tensor = self.head(state)
         return values
 

@@ -60,7 +60,7 @@ class WideCensus(Census):
     optimizer: ClassVar[str] = "adagrad"
     steps: ClassVar[int] = 800
     batch: ClassVar[int] = 128
-    lr: ClassVar[float] = 0.1
+    lr: ClassVar[float] = 0.2
 
     # Class of worker, education, marital status, occupation, sex and household.
     crossed = (0, 3, 5, 7, 10, 18)

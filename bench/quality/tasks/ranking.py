@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from bench.quality.data import FOLDER, load
@@ -30,7 +31,7 @@ class RankedRatings(Examples):
     optimizer: ClassVar[str] = "adagrad"
     steps: ClassVar[int] = 1200
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 0.05
+    lr: ClassVar[float] = 0.12
     others, validations = 15, 8192
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
@@ -60,7 +61,8 @@ class RankedRatings(Examples):
 
     @staticmethod
     def loss(model: Any, *batch: Tensor) -> Tensor:
-        return -model(*batch).log_softmax(1)[:, 0].mean()
+        scores: Tensor = model(*batch)
+        return -scores.log_softmax(1)[:, 0].mean()
 
 
 class FactorisedRatings(Examples):
@@ -104,10 +106,10 @@ class Queries(Examples):
     title: ClassVar[str] = "MSLR-WEB, MLP, softmax over lists of 10 documents"
     architecture: ClassVar[str] = "mlp"
     replicas: ClassVar[int] = 16
-    steps: ClassVar[int] = 600
-    batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 2e-3
-    length, orders = 10, 20
+    steps: ClassVar[int] = 300
+    batch: ClassVar[int] = 4
+    lr: ClassVar[float] = 1e-3
+    length, orders = 10, 10
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -118,7 +120,7 @@ class Queries(Examples):
         chosen = torch.tensor(lists)
         self.lists = [chosen[rows].to(device) for rows in (part > 1, part == 0, part == 1)]
 
-    def _lists(self, query: Any, relevance: Any) -> Any:
+    def _lists(self, query: NDArray[Any], relevance: NDArray[Any]) -> NDArray[np.int64]:
         """Return document numbers [lists, length]; every list is of one query and has a relevant document."""
         random = np.random.default_rng(0)
         found = []
@@ -151,7 +153,8 @@ class Queries(Examples):
     def loss(model: Any, *batch: Tensor) -> Tensor:
         """Return the mean cross-entropy between the shares of the gains 2**relevance - 1 and of the scores."""
         features, shares = batch
-        return -(shares * model(features).log_softmax(1)).sum(1).mean()
+        scores: Tensor = model(features)
+        return -(shares * scores.log_softmax(1)).sum(1).mean()
 
 
 RANKING_TASKS: tuple[type[Task], ...] = (RankedRatings, FactorisedRatings, Queries)

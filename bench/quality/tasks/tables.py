@@ -162,7 +162,8 @@ class TinyDiamonds(Diamonds):
 
     @staticmethod
     def _price(dollars: NDArray[Any]) -> NDArray[Any]:
-        return np.log(dollars)
+        logarithm: NDArray[np.float64] = np.log(dollars)
+        return logarithm
 
     def model(self) -> nn.Module:
         return TinyMLP(self.train[0].shape[1])

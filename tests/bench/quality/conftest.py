@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.quality.tasks import TASKS
+from tests.bench.quality.little_tables import little_tables
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,6 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "words": {"train": numbers(50, 2000), "held_out": numbers(50, 400)},
     }  # fmt: skip
-    for name, found in arrays.items():
+    for name, found in {**arrays, **little_tables()}.items():
         np.savez(folder / f"{name}.npz", **found)
     return folder
