@@ -58,6 +58,13 @@ def test_every_peer_learns_in_place_of_every_optimizer(
     assert train(digits, Spec("digits", name, lr, 0, steps=200), CPU)["val"] < 0.9 * untrained
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_trains_on_a_gpu_as_on_a_cpu(name: str) -> None:
+    peer = installed(name)
+    torch.testing.assert_close(_trained(peer, 0.1, "cuda").cpu(), _trained(peer, 0.1), rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_the_result_depends_on_the_given_learning_rate_or_not(name: str) -> None:
     """A peer that finds its learning rate takes the same steps from any given one."""
@@ -156,6 +163,7 @@ def _model() -> nn.Sequential:
 
 def _steps(model: nn.Module, running: Any, count: int, scale: float = 1.0) -> Any:
     inputs = scale * torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    inputs = inputs.to(next(model.parameters()).device)
     for step in range(count):
         running.optimizer.zero_grad()
         loss = (model(inputs) - 1).square().mean()
@@ -164,9 +172,9 @@ def _steps(model: nn.Module, running: Any, count: int, scale: float = 1.0) -> An
         yield step
 
 
-def _trained(peer: Peer, lr: float) -> Tensor:
+def _trained(peer: Peer, lr: float, device: str = "cpu") -> Tensor:
     """Return the parameters after thirty steps."""
-    model = _model()
+    model = _model().to(device)
     groups = [{"params": list(model.parameters()), "lr": lr}]
     running = peer.build(Setup(model, groups, lr, 30, peer.stands_for[0]))
     list(_steps(model, running, 30))
