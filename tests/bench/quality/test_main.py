@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from bench.quality import __main__ as quality
+from bench.quality.peers import packages
 
 
 def test_help_names_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,6 +16,15 @@ def test_help_names_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         quality.main()
     assert stop.value.code == 0
     assert "--size" in capsys.readouterr().out
+
+
+def test_peers_are_fetched_beside_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[object] = []
+    monkeypatch.setattr(quality, "fetch_packages", fetched.extend)
+    monkeypatch.setattr(quality, "fetch", fetched.append)
+    monkeypatch.setattr(sys, "argv", ["python -m bench.quality", "fetch", "peers", "flights"])
+    quality.main()
+    assert fetched == [*packages(), ["flights"]]
 
 
 def test_recorded_command_has_no_paths() -> None:
