@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +10,12 @@ import numpy as np
 from bench import records
 from bench.comparison_table import short
 from bench.markdown import table_lines
+from bench.quality import report as quality_report
+from bench.quality.excess import MODES, PLAIN, Excesses, excesses
 from bench.quality.results import Report
-from bench.quality.suite import select
+from bench.quality.selection import select
+from bench.quality.zoo_page import headline
+from bench.quality.zoo_tables import EVERY_START, percent, start_name
 from bench.records import Entry
 
 STEP_MODELS = ("gpt2-124M", "llama-1.2B", "recsys-mix", "many-small-10k")
@@ -68,8 +72,27 @@ def _by_way(entries: list[Entry], **wanted: str) -> dict[str, Entry]:
 
 
 def quality_table(results: Path) -> str:
-    """Return one row for each task: validation loss of plain training and of HDET from the same three starts."""
-    reports = [Report(**json.loads(path.read_text())) for path in sorted(results.glob("*.json"))]
+    """Return the harm at the best learning rate and the excess over plain training from each start, over the zoo.
+
+    Without results of the zoo, return one row for each task: the validation loss of plain training and of HDET.
+    """
+    reports = quality_report.read(results)
+    zoo = quality_report.zoo_of(reports)
+    return _losses_table(reports) if zoo is None else _excess_table(excesses(zoo.records))
+
+
+def _excess_table(found: Excesses) -> str:
+    rows = []
+    for start in EVERY_START:
+        summaries = [found.summary(way, start) for way in (PLAIN, *MODES)]
+        if any(summaries[1:]):
+            cells = [" / ".join(map(percent, (one.median, one.mean, one.worst))) if one else "–" for one in summaries]
+            rows.append([start_name(start), *cells])
+    header = ["excess over plain at its best, %: median / mean / worst task", PLAIN, *MODES]
+    return "\n".join([headline(found), "", *table_lines(header, rows)])
+
+
+def _losses_table(reports: Sequence[Report]) -> str:
     rows = [
         [task, *(_losses(report, task, start) for start in STARTS)]
         for report in sorted(reports, key=lambda report: len(report.records), reverse=True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any
 
 from .methods import PEERS
 from .pool import Job
 from .scalars import SCALARS
-from .spec import Record, Spec
+from .spec import Spec
 from .tasks import TASKS
 
 # Learning rates at the start, as factors of the best one of plain training.
@@ -23,8 +21,11 @@ LONGER = 3
 LONG_STARTS = (1 / 10, 1.0, 10.0, 30.0)
 LONG_GRID = (1 / 4, 1 / 2, 2.0)
 
-# Learning rates of the grid, as powers of two times the task's ``lr``.
+# Learning rates of the grid, as powers of two times the task's ``lr``; those of the finer grid, in octaves from the
+# best of the grid; and how often the finer grid is moved while its best one is at its end.
 POWERS = range(-5, 5)
+NEAR = (-1.0, -0.5, 0.0, 0.5, 1.0)
+NEAR_ROUNDS = 3
 
 # Factors of the best learning rate at which the parameter groups start, by task.
 MIXED = {
@@ -48,7 +49,19 @@ PAPER = (
 class Size:
     """A selection of the suite: tasks, seeds, parts and scalars.
 
-    ``start_seeds`` is the number of seeds from each start; ``more_seeds`` replaces it by task and start.
+    Args:
+        tasks: Names of the tasks.
+        seeds: Number of seeds of most parts; the grid has three at most.
+        parts: Parts beside the grid, in their order.
+        scalars: Scalars of the part "scalars".
+        start_seeds: Number of seeds from each start.
+        best_seeds: Number of seeds at the best learning rate, where it is more than that.
+        training_seeds: At most so many of these seeds are run without a probe too.
+        more_seeds: Number of seeds of the part "seeds", by task and start.
+        powers: Learning rates of the grid, as powers of two times the task's ``lr``.
+        near_seeds: Number of seeds of the finer grid near the best; 0: there is none.
+        leave_out: Whether HDET runs take constants that were fitted without the family of their task.
+        options: These constants, by task.
     """
 
     tasks: tuple[str, ...]
@@ -56,7 +69,17 @@ class Size:
     parts: tuple[str, ...]
     scalars: tuple[str, ...]
     start_seeds: int
+    best_seeds: int = 0
+    training_seeds: int = 3
     more_seeds: dict[str, dict[float, int]] = field(default_factory=dict)
+    powers: range = POWERS
+    near_seeds: int = 0
+    leave_out: bool = False
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def seeds_from(self, start: float) -> int:
+        """Return the number of seeds from a start."""
+        return max(self.start_seeds, self.best_seeds) if start == 1.0 else self.start_seeds
 
 
 SIZES = {
@@ -72,6 +95,19 @@ SIZES = {
     ),
     # The controller was developed without these tasks, except for two rules found on flights (README.md).
     "unseen": Size(("flights", "reconstruction"), 3, ("starts", "schedules", "long"), (), start_seeds=10),
+    "zoo": Size(
+        # Long runs first: at the end of a seed no worker waits for one.
+        tuple(sorted((name for name in TASKS if name != "few digits"), key=lambda name: -TASKS[name].steps)),
+        3,
+        ("starts", "none", "peers"),
+        (),
+        start_seeds=3,
+        best_seeds=5,
+        training_seeds=5,
+        powers=range(-6, 7),
+        near_seeds=10,
+        leave_out=True,
+    ),
 }
 
 
@@ -80,18 +116,20 @@ def grid_jobs(size: Size) -> list[Job]:
     return [
         _job("grid", Spec(task, "plain", TASKS[task].lr * 2.0**power, seed))
         for seed in range(min(size.seeds, 3))
-        for power in POWERS
+        for power in size.powers
         for task in size.tasks
     ]
 
 
-def best_rates(records: Iterable[Record]) -> dict[str, float]:
-    """Return the learning rate of the grid with the lowest mean validation loss, by task."""
-    values: dict[str, dict[float, list[float]]] = {}
-    for record in records:
-        if record["kind"] == "grid" and "val" in record:
-            values.setdefault(record["task"], {}).setdefault(record["lr"], []).append(record["val"])
-    return {task: min(found, key=lambda lr: float(np.mean(found[lr]))) for task, found in values.items()}
+def near_jobs(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return plain runs at learning rates half an octave apart around the best one."""
+    return [
+        _job("near", Spec(task, "plain", best[task] * 2.0**octaves, seed))
+        for seed in range(size.near_seeds)
+        for octaves in NEAR
+        for task in size.tasks
+        if task in best
+    ]
 
 
 def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
@@ -100,15 +138,26 @@ def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def _starts(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return runs from all starts, a seed after the other: a time limit leaves complete seeds."""
     jobs = []
-    for seed in range(size.start_seeds):
+    for seed in range(max(map(size.seeds_from, STARTS))):
         for factor in STARTS:
-            for task in size.tasks:
-                jobs += _from_start(task, best[task], factor, seed)
-                if seed < 3:
-                    spec = Spec(task, "hdet", best[task] * factor, seed, probe=False)
+            for task in size.tasks if seed < size.seeds_from(factor) else ():
+                jobs += _from_start(size, task, best[task], factor, seed)
+                if seed < size.training_seeds:
+                    spec = Spec(task, "hdet", best[task] * factor, seed, probe=False, options=_options(size, task))
                     jobs.append(_job("start", spec, factor=factor))
     return jobs
+
+
+def _none(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return runs without a learning rate, with a probe and without."""
+    return [
+        _job("none", Spec(task, "scout", None, seed, probe=probe, options=_options(size, task)))
+        for seed in range(size.start_seeds)
+        for probe in (True, False)
+        for task in size.tasks
+    ]
 
 
 def _seeds(size: Size, best: dict[str, float]) -> list[Job]:
@@ -118,16 +167,23 @@ def _seeds(size: Size, best: dict[str, float]) -> list[Job]:
         for seed in range(size.start_seeds, max(seeds.values())):
             for factor, count in seeds.items():
                 if seed < count:
-                    jobs += _from_start(task, best[task], factor, seed)
+                    jobs += _from_start(size, task, best[task], factor, seed)
                 elif factor == 1.0:
-                    jobs += _from_start(task, best[task], factor, seed, ("plain",))
+                    jobs.append(_job("start", Spec(task, "plain", best[task], seed), factor=1.0))
     return jobs
 
 
-def _from_start(
-    task: str, best: float, factor: float, seed: int, methods: Sequence[str] = ("hdet", "plain")
-) -> list[Job]:
-    return [_job("start", Spec(task, method, best * factor, seed), factor=factor) for method in methods]
+def _from_start(size: Size, task: str, best: float, factor: float, seed: int) -> list[Job]:
+    specs = (
+        Spec(task, "hdet", best * factor, seed, options=_options(size, task)),
+        Spec(task, "plain", best * factor, seed),
+    )
+    return [_job("start", spec, factor=factor) for spec in specs]
+
+
+def _options(size: Size, task: str) -> dict[str, Any]:
+    """Return the constants of the controller that were fitted without the task's family; none: the defaults."""
+    return dict(size.options.get(task, {}))
 
 
 def _paper(size: Size, best: dict[str, float]) -> list[Job]:
@@ -214,6 +270,7 @@ def _scalars(size: Size, best: dict[str, float]) -> list[Job]:
 # Functions that return the jobs of each part.
 PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
     "starts": _starts,
+    "none": _none,
     "paper": _paper,
     "mixed": _mixed,
     "peers": _peers,
@@ -230,22 +287,3 @@ def _groups(task: str) -> dict[str, float]:
 
 def _job(kind: str, spec: Spec, **more: object) -> Job:
     return {"kind": kind, "task": spec.task, "spec": spec.record(), **more}
-
-
-def select(records: Sequence[Record], **wanted: object) -> list[Record]:
-    """Return the records with these entries, without failed runs."""
-    rates = {key: value for key, value in wanted.items() if isinstance(value, float)}
-    others = {key: value for key, value in wanted.items() if key not in rates}
-    return [
-        record
-        for record in records
-        if "val" in record
-        and all(record.get(key) == value for key, value in others.items())
-        and all(_same(record.get(key), value) for key, value in rates.items())
-    ]
-
-
-def _same(found: object, wanted: float) -> bool:
-    if isinstance(found, float):
-        return math.isclose(found, wanted, rel_tol=1e-4)  # results files have five digits
-    return found == wanted
