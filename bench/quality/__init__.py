@@ -9,7 +9,10 @@ The flow, file by file:
     pool.py       run jobs in several processes
     spec.py       description of one run; train.py runs it, methods.py configures HDET and its peers
     scalars.py    runs that explore other scalars than the learning rate; sweep.py is the equal-compute sweep
-    results.py    a results file
-    recovery.py   how much of the loss gap between a wrong and the best start is recovered
-    tables.py     Markdown tables; report.py writes docs/quality.md with plots
+    results.py    a results file; selection.py finds records by their entries
+    recovery.py   how much of the loss gap between a wrong and the best start is recovered; tables.py has its tables
+    yardstick.py  the best learning rate of plain training, and its loss; excess.py measures all runs of the zoo by it
+    held_out.py   constants fitted without the family of a task; designs.py compares designs of the controller
+    bars.py       limits for the excess over the zoo; zoo_tables.py, zoo_plots.py and zoo_page.py show it
+    report.py     write docs/quality.md with plots (figures.py)
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .excess import PROBE, TRAINING, Excesses, Start, Summary
+from .excess import MODES, Excesses, Start, Summary
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,6 @@ class Bar:
 class Verdict:
     """A bar from one start in one mode: text, figure in percent, and whether it is met."""
 
-    start: Start
-    mode: str
     text: str
     figure: float
     met: bool
@@ -72,7 +70,7 @@ def _worst(excesses: Excesses, mode: str, start: Start, _: int) -> float:
     return _summary(excesses, mode, start).worst
 
 
-WORSE_THAN_PLAIN = "worse than plain by two standard errors: ≤ {limit} of tasks"
+WORSE_THAN_PLAIN = "worse than plain: ≤ {limit} of tasks"
 ABOVE_LIMIT = "above {within}: ≤ {limit} of tasks"
 BARS = (
     Bar((1.0,), "mean ≤ {limit}", (0.3, 0.3), _mean),
@@ -89,15 +87,17 @@ BARS = (
 )
 
 
-def verdicts(excesses: Excesses) -> list[Verdict]:
-    """Return every bar from each of its starts in both modes, as far as there are runs."""
-    found = []
-    for bar in BARS:
-        for start in bar.starts:
-            for index, mode in enumerate((PROBE, TRAINING)):
-                if not excesses.means(mode, start):
-                    continue
-                limit, figure = bar.limits[index], bar.measure(excesses, mode, start, index)
-                text = bar.text.format(limit=f"{limit:g} %", within=f"{WITHIN[index]:g} %")
-                found.append(Verdict(start, mode, text, figure, figure <= limit + ROUNDING))
-    return found
+def verdicts(excesses: Excesses) -> list[tuple[Start, dict[str, Verdict]]]:
+    """Return every bar from each of its starts: the start, and the verdict in each mode that has runs from there."""
+    return [
+        (start, {mode: _verdict(bar, excesses, mode, start) for mode in MODES if excesses.means(mode, start)})
+        for bar in BARS
+        for start in bar.starts
+    ]
+
+
+def _verdict(bar: Bar, excesses: Excesses, mode: str, start: Start) -> Verdict:
+    index = MODES.index(mode)
+    limit, figure = bar.limits[index], bar.measure(excesses, mode, start, index)
+    text = bar.text.format(limit=f"{limit:g} %", within=f"{WITHIN[index]:g} %")
+    return Verdict(text, figure, figure <= limit + ROUNDING)

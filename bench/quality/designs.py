@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .excess import MODES, excesses, way_of
+from .excess import MODES, Excesses
 from .spec import Record
 
 DESIGNS = Path(__file__).parent / "results" / "designs"
@@ -52,19 +52,16 @@ def read(folder: Path = DESIGNS) -> dict[str, list[Record]]:
     return found
 
 
-def outcomes(records: Sequence[Record], designs: Mapping[str, Sequence[Record]]) -> list[Outcome]:
-    """Return all designs in both modes, that of ``records`` first; a design needs runs at the best and 10× off."""
-    plain = [record for record in records if way_of(record) not in MODES]
-    found = []
-    for design, runs in {DEFAULT: records, **designs}.items():
-        own = [record for record in runs if way_of(record) in MODES]
-        compared = excesses([*plain, *own])
+def outcomes(found: Excesses, designs: Mapping[str, Sequence[Record]]) -> list[Outcome]:
+    """Return all designs in both modes, that of ``found`` first; a design needs runs at the best and ten times off."""
+    made = []
+    for design, compared in {DEFAULT: found, **{name: found.of_runs(runs) for name, runs in designs.items()}}.items():
         for mode in MODES:
             harm = compared.summary(mode, 1.0)
             off = [mean for start in (0.1, 10.0) for mean in compared.means(mode, start).values()]
             if harm is not None and off:
-                found.append(Outcome(design, mode, harm.tasks, harm.mean, harm.worst, float(np.median(off))))
-    return found
+                made.append(Outcome(design, mode, harm.tasks, harm.mean, harm.worst, float(np.median(off))))
+    return made
 
 
 def frontier(found: Sequence[Outcome]) -> list[Outcome]:

@@ -6,8 +6,9 @@ above the level of the untrained model (``initial`` in the records of its task) 
 counts with more than 100 %.
 
 The difference to plain training from the same start is taken seed by seed. A task has few seeds from a start, too few
-for a standard error of its own. So the variance of its differences is averaged with the median of these variances over
-all tasks, from the same start, which counts like four more degrees of freedom.
+for a standard error of its own, but its yardstick has many. So the variance of the differences is averaged with the one
+to be expected: the yardstick's variance times a ratio, the median over all tasks of variance of the differences to
+variance of the yardstick, from the same start. The expected one counts like four more degrees of freedom.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
@@ -28,7 +30,7 @@ MODES = (PROBE, TRAINING)
 # A learning rate at the start, as a factor of the best one; None: the run has none, or does not depend on it.
 Start = float | None
 
-# The most that a run counts with, in percent; and the weight of the median variance, in degrees of freedom.
+# The most that a run counts with, in percent; and the weight of the expected variance, in degrees of freedom.
 CAP = 100.0
 PRIOR = 4
 
@@ -88,10 +90,30 @@ class Excesses:
         first = [way for way in (PLAIN, *MODES) if way in found]
         return first + sorted(found.difference(first))
 
+    def of_runs(self, records: Sequence[Record]) -> Excesses:
+        """Return the excess of other runs over the same yardsticks."""
+        result = Excesses(self.yardsticks, self.caps)
+        free = _free_of_start(records)
+        for record in records:
+            ruler, way = self.yardsticks.get(record["task"]), way_of(record)
+            if ruler is None or way is None or not record.keys() & {"val", "error"}:
+                continue
+            start = None
+            if way not in free and record["lr"] is not None:
+                start = _start(record["lr"] / ruler.best)
+                if start is None:  # a learning rate between two starts
+                    continue
+            task, seed, cap = record["task"], record["seed"], self.caps[record["task"]]
+            loss = record.get("val", math.inf)
+            value = 100 * (loss - ruler.losses.get(seed, ruler.mean)) / ruler.mean
+            seeds = result.cells.setdefault((way, start), {}).setdefault(task, {})
+            seeds[seed] = min(value, cap) if math.isfinite(value) else cap
+        return result
+
     def means(self, way: str, start: Start) -> dict[str, float]:
         """Return the mean excess over seeds, by task."""
         found = self.cells.get((way, start), {})
-        return {task: float(np.mean(list(seeds.values()))) for task, seeds in sorted(found.items())}
+        return {task: fmean(seeds.values()) for task, seeds in sorted(found.items())}
 
     def differences(self, way: str, start: Start) -> dict[str, Difference]:
         """Return the difference to plain training from the same start, by task; none where no seed is common."""
@@ -101,16 +123,20 @@ class Excesses:
             if (paired := _paired(seeds, self.cells.get((PLAIN, start), {}).get(task, {})))
         }
         variances = {task: float(np.var(found, ddof=1)) for task, found in pairs.items() if len(found) > 1}
-        if not variances:
+        ratios = [variance / self._noise(task) for task, variance in variances.items() if self._noise(task) > 0]
+        if not ratios:
             return {}
-        usual = float(np.median(list(variances.values())))
-        errors = {
-            task: math.sqrt(
-                (PRIOR * usual + (len(found) - 1) * variances.get(task, 0.0)) / (PRIOR + len(found) - 1) / len(found)
-            )
-            for task, found in pairs.items()
-        }
-        return {task: Difference(float(np.mean(pairs[task])), errors[task]) for task in sorted(pairs)}
+        usual, result = float(np.median(ratios)), dict[str, Difference]()
+        for task, found in sorted(pairs.items()):
+            freedom = len(found) - 1
+            squares = PRIOR * usual * self._noise(task) + freedom * variances.get(task, 0.0)
+            result[task] = Difference(fmean(found), math.sqrt(squares / (PRIOR + freedom) / len(found)))
+        return result
+
+    def _noise(self, task: str) -> float:
+        """Return the variance of plain training at the best over seeds, in percent squared."""
+        ruler = self.yardsticks[task]
+        return (100 * ruler.deviation / ruler.mean) ** 2
 
     def summary(self, way: str, start: Start) -> Summary | None:
         """Return the excess over all tasks, or None without runs."""
@@ -147,22 +173,8 @@ def excesses(records: Sequence[Record]) -> Excesses:
     caps = dict.fromkeys(rulers, CAP)
     for record in records:
         if (task := record["task"]) in rulers and record.get("initial") is not None:
-            caps[task] = min(caps[task], _percent(record["initial"], rulers[task].mean, rulers[task]))
-    result = Excesses(rulers, caps)
-    free = _free_of_start(records)
-    for record in records:
-        task = record["task"]
-        if task not in rulers or not record.keys() & {"val", "error"} or (way := way_of(record)) is None:
-            continue
-        ruler, seed = rulers[task], record["seed"]
-        free_here = way in free or record["lr"] is None
-        start = None if free_here else _start(record["lr"] / ruler.best)
-        if start is None and not free_here:
-            continue
-        value = _percent(record.get("val", math.inf), ruler.losses.get(seed, ruler.mean), ruler)
-        seeds = result.cells.setdefault((way, start), {}).setdefault(task, {})
-        seeds[seed] = min(value, caps[task]) if math.isfinite(value) else caps[task]
-    return result
+            caps[task] = min(caps[task], 100 * (record["initial"] / rulers[task].mean - 1))
+    return Excesses(rulers, caps).of_runs(records)
 
 
 def way_of(record: Record) -> str | None:
@@ -177,20 +189,16 @@ def way_of(record: Record) -> str | None:
 
 def _free_of_start(records: Sequence[Record]) -> set[str]:
     """Return the peers that were run from one start only, because their results do not depend on it."""
-    factors: dict[str, set[float]] = {}
+    factors: dict[str, set[object]] = {}
     for record in records:
         if record["kind"] in ("peer", "sweep"):
-            factors.setdefault(record["method"], set()).add(record["factor"])
+            factors.setdefault(record["method"], set()).add(record.get("factor"))
     return {method for method, found in factors.items() if found == {1.0} and method not in FIXED}
 
 
 def _start(factor: float) -> float | None:
     """Return the start that a factor of the best learning rate is, or None for one in between."""
     return next((start for start in STARTS if math.isclose(factor, start, rel_tol=1e-3)), None)
-
-
-def _percent(loss: float, reference: float, ruler: Yardstick) -> float:
-    return 100 * (loss - reference) / ruler.mean
 
 
 def _paired(runs: Mapping[int, float], plain: Mapping[int, float]) -> list[float]:

@@ -41,9 +41,11 @@ def current(records: Iterable[Record], constants: Constants) -> list[Record]:
 
 
 def verdict(records: Iterable[Record], constants: Constants) -> str:
-    """Say how many HDET runs had constants fitted without the family of their task."""
+    """Say how many HDET runs had constants fitted without the family of their task; nothing without such runs."""
     runs = [record for record in records if _fitted(record) and "val" in record]
     right = sum(bool(_of(constants, run)) and same(run["options"], _of(constants, run)) for run in runs)
+    if not runs:
+        return ""
     if right == len(runs):
         return f"All {len(runs)} HDET runs had constants that were fitted without the family of their task."
     own = sum(not run["options"] for run in runs)

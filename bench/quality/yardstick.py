@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 
@@ -35,11 +37,11 @@ class Yardstick:
     claimed: float
     at_the_end: bool
 
-    @property
+    @cached_property
     def mean(self) -> float:
-        return float(np.mean(list(self.losses.values())))
+        return fmean(self.losses.values())
 
-    @property
+    @cached_property
     def deviation(self) -> float:
         """Return the standard deviation over seeds; 0 for a single one."""
         return float(np.std(list(self.losses.values()), ddof=1)) if len(self.losses) > 1 else 0.0
@@ -80,13 +82,13 @@ def measured(grid: Grid, coarse: Grid) -> Yardstick:
         judges = {lr: _of_parity(found, parity) for lr, found in grid.items()}
         chosen = _best(judges) if all(judges.values()) else best
         losses |= _of_parity(grid[chosen], 1 - parity)
-    claimed = float(np.mean(list(coarse[_best(coarse)].values())))
+    claimed = fmean(coarse[_best(coarse)].values())
     every = grid.keys() | coarse.keys()
     return Yardstick(best, losses, claimed, len(every) > 1 and best in (min(every), max(every)))
 
 
 def _best(grid: Mapping[float, Mapping[int, float]]) -> float:
-    return min(grid, key=lambda lr: float(np.mean(list(grid[lr].values()))))
+    return min(grid, key=lambda lr: fmean(grid[lr].values()))
 
 
 def _of_parity(losses: Mapping[int, float], parity: int) -> dict[int, float]:

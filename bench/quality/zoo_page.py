@@ -33,8 +33,9 @@ the best of the first grid, by the few seeds that chose it, is below that. σ is
 
 A run that raised an error, is not finite or ends above the level of the untrained model counts as one at that level,
 and none counts with more than 100 %. *Worse than plain*: by more than two standard errors of the differences to plain
-training from the same start with the same seed. The variance of these differences on a task, from few seeds, is
-averaged with the median of the variances over all tasks, which counts like four more degrees of freedom."""
+training from the same start with the same seed. Their variance on a task, from few seeds, is averaged with the one to
+be expected: σ² of the task times the median over tasks of the ratio of the two, which counts like four more seeds. In
+a simulation without any difference 4 % of tasks with five seeds were worse, and 6 % of those with three."""
 
 SENSITIVITY = """The *learning-rate sensitivity* is the mean excess over starts from 1/30 to 30 times the best learning
 rate (arXiv 2309.14322). A method that does not depend on a start has one excess, and one without runs from all seven
@@ -86,8 +87,8 @@ def zoo_plots(report: Report) -> dict[str, tuple[str, Callable[[Path], None]]]:
 
 
 def _compared(report: Report, tried: Mapping[str, Sequence[Record]] | None) -> tuple[Excesses, list[Outcome]]:
-    found = designs.outcomes(report.records, designs.read() if tried is None else tried)
-    return excesses(report.records), found
+    found = excesses(report.records)
+    return found, designs.outcomes(found, designs.read() if tried is None else tried)
 
 
 def headline(found: Excesses) -> str:

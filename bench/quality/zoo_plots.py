@@ -17,6 +17,9 @@ from .zoo_tables import sensitivities
 STARTS_PLOT, SENSITIVITY_PLOT = "quality_zoo_starts.png", "quality_zoo_sensitivity.png"
 FRONTIER_PLOT = "quality_zoo_frontier.png"
 
+# Bars of mean excess at the best, and of median excess from ten times off.
+BARS = {PROBE: (0.3, 1.0), TRAINING: (0.3, 2.0)}
+
 COLOURS = {PLAIN: "0.45", PROBE: "C0", TRAINING: "C1"}
 
 # Excesses are linear below this many percent and logarithmic above: they may be negative, and range over decades.
@@ -42,8 +45,9 @@ def plots(found: Excesses, outcomes: Sequence[Outcome]) -> dict[str, tuple[str, 
 def plot_starts(found: Excesses, path: Path) -> None:
     """Plot the excess against the start: plain training and both modes with their range, and the others' medians."""
     others = [way for way in found.ways if way not in COLOURS]
-    figure, axes = new_figure(1, 3 + bool(others), 4.0, 4.2, sharey=True)
-    for axis, way in zip(axes[0], COLOURS, strict=False):
+    figure, axes = new_figure(2, 2, 4.6, 3.6, sharey=True)
+    panels = [axis for row in axes for axis in row]
+    for axis, way in zip(panels, COLOURS, strict=False):
         starts = [start for start in STARTS if found.means(way, start)]
         values = [list(found.means(way, start).values()) for start in starts]
         colour = COLOURS[way]
@@ -51,23 +55,24 @@ def plot_starts(found: Excesses, path: Path) -> None:
             for low, high, alpha in ((0, 100, 0.15), (10, 90, 0.3)):
                 band = [[float(np.percentile(seen, share)) for seen in values] for share in (low, high)]
                 axis.fill_between(starts, *band, color=colour, alpha=alpha, linewidth=0)
-            axis.plot(starts, [float(np.median(seen)) for seen in values], color=colour, marker="o", linewidth=2)
+            medians = [float(np.median(seen)) for seen in values]
+            axis.plot(starts, medians, color=colour, marker="o", linewidth=2, label="median; 10 to 90 %; range")
         none = list(found.means(way, None).values())
         if none:
-            axis.axhline(float(np.median(none)), color=colour, linestyle="--", linewidth=1.2)
-            axis.annotate("no learning rate: median", (1 / 28, float(np.median(none))), (0, 4), fontsize=8,
-                          textcoords="offset points", color=colour)  # fmt: skip
-        axis.set_title(f"{way}: median, 10–90 %, range", fontsize=10)
-    if others:
-        _plot_others(axes[0][3], found, others)
-    for axis in axes[0]:
+            middle = float(np.median(none))
+            axis.axhline(middle, color=colour, linestyle="--", linewidth=1.4, label="median without a learning rate")
+        axis.set_title(way, fontsize=10)
+        axis.legend(frameon=False, fontsize=8, loc="upper center")
+    _plot_others(panels[3], found, others)
+    for axis in panels:
         axis.set(xscale="log", xlabel="start, as a factor of the best")
         axis.set_xticks(STARTS, ["1/30", "1/10", "1/3", "1", "3", "10", "30"])
         axis.minorticks_off()
         axis.axhline(0.0, color="0.7", linewidth=0.8, zorder=0)
         axis.grid(axis="y", color="0.92")
-    _scale_excess(axes[0][0], "y")
-    axes[0][0].set_ylabel("excess, % of the loss")
+    for row in axes:
+        _scale_excess(row[0], "y", (-1.0, 3 * CAP))  # room for the legends
+        row[0].set_ylabel("excess, % of the loss")
     save(figure, path)
 
 
@@ -107,12 +112,15 @@ def plot_frontier(outcomes: Sequence[Outcome], path: Path) -> None:
             axis.plot(one.harm, one.recovery, "o", color="C3" if default else COLOURS[mode], markersize=7, zorder=2)
             axis.annotate(f"{numbers[one.design]}", (one.harm, one.recovery), (6, 5), textcoords="offset points",
                           fontsize=9)  # fmt: skip
-        _scale_excess(axis, "x", [one.harm for one in shown])
-        _scale_excess(axis, "y", [one.recovery for one in shown])
+        limits = BARS[mode]
+        axis.axvline(limits[0], color="C2", linestyle=":", linewidth=1.2, zorder=0)
+        axis.axhline(limits[1], color="C2", linestyle=":", linewidth=1.2, zorder=0)
+        _scale_excess(axis, "x", [one.harm for one in outcomes])
+        _scale_excess(axis, "y", [one.recovery for one in outcomes])
         axis.set_title(mode, fontsize=10)
         axis.set(xlabel="at the best: mean excess, %", ylabel="10× off: median excess, %")
         axis.grid(color="0.92")
-    names = "\n".join(f"{number}  {design}" for design, number in numbers.items())
+    names = "\n".join([*(f"{number}  {design}" for design, number in numbers.items()), "dotted: the bars"])
     figure.text(1.0, 0.5, names, fontsize=9, va="center")
     save(figure, path)
 
@@ -129,8 +137,9 @@ def _plot_others(axis: Any, found: Excesses, others: Sequence[str]) -> None:
         if none:
             axis.plot([STARTS[0], STARTS[-1]], [float(np.median(none))] * 2, color=colour, linestyle="--", marker=mark,
                       markersize=4, linewidth=1.2, label=way)  # fmt: skip
-    axis.set_title("others: median", fontsize=10)
-    axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axis.set_title("others: medians", fontsize=10)
+    if others:
+        axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _scale_excess(axis: Any, name: str, values: Sequence[float] = (-1.0, CAP)) -> None:

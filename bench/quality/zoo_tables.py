@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 
 from bench.markdown import table_lines
 
-from .bars import verdicts
+from .bars import Verdict, verdicts
 from .designs import Outcome, frontier
-from .excess import MODES, PLAIN, Excesses, Start
+from .excess import MODES, PLAIN, PROBE, Excesses, Start
 from .held_out import Constants, spreads
 from .suite import STARTS
 from .tasks import TASKS
@@ -22,22 +23,28 @@ EVERY_START: tuple[Start, ...] = (*STARTS, None)
 
 
 def bars_table(excesses: Excesses) -> str:
-    """Return the bars from each start, a row for each mode, with what was measured."""
+    """Return the bars from each start, with what was measured in each mode."""
     rows = [
-        [start_name(found.start), found.mode, found.text, f"{found.figure:.2f} %", "met" if found.met else "**missed**"]
-        for found in verdicts(excesses)
+        [start_name(start), *(cell for mode in MODES for cell in _bar(found.get(mode)))]
+        for start, found in verdicts(excesses)
     ]
-    return _table(["start", "", "bar", "measured", ""], rows, left=3)
+    head = ["start", *(cell for mode in MODES for cell in (f"bar, {mode}", "measured", ""))]
+    return _table(head, rows)
 
 
 def bars_met(excesses: Excesses) -> str:
     """Say how many bars are met in each mode."""
-    found = verdicts(excesses)
-    counts = [
-        f"{sum(one.met for one in found if one.mode == mode)} of {sum(one.mode == mode for one in found)} ({mode})"
-        for mode in MODES
-    ]
+    counts = []
+    for mode in MODES:
+        found = [modes[mode].met for _, modes in verdicts(excesses) if mode in modes]
+        counts.append(f"{sum(found)} of {len(found)} ({mode})")
     return f"Bars met: {', '.join(counts)}."
+
+
+def _bar(found: Verdict | None) -> list[str]:
+    if found is None:
+        return ["–"] * 3
+    return [found.text, f"{found.figure:.2f} %", "met" if found.met else "**missed**"]
 
 
 def summary_table(excesses: Excesses) -> str:
@@ -62,21 +69,31 @@ def summary_table(excesses: Excesses) -> str:
 def sensitivity_table(excesses: Excesses) -> str:
     """Return the learning-rate sensitivity of every method, the lowest mean first.
 
-    Methods without runs from all starts follow, with what they have.
+    A method may have runs on some tasks only: the last column has HDET with a probe on the same tasks. Methods without
+    runs from all starts follow, with what they have.
     """
-    rows = []
+    rows, ours = [], excesses.sensitivity(PROBE)
     for name, by_task in sensitivities(excesses).items():
         values = list(by_task.values())
         best = excesses.summary(name, 1.0)
+        same = [ours[task] for task in by_task if task in ours]
         rows.append(
-            [name, f"{len(values)}", percent(float(np.mean(values))), percent(float(np.median(values))),
-             percent(max(values)), percent(best.mean) if best else "same"]
+            [name, f"{len(values)}", percent(fmean(values)), percent(float(np.median(values))), percent(max(values)),
+             percent(best.mean) if best else "same", percent(fmean(same)) if same else "–"]
         )  # fmt: skip
     for name in excesses.ways:
         best = excesses.summary(name, 1.0)
         if best is not None and not excesses.sensitivity(name):
-            rows.append([name, f"{best.tasks}", "–", "–", "–", percent(best.mean)])
-    head = ["", "tasks", "sensitivity, mean over tasks", "median", "worst task", "at the best"]
+            rows.append([name, f"{best.tasks}", "–", "–", "–", percent(best.mean), "–"])
+    head = [
+        "",
+        "tasks",
+        "sensitivity: mean",
+        "median",
+        "worst task",
+        "at the best: mean",
+        f"{PROBE}, these tasks: mean",
+    ]
     return _table(head, rows)
 
 
@@ -85,7 +102,7 @@ def sensitivities(excesses: Excesses) -> dict[str, dict[str, float]]:
     found = {way: excesses.sensitivity(way) for way in excesses.ways}
     found |= {f"{mode}, no learning rate": excesses.means(mode, None) for mode in MODES}
     known = {name: by_task for name, by_task in found.items() if by_task}
-    return dict(sorted(known.items(), key=lambda item: float(np.mean(list(item[1].values())))))
+    return dict(sorted(known.items(), key=lambda item: fmean(item[1].values())))
 
 
 def tasks_table(excesses: Excesses, way: str) -> str:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from bench.quality import suite
 from bench.quality.tasks import TASKS
-from tests.bench.quality.scripted import run_record
 
 
 def test_jobs_are_complete_and_serialisable() -> None:
@@ -41,6 +40,30 @@ def test_parts() -> None:
     assert set(kinds) == {"mixed", "paper"}
 
 
-def test_best_learning_rate_of_a_grid() -> None:
-    records = [run_record("grid", "plain", lr, seed, lr + 0.01 * seed) for lr in (3.0, 1.0, 2.0) for seed in (0, 1)]
-    assert suite.best_rates(records) == {"digits": 1.0}
+def test_zoo_has_every_task_and_near_runs_around_the_best() -> None:
+    size = suite.SIZES["zoo"]
+    assert set(size.tasks) == set(TASKS) - {"few digits"}
+    grid = [job["spec"] for job in suite.grid_jobs(size) if job["task"] == "digits"]
+    assert sorted({spec["lr"] / TASKS["digits"].lr for spec in grid}) == [2.0**power for power in range(-6, 7)]
+    near = [job["spec"] for job in suite.near_jobs(size, {"digits": 1.0})]
+    assert {spec["seed"] for spec in near} == set(range(10))
+    assert sorted({spec["lr"] for spec in near}) == [0.5, 2.0**-0.5, 1.0, 2.0**0.5, 2.0]
+    assert suite.near_jobs(suite.SIZES["ci"], {"digits": 1.0}) == []
+
+
+def test_zoo_runs_all_ways_of_a_seed_before_the_next() -> None:
+    size = replace(suite.SIZES["zoo"], parts=("starts", "none"), options={"digits": {"slack": 0.9}})
+    jobs = suite.jobs_after(size, dict.fromkeys(size.tasks, 1.0))
+    for kind in ("start", "none"):
+        seeds = [job["spec"]["seed"] for job in jobs if job["kind"] == kind]
+        assert seeds == sorted(seeds)
+    ways = {(job["spec"]["method"], job["spec"]["probe"]) for job in jobs}
+    assert ways == {("plain", True), ("hdet", True), ("hdet", False), ("scout", True), ("scout", False)}
+    digits = [job for job in jobs if job["task"] == "digits"]
+    assert all((job["spec"]["options"] == {"slack": 0.9}) == (job["spec"]["method"] != "plain") for job in digits)
+    counts = {
+        factor: sum(job.get("factor") == factor and job["spec"]["method"] == "plain" for job in digits)
+        for factor in suite.STARTS
+    }
+    assert counts == {factor: 5 if factor == 1.0 else 3 for factor in suite.STARTS}
+    assert all(job["spec"]["lr"] is None for job in jobs if job["kind"] == "none")
