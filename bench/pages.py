@@ -59,7 +59,7 @@ def gpu_records() -> list[Path]:
 def readme(text: str) -> str:
     """Return README.md with the speed and quality tables between their markers."""
     text = between(text, "speed", readme_tables.speed_table(RESULTS))
-    return between(text, "quality", readme_tables.quality_table(QUALITY_RESULTS))
+    return between(text, "quality", readme_tables.quality_text(QUALITY_RESULTS))
 
 
 def bench_readme(text: str) -> str:

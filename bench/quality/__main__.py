@@ -94,12 +94,12 @@ def run(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     records = _kept(before.records, size)
 
-    def run_missing(jobs: list[Job]) -> bool:
-        """Run the jobs that no record is of, and return whether there were any."""
+    def run_missing(jobs: list[Job]) -> int:
+        """Run the jobs that no record is of, and return how many were run."""
         left = arguments.seconds - (time.monotonic() - start)
-        missing = replace(before, records=records).lacking(jobs)
-        records.extend(run_jobs(missing, arguments.device, workers, seconds=left))
-        return bool(missing)
+        made = run_jobs(replace(before, records=records).lacking(jobs), arguments.device, workers, seconds=left)
+        records.extend(made)
+        return len(made)
 
     run_missing(grid_jobs(size))
     best = best_rates(records)
@@ -107,7 +107,8 @@ def run(arguments: argparse.Namespace) -> None:
         if not run_missing(near_jobs(size, best)):
             break
         best = best_rates(records)
-    run_missing(jobs_after(size, best))
+    known = tuple(task for task in size.tasks if task in best)  # a time limit may leave out a grid
+    run_missing(jobs_after(replace(size, tasks=known), best))
     report = Report(
         command=_command(sys.argv[1:]),
         machine=_machine(arguments.device),

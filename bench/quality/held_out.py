@@ -40,19 +40,24 @@ def current(records: Iterable[Record], constants: Constants) -> list[Record]:
     return [record for record in records if not _fitted(record) or same(record["options"], _of(constants, record))]
 
 
-def verdict(records: Iterable[Record], constants: Constants) -> str:
-    """Say how many HDET runs had constants fitted without the family of their task; nothing without such runs."""
+def counts(records: Iterable[Record], constants: Constants) -> tuple[int, int, int]:
+    """Return the number of HDET runs, of those with constants fitted without their family, and of those with none."""
     runs = [record for record in records if _fitted(record) and "val" in record]
     right = sum(bool(_of(constants, run)) and same(run["options"], _of(constants, run)) for run in runs)
+    return len(runs), right, sum(not run["options"] for run in runs)
+
+
+def verdict(records: Iterable[Record], constants: Constants) -> str:
+    """Say how many HDET runs had constants fitted without the family of their task; nothing without such runs."""
+    runs, right, own = counts(records, constants)
     if not runs:
         return ""
-    if right == len(runs):
-        return f"All {len(runs)} HDET runs had constants that were fitted without the family of their task."
-    own = sum(not run["options"] for run in runs)
+    if right == runs:
+        return f"All {runs} HDET runs had constants that were fitted without the family of their task."
     rest = f"; **{own} had the defaults of the package**" if own else ""
-    other = len(runs) - right - own
+    other = runs - right - own
     rest += f"; **{other} had constants that `constants.json` does not have for their task**" if other else ""
-    return f"{right} of {len(runs)} HDET runs had constants that were fitted without the family of their task{rest}."
+    return f"{right} of {runs} HDET runs had constants that were fitted without the family of their task{rest}."
 
 
 def spreads(constants: Constants) -> list[list[str]]:

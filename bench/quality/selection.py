@@ -10,10 +10,14 @@ from .spec import Record
 
 def select(records: Sequence[Record], **wanted: object) -> list[Record]:
     """Return the records with these entries, without failed runs."""
+    exact = {key: value for key, value in wanted.items() if not isinstance(value, float | dict)}
+    others = {key: value for key, value in wanted.items() if key not in exact}
     return [
         record
         for record in records
-        if "val" in record and all(same(record.get(key), value) for key, value in wanted.items())
+        if "val" in record
+        and all(record.get(key) == value for key, value in exact.items())
+        and all(same(record.get(key), value) for key, value in others.items())
     ]
 
 

@@ -24,7 +24,8 @@ def test_speed_table_has_six_rows_from_the_records() -> None:
 
 
 def test_quality_table_has_every_task_and_tells_where_hdet_harms() -> None:
-    table = readme_tables.quality_table(pages.QUALITY_RESULTS)
+    words, table = readme_tables.quality_text(pages.QUALITY_RESULTS).split("\n\n")
+    assert "docs/quality.md" in words
     rows = {line.split("|")[1].strip(): line for line in table.splitlines()[2:]}
     assert set(rows) == {"images", "ratings", "language", "flights", "reconstruction", "digits"}
     plain, hdet = (float(number) for number in rows["flights"].split("|")[3].split("→"))
@@ -33,11 +34,10 @@ def test_quality_table_has_every_task_and_tells_where_hdet_harms() -> None:
 
 def test_zoo_replaces_the_table_of_losses(tmp_path: Path) -> None:
     (tmp_path / "zoo.json").write_text(json.dumps(zoo().plain()))
-    sentence, empty, *table = readme_tables.quality_table(tmp_path).splitlines()
-    assert "on average" in sentence
-    assert "at worst" in sentence
-    assert empty == ""
-    assert [line.split("|")[1].strip() for line in table[2:]] == [
+    words, table = readme_tables.quality_text(tmp_path).split("\n\n")
+    assert "on average" in words
+    assert "at worst" in words
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
         "30× too low", "10× too low", "3× too low", "at the best", "3× too high", "10× too high", "30× too high",
         "no learning rate",
     ]  # fmt: skip
