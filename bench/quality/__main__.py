@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     workers = arguments.workers or (2 if arguments.device == "cpu" else 14)
     before = _read(arguments.after) if arguments.after else Report("", "", "", 0.0, arguments.size, {}, [])
     start = time.monotonic()
-    records = _kept(before.records, size)
+    records = _kept(before, size, arguments.design)
 
     def run_missing(jobs: list[Job]) -> int:
         """Run the jobs that no record is of, and return how many were run."""
@@ -138,12 +138,17 @@ def selected(arguments: argparse.Namespace) -> Size:
     )
 
 
-def _kept(records: list[Record], size: Size) -> list[Record]:
-    """Return the records without failed runs and, where a size takes constants, without HDET runs with other ones."""
-    kept = [record for record in records if "error" not in record]
-    kept = held_out.current(kept, size.options) if size.leave_out else kept
-    if len(kept) < len(records):
-        print(f"{len(records) - len(kept)} runs that failed or had other constants are not kept", file=sys.stderr)
+def _kept(before: Report, size: Size, design: str) -> list[Record]:
+    """Return the records that are not run again.
+
+    Failed runs are and, where a size takes constants, HDET runs of another design or with other constants.
+    """
+    kept = [record for record in before.records if "error" not in record]
+    if size.leave_out:
+        kept = held_out.current(kept, size.options)
+        kept = [record for record in kept if before.design == design or not held_out.takes_constants(record)]
+    if lost := len(before.records) - len(kept):
+        print(f"{lost} runs that failed or had other constants or another design are not kept", file=sys.stderr)
     return kept
 
 

@@ -34,6 +34,10 @@ class Verdict:
     met: bool
 
 
+# Mean excess at the best learning rate, and median excess from ten times off, with a probe and without.
+HARM = (0.3, 0.3)
+RECOVERY = (1.0, 2.0)
+
 # Shares of tasks are rounded in floating point.
 ROUNDING = 1e-9
 
@@ -73,12 +77,12 @@ def _worst(excesses: Excesses, mode: str, start: Start, _: int) -> float:
 WORSE_THAN_PLAIN = "worse than plain: ≤ {limit} of tasks"
 ABOVE_LIMIT = "above {within}: ≤ {limit} of tasks"
 BARS = (
-    Bar((1.0,), "mean ≤ {limit}", (0.3, 0.3), _mean),
+    Bar((1.0,), "mean ≤ {limit}", HARM, _mean),
     Bar((1.0,), "worst ≤ {limit}", (2.0, 2.0), _worst),
     Bar((1.0,), WORSE_THAN_PLAIN, (5.0, 5.0), _worse),
     Bar((1 / 3, 3.0), "mean ≤ {limit}", (1.0, 1.5), _mean),
     Bar((1 / 3, 3.0), WORSE_THAN_PLAIN, (5.0, 5.0), _worse),
-    Bar((1 / 10, 10.0), "median ≤ {limit}", (1.0, 2.0), _median),
+    Bar((1 / 10, 10.0), "median ≤ {limit}", RECOVERY, _median),
     Bar((1 / 10, 10.0), ABOVE_LIMIT, ABOVE, _above),
     Bar((1 / 30, 30.0), "median ≤ {limit}", (2.0, 4.0), _median),
     Bar((1 / 30, 30.0), WORSE_THAN_PLAIN, (0.0, 0.0), _worse),

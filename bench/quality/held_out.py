@@ -37,12 +37,14 @@ def read(path: Path = CONSTANTS) -> Constants:
 
 def current(records: Iterable[Record], constants: Constants) -> list[Record]:
     """Return the records without HDET runs whose constants are not those of ``constants``."""
-    return [record for record in records if not _fitted(record) or same(record["options"], _of(constants, record))]
+    return [
+        record for record in records if not takes_constants(record) or same(record["options"], _of(constants, record))
+    ]
 
 
 def counts(records: Iterable[Record], constants: Constants) -> tuple[int, int, int]:
     """Return the number of HDET runs, of those with constants fitted without their family, and of those with none."""
-    runs = [record for record in records if _fitted(record) and "val" in record]
+    runs = [record for record in records if takes_constants(record) and "val" in record]
     right = sum(bool(_of(constants, run)) and same(run["options"], _of(constants, run)) for run in runs)
     return len(runs), right, sum(not run["options"] for run in runs)
 
@@ -75,8 +77,9 @@ def _spread(values: list[Any]) -> list[str]:
     return [f"{low:.4g}", f"{middle:.4g}", f"{high:.4g}", ratio]
 
 
-def _fitted(record: Mapping[str, Any]) -> bool:
-    return record["method"] in FITTED and record["kind"] in ("start", "none") if "method" in record else False
+def takes_constants(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of an HDET run of the zoo, whose controller has fitted constants."""
+    return record.get("method") in FITTED and record["kind"] in ("start", "none")
 
 
 def _of(constants: Constants, record: Record) -> dict[str, Any]:

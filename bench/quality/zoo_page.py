@@ -70,8 +70,8 @@ def zoo_section(
         parts += ["### From every start", summary_table(found), images.get(STARTS_PLOT, "")]
     parts += ["### Sensitivity to the learning rate", SENSITIVITY, sensitivity_table(found)]
     parts.append(images.get(SENSITIVITY_PLOT, ""))
-    if len(outcomes) > len(MODES):
-        parts += ["### Harm against recovery", FRONTIER, designs_table(outcomes), images.get(FRONTIER_PLOT, "")]
+    if FRONTIER_PLOT in images:
+        parts += ["### Harm against recovery", FRONTIER, designs_table(outcomes), images[FRONTIER_PLOT]]
     for way in (*MODES, PLAIN):
         if found.means(way, 1.0):
             parts += [f"### Task by task: {way}", BOLD if way != PLAIN else "", tasks_table(found, way)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .designs import Outcome, frontier
+from .bars import HARM, RECOVERY
+from .designs import DEFAULT, Outcome, frontier
 from .excess import CAP, MODES, PLAIN, PROBE, TRAINING, Excesses
 from .figures import new_figure, save
 from .suite import STARTS
@@ -16,9 +17,6 @@ from .zoo_tables import sensitivities
 
 STARTS_PLOT, SENSITIVITY_PLOT = "quality_zoo_starts.png", "quality_zoo_sensitivity.png"
 FRONTIER_PLOT = "quality_zoo_frontier.png"
-
-# Bars of mean excess at the best, and of median excess from ten times off.
-BARS = {PROBE: (0.3, 1.0), TRAINING: (0.3, 2.0)}
 
 COLOURS = {PLAIN: "0.45", PROBE: "C0", TRAINING: "C1"}
 
@@ -36,7 +34,7 @@ def plots(found: Excesses, outcomes: Sequence[Outcome]) -> dict[str, tuple[str, 
     if len(sensitivities(found)) > 1:
         caption = "Learning-rate sensitivity of every method"
         made[SENSITIVITY_PLOT] = caption, lambda path: plot_sensitivity(found, path)
-    if len(outcomes) > len(MODES):
+    if any(one.design != DEFAULT for one in outcomes):
         caption = "Harm at the best learning rate against recovery from ten times off"
         made[FRONTIER_PLOT] = caption, lambda path: plot_frontier(outcomes, path)
     return made
@@ -108,21 +106,35 @@ def plot_frontier(outcomes: Sequence[Outcome], path: Path) -> None:
         best = frontier(shown)
         axis.step([one.harm for one in best], [one.recovery for one in best], where="post", color="0.7", zorder=1)
         for one in shown:
-            default = numbers[one.design] == 1
-            axis.plot(one.harm, one.recovery, "o", color="C3" if default else COLOURS[mode], markersize=7, zorder=2)
-            axis.annotate(f"{numbers[one.design]}", (one.harm, one.recovery), (6, 5), textcoords="offset points",
-                          fontsize=9)  # fmt: skip
-        limits = BARS[mode]
-        axis.axvline(limits[0], color="C2", linestyle=":", linewidth=1.2, zorder=0)
-        axis.axhline(limits[1], color="C2", linestyle=":", linewidth=1.2, zorder=0)
+            colour = "C3" if one.design == DEFAULT else COLOURS[mode]
+            axis.plot(one.harm, one.recovery, "o", color=colour, markersize=6, zorder=2)
+        axis.axvline(HARM[MODES.index(mode)], color="C2", linestyle=":", linewidth=1.2, zorder=0)
+        axis.axhline(RECOVERY[MODES.index(mode)], color="C2", linestyle=":", linewidth=1.2, zorder=0)
         _scale_excess(axis, "x", [one.harm for one in outcomes])
         _scale_excess(axis, "y", [one.recovery for one in outcomes])
         axis.set_title(mode, fontsize=10)
         axis.set(xlabel="at the best: mean excess, %", ylabel="10× off: median excess, %")
         axis.grid(color="0.92")
+    figure.tight_layout()
+    for axis, mode in zip(axes[0], MODES, strict=True):
+        _number(axis, {numbers[one.design]: (one.harm, one.recovery) for one in outcomes if one.mode == mode})
     names = "\n".join([*(f"{number}  {design}" for design, number in numbers.items()), "dotted: the bars"])
     figure.text(1.0, 0.5, names, fontsize=9, va="center")
     save(figure, path)
+
+
+def _number(axis: Any, points: Mapping[int, tuple[float, float]]) -> None:
+    """Write each point's number beside it, on the side that is farthest from other points and numbers."""
+    taken = [axis.transData.transform(point) for point in points.values()]
+    angles = np.arange(0.25, 2.0, 0.25) * np.pi
+    around = [radius * np.array([np.cos(angle), np.sin(angle)]) for radius in (9.0, 16.0) for angle in angles]
+    for number, point in points.items():
+        place = axis.transData.transform(point)
+        offset = max(around, key=lambda step: min(14.0, *(float(np.hypot(*(place + step - one))) for one in taken)))
+        taken.append(place + offset)
+        points_per_pixel = 72 / axis.figure.dpi
+        axis.annotate(f"{number}", point, tuple(offset * points_per_pixel), textcoords="offset points", fontsize=8,
+                      ha="center", va="center")  # fmt: skip
 
 
 def _plot_others(axis: Any, found: Excesses, others: Sequence[str]) -> None:
@@ -138,6 +150,7 @@ def _plot_others(axis: Any, found: Excesses, others: Sequence[str]) -> None:
             axis.plot([STARTS[0], STARTS[-1]], [float(np.median(none))] * 2, color=colour, linestyle="--", marker=mark,
                       markersize=4, linewidth=1.2, label=way)  # fmt: skip
     axis.set_title("others: medians", fontsize=10)
+    axis.set_visible(bool(others))
     if others:
         axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 

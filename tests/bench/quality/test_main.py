@@ -12,7 +12,7 @@ import pytest
 
 from bench.quality import __main__ as quality
 from bench.quality.suite import SIZES
-from tests.bench.quality.made_up_zoo import run
+from tests.bench.quality.made_up_zoo import run, zoo
 
 
 def test_help_names_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +42,11 @@ def test_selection_of_the_zoo(tmp_path: Path) -> None:
 
 def test_runs_that_failed_or_had_other_constants_are_run_again(capsys: pytest.CaptureFixture[str]) -> None:
     good = run("start", "digits", "hdet", 1.0, 0, 1.0, options={"slack": 0.9})
+    plain = run("start", "digits", "plain", 1.0, 0, 1.0)
     others = [{**good, "options": {}}, {**good, "error": "raised"}]
     size = replace(SIZES["zoo"], options={"digits": {"slack": 0.9}})
-    assert quality._kept([good, *others], size) == [good]
-    assert "2 runs that failed or had other constants are not kept" in capsys.readouterr().err
-    assert quality._kept([good, *others], SIZES["ci"]) == [good, others[0]]
+    before = zoo([plain, good, *others])
+    assert quality._kept(before, size, design="") == [plain, good]
+    assert "2 runs that failed or had other constants" in capsys.readouterr().err
+    assert quality._kept(before, size, design="other") == [plain], "the same constants mean something else there"
+    assert quality._kept(before, SIZES["ci"], design="") == [plain, good, others[0]]
