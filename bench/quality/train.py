@@ -171,7 +171,10 @@ class _Stack:
         return self.stack.backward(self.task.loss, *batch)
 
     def probe(self) -> Tensor:
-        return self.stack.losses(self.task.loss, *self._probe, same_batch=True)
+        self.stack.eval()  # so that batch norms use, and keep, the statistics of training
+        losses = self.stack.losses(self.task.loss, *self._probe, same_batch=True)
+        self.stack.train()
+        return losses
 
 
 class _Rank:
@@ -192,7 +195,10 @@ class _Rank:
         return loss.detach()
 
     def probe(self) -> Tensor:
-        return self.task.loss(self.model, *self._probe)
+        self.model.eval()
+        loss = self.task.loss(self.model, *self._probe)
+        self.model.train()
+        return loss
 
     def mean(self) -> nn.Module:
         return self.model  # the last step ended in a sync

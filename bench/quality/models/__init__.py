@@ -3,5 +3,8 @@
 blocks.py     layers that several models have
 images.py     models of images
 text.py       of text
+recurrent.py  of text, with recurrent cells written out
 tables.py     of tables
+ranking.py    of items to rank
+series.py     of time series
 """

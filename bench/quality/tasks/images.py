@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,8 +12,30 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from bench.quality.data import FOLDER, load
-from bench.quality.models.images import Autoencoder, DigitsModel, ImageModel
+from bench.quality.models.images import (
+    Autoencoder,
+    ConvolutionalAutoencoder,
+    DigitsModel,
+    ImageModel,
+    PatchModel,
+    PixelModel,
+)
 from bench.quality.tasks.protocol import Batch, Classes, Task
+
+
+@cache
+def fashion(device: torch.device, folder: Path) -> tuple[Batch, Batch]:
+    """Return images and classes of Fashion-MNIST, to train and held out; its tasks share the tensors."""
+    found = load("images", folder)
+    return (
+        _images(found["train_images"], found["train_classes"], device),
+        _images(found["held_out_images"], found["held_out_classes"], device),
+    )
+
+
+def _images(pixels: NDArray[Any], classes: NDArray[Any], device: torch.device) -> Batch:
+    images = (torch.tensor(pixels, device=device).float() / 255 - 0.286) / 0.353
+    return images[:, None], torch.tensor(classes, device=device).long()
 
 
 class Images(Classes):
@@ -27,12 +50,143 @@ class Images(Classes):
     lr: ClassVar[float] = 4e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
-        found = load(self.data, folder)
-        self.train = _images(found["train_images"], found["train_classes"], device)
-        self.unseen = _images(found["held_out_images"], found["held_out_classes"], device)
+        self.train, self.unseen = fashion(device, folder)
 
     def model(self) -> nn.Module:
         return ImageModel()
+
+
+class BatchNormImages(Images):
+    """Batch norms and SGD with momentum, as image models are mostly trained."""
+
+    name: ClassVar[str] = "images, batch norm"
+    title: ClassVar[str] = "Fashion-MNIST, convolutions with batch norms, SGD"
+    optimizer: ClassVar[str] = "sgd"
+    steps: ClassVar[int] = 1000
+    lr: ClassVar[float] = 0.1
+
+    def model(self) -> nn.Module:
+        return ImageModel(norm="batch")
+
+
+class NoNormImages(Images):
+    """Convolutions without norms: too large a learning rate is not forgiven."""
+
+    name: ClassVar[str] = "images, no norm"
+    title: ClassVar[str] = "Fashion-MNIST, convolutions without norms, Adam, 16 replicas"
+    optimizer: ClassVar[str] = "adam"
+    replicas: ClassVar[int] = 16
+    steps: ClassVar[int] = 1500
+    batch: ClassVar[int] = 8
+    lr: ClassVar[float] = 2e-3
+
+    def model(self) -> nn.Module:
+        return ImageModel(norm="none")
+
+
+class Patches(Images):
+    """A transformer over patches."""
+
+    name: ClassVar[str] = "patches"
+    title: ClassVar[str] = "Fashion-MNIST, transformer over patches"
+    architecture: ClassVar[str] = "transformer"
+    steps: ClassVar[int] = 1500
+    batch: ClassVar[int] = 16
+    lr: ClassVar[float] = 2e-3
+
+    def model(self) -> nn.Module:
+        return PatchModel()
+
+
+class NoisyLabels(Images):
+    """Three training labels in ten are drawn at random; the held-out ones are right."""
+
+    name: ClassVar[str] = "noisy labels"
+    title: ClassVar[str] = "Fashion-MNIST with 30 % random labels, convolutional network"
+    noise = 0.3
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        super().__init__(device, folder)
+        images, classes = self.train
+        generator = Generator().manual_seed(0)
+        wrong = torch.rand(len(classes), generator=generator) < self.noise
+        other = torch.randint(10, (len(classes),), generator=generator)
+        self.train = (images, torch.where(wrong.to(device), other.to(device), classes))
+
+
+class FewImages(Images):
+    """A thousand images, 192 passes: the held-out loss rises again long before the end."""
+
+    name: ClassVar[str] = "few images"
+    title: ClassVar[str] = "1000 images of Fashion-MNIST, MLP"
+    architecture: ClassVar[str] = "mlp"
+    steps: ClassVar[int] = 1500
+    batch: ClassVar[int] = 16
+    lr: ClassVar[float] = 2.5e-4
+    kept = 1000
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        super().__init__(device, folder)
+        self.train = tuple(part[: self.kept] for part in self.train)
+
+    def model(self) -> nn.Module:
+        return PixelModel(256, 256)
+
+
+class LargeBatches(Images):
+    """1024 images a step and few steps."""
+
+    name: ClassVar[str] = "large batches"
+    title: ClassVar[str] = "Fashion-MNIST, convolutional network, 300 steps of 1024 images"
+    steps: ClassVar[int] = 300
+    batch: ClassVar[int] = 128
+    lr: ClassVar[float] = 8e-3
+
+
+class SmallBatches(Images):
+    """Four images for each of 16 replicas, SGD with momentum."""
+
+    name: ClassVar[str] = "small batches"
+    title: ClassVar[str] = "Fashion-MNIST, MLP, SGD, 16 replicas"
+    architecture: ClassVar[str] = "mlp"
+    optimizer: ClassVar[str] = "sgd"
+    replicas: ClassVar[int] = 16
+    steps: ClassVar[int] = 2000
+    batch: ClassVar[int] = 4
+    lr: ClassVar[float] = 0.05
+
+    def model(self) -> nn.Module:
+        return PixelModel(128)
+
+
+class ManySteps(Images):
+    """20 000 steps of 32 images, about eleven passes, of a very small model."""
+
+    name: ClassVar[str] = "many steps"
+    title: ClassVar[str] = "Fashion-MNIST, small MLP, SGD, 20 000 steps"
+    architecture: ClassVar[str] = "mlp"
+    optimizer: ClassVar[str] = "sgd"
+    steps: ClassVar[int] = 20_000
+    batch: ClassVar[int] = 4
+    lr: ClassVar[float] = 0.02
+
+    def model(self) -> nn.Module:
+        return PixelModel(32)
+
+
+class Plateau(Images):
+    """Three hidden layers of sigmoids: for the first sixth of the run the loss stays at that of guessing."""
+
+    name: ClassVar[str] = "plateau"
+    title: ClassVar[str] = "Fashion-MNIST, MLP with sigmoids, SGD"
+    architecture: ClassVar[str] = "mlp"
+    optimizer: ClassVar[str] = "sgd"
+    steps: ClassVar[int] = 1000
+    batch: ClassVar[int] = 16
+    lr: ClassVar[float] = 0.4
+
+    def model(self) -> nn.Module:
+        return PixelModel(64, 64, 64, activation=nn.Sigmoid)
 
 
 class Digits(Classes):
@@ -92,9 +246,32 @@ class Reconstruction(Images):
         return F.mse_loss(model(images), images)
 
 
-def _images(pixels: NDArray[Any], classes: NDArray[Any], device: torch.device) -> Batch:
-    images = (torch.tensor(pixels, device=device).float() / 255 - 0.286) / 0.353
-    return images[:, None], torch.tensor(classes, device=device).long()
+class ConvolutionalReconstruction(Reconstruction):
+    """An autoencoder by convolutions with a code of 32 numbers."""
+
+    name: ClassVar[str] = "convolutional reconstruction"
+    title: ClassVar[str] = "Fashion-MNIST, convolutional autoencoder, Adam, squared error"
+    optimizer: ClassVar[str] = "adam"
+    steps: ClassVar[int] = 800
+    lr: ClassVar[float] = 4e-3
+
+    def model(self) -> nn.Module:
+        return ConvolutionalAutoencoder()
 
 
-IMAGE_TASKS: tuple[type[Task], ...] = (Images, Digits, FewDigits, Reconstruction)
+IMAGE_TASKS: tuple[type[Task], ...] = (
+    Images,
+    Digits,
+    FewDigits,
+    Reconstruction,
+    BatchNormImages,
+    NoNormImages,
+    Patches,
+    NoisyLabels,
+    FewImages,
+    LargeBatches,
+    SmallBatches,
+    ManySteps,
+    Plateau,
+    ConvolutionalReconstruction,
+)

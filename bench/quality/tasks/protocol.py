@@ -20,8 +20,8 @@ class Task(Protocol):
 
     A run has ``steps`` optimizer steps on ``batch`` examples for each of ``replicas`` replicas. The best learning rate
     of plain training is within a few powers of two of ``lr``. ``data`` is the name of its data set, ``architecture``
-    the kind of its model: mlp, embeddings, convolution, transformer, recurrent or autoencoder. ``optimizer`` is a key
-    of ``OPTIMIZERS``.
+    the kind of its model: mlp, residual, linear, embeddings, factorisation, convolution, transformer, recurrent or
+    autoencoder. ``optimizer`` is a key of ``OPTIMIZERS``.
     """
 
     name: ClassVar[str]
@@ -53,10 +53,16 @@ class Task(Protocol):
 
 
 class Defaults:
-    """The optimizer and the number of replicas of most tasks."""
+    """The optimizer, the number of replicas and the parameter groups of most tasks."""
 
     optimizer: ClassVar[str] = "adamw"
     replicas: ClassVar[int] = 8
+
+    @staticmethod
+    def group(name: str) -> str:
+        if name.startswith(("tables", "bytes", "words", "positions")):
+            return "embedding"
+        return no_decay(name) or ("transformer" if name.startswith("block") else "dense")
 
 
 class Examples(Defaults):
@@ -81,12 +87,6 @@ class Examples(Defaults):
         return tuple(part[1::2] for part in self.unseen)
 
     probes = 2048
-
-    @staticmethod
-    def group(name: str) -> str:
-        if name.startswith("tables"):
-            return "embedding"
-        return no_decay(name) or ("transformer" if name.startswith("block") else "dense")
 
 
 class Classes(Examples):

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from bench.quality.data import FOLDER, load
-from bench.quality.models.tables import FlightsModel, RatingsModel
-from bench.quality.tasks.protocol import Examples, Task
+from bench.quality.models.tables import FlightsModel, RatingsModel, ResidualModel, TableMLP, TinyMLP
+from bench.quality.tasks.protocol import Batch, Examples, Task
 
 
 class Ratings(Examples):
@@ -86,6 +86,130 @@ class Flights(Examples):
         return F.mse_loss(model(categories, numbers), late)
 
 
+class FlightsResidual(Flights):
+    """The same delays with residual layers, larger batches and SGD with momentum."""
+
+    name: ClassVar[str] = "flights residual"
+    title: ClassVar[str] = "delays of flights from New York, residual MLP with layer norms, SGD"
+    architecture: ClassVar[str] = "residual"
+    optimizer: ClassVar[str] = "sgd"
+    replicas: ClassVar[int] = 4
+    steps: ClassVar[int] = 800
+    batch: ClassVar[int] = 64
+    lr: ClassVar[float] = 0.05
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        super().__init__(device, folder)
+        first = torch.tensor([sum(self.sizes[:i]) for i in range(len(self.sizes))], device=device)
+        self.train = (self.train[0] + first, *self.train[1:])
+        self.unseen = (self.unseen[0] + first, *self.unseen[1:])
+
+    def model(self) -> nn.Module:
+        return ResidualModel(sum(self.sizes), len(self.sizes), self.train[1].shape[1])
+
+
+class Diamonds(Examples):
+    """Prices of 53 940 diamonds, about six passes; one in five is held out, half of those for the probe."""
+
+    name: ClassVar[str] = "diamonds"
+    data: ClassVar[str] = "diamonds"
+    title: ClassVar[str] = "prices of diamonds, embeddings and MLP, squared error"
+    architecture: ClassVar[str] = "mlp"
+    steps: ClassVar[int] = 1000
+    batch: ClassVar[int] = 32
+    lr: ClassVar[float] = 8e-3
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        found = load(self.data, folder)
+        order = np.random.default_rng(0).permutation(len(found["price"]))
+        categories, self.count = joint(found["categories"][order])
+        numbers = standard(found["numbers"][order]).clip(-5, 5)
+        unseen = torch.arange(len(order)) % 5 == 0
+        price = standard(self._price(found["price"][order]))
+        self.divide(unseen, device, *(torch.tensor(part) for part in (categories, numbers, price)))
+
+    @staticmethod
+    def _price(dollars: NDArray[Any]) -> NDArray[Any]:
+        return dollars
+
+    def model(self) -> nn.Module:
+        return TableMLP(self.count, self.train[0].shape[1], self.train[1].shape[1], width=4, hidden=(128, 128))
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        categories, numbers, price = batch
+        return F.mse_loss(model(categories, numbers), price)
+
+
+class TinyDiamonds(Diamonds):
+    """The logarithm of the price, from the numbers and qualities as numbers, by a tiny network in very many steps."""
+
+    name: ClassVar[str] = "tiny diamonds"
+    title: ClassVar[str] = "logarithm of the prices of diamonds, tiny MLP, 20 000 steps of Adam on 16 diamonds"
+    optimizer: ClassVar[str] = "adam"
+    replicas: ClassVar[int] = 4
+    steps: ClassVar[int] = 20_000
+    batch: ClassVar[int] = 4
+    lr: ClassVar[float] = 5e-3
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        super().__init__(device, folder)
+        mean, scale = self.train[0].float().mean(0), self.train[0].float().std(0)
+        self.train, self.unseen = (
+            (torch.cat([(categories - mean) / scale, numbers], 1), price)
+            for categories, numbers, price in (self.train, self.unseen)
+        )
+
+    @staticmethod
+    def _price(dollars: NDArray[Any]) -> NDArray[Any]:
+        logarithm: NDArray[np.float64] = np.log(dollars)
+        return logarithm
+
+    def model(self) -> nn.Module:
+        return TinyMLP(self.train[0].shape[1])
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        numbers, price = batch
+        return F.mse_loss(model(numbers), price)
+
+
+class Credit(Examples):
+    """Bad risks among German credits: 400 applicants, all in every batch, so that a long run overfits.
+
+    600 applicants are held out, half of them for the probe.
+    """
+
+    name: ClassVar[str] = "credit"
+    data: ClassVar[str] = "credit"
+    title: ClassVar[str] = "German credit, 400 rows in every batch, MLP, SGD"
+    architecture: ClassVar[str] = "mlp"
+    optimizer: ClassVar[str] = "sgd"
+    replicas: ClassVar[int] = 2
+    steps: ClassVar[int] = 300
+    batch: ClassVar[int] = 400
+    lr: ClassVar[float] = 0.05
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        found = load(self.data, folder)
+        categories, self.count = joint(found["categories"])
+        parts = (categories, standard(found["numbers"]), found["bad"].astype(np.float32))
+        unseen = torch.arange(len(categories)) % 5 < 3
+        self.divide(unseen, device, *(torch.tensor(part) for part in parts))
+
+    def model(self) -> nn.Module:
+        return TableMLP(self.count, self.train[0].shape[1], self.train[1].shape[1], hidden=(128, 128))
+
+    def draw(self, count: int, generator: Generator) -> Batch:
+        rows = torch.arange(count, device=self.train[0].device) % len(self.train[0])
+        return tuple(part[rows] for part in self.train)
+
+    @staticmethod
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        categories, numbers, bad = batch
+        return F.binary_cross_entropy_with_logits(model(categories, numbers), bad)
+
+
 def _dense_features(
     found: dict[str, NDArray[Any]], user: NDArray[Any], film: NDArray[Any], time: NDArray[Any], seen: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
@@ -102,4 +226,10 @@ def standard(columns: NDArray[Any]) -> NDArray[np.float32]:
     return standard
 
 
-TABLE_TASKS: tuple[type[Task], ...] = (Ratings, Flights)
+def joint(categories: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+    """Number categories [rows, fields] through all fields, and count them, so that one embedding serves all fields."""
+    sizes = categories.max(0).astype(np.int64) + 1
+    return categories + np.cumsum(sizes) - sizes, int(sizes.sum())
+
+
+TABLE_TASKS: tuple[type[Task], ...] = (Ratings, Flights, FlightsResidual, Diamonds, TinyDiamonds, Credit)

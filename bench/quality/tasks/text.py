@@ -1,7 +1,8 @@
-"""Tasks on text."""
+"""Tasks on text: predict the next byte or the next word."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,31 +11,26 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from bench.quality.data import FOLDER, load, missing
-from bench.quality.models.text import ByteModel
-from bench.quality.tasks.protocol import Batch, Defaults, Task, no_decay
+from bench.quality.models.blocks import FusedAttentionBlock
+from bench.quality.models.recurrent import GatedBytes, MemoryWords
+from bench.quality.models.text import ByteConvolutions, ByteModel, ByteWindow, WordModel, WordWindow
+from bench.quality.tasks.protocol import Batch, Defaults, Task
 
 
-class Language(Defaults):
-    """The next byte of English documentation or, without it, of the standard library's source; whole files are held
-    out."""
+@cache
+def text(name: str, device: torch.device, folder: Path) -> tuple[Tensor, Tensor]:
+    """Return the numbers of all bytes or words, to train and held out; tasks on one text share the tensors."""
+    found = load(name, folder)
+    return torch.tensor(found["train"], device=device), torch.tensor(found["held_out"], device=device)
 
-    name: ClassVar[str] = "language"
-    data: ClassVar[str] = "language"
-    title: ClassVar[str] = "documentation of Linux 6.1, byte-level transformer"
-    architecture: ClassVar[str] = "transformer"
-    steps: ClassVar[int] = 1600
-    batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 4e-3
-    context, width, layers = 64, 128, 3
+
+class _Text(Defaults):
+    """Windows of ``context`` numbers with those that follow; the two halves of the held-out text are apart."""
+
+    context: int
     probes, validations = 64, 512
-
-    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
-        found = load(self.data if missing(self.data, folder) is None else "source", folder)
-        self.train = torch.tensor(found["train"], device=device)
-        self.unseen = torch.tensor(found["held_out"], device=device)
-
-    def model(self) -> nn.Module:
-        return ByteModel(width=self.width, heads=4, layers=self.layers, context=self.context)
+    train: Tensor
+    unseen: Tensor
 
     def draw(self, count: int, generator: Generator) -> Batch:
         last = len(self.train) - self.context
@@ -60,11 +56,159 @@ class Language(Defaults):
         text, following = batch
         return F.cross_entropy(model(text).flatten(0, -2), following.flatten())
 
+
+class _Last(_Text):
+    """Only the number after a window is predicted."""
+
+    probes, validations = 2048, 16_384
+
     @staticmethod
-    def group(name: str) -> str:
-        if name.startswith(("bytes", "positions")):
-            return "embedding"
-        return no_decay(name) or ("transformer" if name.startswith("blocks") else "dense")
+    def loss(model: Any, *batch: Tensor) -> Tensor:
+        text, following = batch
+        return F.cross_entropy(model(text), following[:, -1])
 
 
-TEXT_TASKS: tuple[type[Task], ...] = (Language,)
+class Language(_Text):
+    """The next byte of English documentation or, without it, of the standard library's source; whole files are held
+    out."""
+
+    name: ClassVar[str] = "language"
+    data: ClassVar[str] = "language"
+    title: ClassVar[str] = "documentation of Linux 6.1, byte-level transformer"
+    architecture: ClassVar[str] = "transformer"
+    steps: ClassVar[int] = 1600
+    batch: ClassVar[int] = 8
+    lr: ClassVar[float] = 4e-3
+    context = 64
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        name = self.data if missing(self.data, folder) is None else "source"
+        self.train, self.unseen = text(name, device, folder)
+
+    def model(self) -> nn.Module:
+        return ByteModel(width=128, heads=4, layers=3, context=self.context)
+
+
+class LargeLanguage(Language):
+    """A transformer of 10.9 million parameters."""
+
+    name: ClassVar[str] = "large language"
+    title: ClassVar[str] = "documentation of Linux 6.1, transformer of 10.9 M parameters, 2 replicas, 5000 steps"
+    replicas: ClassVar[int] = 2
+    steps: ClassVar[int] = 5000
+    lr: ClassVar[float] = 1e-3
+
+    def model(self) -> nn.Module:
+        return ByteModel(width=384, heads=6, layers=6, context=self.context, block=FusedAttentionBlock)
+
+
+class RecurrentLanguage(Language):
+    """A gated recurrent unit over 32 bytes."""
+
+    name: ClassVar[str] = "recurrent language"
+    title: ClassVar[str] = "documentation of Linux 6.1, gated recurrent unit, Adam"
+    architecture: ClassVar[str] = "recurrent"
+    optimizer: ClassVar[str] = "adam"
+    steps: ClassVar[int] = 1000
+    lr: ClassVar[float] = 4e-3
+    context = 32
+    validations = 1024
+
+    def model(self) -> nn.Module:
+        return GatedBytes()
+
+
+class ConvolutionalLanguage(Language):
+    """Causal convolutions over bytes, without norms."""
+
+    name: ClassVar[str] = "convolutional language"
+    title: ClassVar[str] = "documentation of Linux 6.1, causal convolutions, 2 replicas"
+    architecture: ClassVar[str] = "convolution"
+    replicas: ClassVar[int] = 2
+    steps: ClassVar[int] = 2000
+    lr: ClassVar[float] = 4e-3
+
+    def model(self) -> nn.Module:
+        return ByteConvolutions()
+
+
+class ByteWindows(_Last, Language):
+    """The next byte from an MLP of the last eight, by Lion."""
+
+    name: ClassVar[str] = "byte windows"
+    title: ClassVar[str] = "documentation of Linux 6.1, MLP of eight bytes, Lion"
+    architecture: ClassVar[str] = "mlp"
+    optimizer: ClassVar[str] = "lion"
+    steps: ClassVar[int] = 2000
+    batch: ClassVar[int] = 64
+    lr: ClassVar[float] = 1e-3
+    context = 8
+
+    def model(self) -> nn.Module:
+        return ByteWindow(self.context)
+
+
+class Words(_Text):
+    """The next of 10 000 words of the Penn Treebank; its validation and test parts are held out."""
+
+    name: ClassVar[str] = "words"
+    data: ClassVar[str] = "words"
+    title: ClassVar[str] = "Penn Treebank words, transformer with tied embeddings"
+    architecture: ClassVar[str] = "transformer"
+    steps: ClassVar[int] = 1500
+    batch: ClassVar[int] = 4
+    lr: ClassVar[float] = 4e-3
+    context = 32
+    probes = 32
+
+    def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
+        self.train, self.unseen = text(self.data, device, folder)
+        self.words = int(self.train.max()) + 1
+
+    def model(self) -> nn.Module:
+        return WordModel(self.words, width=64, heads=4, layers=2, context=self.context)
+
+
+class RecurrentWords(Words):
+    """A long short-term memory with an embedding and a head of their own, by Adagrad."""
+
+    name: ClassVar[str] = "recurrent words"
+    title: ClassVar[str] = "Penn Treebank words, long short-term memory, Adagrad"
+    architecture: ClassVar[str] = "recurrent"
+    optimizer: ClassVar[str] = "adagrad"
+    batch: ClassVar[int] = 8
+    lr: ClassVar[float] = 0.1
+    context = 16
+    probes, validations = 64, 1024
+
+    def model(self) -> nn.Module:
+        return MemoryWords(self.words)
+
+
+class WordWindows(_Last, Words):
+    """The next word from embeddings of the last four and one hidden layer, by SGD with momentum."""
+
+    name: ClassVar[str] = "word windows"
+    title: ClassVar[str] = "Penn Treebank words, embeddings of four words, SGD"
+    architecture: ClassVar[str] = "embeddings"
+    optimizer: ClassVar[str] = "sgd"
+    steps: ClassVar[int] = 2000
+    batch: ClassVar[int] = 64
+    lr: ClassVar[float] = 0.3
+    context = 4
+    probes = 1024
+
+    def model(self) -> nn.Module:
+        return WordWindow(self.words, self.context)
+
+
+TEXT_TASKS: tuple[type[Task], ...] = (
+    Language,
+    LargeLanguage,
+    RecurrentLanguage,
+    ConvolutionalLanguage,
+    ByteWindows,
+    Words,
+    RecurrentWords,
+    WordWindows,
+)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.quality.tasks import TASKS
+from tests.bench.quality.little_tables import little_tables
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "dest": numbers(104, 400), "dep_delay": numbers(90, 400), "distance": numbers(2000, 400),
             "minute": numbers(60, 400), "arr_delay": numbers(90, 400),
         },
+        "words": {"train": numbers(50, 2000), "held_out": numbers(50, 400)},
     }  # fmt: skip
-    for name, found in arrays.items():
+    for name, found in {**arrays, **little_tables()}.items():
         np.savez(folder / f"{name}.npz", **found)
     return folder

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from bench.quality import data
+from bench.quality.tasks import TASKS
 
 
-@pytest.mark.parametrize("name", ["ratings", "language", "images", "flights"])
+@pytest.mark.parametrize("name", sorted({task.data for task in TASKS.values()} - {"digits"}))
 def test_missing_data_says_what_to_install(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     source = data.SOURCES[name]._replace(installed=lambda: None)
     monkeypatch.setitem(data.SOURCES, name, source)

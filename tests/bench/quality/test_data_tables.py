@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.quality import data
-from bench.quality.data.tables import parse_ratings
+from bench.quality.data.tables import parse_census, parse_credit, parse_diamonds, parse_ratings
 
 
 def test_ratings_are_parsed() -> None:
@@ -45,3 +45,42 @@ def test_flights_are_read_from_their_package(tmp_path: Path, monkeypatch: Any) -
         "arr_delay": [11, -8], "dep_delay": [2, -3], "distance": [1400, 1576], "hour": [5, 23], "minute": [15, 59],
         "day": [0, 364], "origin": [0, 0], "carrier": [1, 0], "dest": [1, 0],
     }  # fmt: skip
+
+
+def test_census_is_parsed() -> None:
+    """Every second training row is kept and every fifth test row; the weight and the income are no inputs."""
+
+    def lines(*incomes: str) -> bytes:
+        return "\n".join(f"{', '.join(f'{i}' for i in range(41))}, {income}" for income in incomes).encode()
+
+    files = {
+        "census_income_1994_1995_test.csv": lines("- 50000.", "50000+.", "50000+."),
+        "census_income_1994_1995_train.csv": lines("50000+.", "- 50000.", "- 50000."),
+        "german_credit.csv": b"no",
+    }
+    found = parse_census(iter(files.items()))
+    assert found["rich"].tolist() == [0, 1, 0]
+    assert found["unseen"].tolist() == [1, 0, 0]
+    assert found["categories"].shape == (3, 33)
+    assert found["numbers"].tolist() == [[0, 5, 16, 17, 18, 30, 39]] * 3
+
+
+def test_credit_is_parsed() -> None:
+    table = b"status,months,purpose,amount,risk\nA11,6,A43,1169,1\nA12,48,A46,5951,2\n"
+    found = parse_credit(iter([("german_credit.csv", table), ("census.csv", b"no")]))
+    assert {key: array.tolist() for key, array in found.items()} == {
+        "categories": [[0, 0], [1, 1]], "numbers": [[6, 1169], [48, 5951]], "bad": [0, 1],
+    }  # fmt: skip
+
+
+def test_diamonds_are_parsed() -> None:
+    table = (
+        b'"carat","cut","color","clarity","depth","table","price","x","y","z"\n'
+        b'0.25,"Ideal","E","SI2",61.5,55,326,3.5,4.5,2.5\n0.5,"Good","D","SI2",60,61,18823,3,4,2\n'
+    )
+    found = parse_diamonds(iter([("diamonds.csv", table)]))
+    assert {key: array.tolist() for key, array in found.items()} == {
+        "categories": [[1, 1, 0], [0, 0, 0]],
+        "numbers": [[0.25, 61.5, 55, 3.5, 4.5, 2.5], [0.5, 60, 61, 3, 4, 2]],
+        "price": [326, 18823],
+    }
