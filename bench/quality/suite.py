@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .methods import PEERS
+from .peers import peers_for
 from .pool import Job
 from .scalars import SCALARS
 from .spec import Spec
+from .sweep import SWEEPS
 from .tasks import TASKS
 
 # Learning rates at the start, as factors of the best one of plain training.
@@ -205,23 +206,27 @@ def _mixed(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def _peers(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return runs of other methods: once a seed where the result does not depend on the start, else from all starts.
+
+    Local SGD and DiLoCo do not look for a learning rate and have the best one.
+    """
     seeds = range(min(size.seeds, 2))
-    here = [name for name, peer in PEERS.items() if peer.missing() is None]
-    free = [name for name in here if PEERS[name].schedule == "cosine"]  # the result does not depend on the start
-    fixed = ["local SGD", "DiLoCo"]
-    moving = ["PBT", "hypergradient", *(name for name in here if name not in free)]
+    peers = {task: peers_for(TASKS[task].optimizer) for task in size.tasks}
     jobs = [
         _job("peer", Spec(task, method, best[task], seed), factor=1.0)
         for seed in seeds
-        for method in (*free, *fixed)
-        for task in size.tasks
+        for task, found in peers.items()
+        for method in (*(name for name, peer in found.items() if not peer.from_lr), "local SGD", "DiLoCo")
     ]
-    for factor in (1.0, 0.1, 10.0):
-        for seed in seeds:
-            for task in size.tasks:
-                lr = best[task] * factor
-                jobs += [_job("peer", Spec(task, method, lr, seed), factor=factor) for method in moving]
-                jobs.append({**_job("peer", Spec(task, "sweep", lr, seed), factor=factor), "kind": "sweep"})
+    for seed in seeds:
+        for factor in STARTS:
+            for task, found in peers.items():
+                moving = {"PBT": "peer", "hypergradient": "peer", **dict.fromkeys(SWEEPS, "sweep")}
+                moving |= {name: "peer" for name, peer in found.items() if peer.from_lr}
+                jobs += [
+                    _job(kind, Spec(task, method, best[task] * factor, seed), factor=factor)
+                    for method, kind in moving.items()
+                ]
     return jobs
 
 

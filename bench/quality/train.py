@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import hdet_kernels as hk
 
-from .methods import PEERS, Method, hdet_method
+from .methods import Method, hdet_method
 from .optimizers import plain_optimizer, replica_optimizer
+from .peers import PEERS, Running, Setup
 from .spec import Record, Spec
 from .tasks import Batch, Task
 
@@ -77,6 +78,8 @@ def schedule_of(kind: str, optimizer: torch.optim.Optimizer, steps: int) -> LRSc
             return 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm + 1)))
 
         return LambdaLR(optimizer, share)
+    if kind == "annealed":
+        return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)))
     if kind == "constant":
         return LambdaLR(optimizer, lambda step: 1.0)
     return None
@@ -91,23 +94,40 @@ def _batches(task: Task, steps: int, seed: int, device: torch.device) -> Iterato
 def _train_plain(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Batch], steps: int) -> Record:
     groups = param_groups(task, model.named_parameters(), spec)
     peer = PEERS.get(spec.method)
-    lr = spec.lr
-    optimizer = plain_optimizer(task.optimizer, groups, lr) if peer is None else peer.build(groups, lr, steps)
-    schedule = schedule_of(spec.schedule if peer is None else peer.schedule, optimizer, steps)
+    if peer is None:
+        optimizer = plain_optimizer(task.optimizer, groups, spec.lr)
+        running = Running(optimizer, lambda loss: optimizer.step())
+    else:
+        running = peer.build(Setup(model, groups, spec.lr, steps, task.optimizer))
+    schedule = schedule_of(spec.schedule if peer is None else peer.schedule, running.optimizer, steps)
     losses: list[Tensor] = []
     for batch in batches:
-        optimizer.zero_grad()
+        running.optimizer.zero_grad()
         loss = task.loss(model, *batch)
         loss.backward()
-        optimizer.step()
+        losses.append(loss.detach())
+        running.step(losses[-1])
         if schedule is not None:
             schedule.step()
-        losses.append(loss.detach())
-    if peer is not None:
-        peer.finish(optimizer)
+    running.finish()
+    if running.averaged:
+        refresh_norms(task, model, spec.seed)
     every = max(round(0.025 * steps), 1)
     curve = torch.stack(losses)[: steps // every * every].view(-1, every).mean(1).tolist()
     return {"val": validation_loss(task, model), "curve": curve, "every": every}
+
+
+def refresh_norms(task: Task, model: nn.Module, seed: int, count: int = 50) -> None:
+    """Replace the statistics of batch norms by those of ``count`` training batches at the present parameters.
+
+    Schedule-Free's authors recommend it before an evaluation: the parameters are an average that no batch has seen.
+    """
+    if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+        return
+    model.train()
+    with torch.no_grad():
+        for batch in _batches(task, count, seed, next(model.parameters()).device):
+            task.loss(model, *batch)
 
 
 def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Batch], steps: int) -> Record:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.quality import __main__ as quality
+from bench.quality.peers import packages
 from bench.quality.suite import SIZES
 from tests.bench.quality.made_up_zoo import run, zoo
 
@@ -21,6 +22,15 @@ def test_help_names_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         quality.main()
     assert stop.value.code == 0
     assert "--size" in capsys.readouterr().out
+
+
+def test_peers_are_fetched_beside_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[object] = []
+    monkeypatch.setattr(quality, "fetch_packages", fetched.extend)
+    monkeypatch.setattr(quality, "fetch", fetched.append)
+    monkeypatch.setattr(sys, "argv", ["python -m bench.quality", "fetch", "peers", "flights"])
+    quality.main()
+    assert fetched == [*packages(), ["flights"]]
 
 
 def test_recorded_command_has_no_paths() -> None:

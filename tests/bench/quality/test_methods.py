@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.quality.methods import PEERS, Peer, hdet_method
+from bench.quality.methods import hdet_method
 from bench.quality.spec import Spec
 from bench.quality.train import train
 
@@ -17,11 +17,6 @@ CPU = torch.device("cpu")
 def test_unknown_method_is_named(digits: Any) -> None:
     with pytest.raises(ValueError, match=r"method='hdt' is not one of plain, hdet"):
         train(digits, Spec("digits", "hdt", 1e-3, 0, steps=40), CPU)
-
-
-def test_missing_peer_says_how_to_install_it() -> None:
-    peer = Peer("no_such_package", "none", PEERS["Prodigy"].build)
-    assert peer.missing() == "pip install no_such_package"
 
 
 def test_methods_differ_in_gradients_and_noise() -> None:

@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 
 from bench.quality import suite
+from bench.quality.peers import PEERS
+from bench.quality.sweep import SWEEPS
 from bench.quality.tasks import TASKS
 
 
@@ -30,6 +32,21 @@ def test_more_seeds_where_the_gap_is_small() -> None:
                 seeds = sorted(spec["seed"] for spec in of if spec["method"] == method)
                 count = many.get((method, factor), 10) if task == "images" else 10
                 assert seeds == list(range(count))
+
+
+def test_peers_run_from_all_starts_or_once() -> None:
+    """What depends on the given learning rate starts at all of them, the rest runs once a seed."""
+    size = replace(suite.SIZES["ci"], parts=("peers",))
+    starts: dict[str, list[float]] = {}
+    for job in suite.jobs_after(size, {"digits": 1e-2}):
+        if job["spec"]["seed"] == 0:
+            starts.setdefault(job["spec"]["method"], []).append(job["factor"])
+            assert job["spec"]["lr"] == 1e-2 * job["factor"]
+    for method, factors in starts.items():
+        once = method in ("local SGD", "DiLoCo") or (method in PEERS and not PEERS[method].from_lr)
+        assert factors == [1.0] if once else factors == list(suite.STARTS)
+    here = {name for name, peer in PEERS.items() if peer.missing() is None and "adamw" in peer.stands_for}
+    assert set(starts) == {*here, *SWEEPS, "PBT", "hypergradient", "local SGD", "DiLoCo"}
 
 
 def test_parts() -> None:

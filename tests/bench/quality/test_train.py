@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("sklearn", reason="the digits need scikit-learn: pip install scikit-learn")
 
-from bench.quality.methods import PEERS, hdet_method
+from bench.quality.methods import hdet_method
 from bench.quality.spec import Spec
 from bench.quality.tasks import TASKS
 from bench.quality.train import _Stack, train, validation_loss
@@ -18,21 +18,18 @@ from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 STEPS = 40
-MORE_METHODS = ["hypergradient", "fan-out", "local SGD", "DiLoCo", "PBT", "warm init", "paper", *PEERS]
+MORE_METHODS = ["hypergradient", "fan-out", "local SGD", "DiLoCo", "PBT", "warm init", "paper"]
 
 
 @pytest.mark.parametrize(
     "method", ["plain", "hdet", *(pytest.param(method, marks=pytest.mark.full) for method in MORE_METHODS)]
 )
 def test_every_method_learns(digits: Any, method: str) -> None:
-    if method in PEERS and (why := PEERS[method].missing()) is not None:
-        pytest.skip(why)
     untrained = validation_loss(digits, digits.model())
     lr = 4e-4 if method == "DiLoCo" else 4e-3  # its outer momentum multiplies steps by seven
-    steps = 5 * STEPS if method in PEERS else STEPS  # Prodigy starts with a millionth of a step and doubles it
-    found = train(digits, Spec("digits", method, lr, 0, steps=steps), CPU)
+    found = train(digits, Spec("digits", method, lr, 0, steps=STEPS), CPU)
     assert found["val"] < 0.9 * untrained
-    assert len(found["curve"]) >= steps // found["every"] - 1
+    assert len(found["curve"]) >= STEPS // found["every"] - 1
 
 
 def test_probe_leaves_the_statistics_of_batch_norms(little_data: Path) -> None:
