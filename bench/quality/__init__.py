@@ -5,7 +5,7 @@ The flow, file by file:
     __main__.py   ``python -m bench.quality fetch | run | report``
     data/         download and parse the data sets
     tasks/        the tasks: data, loss and length of a run; models/ has their models, optimizers.py their optimizers
-    suite.py      which runs are made (grid, wrong starts, other methods, …), as a list of jobs
+    sizes.py      which tasks, parts and seeds are run; suite.py lists the runs (grid, wrong starts, …) as jobs
     pool.py       run jobs in several processes
     spec.py       description of one run; train.py runs it, methods.py configures HDET
     peers.py      optimizers and schedules of other packages; peer_packages.py finds and downloads these packages

@@ -23,11 +23,12 @@ from .peers import PEERS, packages
 from .pool import Job, run_jobs
 from .report import read, write_report
 from .results import Report
+from .sizes import SIZES, Size
 from .spec import Record
-from .suite import NEAR_ROUNDS, PARTS, SIZES, Size, grid_jobs, jobs_after, near_jobs
+from .suite import NEAR_ROUNDS, PARTS, grid_jobs, jobs_after, near_jobs
 from .tables import all_tables
 from .tasks import TASKS
-from .yardstick import best_rates
+from .yardstick import best_rates, yardsticks
 from .zoo_page import zoo_section
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,6 +52,7 @@ def main() -> None:
     running.add_argument("--tasks", nargs="+", choices=sorted(TASKS), help="run only these tasks of the size")
     running.add_argument("--start-seeds", type=int, help="number of seeds from each start; default: by size")
     running.add_argument("--best-seeds", type=int, help="number of seeds at the best learning rate; default: by size")
+    running.add_argument("--most-seeds", type=int, help="most seeds of noisy tasks at the best; default: by size")
     running.add_argument(
         "--constants", type=Path, default=held_out.CONSTANTS, help="constants of the zoo's HDET runs, by task"
     )
@@ -112,6 +114,9 @@ def run(arguments: argparse.Namespace) -> None:
         if not run_missing(near_jobs(size, best)):
             break
         best = best_rates(records)
+    size = size.with_noise({task: found.relative_deviation for task, found in yardsticks(records).items()})
+    run_missing(near_jobs(size, best))
+    best = best_rates(records)
     known = tuple(task for task in size.tasks if task in best)  # a time limit may leave out a grid
     run_missing(jobs_after(replace(size, tasks=known), best))
     report = Report(
@@ -139,6 +144,7 @@ def selected(arguments: argparse.Namespace) -> Size:
         parts=tuple(part for part in arguments.parts or size.parts if part != "grid"),
         start_seeds=size.start_seeds if arguments.start_seeds is None else arguments.start_seeds,
         best_seeds=size.best_seeds if arguments.best_seeds is None else arguments.best_seeds,
+        most_seeds=size.most_seeds if arguments.most_seeds is None else arguments.most_seeds,
         options=held_out.read(arguments.constants) if size.leave_out else {},
     )
 

@@ -16,13 +16,14 @@ class Bar:
         starts: The starts that it holds for, each by itself.
         text: The bar in words; ``{limit}`` and ``{within}`` stand for numbers.
         limits: The limit with a probe, and with training losses only.
-        measure: Returns the figure, of which more is worse, from the excesses, mode, start and number of the mode.
+        measure: Returns the figure, of which more is worse, from the excesses, mode, start and number of the mode; None
+            where the runs do not tell.
     """
 
     starts: tuple[Start, ...]
     text: str
     limits: tuple[float, float]
-    measure: Callable[[Excesses, str, Start, int], float]
+    measure: Callable[[Excesses, str, Start, int], float | None]
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ def _summary(excesses: Excesses, mode: str, start: Start) -> Summary:
     return found
 
 
-def _worse(excesses: Excesses, mode: str, start: Start, _: int) -> float:
+def _worse(excesses: Excesses, mode: str, start: Start, _: int) -> float | None:
     found = _summary(excesses, mode, start)
-    return 100 * found.worse / max(found.compared, 1)
+    return 100 * found.worse / found.compared if found.compared else None
 
 
 def _above(excesses: Excesses, mode: str, start: Start, index: int) -> float:
@@ -94,14 +95,17 @@ BARS = (
 def verdicts(excesses: Excesses) -> list[tuple[Start, dict[str, Verdict]]]:
     """Return every bar from each of its starts: the start, and the verdict in each mode that has runs from there."""
     return [
-        (start, {mode: _verdict(bar, excesses, mode, start) for mode in MODES if excesses.means(mode, start)})
+        (start, {mode: one for mode in MODES if (one := _verdict(bar, excesses, mode, start)) is not None})
         for bar in BARS
         for start in bar.starts
     ]
 
 
-def _verdict(bar: Bar, excesses: Excesses, mode: str, start: Start) -> Verdict:
+def _verdict(bar: Bar, excesses: Excesses, mode: str, start: Start) -> Verdict | None:
     index = MODES.index(mode)
-    limit, figure = bar.limits[index], bar.measure(excesses, mode, start, index)
+    figure = bar.measure(excesses, mode, start, index) if excesses.means(mode, start) else None
+    if figure is None:
+        return None
+    limit = bar.limits[index]
     text = bar.text.format(limit=f"{limit:g} %", within=f"{WITHIN[index]:g} %")
     return Verdict(text, figure, figure <= limit + ROUNDING)

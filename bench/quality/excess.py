@@ -135,8 +135,7 @@ class Excesses:
 
     def _noise(self, task: str) -> float:
         """Return the variance of plain training at the best over seeds, in percent squared."""
-        ruler = self.yardsticks[task]
-        return (100 * ruler.deviation / ruler.mean) ** 2
+        return self.yardsticks[task].relative_deviation ** 2
 
     def summary(self, way: str, start: Start) -> Summary | None:
         """Return the excess over all tasks, or None without runs."""

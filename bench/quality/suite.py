@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from .peers import peers_for
 from .pool import Job
 from .scalars import SCALARS
+from .sizes import POWERS, Size
 from .spec import Spec
 from .sweep import SWEEPS
 from .tasks import TASKS
@@ -22,9 +23,7 @@ LONGER = 3
 LONG_STARTS = (1 / 10, 1.0, 10.0, 30.0)
 LONG_GRID = (1 / 4, 1 / 2, 2.0)
 
-# Learning rates of the grid, as powers of two times the task's ``lr``; those of the finer grid, in octaves from the
-# best of the grid; and how often the finer grid is moved while its best one is at its end.
-POWERS = range(-5, 5)
+# Learning rates of the finer grid, in octaves from the best of the grid, and how often it is moved to a new best.
 NEAR = (-1.0, -0.5, 0.0, 0.5, 1.0)
 NEAR_ROUNDS = 3
 
@@ -46,72 +45,6 @@ PAPER = (
 )
 
 
-@dataclass(frozen=True)
-class Size:
-    """A selection of the suite: tasks, seeds, parts and scalars.
-
-    Args:
-        tasks: Names of the tasks.
-        seeds: Number of seeds of most parts; the grid has three at most.
-        parts: Parts beside the grid, in their order.
-        scalars: Scalars of the part "scalars".
-        start_seeds: Number of seeds from each start.
-        best_seeds: Number of seeds at the best learning rate, where it is more than that.
-        training_seeds: At most so many of these seeds are run without a probe too.
-        more_seeds: Number of seeds of the part "seeds", by task and start.
-        powers: Learning rates of the grid, as powers of two times the task's ``lr``.
-        near_seeds: Number of seeds of the finer grid near the best; 0: there is none.
-        leave_out: Whether HDET runs take constants that were fitted without the family of their task.
-        options: These constants, by task.
-    """
-
-    tasks: tuple[str, ...]
-    seeds: int
-    parts: tuple[str, ...]
-    scalars: tuple[str, ...]
-    start_seeds: int
-    best_seeds: int = 0
-    training_seeds: int = 3
-    more_seeds: dict[str, dict[float, int]] = field(default_factory=dict)
-    powers: range = POWERS
-    near_seeds: int = 0
-    leave_out: bool = False
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def seeds_from(self, start: float) -> int:
-        """Return the number of seeds from a start."""
-        return max(self.start_seeds, self.best_seeds) if start == 1.0 else self.start_seeds
-
-
-SIZES = {
-    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay"), 10),
-    "full": Size(
-        ("ratings", "language", "images"),
-        5,
-        ("starts", "paper", "mixed", "scalars", "schedules", "long", "peers", "seeds"),
-        ("temperature",),
-        start_seeds=10,
-        # A start that is three times off costs less there than the deviation between seeds.
-        more_seeds={"images": {1 / 3: 640, 1.0: 192, 3.0: 192}},
-    ),
-    # The controller was developed without these tasks, except for two rules found on flights (README.md).
-    "unseen": Size(("flights", "reconstruction"), 3, ("starts", "schedules", "long"), (), start_seeds=10),
-    "zoo": Size(
-        # Long runs first: at the end of a seed no worker waits for one.
-        tuple(sorted((name for name in TASKS if name != "few digits"), key=lambda name: -TASKS[name].steps)),
-        3,
-        ("starts", "none", "peers"),
-        (),
-        start_seeds=3,
-        best_seeds=5,
-        training_seeds=5,
-        powers=range(-6, 7),
-        near_seeds=10,
-        leave_out=True,
-    ),
-}
-
-
 def grid_jobs(size: Size) -> list[Job]:
     """Return plain runs at every learning rate of the grid, with three seeds at most."""
     return [
@@ -126,10 +59,10 @@ def near_jobs(size: Size, best: dict[str, float]) -> list[Job]:
     """Return plain runs at learning rates half an octave apart around the best one."""
     return [
         _job("near", Spec(task, "plain", best[task] * 2.0**octaves, seed))
-        for seed in range(size.near_seeds)
+        for seed in range(max([size.near_seeds, *size.noisy.values()]))
         for octaves in NEAR
         for task in size.tasks
-        if task in best
+        if task in best and seed < max(size.near_seeds, size.noisy.get(task, 0))
     ]
 
 
@@ -141,13 +74,11 @@ def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
 def _starts(size: Size, best: dict[str, float]) -> list[Job]:
     """Return runs from all starts, a seed after the other: a time limit leaves complete seeds."""
     jobs = []
-    for seed in range(max(map(size.seeds_from, STARTS))):
+    for seed in range(max(size.seeds_of(task, 1.0) for task in size.tasks) if size.tasks else 0):
         for factor in STARTS:
-            for task in size.tasks if seed < size.seeds_from(factor) else ():
-                jobs += _from_start(size, task, best[task], factor, seed)
-                if seed < size.training_seeds:
-                    spec = Spec(task, "hdet", best[task] * factor, seed, probe=False, options=_options(size, task))
-                    jobs.append(_job("start", spec, factor=factor))
+            for task in size.tasks:
+                if seed < size.seeds_of(task, factor):
+                    jobs += _from_start(size, task, best[task], factor, seed)
     return jobs
 
 
@@ -175,10 +106,10 @@ def _seeds(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def _from_start(size: Size, task: str, best: float, factor: float, seed: int) -> list[Job]:
-    specs = (
-        Spec(task, "hdet", best * factor, seed, options=_options(size, task)),
-        Spec(task, "plain", best * factor, seed),
-    )
+    hdet = Spec(task, "hdet", best * factor, seed, options=_options(size, task))
+    specs = [hdet, Spec(task, "plain", best * factor, seed)]
+    if seed < size.training_seeds:
+        specs.append(replace(hdet, probe=False))
     return [_job("start", spec, factor=factor) for spec in specs]
 
 

@@ -47,6 +47,11 @@ class Yardstick:
         return float(np.std(list(self.losses.values()), ddof=1)) if len(self.losses) > 1 else 0.0
 
     @property
+    def relative_deviation(self) -> float:
+        """Return the standard deviation in percent of the mean."""
+        return 100 * self.deviation / self.mean
+
+    @property
     def error(self) -> float:
         """Return the standard error of the mean."""
         return self.deviation / math.sqrt(len(self.losses))

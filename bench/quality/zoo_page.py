@@ -9,7 +9,7 @@ import numpy as np
 
 from . import designs, held_out
 from .designs import Outcome
-from .excess import MODES, PLAIN, Excesses, excesses
+from .excess import MODES, PLAIN, PROBE, TRAINING, Excesses, excesses
 from .held_out import Constants
 from .results import Report
 from .spec import Record
@@ -94,15 +94,14 @@ def _compared(report: Report, tried: Mapping[str, Sequence[Record]] | None) -> t
 def headline(found: Excesses) -> str:
     """Return one sentence on the harm at the best learning rate: mean and worst over the zoo, in both modes."""
     said = []
-    for mode in MODES:
+    for mode, name in ((PROBE, "with a probe"), (TRAINING, "with training losses only")):
         one = found.summary(mode, 1.0)
         if one is not None:
-            said.append(
-                f"{one.mean:.1f} % on average and {one.worst:.1f} % at worst ({one.worst_task}) "
-                f"{'with a probe' if mode == MODES[0] else 'with training losses only'}"
-            )
+            mean, worst = (f"{value:.1f} %".replace("-", "−") for value in (one.mean, one.worst))
+            said.append(f"{mean} on average and {worst} at worst ({one.worst_task}) {name}")
     tasks = max(len(found.means(mode, 1.0)) for mode in MODES)
-    errors = [100 * ruler.error / ruler.mean for ruler in found.yardsticks.values()]
-    noise = f"the standard error of plain training is {float(np.median(errors)):.1f} % in the median"
-    harm = ", and by ".join(said)
-    return f"From the best learning rate HDET ends above plain training by {harm}, over {tasks} tasks; {noise}."
+    error = float(np.median([100 * ruler.error / ruler.mean for ruler in found.yardsticks.values()]))
+    return (
+        f"Started at the best learning rate, HDET ends above plain training by {', and by '.join(said)}, over {tasks} "
+        f"tasks; the standard error of plain training is {error:.1f} % in the median."
+    )

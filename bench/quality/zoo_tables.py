@@ -44,7 +44,7 @@ def bars_met(excesses: Excesses) -> str:
 def _bar(found: Verdict | None) -> list[str]:
     if found is None:
         return ["–"] * 3
-    return [found.text, f"{found.figure:.2f} %", "met" if found.met else "**missed**"]
+    return [found.text, f"{found.figure:.2f} %".replace("-", "−"), "met" if found.met else "**missed**"]
 
 
 def summary_table(excesses: Excesses) -> str:
@@ -126,7 +126,7 @@ def yardsticks_table(excesses: Excesses) -> str:
         size = [kind.title, kind.optimizer, f"{kind.steps}", f"{kind.replicas} × {kind.batch}"] if kind else ["–"] * 4
         best = f"{found.best:.2g}{' (end of the grid)' if found.at_the_end else ''}"
         rows.append([task, *size, best, f"{found.mean:.4f} ± {found.error:.4f}", f"{len(found.losses)}",
-                     percent(100 * found.deviation / found.mean), percent(found.flattery)])  # fmt: skip
+                     percent(found.relative_deviation), percent(found.flattery)])  # fmt: skip
     head = ["task", "data, model", "optimizer", "steps", "replicas × batch", "best learning rate"]
     return _table([*head, "plain there", "seeds", "σ, %", "flattery, %"], rows, left=3)
 

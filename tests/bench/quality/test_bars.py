@@ -34,3 +34,9 @@ def test_only_what_was_run_is_judged() -> None:
     found = dict(verdicts(excesses(records)))
     assert set(found[1.0]) == {PROBE}
     assert found[None] == {}
+
+
+def test_one_seed_does_not_tell_what_is_worse_than_plain() -> None:
+    records = [*plain_runs(), *(run for run in hdet_runs() if run["seed"] == 0)]
+    found = [modes for start, modes in verdicts(excesses(records)) if start == 30.0]
+    assert [set(modes) for modes in found] == [set(MODES), set()]

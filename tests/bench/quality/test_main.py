@@ -12,7 +12,7 @@ import pytest
 
 from bench.quality import __main__ as quality
 from bench.quality.peers import packages
-from bench.quality.suite import SIZES
+from bench.quality.sizes import SIZES
 from tests.bench.quality.made_up_zoo import run, zoo
 
 
@@ -42,10 +42,10 @@ def test_recorded_command_has_no_paths() -> None:
 def test_selection_of_the_zoo(tmp_path: Path) -> None:
     constants = tmp_path / "constants.json"
     constants.write_text(json.dumps({"digits": {"slack": 0.9}}))
-    given = {"tasks": ["digits"], "parts": ["grid", "starts"], "start_seeds": 2, "best_seeds": None}
+    given = {"tasks": ["digits"], "parts": ["grid", "starts"], "start_seeds": 2, "best_seeds": None, "most_seeds": 30}
     size = quality.selected(Namespace(size="zoo", constants=constants, **given))
     assert (size.tasks, size.parts) == (("digits",), ("starts",))
-    assert (size.seeds_from(0.1), size.seeds_from(1.0)) == (2, 5)
+    assert (size.seeds_of("digits", 0.1), size.seeds_of("digits", 1.0), size.most_seeds) == (2, 5, 30)
     assert size.options == {"digits": {"slack": 0.9}}
     assert quality.selected(Namespace(size="ci", constants=constants, **given)).options == {}
 
