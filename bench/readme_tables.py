@@ -91,7 +91,10 @@ def quality_text(results: Path) -> str:
 
 def _excess_table(zoo: Report) -> tuple[str, list[str]]:
     found, rows = excesses(zoo.records), []
-    words = f"{headline(found)} The table has the validation loss above that, in % of it: median / mean / worst task."
+    words = (
+        f"{headline(found)} The table has the losses above that of plain training there, in % of it: median / mean / "
+    )
+    words += "worst task."
     runs, right, _ = held_out.counts(zoo.records, held_out.read())
     if runs == right:
         words += " Every task's constants were fitted without the tasks that share its data or its architecture."

@@ -62,7 +62,8 @@ class Difference:
 class Summary:
     """Excess over the tasks in percent, and on how many of them it is worse and better than plain training from there.
 
-    ``compared`` is the number of tasks that have plain runs from the same start.
+    ``compared`` is the number of tasks that have plain runs from the same start, and ``error`` the standard error of
+    their mean difference to these; None without any.
     """
 
     tasks: int
@@ -73,6 +74,7 @@ class Summary:
     worse: int
     better: int
     compared: int
+    error: float | None
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,16 @@ class Excesses:
         values = list(means.values())
         worst = max(means, key=lambda task: means[task])
         found = self.differences(way, start).values()
-        worse, better = sum(one.worse for one in found), sum(one.better for one in found)
         return Summary(
-            len(means), float(np.mean(values)), float(np.median(values)), means[worst], worst, worse, better, len(found)
+            tasks=len(means),
+            mean=fmean(values),
+            median=float(np.median(values)),
+            worst=means[worst],
+            worst_task=worst,
+            worse=sum(one.worse for one in found),
+            better=sum(one.better for one in found),
+            compared=len(found),
+            error=math.hypot(*(one.error for one in found)) / len(found) if found else None,
         )
 
     def share_within(self, way: str, start: Start, limit: float) -> float:

@@ -35,7 +35,8 @@ A run that raised an error, is not finite or ends above the level of the untrain
 and none counts with more than 100 %. *Worse than plain*: by more than two standard errors of the differences to plain
 training from the same start with the same seed. Their variance on a task, from few seeds, is averaged with the one to
 be expected: σ² of the task times the median over tasks of the ratio of the two, which counts like four more seeds. In
-a simulation without any difference 4 % of tasks with five seeds were worse, and 6 % of those with three."""
+a simulation without any difference 4 % of tasks with five seeds were worse, and 6 % of those with three. Behind a mean
+over tasks is the standard error of the mean difference."""
 
 SENSITIVITY = """The *learning-rate sensitivity* is the mean excess over starts from 1/30 to 30 times the best learning
 rate (arXiv 2309.14322). A method that does not depend on a start has one excess, and one without runs from all seven

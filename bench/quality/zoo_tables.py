@@ -55,7 +55,8 @@ def summary_table(excesses: Excesses) -> str:
             found = excesses.summary(way, start)
             if found is None:
                 continue
-            cells = [way, start_name(start), f"{found.tasks}", *map(percent, (found.mean, found.median))]
+            error = f" ± {found.error:.1f}" if way != PLAIN and found.error is not None else ""
+            cells = [way, start_name(start), f"{found.tasks}", f"{percent(found.mean)}{error}", percent(found.median)]
             cells.append(f"{percent(found.worst)} ({found.worst_task})")
             cells += [f"{excesses.share_within(way, start, limit):.0%}" for limit in LIMITS]
             against = way != PLAIN and found.compared

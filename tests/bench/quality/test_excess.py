@@ -58,6 +58,8 @@ def test_summary_over_tasks() -> None:
     assert summary.worst == pytest.approx(10 + summary.median)
     assert summary.mean == pytest.approx(summary.median + 10 / 3)
     assert summary.worse == 3
+    errors = [one.error for one in found.differences(PROBE, 1.0).values()]
+    assert summary.error == pytest.approx(math.sqrt(sum(error**2 for error in errors)) / 3)
     assert found.share_within(PROBE, 1.0, 5.0) == pytest.approx(2 / 3)
     off = found.summary(TRAINING, 10.0)
     assert off is not None
