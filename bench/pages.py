@@ -59,7 +59,7 @@ def gpu_records() -> list[Path]:
 def readme(text: str) -> str:
     """Return README.md with the speed and quality tables between their markers."""
     text = between(text, "speed", readme_tables.speed_table(RESULTS))
-    return between(text, "quality", readme_tables.quality_table(QUALITY_RESULTS))
+    return between(text, "quality", readme_tables.quality_text(QUALITY_RESULTS))
 
 
 def bench_readme(text: str) -> str:
@@ -104,8 +104,7 @@ def draw_plots(folder: Path = DOCS) -> None:
         if drawn != list(run_report.PLOTS):
             sys.exit(f"not all plots could be drawn, and nothing was written: {drawn}")
         cost_page.plot(Path(temporary) / cost_page.PLOT)
-        for report in quality_report.read(QUALITY_RESULTS):
-            quality_report.draw_plots(report, Path(temporary))
+        quality_report.draw_plots(quality_report.read(QUALITY_RESULTS), Path(temporary))
         for path in Path(temporary).iterdir():
             shutil.copyfile(path, folder / path.name)
 

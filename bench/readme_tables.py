@@ -1,8 +1,9 @@
-"""Write the two tables of README.md, speed and quality, from the recorded results."""
+"""Write the two tables of README.md, speed and quality, from the recorded results; quality with its paragraph."""
 
 from __future__ import annotations
 
-import json
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,13 @@ import numpy as np
 from bench import records
 from bench.comparison_table import short
 from bench.markdown import table_lines
+from bench.quality import held_out
+from bench.quality import report as quality_report
+from bench.quality.excess import MODES, PLAIN, excesses
 from bench.quality.results import Report
-from bench.quality.suite import select
+from bench.quality.selection import select
+from bench.quality.zoo_page import headline
+from bench.quality.zoo_tables import EVERY_START, percent, start_name
 from bench.records import Entry
 
 STEP_MODELS = ("gpt2-124M", "llama-1.2B", "recsys-mix", "many-small-10k")
@@ -19,6 +25,11 @@ TRAINED_MODEL = {"model": "gpt2-124M", "clipping": "clip-1.0"}
 SYNC_EVERY = "1000"
 # Starts of the quality table, as factors of the best learning rate of plain training.
 STARTS = {0.1: "10× too low", 1.0: "at the best", 10.0: "10× too high"}
+
+MORE = (
+    "All numbers, also those without a probe and beside other methods: "
+    "[does it find the learning rate?](docs/quality.md)."
+)
 
 
 def speed_table(results: Path) -> str:
@@ -67,16 +78,46 @@ def _by_way(entries: list[Entry], **wanted: str) -> dict[str, Entry]:
     return {entry["params"]["way"]: entry["extra_info"] for entry in _matching(entries, **wanted)}
 
 
-def quality_table(results: Path) -> str:
-    """Return one row for each task: validation loss of plain training and of HDET from the same three starts."""
-    reports = [Report(**json.loads(path.read_text())) for path in sorted(results.glob("*.json"))]
+def quality_text(results: Path) -> str:
+    """Return a paragraph and a table: the excess over plain training at its best from each start, over the zoo.
+
+    Without results of the zoo, the table has one row for each task: the losses of plain training and of HDET.
+    """
+    reports = quality_report.read(results)
+    zoo = quality_report.zoo_of(reports)
+    words, lines = _losses_table(reports) if zoo is None else _excess_table(zoo)
+    return "\n".join([*textwrap.wrap(f"{words} {MORE}", 120, break_long_words=False), "", *lines])
+
+
+def _excess_table(zoo: Report) -> tuple[str, list[str]]:
+    found, rows = excesses(zoo.records), []
+    words = (
+        f"{headline(found)} The table has the losses above that of plain training there, in % of it: median / mean / "
+    )
+    words += "worst task."
+    runs, right, _ = held_out.counts(zoo.records, held_out.read())
+    if runs == right:
+        words += " Every task's constants were fitted without the tasks that share its data or its architecture."
+    for start in EVERY_START:
+        summaries = [found.summary(way, start) for way in (PLAIN, *MODES)]
+        if any(summaries[1:]):
+            cells = [" / ".join(map(percent, (one.median, one.mean, one.worst))) if one else "–" for one in summaries]
+            rows.append([start_name(start), *cells])
+    return words, table_lines(["start", PLAIN, *MODES], rows)
+
+
+def _losses_table(reports: Sequence[Report]) -> tuple[str, list[str]]:
+    words = (
+        "Validation loss from a start ten times too low, at the best learning rate of a grid of ten, and ten times "
+        "too high: eight replicas with a probe. The controller was made with images, ratings and language, and not "
+        "with the others."
+    )
     rows = [
         [task, *(_losses(report, task, start) for start in STARTS)]
         for report in sorted(reports, key=lambda report: len(report.records), reverse=True)
         for task in report.best
     ]
-    header = ["task", *(f"{name}: plain → HDET" for name in STARTS.values())]
-    return "\n".join(table_lines(header, rows))
+    return words, table_lines(["task", *(f"{name}: plain → HDET" for name in STARTS.values())], rows)
 
 
 def _losses(report: Report, task: str, start: float) -> str:

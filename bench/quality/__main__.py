@@ -16,15 +16,20 @@ import torch
 
 import hdet_kernels as hk
 
+from . import held_out
 from .data import FOLDER, SOURCES, fetch, missing
 from .peer_packages import fetch_packages
 from .peers import PEERS, packages
 from .pool import Job, run_jobs
-from .report import write_report
+from .report import read, write_report
 from .results import Report
-from .suite import PARTS, SIZES, best_rates, grid_jobs, jobs_after
+from .sizes import SIZES, Size
+from .spec import Record
+from .suite import NEAR_ROUNDS, PARTS, grid_jobs, jobs_after, near_jobs
 from .tables import all_tables
 from .tasks import TASKS
+from .yardstick import best_rates, yardsticks
+from .zoo_page import zoo_section
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,8 +44,19 @@ def main() -> None:
     running = commands.add_parser("run", help="run the suite, write a results file and print its tables")
     running.add_argument("--size", choices=sorted(SIZES), default="ci")
     running.add_argument(
-        "--parts", nargs="+", choices=sorted(PARTS), help="run only these parts, in this order; default: all"
+        "--parts",
+        nargs="+",
+        choices=["grid", *sorted(PARTS)],
+        help="run only these parts, in this order; the grid is always run first, as far as it is missing; default: all",
     )
+    running.add_argument("--tasks", nargs="+", choices=sorted(TASKS), help="run only these tasks of the size")
+    running.add_argument("--start-seeds", type=int, help="number of seeds from each start; default: by size")
+    running.add_argument("--best-seeds", type=int, help="number of seeds at the best learning rate; default: by size")
+    running.add_argument("--most-seeds", type=int, help="most seeds of noisy tasks at the best; default: by size")
+    running.add_argument(
+        "--constants", type=Path, default=held_out.CONSTANTS, help="constants of the zoo's HDET runs, by task"
+    )
+    running.add_argument("--design", default="", help="name of the design of the controller, for a plot of designs")
     running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     running.add_argument("--workers", type=int, default=None, help="number of processes; default: 2, on a GPU 14")
     running.add_argument(
@@ -49,7 +65,7 @@ def main() -> None:
     running.add_argument("--after", type=Path, help="a results file whose runs are kept and not run again")
     running.add_argument("--out", type=Path, default=Path("quality-out.json"))
     reporting = commands.add_parser("report", help="write quality.md and its plots from results files")
-    reporting.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("*.json")))
+    reporting.add_argument("results", nargs="*", type=Path, help="default: all recorded ones")
     reporting.add_argument("--out", type=Path, default=DOCS, help="folder of the page (default: docs)")
     arguments = parser.parse_args()
     if arguments.command == "fetch":
@@ -59,7 +75,7 @@ def main() -> None:
     elif arguments.command == "run":
         run(arguments)
     else:
-        write_report([_read(path) for path in arguments.results], arguments.out)
+        write_report([_read(path) for path in arguments.results] or read(RESULTS), arguments.out)
 
 
 def _read(path: Path) -> Report:
@@ -67,8 +83,7 @@ def _read(path: Path) -> Report:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    size = SIZES[arguments.size]
-    size = replace(size, parts=tuple(arguments.parts or size.parts))
+    size = selected(arguments)
     wanted = {TASKS[task].data for task in size.tasks} - {"language"}  # which falls back to other text
     absent = {name: why for name in sorted(wanted) if (why := missing(name)) is not None}
     if absent:
@@ -84,15 +99,26 @@ def run(arguments: argparse.Namespace) -> None:
     workers = arguments.workers or (2 if arguments.device == "cpu" else 14)
     before = _read(arguments.after) if arguments.after else Report("", "", "", 0.0, arguments.size, {}, [])
     start = time.monotonic()
-    records = list(before.records)
+    records = _kept(before, size, arguments.design)
 
-    def run_missing(jobs: list[Job]) -> None:
+    def run_missing(jobs: list[Job]) -> int:
+        """Run the jobs that no record is of, and return how many were run."""
         left = arguments.seconds - (time.monotonic() - start)
-        records.extend(run_jobs([job for job in jobs if before.lacks(job)], arguments.device, workers, seconds=left))
+        made = run_jobs(replace(before, records=records).lacking(jobs), arguments.device, workers, seconds=left)
+        records.extend(made)
+        return len(made)
 
     run_missing(grid_jobs(size))
     best = best_rates(records)
-    run_missing(jobs_after(size, best))
+    for _ in range(NEAR_ROUNDS):
+        if not run_missing(near_jobs(size, best)):
+            break
+        best = best_rates(records)
+    size = size.with_noise({task: found.relative_deviation for task, found in yardsticks(records).items()})
+    run_missing(near_jobs(size, best))
+    best = best_rates(records)
+    known = tuple(task for task in size.tasks if task in best)  # a time limit may leave out a grid
+    run_missing(jobs_after(replace(size, tasks=known), best))
     report = Report(
         command=_command(sys.argv[1:]),
         machine=_machine(arguments.device),
@@ -102,15 +128,44 @@ def run(arguments: argparse.Namespace) -> None:
         best=best,
         records=records,
         earlier=before.sources if arguments.after else [],
+        design=arguments.design,
     )
     arguments.out.write_text(json.dumps(report.plain()))
-    print(all_tables(report))
+    print(zoo_section(report, size.options) if report.size == "zoo" else all_tables(report))
     print(f"\nrecords: {arguments.out}; page with plots: python -m bench.quality report {arguments.out} --out DIR")
+
+
+def selected(arguments: argparse.Namespace) -> Size:
+    """Return the size with the tasks, parts and seeds of the command line, and with constants where it takes them."""
+    size = SIZES[arguments.size]
+    return replace(
+        size,
+        tasks=tuple(task for task in size.tasks if task in (arguments.tasks or size.tasks)),
+        parts=tuple(part for part in arguments.parts or size.parts if part != "grid"),
+        start_seeds=size.start_seeds if arguments.start_seeds is None else arguments.start_seeds,
+        best_seeds=size.best_seeds if arguments.best_seeds is None else arguments.best_seeds,
+        most_seeds=size.most_seeds if arguments.most_seeds is None else arguments.most_seeds,
+        options=held_out.read(arguments.constants) if size.leave_out else {},
+    )
+
+
+def _kept(before: Report, size: Size, design: str) -> list[Record]:
+    """Return the records that are not run again.
+
+    Failed runs are and, where a size takes constants, HDET runs of another design or with other constants.
+    """
+    kept = [record for record in before.records if "error" not in record]
+    if size.leave_out:
+        kept = held_out.current(kept, size.options)
+        kept = [record for record in kept if before.design == design or not held_out.takes_constants(record)]
+    if lost := len(before.records) - len(kept):
+        print(f"{lost} runs that failed or had other constants or another design are not kept", file=sys.stderr)
+    return kept
 
 
 def _command(arguments: list[str]) -> str:
     """Return the command line without the paths of input and output."""
-    for option in ("--out", "--after"):
+    for option in ("--out", "--after", "--constants"):
         if option in arguments:
             at = arguments.index(option)
             arguments = arguments[:at] + arguments[at + 2 :]

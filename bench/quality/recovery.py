@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .results import Report
+from .selection import select
 from .spec import Record
-from .suite import select
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,26 +10,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .results import Report
+from .figures import new_figure, save
+from .results import Report, joined
+from .selection import select
 from .spec import Record
-from .suite import PAPER, select
+from .suite import PAPER
 from .tables import PAPER_TASKS, all_tables, decay_order
 from .tasks import TASKS
+from .zoo_page import zoo_plots, zoo_section
 
 Array = NDArray[np.float64]
 
 INTRODUCTION = """# Does it find the learning rate?
 
 Written by `python -m bench.pages` from the records in `bench/quality/results`. `bench/quality/README.md` describes the
-tasks and the methods.
+tasks and the methods. *Plain* is torch's optimizer with `OneCycleLR`. *Probe*: the controller reads the loss on one
+held-out batch that is the same for all replicas; *training loss*: it reads the replicas' training losses."""
 
-Numbers are validation losses: mean ± standard deviation over seeds. *Plain* is `torch.optim.AdamW` with `OneCycleLR`.
+RECOVERED = """In the tables below, numbers are validation losses: mean ± standard deviation over seeds, with AdamW.
 *Recovered* is the share of the gap between plain training from that start and plain training at the best learning rate
 of the grid, ± its standard error over seeds. *Ends at* is the peak learning rate that HDET ended with, as a factor of
-the best one (median). *Probe*: the controller reads the loss on one held-out batch that is the same for all replicas;
-*training loss*: it reads the replicas' training losses. σ is the standard deviation of plain training at the best."""
+the best one (median). σ is the standard deviation of plain training at the best."""
 
 TITLES = {
+    "zoo": "The zoo (`--size zoo`)",
     "full": "Ratings, language and images (`--size full`)",
     "unseen": "Tasks that the controller was not developed on (`--size unseen`)",
     "ci": "Digits (`make quality`)",
@@ -38,22 +41,31 @@ TITLES = {
 
 
 def read(folder: Path) -> list[Report]:
-    """Read all results files of a folder."""
-    return [Report(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    """Read all results files of a folder; a file without records, such as the constants', is none."""
+    contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [Report(**content) for content in contents if "records" in content]
+
+
+def zoo_of(reports: Sequence[Report]) -> Report | None:
+    """Return the results of the zoo, of several files together; None without any."""
+    found = [report for report in reports if report.size == "zoo"]
+    return joined(found) if found else None
 
 
 def write_report(reports: Sequence[Report], folder: Path) -> None:
     """Write quality.md and its plots into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    for report in reports:
-        draw_plots(report, folder)
+    draw_plots(reports, folder)
     (folder / "quality.md").write_text(text(reports))
 
 
 def text(reports: Sequence[Report]) -> str:
-    """Return the page, the results with most runs first."""
-    parts = [INTRODUCTION]
-    for report in sorted(reports, key=lambda report: len(report.records), reverse=True):
+    """Return the page: the zoo, then the other results, those with most runs first."""
+    parts, zoo = [INTRODUCTION], zoo_of(reports)
+    if zoo is not None:
+        parts += [f"## {TITLES[zoo.size]}", zoo_section(zoo)]
+    for index, report in enumerate(_others(reports)):
+        parts += [RECOVERED] if index == 0 else []
         parts += [f"## {TITLES.get(report.size, report.size)}", *report.sources, all_tables(report)]
         parts += [f"![{caption}]({name})" for name, (caption, _) in _plots(report).items()]
         orders = [order for task in PAPER_TASKS if (order := decay_order(report, task))]
@@ -63,10 +75,19 @@ def text(reports: Sequence[Report]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def draw_plots(report: Report, folder: Path) -> None:
-    """Draw the plots of a results file into ``folder``."""
-    for name, (_, draw) in _plots(report).items():
-        draw(report, folder / name)
+def draw_plots(reports: Sequence[Report], folder: Path) -> None:
+    """Draw the plots of all results files into ``folder``."""
+    if (zoo := zoo_of(reports)) is not None:
+        for name, (_, draw_zoo) in zoo_plots(zoo).items():
+            draw_zoo(folder / name)
+    for report in _others(reports):
+        for name, (_, draw) in _plots(report).items():
+            draw(report, folder / name)
+
+
+def _others(reports: Sequence[Report]) -> list[Report]:
+    found = [report for report in reports if report.size != "zoo"]
+    return sorted(found, key=lambda report: len(report.records), reverse=True)
 
 
 def _plots(report: Report) -> dict[str, tuple[str, Any]]:
@@ -84,7 +105,7 @@ def _plots(report: Report) -> dict[str, tuple[str, Any]]:
 
 
 def _plot_starts(report: Report, path: Path) -> None:
-    figure, axes = _figure(1, len(report.best), 4.2, 3.4)
+    figure, axes = new_figure(1, len(report.best), 4.2, 3.4)
     for axis, (task, best) in zip(axes[0], report.best.items(), strict=True):
         plain = _by(report, "lr", kind="grid", task=task)
         axis.plot(list(plain), list(plain.values()), color="0.6", marker=".", label="plain")
@@ -99,11 +120,11 @@ def _plot_starts(report: Report, path: Path) -> None:
         axis.axvline(best, color="0.8", linewidth=1)
     axes[0][0].set_ylabel("validation loss")
     axes[0][0].legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _plot_curves(report: Report, path: Path) -> None:
-    figure, axes = _figure(1, len(PAPER_TASKS), 5, 3.6)
+    figure, axes = new_figure(1, len(PAPER_TASKS), 5, 3.6)
     for axis, task in zip(axes[0], PAPER_TASKS, strict=True):
         lowest = []
         for name, _, _ in PAPER:
@@ -116,12 +137,12 @@ def _plot_curves(report: Report, path: Path) -> None:
             axis.set(title=task, xlabel="step", ylim=(min(lowest) * 0.98, min(lowest) * 1.4))
     axes[0][0].set_ylabel("training loss")
     axes[0][0].legend(frameon=False, fontsize=7)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _plot_rates(report: Report, path: Path) -> None:
     shown = [name for name in ("full HDET", "ours") if select(report.records, kind="paper", configuration=name)]
-    figure, axes = _figure(len(shown), len(PAPER_TASKS), 5, 3.2)
+    figure, axes = new_figure(len(shown), len(PAPER_TASKS), 5, 3.2)
     for row, name in zip(axes, shown, strict=True):
         for axis, task in zip(row, PAPER_TASKS, strict=True):
             runs = select(report.records, kind="paper", task=task, configuration=name, seed=0)
@@ -133,7 +154,7 @@ def _plot_rates(report: Report, path: Path) -> None:
             axis.set(yscale="log", title=f"{name}, {task}", xlabel="step")
     axes[0][0].legend(frameon=False, fontsize=7)
     axes[0][0].set_ylabel("learning rate")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _steps(run: Record, count: int) -> Array:
@@ -145,20 +166,9 @@ def _steps(run: Record, count: int) -> Array:
     return found
 
 
-def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure that pyplot does not know, so that the user's global state is not touched."""
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width * columns, height * rows))
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
 def _by(report: Report, key: str, **wanted: object) -> dict[float, float]:
     """Return the mean validation loss by ``key``, sorted."""
     values: dict[float, list[float]] = {}
     for record in select(report.records, **wanted):
         values.setdefault(record[key], []).append(record["val"])
     return {value: float(np.mean(values[value])) for value in sorted(values)}
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .pool import Job
+from .selection import select
 from .spec import Record
-from .suite import select
 
 # Time series of a run; they are written only where a plot needs them.
 TIME_SERIES = ("curve", "rates", "values")
@@ -15,7 +16,11 @@ TIME_SERIES = ("curve", "rates", "values")
 
 @dataclass(frozen=True)
 class Report:
-    """Content of a results file; ``earlier`` describes the runs that records were taken over from."""
+    """Content of a results file.
+
+    ``earlier`` describes the runs that records were taken over from. ``design`` names the design of a controller that
+    was tried; it is empty for the default.
+    """
 
     command: str
     machine: str
@@ -25,6 +30,7 @@ class Report:
     best: dict[str, float]
     records: list[Record]
     earlier: list[str] = field(default_factory=list)
+    design: str = ""
 
     @property
     def sources(self) -> list[str]:
@@ -34,17 +40,24 @@ class Report:
         own = f"`{self.command}`, {self.date}, {self.machine}: {runs}{f', {failed} of them failed' if failed else ''}."
         return [*self.earlier, own]
 
-    def lacks(self, job: Job) -> bool:
-        """Return whether no run of ``job`` is among the records."""
-        wanted = {key: value for key, value in job.items() if key != "spec"} | job.get("spec", {})
-        return not select(self.records, **wanted)
+    def lacking(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs that no run among the records was made for."""
+        runs: dict[tuple[object, ...], list[Record]] = {}
+        for record in self.records:
+            runs.setdefault(_place(record), []).append(record)
+        wanted = [{key: value for key, value in job.items() if key != "spec"} | job.get("spec", {}) for job in jobs]
+        return [
+            job
+            for job, entries in zip(jobs, wanted, strict=True)
+            if not select(runs.get(_place(entries), []), **entries)
+        ]
 
     def plain(self) -> dict[str, Any]:
         """Return the content as plain types: floats with five digits, and time series only where a plot needs them."""
         records = [
             {
                 key: value
-                for key, value in record.items()
+                for key, value in (record.get("spec", {}) | record).items()  # a failed run has but its spec
                 if key != "spec" and (key not in TIME_SERIES or record["kind"] == "paper")
             }
             for record in self.records
@@ -54,6 +67,21 @@ class Report:
     def losses(self, **wanted: object) -> list[float]:
         """Return the validation losses of the runs with these entries."""
         return [record["val"] for record in select(self.records, **wanted)]
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """Return the records of several files of one size as one."""
+    if len(reports) == 1:
+        return reports[0]
+    last = reports[-1]
+    records = [record for report in reports for record in report.records]
+    best = {task: rate for report in reports for task, rate in report.best.items()}
+    sources = [source for report in reports[:-1] for source in report.sources]
+    return replace(last, records=records, best=best, earlier=[*sources, *last.earlier])
+
+
+def _place(entries: Record) -> tuple[object, ...]:
+    return tuple(entries.get(key) for key in ("kind", "task", "method", "seed"))
 
 
 def _rounded(value: Any) -> Any:

@@ -15,7 +15,7 @@ class Spec:
     Args:
         task: Name of the task.
         method: "plain", a configuration of HDET, or a peer (``methods.py``).
-        lr: Peak learning rate at the start.
+        lr: Peak learning rate at the start; None for the method "scout", which finds one.
         seed: Seed of the model and of the data order.
         schedule: "onecycle", "cosine" or "constant".
         probe: Whether the controller reads a probe instead of training losses.
@@ -26,7 +26,7 @@ class Spec:
 
     task: str
     method: str
-    lr: float
+    lr: float | None
     seed: int
     schedule: str = "onecycle"
     probe: bool = True

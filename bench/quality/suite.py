@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from .peers import peers_for
 from .pool import Job
 from .scalars import SCALARS
-from .spec import Record, Spec
+from .sizes import POWERS, Size
+from .spec import Spec
 from .sweep import SWEEPS
 from .tasks import TASKS
 
@@ -24,8 +23,9 @@ LONGER = 3
 LONG_STARTS = (1 / 10, 1.0, 10.0, 30.0)
 LONG_GRID = (1 / 4, 1 / 2, 2.0)
 
-# Learning rates of the grid, as powers of two times the task's ``lr``.
-POWERS = range(-5, 5)
+# Learning rates of the finer grid, in octaves from the best of the grid, and how often it is moved to a new best.
+NEAR = (-1.0, -0.5, 0.0, 0.5, 1.0)
+NEAR_ROUNDS = 3
 
 # Factors of the best learning rate at which the parameter groups start, by task.
 MIXED = {
@@ -45,54 +45,25 @@ PAPER = (
 )
 
 
-@dataclass(frozen=True)
-class Size:
-    """A selection of the suite: tasks, seeds, parts and scalars.
-
-    ``start_seeds`` is the number of seeds from each start; ``more_seeds`` replaces it by task and start.
-    """
-
-    tasks: tuple[str, ...]
-    seeds: int
-    parts: tuple[str, ...]
-    scalars: tuple[str, ...]
-    start_seeds: int
-    more_seeds: dict[str, dict[float, int]] = field(default_factory=dict)
-
-
-SIZES = {
-    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay"), 10),
-    "full": Size(
-        ("ratings", "language", "images"),
-        5,
-        ("starts", "paper", "mixed", "scalars", "schedules", "long", "peers", "seeds"),
-        ("temperature",),
-        start_seeds=10,
-        # A start that is three times off costs less there than the deviation between seeds.
-        more_seeds={"images": {1 / 3: 640, 1.0: 192, 3.0: 192}},
-    ),
-    # The controller was developed without these tasks, except for two rules found on flights (README.md).
-    "unseen": Size(("flights", "reconstruction"), 3, ("starts", "schedules", "long"), (), start_seeds=10),
-}
-
-
 def grid_jobs(size: Size) -> list[Job]:
     """Return plain runs at every learning rate of the grid, with three seeds at most."""
     return [
         _job("grid", Spec(task, "plain", TASKS[task].lr * 2.0**power, seed))
         for seed in range(min(size.seeds, 3))
-        for power in POWERS
+        for power in size.powers
         for task in size.tasks
     ]
 
 
-def best_rates(records: Iterable[Record]) -> dict[str, float]:
-    """Return the learning rate of the grid with the lowest mean validation loss, by task."""
-    values: dict[str, dict[float, list[float]]] = {}
-    for record in records:
-        if record["kind"] == "grid" and "val" in record:
-            values.setdefault(record["task"], {}).setdefault(record["lr"], []).append(record["val"])
-    return {task: min(found, key=lambda lr: float(np.mean(found[lr]))) for task, found in values.items()}
+def near_jobs(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return plain runs at learning rates half an octave apart around the best one."""
+    return [
+        _job("near", Spec(task, "plain", best[task] * 2.0**octaves, seed))
+        for seed in range(max([size.near_seeds, *size.noisy.values()]))
+        for octaves in NEAR
+        for task in size.tasks
+        if task in best and seed < max(size.near_seeds, size.noisy.get(task, 0))
+    ]
 
 
 def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
@@ -101,15 +72,24 @@ def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def _starts(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return runs from all starts, a seed after the other: a time limit leaves complete seeds."""
     jobs = []
-    for seed in range(size.start_seeds):
+    for seed in range(max(size.seeds_of(task, 1.0) for task in size.tasks) if size.tasks else 0):
         for factor in STARTS:
             for task in size.tasks:
-                jobs += _from_start(task, best[task], factor, seed)
-                if seed < 3:
-                    spec = Spec(task, "hdet", best[task] * factor, seed, probe=False)
-                    jobs.append(_job("start", spec, factor=factor))
+                if seed < size.seeds_of(task, factor):
+                    jobs += _from_start(size, task, best[task], factor, seed)
     return jobs
+
+
+def _none(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return runs without a learning rate, with a probe and without."""
+    return [
+        _job("none", Spec(task, "scout", None, seed, probe=probe, options=_options(size, task)))
+        for seed in range(size.start_seeds)
+        for probe in (True, False)
+        for task in size.tasks
+    ]
 
 
 def _seeds(size: Size, best: dict[str, float]) -> list[Job]:
@@ -119,16 +99,23 @@ def _seeds(size: Size, best: dict[str, float]) -> list[Job]:
         for seed in range(size.start_seeds, max(seeds.values())):
             for factor, count in seeds.items():
                 if seed < count:
-                    jobs += _from_start(task, best[task], factor, seed)
+                    jobs += _from_start(size, task, best[task], factor, seed)
                 elif factor == 1.0:
-                    jobs += _from_start(task, best[task], factor, seed, ("plain",))
+                    jobs.append(_job("start", Spec(task, "plain", best[task], seed), factor=1.0))
     return jobs
 
 
-def _from_start(
-    task: str, best: float, factor: float, seed: int, methods: Sequence[str] = ("hdet", "plain")
-) -> list[Job]:
-    return [_job("start", Spec(task, method, best * factor, seed), factor=factor) for method in methods]
+def _from_start(size: Size, task: str, best: float, factor: float, seed: int) -> list[Job]:
+    hdet = Spec(task, "hdet", best * factor, seed, options=_options(size, task))
+    specs = [hdet, Spec(task, "plain", best * factor, seed)]
+    if seed < size.training_seeds:
+        specs.append(replace(hdet, probe=False))
+    return [_job("start", spec, factor=factor) for spec in specs]
+
+
+def _options(size: Size, task: str) -> dict[str, Any]:
+    """Return the constants of the controller that were fitted without the task's family; none: the defaults."""
+    return dict(size.options.get(task, {}))
 
 
 def _paper(size: Size, best: dict[str, float]) -> list[Job]:
@@ -219,6 +206,7 @@ def _scalars(size: Size, best: dict[str, float]) -> list[Job]:
 # Functions that return the jobs of each part.
 PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
     "starts": _starts,
+    "none": _none,
     "paper": _paper,
     "mixed": _mixed,
     "peers": _peers,
@@ -235,22 +223,3 @@ def _groups(task: str) -> dict[str, float]:
 
 def _job(kind: str, spec: Spec, **more: object) -> Job:
     return {"kind": kind, "task": spec.task, "spec": spec.record(), **more}
-
-
-def select(records: Sequence[Record], **wanted: object) -> list[Record]:
-    """Return the records with these entries, without failed runs."""
-    rates = {key: value for key, value in wanted.items() if isinstance(value, float)}
-    others = {key: value for key, value in wanted.items() if key not in rates}
-    return [
-        record
-        for record in records
-        if "val" in record
-        and all(record.get(key) == value for key, value in others.items())
-        and all(_same(record.get(key), value) for key, value in rates.items())
-    ]
-
-
-def _same(found: object, wanted: float) -> bool:
-    if isinstance(found, float):
-        return math.isclose(found, wanted, rel_tol=1e-4)  # results files have five digits
-    return found == wanted

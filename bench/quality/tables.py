@@ -11,8 +11,9 @@ import numpy as np
 from .recovery import best_losses, best_runs, deviation, losses, percent, recovery, recovery_from
 from .results import Report
 from .scalars import SCALARS
+from .selection import select
 from .spec import Record
-from .suite import LONG_STARTS, LONGER, MIXED, PAPER, STARTS, select
+from .suite import LONG_STARTS, LONGER, MIXED, PAPER, STARTS
 from .tasks import TASKS
 
 # The goal for each start: the share of the gap that is to be recovered.

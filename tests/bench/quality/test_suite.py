@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from bench.quality import suite
 from bench.quality.peers import PEERS
+from bench.quality.sizes import SIZES
 from bench.quality.sweep import SWEEPS
 from bench.quality.tasks import TASKS
-from tests.bench.quality.scripted import run_record
 
 
 def test_jobs_are_complete_and_serialisable() -> None:
-    for size in suite.SIZES.values():
+    for size in SIZES.values():
         jobs = suite.grid_jobs(size) + suite.jobs_after(size, dict.fromkeys(size.tasks, 1e-2))
         assert {job["task"] for job in jobs} <= set(TASKS)
         assert all("spec" in job or job["kind"] == "scalar" for job in jobs)
@@ -22,7 +22,7 @@ def test_jobs_are_complete_and_serialisable() -> None:
 
 def test_more_seeds_where_the_gap_is_small() -> None:
     """Plain training at the best learning rate has all seeds that others are compared by."""
-    jobs = suite.jobs_after(suite.SIZES["full"], dict.fromkeys(("ratings", "language", "images"), 1.0))
+    jobs = suite.jobs_after(SIZES["full"], dict.fromkeys(("ratings", "language", "images"), 1.0))
     starts = [job for job in jobs if job["kind"] == "start" and job["spec"].get("probe", True)]
     many = {("hdet", 1 / 3): 640, ("hdet", 1.0): 192, ("hdet", 3.0): 192}
     many |= {("plain", 1 / 3): 640, ("plain", 1.0): 640, ("plain", 3.0): 192}
@@ -37,7 +37,7 @@ def test_more_seeds_where_the_gap_is_small() -> None:
 
 def test_peers_run_from_all_starts_or_once() -> None:
     """What depends on the given learning rate starts at all of them, the rest runs once a seed."""
-    size = replace(suite.SIZES["ci"], parts=("peers",))
+    size = replace(SIZES["ci"], parts=("peers",))
     starts: dict[str, list[float]] = {}
     for job in suite.jobs_after(size, {"digits": 1e-2}):
         if job["spec"]["seed"] == 0:
@@ -52,12 +52,36 @@ def test_peers_run_from_all_starts_or_once() -> None:
 
 def test_parts() -> None:
     """Only the selected parts are run, in their order."""
-    size = replace(suite.SIZES["full"], parts=("mixed", "paper"))
+    size = replace(SIZES["full"], parts=("mixed", "paper"))
     kinds = [job["kind"] for job in suite.jobs_after(size, dict.fromkeys(size.tasks, 1.0))]
     assert kinds == sorted(kinds)
     assert set(kinds) == {"mixed", "paper"}
 
 
-def test_best_learning_rate_of_a_grid() -> None:
-    records = [run_record("grid", "plain", lr, seed, lr + 0.01 * seed) for lr in (3.0, 1.0, 2.0) for seed in (0, 1)]
-    assert suite.best_rates(records) == {"digits": 1.0}
+def test_zoo_has_every_task_and_near_runs_around_the_best() -> None:
+    size = SIZES["zoo"]
+    assert set(size.tasks) == set(TASKS) - {"few digits"}
+    grid = [job["spec"] for job in suite.grid_jobs(size) if job["task"] == "digits"]
+    assert sorted({spec["lr"] / TASKS["digits"].lr for spec in grid}) == [2.0**power for power in range(-6, 7)]
+    near = [job["spec"] for job in suite.near_jobs(size, {"digits": 1.0})]
+    assert {spec["seed"] for spec in near} == set(range(10))
+    assert sorted({spec["lr"] for spec in near}) == [0.5, 2.0**-0.5, 1.0, 2.0**0.5, 2.0]
+    assert suite.near_jobs(SIZES["ci"], {"digits": 1.0}) == []
+
+
+def test_zoo_runs_all_ways_of_a_seed_before_the_next() -> None:
+    size = replace(SIZES["zoo"], parts=("starts", "none"), options={"digits": {"slack": 0.9}})
+    jobs = suite.jobs_after(size, dict.fromkeys(size.tasks, 1.0))
+    for kind in ("start", "none"):
+        seeds = [job["spec"]["seed"] for job in jobs if job["kind"] == kind]
+        assert seeds == sorted(seeds)
+    ways = {(job["spec"]["method"], job["spec"]["probe"]) for job in jobs}
+    assert ways == {("plain", True), ("hdet", True), ("hdet", False), ("scout", True), ("scout", False)}
+    digits = [job for job in jobs if job["task"] == "digits"]
+    assert all((job["spec"]["options"] == {"slack": 0.9}) == (job["spec"]["method"] != "plain") for job in digits)
+    counts = {
+        factor: sum(job.get("factor") == factor and job["spec"]["method"] == "plain" for job in digits)
+        for factor in suite.STARTS
+    }
+    assert counts == {factor: 5 if factor == 1.0 else 3 for factor in suite.STARTS}
+    assert all(job["spec"]["lr"] is None for job in jobs if job["kind"] == "none")

@@ -1,0 +1,213 @@
+"""Compute by how much runs end above plain training at its best learning rate, over all tasks.
+
+The excess of a run is its validation loss less that of the yardstick with the same seed (or their mean, for a seed that
+the yardstick does not have), in percent of the yardstick's mean. A run that raised an error, is not finite or ends
+above the level of the untrained model (``initial`` in the records of its task) counts as one at that level, and no run
+counts with more than 100 %.
+
+The difference to plain training from the same start is taken seed by seed. A task has few seeds from a start, too few
+for a standard error of its own, but its yardstick has many. So the variance of the differences is averaged with the one
+to be expected: the yardstick's variance times a ratio, the median over all tasks of variance of the differences to
+variance of the yardstick, from the same start. The expected one counts like four more degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import numpy as np
+
+from .spec import Record
+from .suite import STARTS
+from .yardstick import Yardstick, yardsticks
+
+PLAIN, PROBE, TRAINING = "plain", "HDET, probe", "HDET, training loss"
+MODES = (PROBE, TRAINING)
+
+# A learning rate at the start, as a factor of the best one; None: the run has none, or does not depend on it.
+Start = float | None
+
+# The most that a run counts with, in percent; and the weight of the expected variance, in degrees of freedom.
+CAP = 100.0
+PRIOR = 4
+
+# Runs that plain training is known by; further kinds have other schedules, lengths or parameter groups.
+PLAIN_KINDS = ("grid", "near", "start")
+
+# Methods that are run at the best learning rate only, although their results depend on it.
+FIXED = ("local SGD", "DiLoCo")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Excess over plain training from the same start on one task: mean over seeds, and its standard error."""
+
+    mean: float
+    error: float
+
+    @property
+    def worse(self) -> bool:
+        """Return whether plain training is better by more than two standard errors."""
+        return self.mean > 2 * self.error
+
+    @property
+    def better(self) -> bool:
+        return self.mean < -2 * self.error
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Excess over the tasks in percent, and on how many of them it is worse and better than plain training from there.
+
+    ``compared`` is the number of tasks that have plain runs from the same start, and ``error`` the standard error of
+    their mean difference to these; None without any.
+    """
+
+    tasks: int
+    mean: float
+    median: float
+    worst: float
+    worst_task: str
+    worse: int
+    better: int
+    compared: int
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Excesses:
+    """Excess in percent by way of training, start, task and seed, and the yardsticks by task."""
+
+    yardsticks: dict[str, Yardstick]
+    caps: dict[str, float]
+    cells: dict[tuple[str, Start], dict[str, dict[int, float]]] = field(default_factory=dict)
+
+    @property
+    def ways(self) -> list[str]:
+        """Return the ways of training: plain, HDET's, then the others by name."""
+        found = {way for way, _ in self.cells}
+        first = [way for way in (PLAIN, *MODES) if way in found]
+        return first + sorted(found.difference(first))
+
+    def of_runs(self, records: Sequence[Record]) -> Excesses:
+        """Return the excess of other runs over the same yardsticks."""
+        result = Excesses(self.yardsticks, self.caps)
+        free = _free_of_start(records)
+        for record in records:
+            ruler, way = self.yardsticks.get(record["task"]), way_of(record)
+            if ruler is None or way is None or not record.keys() & {"val", "error"}:
+                continue
+            start = None
+            if way not in free and record["lr"] is not None:
+                start = _start(record["lr"] / ruler.best)
+                if start is None:  # a learning rate between two starts
+                    continue
+            task, seed, cap = record["task"], record["seed"], self.caps[record["task"]]
+            loss = record.get("val", math.inf)
+            value = 100 * (loss - ruler.losses.get(seed, ruler.mean)) / ruler.mean
+            seeds = result.cells.setdefault((way, start), {}).setdefault(task, {})
+            seeds[seed] = min(value, cap) if math.isfinite(value) else cap
+        return result
+
+    def means(self, way: str, start: Start) -> dict[str, float]:
+        """Return the mean excess over seeds, by task."""
+        found = self.cells.get((way, start), {})
+        return {task: fmean(seeds.values()) for task, seeds in sorted(found.items())}
+
+    def differences(self, way: str, start: Start) -> dict[str, Difference]:
+        """Return the difference to plain training from the same start, by task; none where no seed is common."""
+        pairs = {
+            task: paired
+            for task, seeds in self.cells.get((way, start), {}).items()
+            if (paired := _paired(seeds, self.cells.get((PLAIN, start), {}).get(task, {})))
+        }
+        variances = {task: float(np.var(found, ddof=1)) for task, found in pairs.items() if len(found) > 1}
+        ratios = [variance / self._noise(task) for task, variance in variances.items() if self._noise(task) > 0]
+        if not ratios:
+            return {}
+        usual, result = float(np.median(ratios)), dict[str, Difference]()
+        for task, found in sorted(pairs.items()):
+            freedom = len(found) - 1
+            squares = PRIOR * usual * self._noise(task) + freedom * variances.get(task, 0.0)
+            result[task] = Difference(fmean(found), math.sqrt(squares / (PRIOR + freedom) / len(found)))
+        return result
+
+    def _noise(self, task: str) -> float:
+        """Return the variance of plain training at the best over seeds, in percent squared."""
+        return self.yardsticks[task].relative_deviation ** 2
+
+    def summary(self, way: str, start: Start) -> Summary | None:
+        """Return the excess over all tasks, or None without runs."""
+        means = self.means(way, start)
+        if not means:
+            return None
+        values = list(means.values())
+        worst = max(means, key=lambda task: means[task])
+        found = self.differences(way, start).values()
+        return Summary(
+            tasks=len(means),
+            mean=fmean(values),
+            median=float(np.median(values)),
+            worst=means[worst],
+            worst_task=worst,
+            worse=sum(one.worse for one in found),
+            better=sum(one.better for one in found),
+            compared=len(found),
+            error=math.hypot(*(one.error for one in found)) / len(found) if found else None,
+        )
+
+    def share_within(self, way: str, start: Start, limit: float) -> float:
+        """Return the share of tasks whose mean excess is at most ``limit`` percent."""
+        return float(np.mean([mean <= limit for mean in self.means(way, start).values()]))
+
+    def sensitivity(self, way: str) -> dict[str, float]:
+        """Return the learning-rate sensitivity by task: the mean excess over the starts (arXiv 2309.14322).
+
+        Tasks without runs from one of the starts are left out. A way that does not depend on the start has one excess.
+        """
+        found = [self.means(way, start) for start in STARTS]
+        if not any(found):
+            return self.means(way, None)
+        complete = set.intersection(*(set(means) for means in found))
+        return {task: float(np.mean([means[task] for means in found])) for task in sorted(complete)}
+
+
+def excesses(records: Sequence[Record]) -> Excesses:
+    """Return the excess of all runs of tasks that have a grid."""
+    rulers = yardsticks(records)
+    caps = dict.fromkeys(rulers, CAP)
+    for record in records:
+        if (task := record["task"]) in rulers and record.get("initial") is not None:
+            caps[task] = min(caps[task], 100 * (record["initial"] / rulers[task].mean - 1))
+    return Excesses(rulers, caps).of_runs(records)
+
+
+def way_of(record: Record) -> str | None:
+    """Return the way of training as tables name it; None for a run that is not compared."""
+    kind, method = record["kind"], record.get("method")
+    if method == PLAIN:
+        return PLAIN if kind in PLAIN_KINDS else None
+    if (kind, method) in (("start", "hdet"), ("none", "scout")):
+        return PROBE if record["probe"] else TRAINING
+    return method if kind in ("peer", "sweep") else None
+
+
+def _free_of_start(records: Sequence[Record]) -> set[str]:
+    """Return the peers that were run from one start only, because their results do not depend on it."""
+    factors: dict[str, set[object]] = {}
+    for record in records:
+        if record["kind"] in ("peer", "sweep"):
+            factors.setdefault(record["method"], set()).add(record.get("factor"))
+    return {method for method, found in factors.items() if found == {1.0} and method not in FIXED}
+
+
+def _start(factor: float) -> float | None:
+    """Return the start that a factor of the best learning rate is, or None for one in between."""
+    return next((start for start in STARTS if math.isclose(factor, start, rel_tol=1e-3)), None)
+
+
+def _paired(runs: Mapping[int, float], plain: Mapping[int, float]) -> list[float]:
+    return [runs[seed] - plain[seed] for seed in sorted(runs.keys() & plain.keys())]

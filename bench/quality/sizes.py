@@ -1,0 +1,96 @@
+"""Sizes of the suite: which tasks, parts and seeds are run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .tasks import TASKS
+
+# Learning rates of the grid, as powers of two times the task's ``lr``.
+POWERS = range(-5, 5)
+
+# The standard error of plain training at the best learning rate that is to be reached, in percent of the loss.
+PRECISION = 0.5
+
+
+@dataclass(frozen=True)
+class Size:
+    """A selection of the suite: tasks, seeds, parts and scalars.
+
+    Args:
+        tasks: Names of the tasks.
+        seeds: Number of seeds of most parts; the grid has three at most.
+        parts: Parts beside the grid, in their order.
+        scalars: Scalars of the part "scalars".
+        start_seeds: Number of seeds from each start.
+        best_seeds: Number of seeds at the best learning rate, where it is more than that.
+        training_seeds: At most so many of these seeds are run without a probe too.
+        more_seeds: Number of seeds of the part "seeds", by task and start.
+        powers: Learning rates of the grid, as powers of two times the task's ``lr``.
+        near_seeds: Number of seeds of the finer grid near the best; 0: there is none.
+        most_seeds: Where a task is noisy there are more seeds of the finer grid and at the best, but at most so many.
+        noisy: The number of seeds that such tasks need.
+        leave_out: Whether HDET runs take constants that were fitted without the family of their task.
+        options: These constants, by task.
+    """
+
+    tasks: tuple[str, ...]
+    seeds: int
+    parts: tuple[str, ...]
+    scalars: tuple[str, ...]
+    start_seeds: int
+    best_seeds: int = 0
+    training_seeds: int = 3
+    more_seeds: dict[str, dict[float, int]] = field(default_factory=dict)
+    powers: range = POWERS
+    near_seeds: int = 0
+    most_seeds: int = 0
+    noisy: dict[str, int] = field(default_factory=dict)
+    leave_out: bool = False
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def seeds_of(self, task: str, start: float) -> int:
+        """Return the number of seeds of a task from a start."""
+        return max(self.start_seeds, self.best_seeds, self.noisy.get(task, 0)) if start == 1.0 else self.start_seeds
+
+    def with_noise(self, deviations: Mapping[str, float]) -> Size:
+        """Return the size with the seeds that bring the standard error of a task to ``PRECISION``.
+
+        Args:
+            deviations: Standard deviation of plain training over seeds in percent of the loss, by task.
+        """
+        needed = {task: math.ceil((deviation / PRECISION) ** 2) for task, deviation in deviations.items()}
+        return replace(self, noisy={task: min(count, self.most_seeds) for task, count in needed.items()})
+
+
+SIZES = {
+    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay"), 10),
+    "full": Size(
+        ("ratings", "language", "images"),
+        5,
+        ("starts", "paper", "mixed", "scalars", "schedules", "long", "peers", "seeds"),
+        ("temperature",),
+        start_seeds=10,
+        # A start that is three times off costs less there than the deviation between seeds.
+        more_seeds={"images": {1 / 3: 640, 1.0: 192, 3.0: 192}},
+    ),
+    # The controller was developed without these tasks, except for two rules found on flights (README.md).
+    "unseen": Size(("flights", "reconstruction"), 3, ("starts", "schedules", "long"), (), start_seeds=10),
+    "zoo": Size(
+        # Long runs first: at the end of a seed no worker waits for one.
+        tuple(sorted((name for name in TASKS if name != "few digits"), key=lambda name: -TASKS[name].steps)),
+        3,
+        ("starts", "none", "peers"),
+        (),
+        start_seeds=3,
+        best_seeds=5,
+        training_seeds=20,
+        powers=range(-6, 7),
+        near_seeds=10,
+        most_seeds=20,
+        leave_out=True,
+    ),
+}
