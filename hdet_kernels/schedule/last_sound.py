@@ -78,8 +78,9 @@ class LastSound:
             {
                 "params": [param[0] if params_alike and self._stacked else param for param in self._full(read=True)],
                 "buffers": [_real(buffer) for buffer in self._buffers()],
-                "state": {name: _real(tensor) for name, tensor in tensors.items()},
-                "others": others,
+                # None for empty dicts, which a distributed checkpoint would lose.
+                "state": {name: _real(tensor) for name, tensor in tensors.items()} or None,
+                "others": others or None,
                 "compression": self.converger.state_dict(copied=False),
                 "outer": self.converger.outer_state_dict(copied=False),
                 "displacement": self.displacement.state_dict() if self.displacement else None,
@@ -100,11 +101,11 @@ class LastSound:
             RuntimeError: with nothing changed, if parameters or state have other shapes now.
         """
         kept = self.copy.read()
+        kept_state, kept_others = kept["state"] or {}, kept["others"] or {}
         params = zip(self._full(), kept["params"], strict=True)
         named = [(f"flat parameter {number}", *pair) for number, pair in enumerate(params)]
-        named += [
-            (f"state {name}", _real(now), saved) for name, now, saved in state_pairs(self.optimizer, kept["state"])
-        ]
+        state = state_pairs(self.optimizer, kept_state)
+        named += [(f"state {name}", _real(now), saved) for name, now, saved in state]
         for name, now, saved in named:
             if not fits(now, saved):
                 raise RuntimeError(
@@ -115,7 +116,7 @@ class LastSound:
         buffers = zip(map(_real, self._buffers()), kept["buffers"], strict=False)
         pairs = [*((now, saved) for _, now, saved in named), *(pair for pair in buffers if fits(*pair))]
         copy_all([now for now, _ in pairs], [saved.expand(now.shape) for now, saved in pairs])
-        reset_others(self.optimizer, kept["state"], kept["others"])
+        reset_others(self.optimizer, kept_state, kept_others)
         if (buckets := self.converger.tensors.buckets) is not None:
             buckets.round_masters()
             buckets.advance_versions()
