@@ -151,6 +151,13 @@ class LastSound:
                 f"the checkpoint's hdet.undo.kept.params have shapes {[tuple(shape) for shape in saved]}, those of "
                 f"this model {[tuple(shape) for shape in here]}: resume with the model that it was saved with"
             )
+        for name, now, kept in state_pairs(self.optimizer, state["state"] or {}):
+            # Whether replicas of a stack have a state of their own may change when the optimizer is loaded.
+            if not (fits(_real(now), kept) or fits(kept, _real(now))):
+                raise ValueError(
+                    f"the checkpoint's hdet.undo.kept.state.{name} has shape {tuple(kept.shape)}, the optimizer's "
+                    f"{tuple(now.shape)}: resume with the model and the optimizer that it was saved with"
+                )
         self.converger.check_state_dict(state["compression"])
         self.converger.check_outer_state_dict(state["outer"])
 
