@@ -64,7 +64,7 @@ class LastSound:
         return not (on_gpu and torch.cuda.is_current_stream_capturing())
 
     def keep(self, step: int, level: float | None, *, params_alike: bool, state_alike: bool) -> None:
-        """Copy the current tensors, in the place of the copy before.
+        """Copy the replicas after an average, in the place of the copy before.
 
         Args:
             step: the finished steps.
@@ -72,11 +72,22 @@ class LastSound:
             params_alike: whether the parameters of all replicas held here are equal.
             state_alike: the same of the optimizer's state.
         """
+        params = self._full()
+        self._keep(step, level, _first_rows(params) if params_alike and self._stacked else params, state_alike)
+
+    def keep_start(self, step: int) -> None:
+        """Copy the replicas before the first step. Those of a stack may begin apart, so that this waits."""
+        params = self._full(read=True)
+        if self._stacked and all(bool((param == param[:1]).all()) for param in params):
+            params = _first_rows(params)
+        self._keep(step, None, params, state_alike=False)
+
+    def _keep(self, step: int, level: float | None, params: list[Tensor], state_alike: bool) -> None:
         self.step = None  # if it fails, there is no copy
         tensors, others = whole_state(self.optimizer, alike=state_alike)
         self.copy.copy(
             {
-                "params": [param[0] if params_alike and self._stacked else param for param in self._full(read=True)],
+                "params": params,
                 "buffers": [_real(buffer) for buffer in self._buffers()],
                 # None for empty dicts, which a distributed checkpoint would lose.
                 "state": {name: _real(tensor) for name, tensor in tensors.items()} or None,
@@ -87,11 +98,6 @@ class LastSound:
             }
         )
         self.step, self.level, self._own = step, level, True
-
-    def keep_start(self, step: int) -> None:
-        """Copy the current tensors before the first step. Replicas of a stack may begin apart, so that this waits."""
-        alike = self._stacked and all(bool((param == param[:1]).all()) for param in self._full(read=True))
-        self.keep(step, None, params_alike=alike, state_alike=False)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -211,3 +217,7 @@ def fits(now: Tensor, saved: Tensor) -> bool:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _first_rows(params: list[Tensor]) -> list[Tensor]:
+    return [param[0] for param in params]

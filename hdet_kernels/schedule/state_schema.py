@@ -196,7 +196,7 @@ def undo(cycle: Cycle, rows: int, step: int) -> Fields:
     kept: dict[str, Schema] = {
         "step": Whole(0, step),
         "level": Maybe(Number()),
-        "part": InOrder((_COUNT, Whole(1))),
+        "part": InOrder((_COUNT, Whole(1, 2**31))),
         "rows": Whole(rows, rows),
         "params": Items(TensorOf(finite=False)),
         "buffers": Items(AnyTensor()),

@@ -69,6 +69,10 @@ HARMLESS = [
     (r".*\.(peaks|buffers|buffers_before|integers)", "list"),  # where they are empty
     (r".*\.nesterov", "bool"),
     (r".*_schedulers\[\d\]\.last_epoch", "negative"),
+    (r".*\.(undo|kept|others|state|undone)", "None"),
+    (r".*\.undone", "deleted"),
+    (r".*\.others", "dict"),
+    (r".*controller\.moved", NUMBERS),
 ]
 
 
