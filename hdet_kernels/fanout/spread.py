@@ -174,15 +174,9 @@ class Spread:
             step: the step that the sync followed.
             slopes: those of the learning rates that were measured from gradients; other scalars have none.
         """
-        if self.controller is None:
-            return
-        values = errors = None
-        if slopes is not None:
-            others = len(placed.base) - len(slopes.values)
-            values = np.array([*slopes.values, *[0.0] * others])
-            errors = np.array([*slopes.errors, *[np.inf] * others])
-        observed = Observation(losses, placed.applied, placed.base, step, values, errors)
-        self.controller_state = self.controller.update(run, self.controller_state, observed)
+        if self.controller is not None:
+            seen = observation(placed, losses, step, slopes)
+            self.controller_state = self.controller.update(run, self.controller_state, seen)
 
     def config(self) -> list[dict[str, Any]]:
         """Return the settings that must be equal on all replicas, as plain values."""
@@ -202,3 +196,13 @@ class Spread:
             for value, group in zip(state["scheduled"], groups, strict=True)
         ]
         self.controller_state = copy.deepcopy(state["controller"])
+
+
+def observation(placed: Placement, losses: Array, step: int, slopes: MeasuredSlopes | None = None) -> Observation:
+    """Return a sync as a controller sees it. The arguments are those of :meth:`Spread.move`."""
+    values = errors = None
+    if slopes is not None:
+        others = len(placed.base) - len(slopes.values)
+        values = np.array([*slopes.values, *[0.0] * others])
+        errors = np.array([*slopes.errors, *[np.inf] * others])
+    return Observation(losses, placed.applied, placed.base, step, values, errors)

@@ -46,13 +46,24 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
         return state
     state = {**state, "format": FORMAT, "version": "0.1 or 0.2"}
     run = cycle.run
+    state["undo"] = cycle.undoing and {"returns": 0, "kept": None}
     state["run"] = {"peak": run.peak, "peaks": list(run.peaks), "end": run.end}
     if isinstance(state.get("history"), list):
         state_schema.HISTORY.check(state["history"], "hdet.history")
         whole = History(SyncRecord(**record) for record in state["history"])
         state["history"] = [record.to_dict() for record in whole.records]
         state["summary"] = whole.summary.to_dict()
+    if isinstance(moved := state.get("displacement"), dict) and isinstance(moved.get("measured"), list | None):
+        state["displacement"] = _summed(moved)
     return _from_version_0_1(cycle, state) if saved == 1 else state
+
+
+def _summed(displacement: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a displacement whose slopes come from one gradient as sums over gradients."""
+    others = {key: value for key, value in displacement.items() if key != "measured"}
+    measured = displacement.get("measured")
+    sums = None if measured is None else [measured, [slope * slope for slope in measured]]
+    return {**others, "sums": sums, "count": 0 if sums is None else 1}
 
 
 def _from_version_0_1(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:

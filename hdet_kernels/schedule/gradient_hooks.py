@@ -72,6 +72,11 @@ class Displacement:
         """Start from the current parameters."""
         self.last = self._copy()
 
+    def begin_anew(self) -> None:
+        """Forget the last cycle, because the parameters were replaced, unless nothing is measured any more."""
+        if not self.ended:
+            self.last, self.moved, self.sums, self.count = self._copy(), None, None, 0
+
     def end(self) -> None:
         """Free the memory: nothing is measured any more."""
         self.last, self.moved, self.sums, self.count = [[] for _ in self.last], None, None, 0
