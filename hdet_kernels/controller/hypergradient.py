@@ -15,8 +15,8 @@ from hdet_kernels.controller.slopes import SlopeController, usable_slopes
 class HypergradientController(SlopeController):
     """Moves learning rates by b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩ over the parameters of group j.
 
-    ḡ is the mean of the first gradients of the new cycle. It works with a single replica; several need shared gradients. It keeps up
-    to two copies of the parameters. The arguments are those of :class:`SlopeController`.
+    ḡ is the mean of the first gradients of the new cycle. It works with a single replica; several need shared
+    gradients. It keeps up to two copies of the parameters. The arguments are those of :class:`SlopeController`.
     """
 
     reads: ClassVar[Literal["slopes"]] = "slopes"

@@ -124,8 +124,8 @@ class Observation:
         multipliers: [J, N], value over base of each replica in the cycle that ends here.
         base: [J], base values η_j at this step.
         step: the step that the sync follows.
-        slopes: [J], ⟨gradient, displacement of the cycle before⟩, the mean over the first steps of this cycle: the slope
-            of the loss in the logarithm of that cycle's learning rate. 0 for other scalars. None where it is not
+        slopes: [J], ⟨gradient, displacement of the cycle before⟩, the mean over the first steps of this cycle: the
+            slope of the loss in the logarithm of that cycle's learning rate. 0 for other scalars. None where it is not
             measured or not known: no wish for it, local gradients, the first cycle.
         errors: [J], standard errors of these means; infinite where there is only one step.
     """

@@ -1,25 +1,28 @@
-"""The default controller: regress the replicas' losses on their log multipliers, and follow the slopes.
+"""The default controller: lower a learning rate that is certainly too high, undo what broke, leave the rest.
 
 A sync of it, in :meth:`RegressionController.update`:
 
-1. slopes of the losses and their significance (``least_squares.py``);
+1. slopes: of learning rates from gradients where all replicas share them, otherwise, and of other scalars, from the
+   replicas' losses (``least_squares.py``);
 2. scalars other than learning rates move against their slopes (``slopes.py``);
-3. for each learning rate, the slope becomes evidence on its right peak (``peak_posterior.py``), what the size of slopes
-   and the course of the loss say of stability is noted (``stability.py``), and μ moves towards the chosen peak.
+3. near the edge of stability all learning rates are lowered (``soundness.py``). Before it the scheduler asks
+   :meth:`RegressionController.judge`, and what is broken returns to the last sound average;
+4. where the user does not trust the given learning rate, the signs of slopes are evidence on the right one
+   (``peak_posterior.py``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from hdet_kernels.checks import check_positive, keep_plain
+from hdet_kernels.checks import check_number, check_positive, check_whole, keep_plain
 from hdet_kernels.controller import peak_posterior
 from hdet_kernels.controller.least_squares import (
-    has_explosion,
     mean_level,
     noise_deviation,
     normal_significance,
@@ -29,10 +32,10 @@ from hdet_kernels.controller.least_squares import (
     updated_noise,
     without_outliers,
 )
-from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Observation, Run, State
+from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Judgement, Observation, Run, State
 from hdet_kernels.controller.settings import RegressionSettings, SlopeSettings
-from hdet_kernels.controller.slopes import Flags, SlopeController, noise_gate, usable_slopes
-from hdet_kernels.controller.stability import Cycle, Stability
+from hdet_kernels.controller.slopes import Flags, SlopeController, usable_slopes
+from hdet_kernels.controller.soundness import Soundness
 from hdet_kernels.controller.warmup import relative_rate
 
 
@@ -53,52 +56,56 @@ class Slopes:
 
 @dataclass(frozen=True)
 class RegressionController(SlopeController):
-    """The default controller: slopes by least squares, and a posterior over the right peak of every learning rate.
+    """The default controller: it keeps a good learning rate and lowers one that is certainly too high.
 
-    The slope b of the replicas' losses on the logarithms of their multipliers is found over all hyperparameters jointly
-    (with ``ridge`` where there are too few replicas to separate them). Where replicas come in pairs, each slope is
-    found from the replicas that depart in that hyperparameter.
+    Where the losses have lost, for good, a large part of what was gained, all replicas return to the last sound average
+    with a third of the learning rate. Where a larger learning rate would cost a large part of it, cycle after cycle,
+    learning rates are halved. Both act from the first sync to the peak of the schedule.
 
-    For a learning rate the slopes are evidence on its right peak, from the first sync on, and μ goes to a cautious
-    quantile of the posterior: up by a bounded step at a sync, because a jump can break the model, and down at once.
-    ``rate`` bounds both. The evidence is where a rising learning rate turns from too low to too high, so a schedule
-    without a warm-up gets one.
+    Everything else depends on ``trust``. The signs of slopes tell the right peak within a factor of about 4, from task
+    to task. So a learning rate that is trusted to a factor of 3 is not moved by them; one that is trusted less moves
+    to a cautious quantile of the posterior: up by a bounded step at a sync, and down at once. ``rate`` bounds both.
+
+    Slopes of learning rates are products of the next gradients with a cycle's displacement where replicas share their
+    gradients, and are found by least squares from their losses otherwise (with ``ridge`` where there are too few
+    replicas to separate several). Levels are those of the probe, or of the training losses.
 
     Other scalars follow their slopes later, by default from 30 % to 90 % of the run (until ``stop_at``, from a third of
     it): a regulariser helps once there is something to regularise, and before that less of it always looks better.
     Outside its part of the run a hyperparameter is not explored: all replicas have its base value.
-    ``docs/controller.md`` has the reasons.
+    ``docs/controller.md`` has the reasons and the figures.
 
     Args:
-        ridge: regularisation of the joint regression; the other arguments are those of :class:`SlopeController`.
+        ridge: regularisation of the joint regression.
+        trust: "the learning rate is right within this factor". 1: it is never changed. Up to 3: it is lowered where it
+            is certainly too high. More: it also follows the signs of slopes. None: nothing is known of it.
+        undo: the most returns to the last sound average. 0: none, and no copy of it is kept.
+        beta, rate, start_at, stop_at, limit, settings: see :class:`SlopeController`.
     """
 
     reads: ClassVar[Literal["losses"]] = "losses"
     ridge: float = 1e-3
+    trust: float | None = 3.0
+    undo: int = 4
     settings: RegressionSettings = field(default_factory=RegressionSettings, kw_only=True)
 
     _settings_kind: ClassVar[type[SlopeSettings]] = RegressionSettings
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_plain(self, ridge=check_positive("ridge", self.ridge))
+        keep_plain(self, ridge=check_positive("ridge", self.ridge), undo=check_whole("undo", self.undo, at_least=0))
+        keep_plain(self, trust=checked_trust(self.trust))
+        if self.trust == 1:
+            keep_plain(self, undo=0)  # a return lowers the learning rate
 
     def prepare(self, run: Run) -> Run:
-        """Return ``run`` with early syncs, pairs, and the steps between which replicas differ."""
+        """Return ``run`` with pairs, slopes, and the steps between which replicas differ."""
         run = super().prepare(run)
-        in_pairs = run.probed and run.gradients != "local"
-        return replace(run, early=self._early_syncs(run), in_pairs=in_pairs, departs=self._departs(run))
-
-    def _early_syncs(self, run: Run) -> tuple[int, ...]:
-        """Return the syncs within the first cycle, by default after an eighth, a quarter and a half of it.
-
-        A learning rate that is far too high must be noticed before it does damage that no later one repairs. Only with
-        a probe: the mean training loss of so few steps is that of the parameters at their start.
-        """
-        if self.start_at or not run.probed or not run.moves_rates:
-            return ()
-        steps = {round(run.sync_every * share) for share in self.settings.early_syncs}
-        return tuple(sorted(steps - {0, run.sync_every}))
+        if self.trust == 1:
+            run = replace(run, peaks=(None,) * len(run.peaks))
+        shared = run.gradients != "local"
+        slopes = shared and not run.overlaps and run.moves_rates
+        return replace(run, in_pairs=run.probed and shared, departs=self._departs(run), slopes=slopes)
 
     def _departs(self, run: Run) -> tuple[tuple[int, int] | None, ...]:
         """Return, for each hyperparameter, the steps between which replicas differ in it.
@@ -134,14 +141,33 @@ class RegressionController(SlopeController):
         """Return the state before the first update, for ``count`` hyperparameters.
 
         log_likelihood: over the grid of log θ, empty before the first observation. path_length: see
-        :func:`.peak_posterior.path_length`. slow: whether a smaller learning rate was better once, so that μ may rise
-        only slowly. signs: running mean of the slopes' signs. noise: see :func:`.least_squares.updated_noise`.
-        level: mean loss at the last sync. stability: see :class:`.stability.Stability`.
+        :func:`.peak_posterior.path_length`. ceiling: highest μ that is allowed, None before it was lowered. signs:
+        running mean of the slopes' signs. noise: see :func:`.least_squares.updated_noise`. soundness: see
+        :class:`.soundness.Soundness`.
         """
-        per_rate: State = {"log_likelihood": [[] for _ in range(count)], "path_length": [None] * count}
-        per_rate |= {"slow": [False] * count}
-        shared: State = {"signs": [0.0] * count, "noise": [0.0, 0], "level": None, "stability": None}
-        return {**super().start(count, run), **per_rate, **shared}
+        per_rate: State = {"log_likelihood": [[] for _ in range(count)], "path_length": [0.0] * count}
+        shared: State = {"ceiling": [None] * count, "signs": [0.0] * count, "noise": [0.0, 0], "soundness": None}
+        state = {**super().start(count, run), **per_rate, **shared}
+        return state if self._follows_signs else {**state, "caps": []}
+
+    @property
+    def _follows_signs(self) -> bool:
+        """Whether the signs of slopes move learning rates."""
+        return peak_posterior.prior(self.trust, self.settings) is not None
+
+    def judge(self, run: Run, state: State, seen: Observation) -> Judgement:
+        """Return whether the average of a sync is sound, which is kept, or broken, which is undone."""
+        level = mean_level(seen.losses, self.settings)
+        if not self._moves_rates_at(run, seen.step):
+            return "unclear"
+        if state["soundness"] is None:
+            return "unclear" if level is None else "sound"
+        return Soundness.of(state["soundness"]).judge(level, self.settings)
+
+    def undone(self, run: Run, state: State, seen: Observation) -> State:
+        """Return the state after the ensemble went back to the last sound average: all learning rates are lowered."""
+        lowered = self._lowered(run, state, self.settings.break_cut)
+        return {**state, **lowered, "caps": self._next_caps(run, seen.step)}
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         """Return the state after a sync; the module's docstring has its parts."""
@@ -150,10 +176,11 @@ class RegressionController(SlopeController):
             equal = ~logs.any(axis=0)  # the replicas that train with the base values: they differ by noise
             noise = updated_noise(noise, without_outliers(seen.losses, settings)[equal], settings)
         slopes = self._slopes_of_pairs(seen.losses, logs, noise) if run.in_pairs else self._joint_slopes(seen, logs)
+        slopes = _with_measured(run, slopes, seen)
         slopes, signs = self._with_sign_significance(state, slopes)
         signal = np.sign(slopes.values) * np.minimum(slopes.significance, settings.largest_significance)
         moved = self._moved(run, state, signal, slopes.significance, slopes.explored, seen)
-        moved |= self._rate_entries(run, state, seen, slopes, noise, moved)
+        moved |= self._rate_entries(run, state, seen, slopes, moved)
         return {**moved, "signs": signs.tolist(), "noise": noise}
 
     def _joint_slopes(self, seen: Observation, logs: Array) -> Slopes:
@@ -200,95 +227,111 @@ class RegressionController(SlopeController):
         significance = np.where(np.isnan(slopes.significance), persistence, slopes.significance)
         return replace(slopes, significance=significance), signs
 
-    def _rate_entries(
-        self, run: Run, state: State, seen: Observation, slopes: Slopes, noise: list[float], moved: State
-    ) -> State:
+    def _rate_entries(self, run: Run, state: State, seen: Observation, slopes: Slopes, moved: State) -> State:
         """Return the entries of all learning rates after a sync, and those that they share."""
-        settings = self.settings
-        gates = noise_gate(
-            np.asarray(moved["s"]), np.asarray(moved["observations"]), settings.moment_weight, settings.noise_demand
-        )
-        before, level = state["level"], mean_level(seen.losses, settings)
-        gain = before - level if run.probed and before is not None and level is not None else 0.0
-        rates = [index for index, peak in enumerate(run.peaks) if peak is not None]
-        # A cycle's gain is the work of all learning rates together, and an explosion tells only the sign of a slope.
-        size_is_known = len(rates) == 1 and not has_explosion(seen.losses, settings)
-        stability = None if state["stability"] is None else Stability.of(state["stability"])
-        entries = {name: list(state[name]) for name in ("log_likelihood", "path_length", "slow")}
-        entries["mu"] = list(moved["mu"])
-        for index in rates:
-            slope, significance = float(slopes.values[index]), float(slopes.significance[index])
-            found, elasticity = None, None
-            if slopes.explored[index]:
-                found = peak_posterior.evidence(slope, significance, float(gates[index]), settings)
-            if size_is_known:
-                elasticity = _elasticity(slope, significance, gain)
-                if run.probed and found is not None and level is not None:
-                    deviation = noise_deviation(noise, abs(level), settings)[0]
-                    rate = relative_rate(run, seen, index, settings)
-                    stability = self._judged(run, seen, stability, Cycle(level, slope, found, rate, deviation))
-            own = {name: state[name][index] for name in entries}
-            for name, entry in self._rate_entry(run, seen, index, own, found, elasticity, stability).items():
-                entries[name][index] = entry
+        kept = {name: state[name] for name in ("log_likelihood", "path_length", "ceiling", "soundness")}
+        kept["mu"] = [m if peak is None else before for m, before, peak in self._all_mu(run, state, moved)]
+        if not self._moves_rates_at(run, seen.step):
+            return kept
+        rates = _rates(run)
+        state = {**moved, **kept, **self._judged(seen, state, slopes, rates)}
+        course = state["soundness"]
+        if course is not None and Soundness.of(course).near_edge(self.settings):
+            state |= self._lowered(run, state, self.settings.edge_cut)
+        followed = self._followed(run, state, seen, slopes, rates)
+        return {name: state[name] for name in kept} | followed
+
+    def _all_mu(self, run: Run, state: State, moved: State) -> Iterable[tuple[float, float, float | None]]:
+        peaks = run.peaks or (None,) * len(state["mu"])
+        return zip(moved["mu"], state["mu"], peaks, strict=True)
+
+    def _judged(self, seen: Observation, state: State, slopes: Slopes, rates: Sequence[int]) -> State:
+        """Return the course of the losses after this sync."""
+        level = mean_level(seen.losses, self.settings)
+        if level is None:
+            return {}
+        if state["soundness"] is None:
+            return {"soundness": Soundness.at(level).state_dict()}
+        explored = [index for index in rates if slopes.explored[index]]
+        certain = [float(slopes.values[i]) * _certainty(float(slopes.significance[i])) for i in explored]
+        slope = sum(certain) if explored else None
+        return {"soundness": Soundness.of(state["soundness"]).after(level, slope, self.settings).state_dict()}
+
+    def _lowered(self, run: Run, state: State, factor: float) -> State:
+        """Return the entries after all learning rates were lowered; they do not rise above that again."""
+        mu, ceiling = list(state["mu"]), list(state["ceiling"])
+        for index in _rates(run):
+            mu[index] = ceiling[index] = max(mu[index] - math.log(factor), -self.limit)
+        course = state["soundness"]
         return {
-            **entries,
-            "level": before if level is None else level,
-            "stability": stability and stability.state_dict(),
+            "mu": mu,
+            "ceiling": ceiling,
+            "soundness": course and Soundness.of(course).begun_anew().state_dict(),
         }
 
-    def _judged(self, run: Run, seen: Observation, stability: Stability | None, cycle: Cycle) -> Stability:
-        """Return the judgement of stability after a cycle. The early syncs only give the initial level."""
-        stability = stability or Stability(cycle.level)
-        if seen.step < run.sync_every:
-            return stability
-        early = seen.step < self.settings.stability_from * self.rate_steps(run)[1] - STEP_TOLERANCE
-        span = max(round(self.settings.plateau_span * (run.total_steps or 0) / run.sync_every), 1)
-        return stability.after(cycle, early=early, span=span, settings=self.settings)
-
-    def _rate_entry(
-        self,
-        run: Run,
-        seen: Observation,
-        index: int,
-        own: State,
-        found: float | None,
-        elasticity: float | None,
-        stability: Stability | None,
-    ) -> State:
-        """Return the entries of one learning rate after a sync.
-
-        Args:
-            own: its entries before.
-            found: evidence of its slope; None if it was not explored.
-            elasticity: see :func:`.peak_posterior.updated`.
-            stability: judgement after this sync; None if there is none.
-        """
+    def _followed(self, run: Run, state: State, seen: Observation, slopes: Slopes, rates: Sequence[int]) -> State:
+        """Return the entries after the signs of slopes were taken as evidence, if they count."""
         settings, total, cycle = self.settings, run.total_steps or 1, run.steps_since_sync(seen.step)
-        rate = relative_rate(run, seen, index, settings)
-        length = peak_posterior.path_length(own["path_length"], rate, seen.step, cycle)
-        if found is None:
-            return {**own, "path_length": length}
-        log_likelihood, (first, last) = own["log_likelihood"], self.rate_steps(run)
-        slow = own["slow"] or found > settings.slow_rise_evidence
-        rise = settings.largest_move
-        if slow:
-            rise = min(100 * settings.slow_rise * run.sync_every / total, settings.largest_move)
-        plateau = stability is not None and stability.plateau
-        if plateau and seen.step <= settings.plateau_until * last + STEP_TOLERANCE:
-            log_likelihood = peak_posterior.shifted(log_likelihood, rise, settings)
-        elif found != 0 and seen.step >= first - STEP_TOLERANCE:
-            turn = peak_posterior.turning_point(length, rate, cycle, total, settings)
-            share = run.sync_every / total
-            log_likelihood = peak_posterior.updated(log_likelihood, turn, found, share, elasticity, settings)
-        highest = math.inf if stability is None else stability.highest_rate(settings)
-        target = min(peak_posterior.chosen(log_likelihood, settings), math.log(highest))
-        mu = self._towards(target, own["mu"], rise)
-        return {"mu": mu, "log_likelihood": log_likelihood, "path_length": length, "slow": slow}
+        mu, lengths, likelihoods = list(state["mu"]), list(state["path_length"]), list(state["log_likelihood"])
+        for index in rates if self._follows_signs else ():
+            rate = relative_rate(run, seen, index, settings)
+            lengths[index] = peak_posterior.path_length(lengths[index], rate, seen.step, cycle)
+            if not slopes.explored[index] or seen.step < self.rate_steps(run)[0] - STEP_TOLERANCE:
+                continue
+            slope, significance = float(slopes.values[index]), float(slopes.significance[index])
+            turn = peak_posterior.turning_point(lengths[index], total, settings)
+            found = peak_posterior.evidence(slope, significance, settings)
+            likelihoods[index] = peak_posterior.updated(likelihoods[index], turn, found)
+            target = peak_posterior.chosen(likelihoods[index], self.trust, settings)
+            ceiling = math.inf if state["ceiling"][index] is None else state["ceiling"][index]
+            mu[index] = self._towards(min(target, ceiling), mu[index])
+        return {"mu": mu, "path_length": lengths, "log_likelihood": likelihoods}
 
-    def _towards(self, target: float, mu: float, most: float) -> float:
-        """Return μ after a move towards ``target``: up by at most ``most``, down at once; ``rate`` bounds both."""
-        fall, rise = (math.inf, most) if self.rate is None else (self.rate, self.rate)
+    def _moves_rates_at(self, run: Run, step: int) -> bool:
+        return run.moves_rates and super().active(run, step)
+
+    def _next_caps(self, run: Run, step: int) -> list[float | None]:
+        """Return the caps of the cycle after ``step``: only evidence from a climb needs one."""
+        return super()._next_caps(run, step) if self._follows_signs else []
+
+    def _towards(self, target: float, mu: float) -> float:
+        """Return μ after a move towards ``target``: up by a bounded step, down at once; ``rate`` bounds both."""
+        fall, rise = (math.inf, self.settings.largest_move) if self.rate is None else (self.rate, self.rate)
         return min(max(mu + min(max(target - mu, -fall), rise), -self.limit), self.limit)
+
+
+def checked_trust(trust: float | None) -> float | None:
+    """Return ``trust`` as a plain number; raise unless it is a factor of at least 1, or None."""
+    if trust is None:
+        return None
+    return check_number("trust", trust, at_least=1)
+
+
+def _rates(run: Run) -> list[int]:
+    """Return the indices of the learning rates whose peaks can be moved."""
+    return [index for index, peak in enumerate(run.peaks) if peak is not None]
+
+
+def _with_measured(run: Run, slopes: Slopes, seen: Observation) -> Slopes:
+    """Return the slopes with those of learning rates that were measured from gradients in their places.
+
+    The first cycle has no displacement before it, so that nothing is known of its learning rates.
+    """
+    if not run.slopes or (seen.slopes is None and seen.step > run.sync_every):
+        return slopes
+    values, significance, explored = slopes.values.copy(), slopes.significance.copy(), slopes.explored.copy()
+    for index in _rates(run):
+        explored[index] = seen.slopes is not None
+        if seen.slopes is not None and seen.errors is not None:
+            values[index] = usable_slopes(seen.slopes[index : index + 1], RegressionSettings())[0]
+            error = float(seen.errors[index])
+            significance[index] = abs(values[index]) / error if error > 0 else math.inf * (values[index] != 0)
+    return Slopes(values, significance, explored)
+
+
+def _certainty(significance: float) -> float:
+    """Return the share of a slope that is more than noise."""
+    return 1 - 1 / significance**2 if significance > 1 else 0.0
 
 
 def _sign_persistence(slopes: Array, signs: Array, observations: Array, decay: float) -> Array:
@@ -301,11 +344,3 @@ def _sign_persistence(slopes: Array, signs: Array, observations: Array, decay: f
     variance = (1 - decay) / (1 + decay) * (1 + decay**k) / (1 - decay**k)
     found: Array = np.maximum(mean * np.sign(slopes), 0) / np.sqrt(variance)
     return found
-
-
-def _elasticity(slope: float, significance: float, gain: float) -> float | None:
-    """Return the relative change of a cycle's gain for each e-fold of the learning rate.
-
-    Only the significant part of the slope counts. None if nothing is significant or nothing was gained.
-    """
-    return -slope * (1 - 1 / significance**2) / gain if gain > 0 and significance > 1 else None

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hdet_kernels.checks import check_number, check_positive, check_sequence, check_share, check_whole, keep_plain
+from hdet_kernels.checks import check_number, check_positive, check_share, check_whole, keep_plain
 
-#: Settings that may be negative.
-_SIGNED = ("past_elasticity", "uninformative_elasticity", "edge_release", "stability_evidence", "slow_rise_evidence")
 #: Settings that are shares, weights or probabilities: from 0 to 1.
 _SHARES = (
     "begins",
@@ -26,17 +24,20 @@ _SHARES = (
     "noise_decay",
     "nonlinearity_weight",
     "sign_decay",
-    "reference_cycle",
-    "quantile",
     "sign_error",
-    "stability_from",
-    "divergence_cut",
-    "plateau_span",
-    "plateau_until",
+    "quantile",
     "smallest_step",
 )
 #: Settings that something is divided by.
-_DIVISORS = ("sign_scale", "task_deviation", "distance_deviation", "reference_cycle", "warmup_share", "moment_weight")
+_DIVISORS = (
+    "turning_length",
+    "task_deviation",
+    "least_distrust",
+    "edge_cut",
+    "break_cut",
+    "warmup_share",
+    "moment_weight",
+)
 
 
 def _check_settings(settings: Any) -> None:
@@ -45,15 +46,12 @@ def _check_settings(settings: Any) -> None:
     for each in fields(settings):
         name, value, default = each.name, getattr(settings, each.name), each.default
         plain: object
-        if isinstance(default, tuple):
-            shares = check_sequence(name, value, "a tuple of shares of the first cycle")
-            plain = tuple(check_share(name, share) for share in shares)
-        elif isinstance(default, int):
+        if isinstance(default, int):
             plain = check_whole(name, value, at_least=1)
         elif name in _SHARES:
             plain = check_share(name, value)
         else:
-            plain = check_number(name, value, at_least=None if name in _SIGNED else 0)
+            plain = check_number(name, value, at_least=0)
         if name in _DIVISORS:
             check_positive(name, value)
         keep_plain(settings, **{name: plain})
@@ -90,22 +88,39 @@ class SlopeSettings:
 
 @dataclass(frozen=True)
 class RegressionSettings(SlopeSettings):
-    """Constants of the regression controller, the default.
+    """Constants of the regression controller, the default."""
 
-    They were fitted on three tasks (``docs/controller-experiments.md``).
-    """
-
-    # When it acts.
+    # Learning rates. Each is what the tasks of the quality suite measure (docs/controller.md).
     #: Default of ``start_at`` for learning rates: the first sync counts.
     begins: float = 0.0
-    #: Shares of the first cycle after which learning rates are compared on a probe.
-    early_syncs: tuple[float, ...] = (1 / 8, 1 / 4, 1 / 2)
+    #: Path length at which the favoured direction turns, over the right peak and √total_steps.
+    turning_length: float = 0.3
+    #: Standard deviation, between tasks, of the logarithm of that path length.
+    task_deviation: float = 1.5
+    #: Share of the signs of slopes that are wrong however significant they look.
+    sign_error: float = 0.05
+    #: Posterior quantile that is chosen: a peak that is too high costs three times as much as one that is too low.
+    quantile: float = 0.25
+    #: Signs of slopes count where the given learning rate is trusted to less than this factor.
+    least_distrust: float = 3.0
+    #: Cost of an e-fold larger learning rate, over the total gain, that marks the edge of stability.
+    edge_cost: float = 0.15
+    #: Number of cycles whose median cost has to be above it.
+    edge_cycles: int = 3
+    #: Factor by which learning rates are lowered there.
+    edge_cut: float = 2.0
+    #: Loss, over the total gain, that counts as broken.
+    break_share: float = 0.3
+    #: The same loss, over the usual change of the level from sync to sync.
+    break_noise: float = 8.0
+    #: Factor by which learning rates are lowered after a return to the last sound average.
+    break_cut: float = 3.0
+
+    # Other scalars, and losses that are compared (slopes.py, least_squares.py).
     #: Default of ``stop_at`` for scalars other than learning rates.
     others_until: float = 0.9
     #: Default of ``start_at`` for them, as a share of ``stop_at``.
     others_from: float = 1 / 3
-
-    # Losses and their noise (least_squares.py).
     #: Share of the highest finite losses that may be outliers.
     outlier_share: float = 0.25
     #: Distance from the best loss at which an outlier is clipped, over the range of the other losses.
@@ -122,86 +137,6 @@ class RegressionSettings(SlopeSettings):
     nonlinearity_weight: float = 0.5
     #: Weight of the past in the running mean of the slopes' signs.
     sign_decay: float = 0.5
-    #: Mean squared significance from which a learning rate's slopes count as evidence; pure noise has 1.
-    noise_demand: float = 1.5
-
-    # How μ follows.
-    #: Evidence for a smaller learning rate after which μ may rise only slowly.
-    slow_rise_evidence: float = 0.25
-    #: Most that μ then rises for each percent of the run.
-    slow_rise: float = 0.2
-
-    # The posterior over the right peak (peak_posterior.py). θ is the right peak over the given one.
-    #: Path length at which the favoured direction turns, over the right peak and √total_steps.
-    path_coefficient: float = 0.18
-    #: Share of the run that the reference cycle lasts. A shorter cycle counts as less evidence.
-    reference_cycle: float = 0.0125
-    #: The turning point grows with the length of a cycle by this power.
-    cycle_exponent: float = 0.8
-    #: Number of steps above which the turning point grows with the length of the run beyond its square root.
-    long_run: int = 2000
-    #: Power by which it then grows further, as a precaution.
-    long_run_exponent: float = 0.5
-    #: Standard deviation, between tasks, of the logarithm of the turning point.
-    task_deviation: float = 0.4
-    #: Scale of the logarithm over which the sign of a slope changes around the turning point.
-    sign_scale: float = 0.2
-    #: Prior mean of −log θ where the given learning rate is too high.
-    prior_below: float = 2.0
-    #: Prior mean of log θ where the given learning rate is too low.
-    prior_above: float = 3.0
-    #: Posterior quantile that is chosen: a peak that is too high costs more than one that is too low.
-    quantile: float = 0.35
-    #: Share of signs that are wrong however significant they look.
-    sign_error: float = 0.03
-    #: Distance to a turning point ahead, as a logarithm, for each unit of positive elasticity.
-    distance_ahead: float = 3.0
-    #: Distance to a turning point behind, as a logarithm, for each unit of negative elasticity.
-    distance_behind: float = 1.0
-    #: Standard deviation of these distances.
-    distance_deviation: float = 0.5
-    #: Elasticity from which the turning point is only known to be at least ``far_distance`` ahead.
-    far_elasticity: float = 0.6
-    #: Least distance to the turning point, as a logarithm, from that elasticity on.
-    far_distance: float = 1.5
-    #: Elasticity below which the turning point is only known to be at least that elasticity's distance behind.
-    past_elasticity: float = -0.75
-    #: Elasticity above which a cycle says nothing: gains that grow faster than the learning rate leave a plateau.
-    uninformative_elasticity: float = 1.25
-    #: Largest |log θ| of the grid on which likelihoods are tabulated.
-    grid_reach: float = 6.0
-    #: Number of points of that grid.
-    grid_points: int = 241
-
-    # Stability and plateaus (stability.py). Costs and gains are shares of all that was gained since the start.
-    #: Share of the part of the run in which learning rates move, before which stability is not judged.
-    stability_from: float = 0.25
-    #: Evidence for a smaller learning rate that every rule of stability needs.
-    stability_evidence: float = 0.5
-    #: Number of cycles over which costs are collected.
-    cost_cycles: int = 4
-    #: Median cost of an e-fold larger learning rate that marks the edge of stability.
-    edge_cost: float = 0.15
-    #: Highest peak over the learning rate at which the edge was seen.
-    edge_margin: float = 1.5
-    #: Evidence that removes the mark (negative: a larger learning rate is better).
-    edge_release: float = -0.25
-    #: Loss within one cycle that counts as divergence.
-    divergence_loss: float = 0.2
-    #: Highest peak over the learning rate at which that happened.
-    divergence_cut: float = 0.5
-    #: Share of the run that a plateau lasts at least.
-    plateau_span: float = 0.1
-    #: Largest gain over a plateau.
-    plateau_gain: float = 0.0075
-    #: Largest loss over a plateau.
-    plateau_loss: float = 0.05
-    #: Largest mean cost, on a plateau, of an e-fold larger learning rate.
-    plateau_cost: float = 0.1
-    #: Share of the part of the run in which learning rates move, after which a plateau raises nothing.
-    plateau_until: float = 0.8
-    #: Standard deviations of a loss's noise by which the total gain must exceed 0.
-    real_gain: float = 5.0
 
 
 @dataclass(frozen=True)

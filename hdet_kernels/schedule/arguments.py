@@ -26,13 +26,14 @@ from hdet_kernels.checks import (
     spell,
 )
 from hdet_kernels.controller.protocol import check_controller
+from hdet_kernels.controller.regression import checked_trust
 from hdet_kernels.converge.compress import check_format
 from hdet_kernels.converge.outer import check_outer
 from hdet_kernels.converge.plan import check_merge
 from hdet_kernels.ensemble import check_ensemble
 from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.fanout.multipliers import check_spread
-from hdet_kernels.schedule.options import HDETOptions
+from hdet_kernels.schedule.options import DEFAULTS, HDETOptions
 from hdet_kernels.stack import ReplicaStack
 
 
@@ -44,6 +45,12 @@ def checked_options(options: HDETOptions) -> HDETOptions:
         checked["sync_every"] = check_steps("sync_every", options["sync_every"])
     if not isinstance(options["auto_lr"], bool):
         check_controller(options["auto_lr"])
+    checked["trust"] = checked_trust(options["trust"])
+    if not isinstance(options["auto_lr"], bool) and options["trust"] != DEFAULTS["trust"]:
+        raise ValueError(
+            f"trust={options['trust']} is for auto_lr=True, got auto_lr={spell(options['auto_lr'])}: pass "
+            "auto_lr=RegressionController(trust=…) instead"
+        )
     if options["probe"] is not None:
         check_callable("probe", options["probe"], "probe()", remedy="it takes no arguments and returns a loss")
     checked["explore"] = _explored(options["explore"])

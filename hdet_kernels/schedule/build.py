@@ -60,14 +60,14 @@ class ScheduleFacts:
     rehearse: Callable[[int], Rehearsal | None] | None = None
 
 
-def default_sync_every(total_steps: int, *, probed: bool, rates_alone: bool) -> int:
-    """Return T where none is given: 2.5 % of the run, or half of that, between 1 and 1000 steps.
+def default_sync_every(total_steps: int, *, compares_losses: bool, rates_alone: bool) -> int:
+    """Return T where none is given: 1.25 % of the run, or twice that, between 1 and 1000 steps.
 
-    Half of it where a probe compares learning rates alone. Training losses are of other examples on every replica, and
-    other scalars act slowly: both need longer to tell replicas apart. Other scalars get at least ``FEWEST_STEPS``, or a
-    tenth of the run.
+    Twice that where replicas with local gradients are compared by their training losses, which are of other examples on
+    every replica, and for other scalars, which act slowly: both need longer to tell replicas apart. Other scalars get
+    at least ``FEWEST_STEPS``, or a tenth of the run.
     """
-    share = 0.0125 if probed and rates_alone else 0.025
+    share = 0.025 if compares_losses or not rates_alone else 0.0125
     fewest = 1 if rates_alone else min(FEWEST_STEPS, total_steps // 10)
     return min(max(round(share * total_steps), fewest, 1), 1000)
 
@@ -76,10 +76,10 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     """Check the options and return the cycle that they describe."""
     groups = optimizer.param_groups
     explore = explored(options, cycle_momentum=schedule.cycle_momentum)
-    sync_every = _sync_every(schedule.total_steps, options, explore)
-    _check_overlap(options["overlap_steps"], sync_every)
     ensemble = _ensemble_of(groups) if options["ensemble"] is None else options["ensemble"]
     gradients = _gradients_of(optimizer, ensemble, options["gradients"])
+    sync_every = _sync_every(schedule.total_steps, options, explore, gradients)
+    _check_overlap(options["overlap_steps"], sync_every)
     history_file = None if options["history_file"] is None else HistoryFile(options["history_file"])
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
     hyperparameters = expand(explore, groups, options["spread"], stack.hyper.set if stack is not None else None)
@@ -95,7 +95,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         others=any(hyper.base is not None and hyper.spread for hyper in hyperparameters),
         overlaps=options["overlap_steps"] > 0,
     )
-    controller = _controller_of(options["auto_lr"], any(hyper.spread for hyper in hyperparameters))
+    controller = _controller_of(options["auto_lr"], options["trust"], any(hyper.spread for hyper in hyperparameters))
     if controller is not None:
         run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
         run = controller.prepare(run)
@@ -131,7 +131,9 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     )
 
 
-def _sync_every(total_steps: int | None, options: HDETOptions, explore: Sequence[Explore]) -> int:
+def _sync_every(
+    total_steps: int | None, options: HDETOptions, explore: Sequence[Explore], gradients: GradientMode
+) -> int:
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
     given = options["sync_every"]
@@ -140,7 +142,8 @@ def _sync_every(total_steps: int | None, options: HDETOptions, explore: Sequence
     if total_steps is None:
         raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
     rates_alone = all(each.name == "lr" for each in explore)
-    return default_sync_every(total_steps, probed=options["probe"] is not None, rates_alone=rates_alone)
+    compares_losses = gradients == "local" and options["probe"] is None
+    return default_sync_every(total_steps, compares_losses=compares_losses, rates_alone=rates_alone)
 
 
 def _check_overlap(steps: int, sync_every: int) -> None:
@@ -226,11 +229,11 @@ def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: GradientM
     return found
 
 
-def _controller_of(auto_lr: bool | Controller, diverges: bool) -> Controller | None:
+def _controller_of(auto_lr: bool | Controller, trust: float | None, diverges: bool) -> Controller | None:
     """Return the controller; None where it is off, or would compare replicas that do not differ."""
     if auto_lr is False:
         return None
-    controller: Controller = RegressionController() if isinstance(auto_lr, bool) else auto_lr
+    controller: Controller = RegressionController(trust=trust) if isinstance(auto_lr, bool) else auto_lr
     return controller if diverges or controller.reads == "slopes" else None
 
 

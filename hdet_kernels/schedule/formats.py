@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hdet_kernels.controller import RegressionController
 from hdet_kernels.schedule import state_schema
 from hdet_kernels.schedule.cycle import Cycle, plain_fields
 from hdet_kernels.schedule.history import History, SyncRecord
@@ -14,23 +15,11 @@ FORMAT = 3
 
 
 #: Keys of the controllers' states and what they were called in format 1.
-_RENAMED = {
-    "observations": "looks",
-    "caps": "ceilings",
-    "log_likelihood": "belief",
-    "path_length": "way",
-    "slow": "opposed",
-    "stability": "terrain",
-}
-
-_RENAMED_STABILITY = {"initial_level": "first", "edge": "near", "diverged_at": "broke", "lowest_before": "lowest"}
+_RENAMED = {"observations": "looks", "caps": "ceilings"}
 
 
 def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` in the current format; entries that cannot be converted stay, for the schema to refuse.
-
-    Version 0.1 saved no settings: the constants of its controllers are those of :mod:`..controller.settings` today.
-    """
+    """Return ``state`` in the current format; entries that cannot be converted stay, for the schema to refuse."""
     saved = state.get("format", 1)
     if "format" not in state and "version" in state:
         raise ValueError("the checkpoint has no hdet.format: load an undamaged checkpoint")
@@ -55,7 +44,7 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
         state["summary"] = whole.summary.to_dict()
     if isinstance(moved := state.get("displacement"), dict) and isinstance(moved.get("measured"), list | None):
         state["displacement"] = _summed(moved)
-    return _from_version_0_1(cycle, state) if saved == 1 else state
+    return _with_controller_of_today(cycle, state)
 
 
 def _summed(displacement: dict[str, Any]) -> dict[str, Any]:
@@ -66,17 +55,26 @@ def _summed(displacement: dict[str, Any]) -> dict[str, Any]:
     return {**others, "sums": sums, "count": 0 if sums is None else 1}
 
 
-def _from_version_0_1(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
-    config, spread = state["config"], state.get("spread")
-    settings = getattr(cycle.spread.controller, "settings", None)
-    if isinstance(config, dict) and settings is not None and isinstance(config.get("controller_constants"), dict):
-        constants = {**config["controller_constants"], "settings": plain_fields(type(settings)())}
-        config = {**config, "controller_constants": constants if config["controller_constants"] else {}}
-    if isinstance(spread, dict) and isinstance(spread.get("controller"), dict):
-        controller = _renamed(spread["controller"], _RENAMED)
-        if isinstance(controller.get("stability"), dict):
-            controller["stability"] = _renamed(controller["stability"], _RENAMED_STABILITY)
-        spread = {**spread, "controller": controller}
+def _with_controller_of_today(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` for the controllers of today: factors of the base values and slopes go on, evidence begins anew.
+
+    Version 0.1 saved no settings, and those of the regression controller were others: today's hold from here on.
+    """
+    config, spread, controller = state["config"], state.get("spread"), cycle.spread.controller
+    if controller is None or not isinstance(config, dict) or not isinstance(spread, dict):
+        return state
+    constants = config.get("controller_constants")
+    if isinstance(constants, dict) and constants and config.get("controller") == type(controller).__name__:
+        kept = {key: value for key, value in constants.items() if key != "settings"}
+        config = {**config, "controller_constants": {**plain_fields(controller), **kept}}
+    saved = spread.get("controller")
+    if isinstance(saved, dict):
+        saved = _renamed(saved, _RENAMED)
+        if isinstance(controller, RegressionController):
+            fresh = controller.start(len(cycle.spread.hyperparameters), cycle.run)
+            begins_anew = ("log_likelihood", "path_length")
+            saved = {key: value if key in begins_anew else saved.get(key, value) for key, value in fresh.items()}
+        spread = {**spread, "controller": saved}
     return {**state, "config": config, "spread": spread}
 
 

@@ -33,6 +33,7 @@ class HDETOptions(TypedDict, total=False):
     spread: Annotated[float, 0.3]
     sync_every: Annotated[int | None, None]
     auto_lr: Annotated[bool | Controller, True]
+    trust: Annotated[float | None, 3.0]
     probe: Annotated[Probe | None, None]
     explore: Annotated[Iterable[Explore], ()]
     gradients: Annotated[GradientMode, "auto"]

@@ -6,9 +6,11 @@ Nothing here changes anything. ``checked_state.py`` checks a whole state by this
 from __future__ import annotations
 
 from hdet_kernels.controller.hypergradient import HypergradientController
+from hdet_kernels.controller.peak_posterior import GRID_POINTS
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.controller.slopes import SlopeController
 from hdet_kernels.controller.softmax import SoftmaxController
+from hdet_kernels.controller.soundness import CHANGES
 from hdet_kernels.converge.payload import Payload
 from hdet_kernels.ops.wire import FORMATS
 from hdet_kernels.schedule.cycle import Cycle
@@ -292,26 +294,20 @@ def _slope_fields(controller: SlopeController, count: int, step: int) -> dict[st
 
 
 def _regression_fields(controller: RegressionController, count: int) -> dict[str, Schema]:
-    settings = controller.settings
-    maybe = Maybe(Number())
-    stability = Fields(
+    soundness = Fields(
         {
-            "initial_level": Number(),
-            "costs": Items(_ANY, longest=settings.cost_cycles),
-            "edge": maybe,
-            "diverged_at": maybe,
-            "levels": Items(Number()),
-            "lowest_before": maybe,
+            **{name: Number() for name in ("initial", "lowest", "last")},
+            "changes": Items(_NOT_NEGATIVE, longest=CHANGES),
+            "costs": Items(_ANY, longest=controller.settings.edge_cycles),
         }
     )
     return {
-        "log_likelihood": Items(Items(Number(), (0, settings.grid_points)), (count,)),
-        "path_length": Items(Maybe(_NOT_NEGATIVE), (count,)),
-        "slow": Items(Flag(), (count,)),
+        "log_likelihood": Items(Items(Number(), (0, GRID_POINTS)), (count,)),
+        "path_length": Items(_NOT_NEGATIVE, (count,)),
+        "ceiling": Items(Maybe(Number(-controller.limit, controller.limit)), (count,)),
         "signs": Items(Number(-1, 1), (count,)),
         "noise": InOrder((_NOT_NEGATIVE, _NOT_NEGATIVE)),
-        "level": maybe,
-        "stability": Maybe(stability),
+        "soundness": Maybe(soundness),
     }
 
 
