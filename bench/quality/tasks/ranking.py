@@ -75,7 +75,7 @@ class FactorisedRatings(Examples):
     optimizer: ClassVar[str] = "adam"
     steps: ClassVar[int] = 5000
     batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 5e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -129,8 +129,9 @@ class Queries(Examples):
                 documents = random.permutation(np.flatnonzero(query == number))
                 whole = len(documents) // self.length * self.length
                 found.append(documents[:whole].reshape(-1, self.length))
-        lists = np.concatenate(found)
-        return lists[relevance[lists].max(1) > 0]
+        lists: NDArray[np.int64] = np.concatenate(found)
+        relevant: NDArray[np.bool_] = relevance[lists].max(1) > 0
+        return lists[relevant]
 
     def model(self) -> nn.Module:
         return DocumentModel(self.features.shape[1])

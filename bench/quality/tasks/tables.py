@@ -96,7 +96,7 @@ class FlightsResidual(Flights):
     replicas: ClassVar[int] = 4
     steps: ClassVar[int] = 800
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 0.05
+    lr: ClassVar[float] = 0.08
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         super().__init__(device, folder)
@@ -117,7 +117,7 @@ class Diamonds(Examples):
     architecture: ClassVar[str] = "mlp"
     steps: ClassVar[int] = 1000
     batch: ClassVar[int] = 32
-    lr: ClassVar[float] = 8e-3
+    lr: ClassVar[float] = 1.6e-2
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -150,7 +150,7 @@ class TinyDiamonds(Diamonds):
     replicas: ClassVar[int] = 4
     steps: ClassVar[int] = 20_000
     batch: ClassVar[int] = 4
-    lr: ClassVar[float] = 5e-3
+    lr: ClassVar[float] = 1.2e-2
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         super().__init__(device, folder)
