@@ -120,7 +120,10 @@ class LastSound:
         # Modules may replace their buffers by others, which are left as they are.
         buffers = zip(map(_real, self._buffers()), kept["buffers"], strict=False)
         pairs = [*((now, saved) for _, now, saved in named), *(pair for pair in buffers if fits(*pair))]
-        copy_all([now for now, _ in pairs], [saved.expand(now.shape) for now, saved in pairs])
+        several = [now for now, saved in pairs if now.shape != saved.shape]
+        copy_all([now if now.shape == saved.shape else now[0] for now, saved in pairs], [saved for _, saved in pairs])
+        for rows in several:
+            rows[1:].copy_(rows[:1])
         reset_others(self.optimizer, kept_state, kept_others)
         if (buckets := self.converger.tensors.buckets) is not None:
             buckets.round_masters()

@@ -55,7 +55,7 @@ RANKS = Cases(
     2,
     _returned,
     {case: (*case, {}) for case in QUICK_RANKS},
-    full={case: (*case, {}) for case in _ALL_RANKS if case not in QUICK_RANKS},
+    full={case: (*case, {}) for case in [*_ALL_RANKS, *STACKS] if case not in QUICK_RANKS},  # and stacks in ranks
 )
 
 
@@ -208,6 +208,7 @@ def test_a_stack_without_a_finite_replica_returns_instead_of_raising(caplog: pyt
     assert same(run.everything(), sound)
     record = run.history()[-1]
     assert (record["undone"], record["excluded"], record["step"]) == (4, [0, 1], 8)
+    assert "no replica is sound at step 8; not finite: " in caplog.text
     assert "step 8: training broke (no replica is finite; " in caplog.text
     assert "left out of the mean" not in caplog.text
     with pytest.raises(RuntimeError, match="no replica is sound at step 12"):
@@ -257,19 +258,20 @@ def test_ranks_that_keep_different_averages_do_not_return() -> None:
 
 
 @pytest.mark.full
-def test_overlapped_averages_return_too() -> None:
-    for found in run_ranks(2, _overlapped):
+@pytest.mark.parametrize("kind", ["ranks local", "stack local"])
+def test_overlapped_averages_return_too(kind: Kind) -> None:
+    for found in run_ranks(2, _overlapped, kind):
         assert same(found["sound"], found["broken"])
         assert same(*found["ends"])
 
 
-def _overlapped(rank: int) -> dict[str, Any]:
+def _overlapped(rank: int, kind: Kind) -> dict[str, Any]:
     options = {"auto_lr": Scripted(SOUND_THEN_BROKEN), "overlap_steps": 2}
-    run = Undoable("ranks local", "FusedAdamW", rank, **options).train(SYNC + 2)
+    run = Undoable(kind, "FusedAdamW", rank, **options).train(SYNC + 2)
     sound = run.everything()
     saved = run.train(SYNC - 1).saved()  # the average of step 8 is under way
     broken = run.train(1).everything()
-    resumed = Undoable("ranks local", "FusedAdamW", rank, **options).load(saved).train(TOTAL - 2 * SYNC - 1)
+    resumed = Undoable(kind, "FusedAdamW", rank, **options).load(saved).train(TOTAL - 2 * SYNC - 1)
     run.train(TOTAL - 2 * SYNC - 2)
     ends = [{**each.everything(), "history": each.history()} for each in (run, resumed)]
     return {"sound": sound, "broken": broken, "ends": ends}
