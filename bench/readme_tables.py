@@ -91,19 +91,16 @@ def quality_text(results: Path) -> str:
 
 def _excess_table(zoo: Report) -> tuple[str, list[str]]:
     found, rows = excesses(zoo.records), []
-    words = (
-        f"{headline(found)} The table has the losses above that of plain training there, in % of it: median / mean / "
-    )
-    words += "worst task."
+    words = [headline(found), "The table has the losses above plain training there, in %: median / mean / worst task."]
     runs, right, _ = held_out.counts(zoo.records, held_out.read())
-    if runs == right:
-        words += " Every task's constants were fitted without the tasks that share its data or its architecture."
+    if runs and runs == right:
+        words.append("Every task's constants were fitted without the tasks that share its data or its architecture.")
     for start in EVERY_START:
         summaries = [found.summary(way, start) for way in (PLAIN, *MODES)]
         if any(summaries[1:]):
             cells = [" / ".join(map(percent, (one.median, one.mean, one.worst))) if one else "–" for one in summaries]
             rows.append([start_name(start), *cells])
-    return words, table_lines(["start", PLAIN, *MODES], rows)
+    return " ".join(words), table_lines(["start", PLAIN, *MODES], rows)
 
 
 def _losses_table(reports: Sequence[Report]) -> tuple[str, list[str]]:
