@@ -8,6 +8,9 @@ with a few pure functions of numbers. Its state is a dict of plain lists that th
 2. At every sync for which :meth:`Controller.active` is true, :meth:`Controller.update` returns the next state from an
    :class:`Observation`.
 3. :meth:`Controller.base` turns the state and the scheduled value into the base value η_j that is fanned out.
+
+An :class:`UndoingController` also judges every sync at which it acts. Where training broke, the scheduler brings all
+replicas back to the last average that was judged sound.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
+Judgement = Literal["sound", "unclear", "broken"]
 
 #: Tolerance, in steps, for shares of a run that become steps: the product 0.29·100 is a little less than 29.
 STEP_TOLERANCE = 1e-6
@@ -150,8 +154,39 @@ class Controller(Protocol):
         """Return the base value of hyperparameter ``index`` where the schedule says ``scheduled``."""
 
 
+@runtime_checkable
+class UndoingController(Controller, Protocol):
+    """A controller that can have the ensemble return to an earlier state. Others never undo anything."""
+
+    @property
+    def undo(self) -> int:
+        """The most returns in a run. 0: no state is kept, and neither of the methods below is called."""
+
+    def judge(self, run: Run, state: State, seen: Observation) -> Judgement:
+        """Return how the sync looks that ``seen`` describes, before :meth:`update` or :meth:`undone` is called.
+
+        ``"sound"``: the average is kept, in the place of the one before. ``"unclear"``: it is not. ``"broken"``: the
+        replicas return to the one that is kept.
+        """
+
+    def undone(self, run: Run, state: State, seen: Observation) -> State:
+        """Return the state after the ensemble went back to the last sound average, with a lower learning rate.
+
+        It is called in the place of :meth:`update`, also at a sync at which no replica is finite: then all losses are
+        NaN, :meth:`judge` was not called, and :meth:`active` may be false.
+        """
+
+
+def returns_allowed(controller: object) -> int:
+    """Return the most returns to an earlier state that a controller asks for: 0 for one that never undoes anything."""
+    return controller.undo if isinstance(controller, UndoingController) else 0
+
+
 def check_controller(controller: object) -> None:
-    """Raise TypeError unless ``controller`` implements :class:`Controller`, and say what it lacks."""
+    """Raise TypeError or ValueError unless ``controller`` implements :class:`Controller`, and say what it lacks.
+
+    One with ``undo`` must implement :class:`UndoingController`.
+    """
     if isinstance(controller, type):
         raise TypeError(f"auto_lr is the class {controller.__name__}: pass an instance, {controller.__name__}()")
     if not isinstance(controller, Controller):
@@ -161,3 +196,15 @@ def check_controller(controller: object) -> None:
             "auto_lr must be True, False or a controller such as RegressionController(), got "
             f"{controller!r}, which has no {', '.join(missing)}"
         )
+    if hasattr(controller, "undo"):
+        missing = [name for name in ("judge", "undone") if not callable(getattr(controller, name, None))]
+        if missing:
+            raise TypeError(
+                f"{type(controller).__name__} has undo={controller.undo!r}, but no {', '.join(missing)}: write both "
+                "methods (see docs/extending.md), or leave undo out"
+            )
+        if isinstance(controller.undo, bool) or not isinstance(controller.undo, int) or controller.undo < 0:
+            raise ValueError(
+                f"undo of {type(controller).__name__} must be a whole number of at least 0, the most returns in a run, "
+                f"got {controller.undo!r}"
+            )

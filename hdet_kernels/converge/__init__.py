@@ -19,6 +19,7 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
 :mod:`.overlap` runs steps 1 to 5 on a copy, in a thread, while training goes on, and applies the difference later.
 """
 
+from hdet_kernels.converge.agreement import NoneSound
 from hdet_kernels.converge.compress import Format
 from hdet_kernels.converge.converger import Converger
 from hdet_kernels.converge.handshake import Report
@@ -36,6 +37,7 @@ __all__ = [
     "Correction",
     "Format",
     "Merge",
+    "NoneSound",
     "Outcome",
     "Outer",
     "OverlappedAverage",

@@ -39,6 +39,7 @@ class Agreement:
         nonfinite_alike: whether buffers have elements that are not finite, the same ones on all healthy replicas.
         masks_changed: whether a buffer has changed that was not finite at the start.
         may_overflow: whether a sum over the healthy replicas may be infinite although all values are finite.
+        kept: step of the earlier state that all replicas can return to; None if they differ or keep none.
     """
 
     losses: Floats
@@ -56,6 +57,19 @@ class Agreement:
     nonfinite_alike: bool
     masks_changed: bool
     may_overflow: bool
+    kept: int | None = None
+
+
+class NoneSound(RuntimeError):
+    """The error for a sync at which no replica is healthy. Every process raises it, with nothing changed.
+
+    Attributes:
+        agreement: the conclusions from the handshake.
+    """
+
+    def __init__(self, message: str, agreement: Agreement) -> None:
+        super().__init__(message)
+        self.agreement = agreement
 
 
 def conclude(columns: Mapping[str, Floats]) -> Agreement:
@@ -83,7 +97,13 @@ def conclude(columns: Mapping[str, Floats]) -> Agreement:
         nonfinite_alike=bool(columns["nonfinite"][healthy].any()),
         masks_changed=bool(columns["masks"].any()),
         may_overflow=_may_overflow(columns, healthy),
+        kept=_kept(columns["kept"]),
     )
+
+
+def _kept(column: Floats) -> int | None:
+    first = column.flat[0]
+    return int(first) if (column == first).all() and first >= 0 else None
 
 
 def _mean_losses(columns: Mapping[str, Floats]) -> Floats:
@@ -113,7 +133,7 @@ def same(column: Floats) -> bool:
     return bool((column == column[:1]).all())
 
 
-def none_sound(columns: Mapping[str, Floats], names: Sequence[Sequence[str]], step: int) -> RuntimeError:
+def none_sound(columns: Mapping[str, Floats], names: Sequence[Sequence[str]], step: int) -> NoneSound:
     """Return the error for a sync at which no replica is healthy.
 
     Args:
@@ -136,9 +156,8 @@ def none_sound(columns: Mapping[str, Floats], names: Sequence[Sequence[str]], st
         remedy = (
             "where buffers are not finite differs between the replicas; keep them finite, or pass average_buffers=False"
         )
-    return RuntimeError(
-        f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: {remedy}"
-    )
+    message = f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: {remedy}"
+    return NoneSound(message, conclude(columns))
 
 
 def name_ranks(chosen: Flags, ranks: Floats) -> str:

@@ -134,16 +134,22 @@ class Compression:
         wire.merge(received, ensemble.processes, known.shard_error, merged)
         yield ensemble.collect(gathered, merged)
 
-    def state_dict(self, processes: int) -> dict[str, Any] | None:
-        """Return consensus and errors, by bucket; None if there is no consensus."""
+    def state_dict(self, processes: int, *, copied: bool = True) -> dict[str, Any] | None:
+        """Return consensus and errors, by bucket; None if there is no consensus.
+
+        With ``copied=False`` they are the tensors in use, which the next average overwrites.
+        """
         if self._memory is None:
             return None
+        memory = self._memory
+        if copied:
+            memory = [_BucketMemory(k.consensus.clone(), k.error.clone(), k.shard_error.clone()) for k in memory]
         return {
             "format": self.format,
             "processes": processes,
-            "consensus": [known.consensus.clone() for known in self._memory],
-            "error": [known.error.clone() for known in self._memory],
-            "shard_error": [known.shard_error.clone() for known in self._memory],
+            "consensus": [known.consensus for known in memory],
+            "error": [known.error for known in memory],
+            "shard_error": [known.shard_error for known in memory],
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:

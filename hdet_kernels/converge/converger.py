@@ -194,7 +194,7 @@ class Converger:
 
     def _run_plan(self, transport: Transport, payload: Payload, plan: Plan) -> Cost:
         ensemble = transport.ensemble
-        cost = Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
+        cost = handshake_cost(ensemble)
         own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
         cost += transport.average(payload.regions_in_full(plan), plan.included, rescaled=plan.rescaled)
         for averaged, before in zip(payload.all_buffers, own, strict=bool(own)):
@@ -292,15 +292,15 @@ class Converger:
 
         return OverlappedAverage(average, self._stream, time.perf_counter() - start)
 
-    def land(self, average: OverlappedAverage[Outcome]) -> Outcome:
+    def land(self, average: OverlappedAverage[Outcome], *, kept: int | None = None) -> Outcome:
         """Wait for the average that :meth:`start` began, and apply it.
 
         Parameters move by the difference between the consensus and what this replica had at :meth:`start`. Raises what
-        :meth:`converge` would have raised, with nothing changed.
+        :meth:`converge` would have raised, with nothing changed. ``kept``: see :class:`.handshake.Report`.
         """
         start = time.perf_counter()
         correction, outcome = average.wait()
-        cost = self._heal(outcome.healthy) if correction.heal else Cost()
+        cost = self._heal(outcome.healthy, kept) if correction.heal else Cost()
         payload = self.tensors.payload(include_state=correction.has_state)
         correction.apply(payload)
         self.tensors.settle(payload, counts=True)
@@ -311,7 +311,7 @@ class Converger:
             collectives=outcome.collectives + cost.collectives,
         )
 
-    def _heal(self, healthy_then: NDArray[np.bool_]) -> Cost:
+    def _heal(self, healthy_then: NDArray[np.bool_], kept: int | None) -> Cost:
         """Average state and step counts over the replicas that were healthy at the sync and still are, for the others.
 
         Raises with nothing changed.
@@ -319,7 +319,7 @@ class Converger:
         payload = self.tensors.payload(include_state=True)
         state_alone = replace(payload, params=[], buffers=[], masks=[], masks_changed=False, integers=[])
         request = AverageRequest("heal", average_state=False, in_full=True, heals=True)
-        agreement, plan = self._agree(self._transport, Report(step=0), state_alone, request)
+        agreement, plan = self._agree(self._transport, Report(step=0, kept=kept), state_alone, request)
         both = agreement.healthy & healthy_then if len(healthy_then) == len(agreement.healthy) else agreement.healthy
         plan = replace(plan, included=both if both.any() else agreement.healthy, params=False)
         with self._restore_on_failure(state_alone, plan):
@@ -338,9 +338,12 @@ class Converger:
             "merge": self.merge,
         }
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the compression; None without compression or before its first average."""
-        return self._compression.state_dict(self.ensemble.processes) if self._compression else None
+    def state_dict(self, *, copied: bool = True) -> dict[str, Any] | None:
+        """Return the state of the compression; None without compression or before its first average.
+
+        With ``copied=False`` it has the tensors in use, which the next average overwrites.
+        """
+        return self._compression.state_dict(self.ensemble.processes, copied=copied) if self._compression else None
 
     def memories(self) -> list[object]:
         """Return the objects that remember something from one average to the next."""
@@ -357,9 +360,9 @@ class Converger:
             regions = self.tensors.payload(include_state=False, reads=True).compressible
             self._compression.load_state_dict(state, self._transport, regions, own=own)
 
-    def outer_state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the outer optimizer, if there is one."""
-        return self._outer.state_dict() if self._outer else None
+    def outer_state_dict(self, *, copied: bool = True) -> dict[str, Any] | None:
+        """Return the state of the outer optimizer, if there is one; see :meth:`state_dict` for ``copied``."""
+        return self._outer.state_dict(copied=copied) if self._outer else None
 
     def check_outer_state_dict(self, state: dict[str, Any] | None) -> None:
         """Raise ValueError unless :meth:`load_outer_state_dict` accepts ``state``."""
@@ -370,6 +373,11 @@ class Converger:
         """Load the state of the outer optimizer."""
         if self._outer is not None and state is not None:
             self._outer.load_state_dict(state)
+
+
+def handshake_cost(ensemble: Ensemble) -> Cost:
+    """Return the cost of the handshake alone, in this process."""
+    return Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
 
 
 _UNEVEN_STATE = (

@@ -29,6 +29,7 @@ from hdet_kernels.tensors import wide_dtype
 COLUMNS = (
     *("rank", "settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
     *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "nonfinite", "masks", "consensus", "outer"),
+    "kept",
 )
 
 
@@ -47,6 +48,7 @@ class Report:
         settings: plain values that must be equal on all replicas, by name: the configuration of the run.
         bases: the same for the current base values.
         failed: whether the probe raised.
+        kept: step of the earlier state that this process can return to; None if it keeps none.
     """
 
     step: int
@@ -57,6 +59,7 @@ class Report:
     settings: Mapping[str, Any] = field(default_factory=dict)
     bases: Mapping[str, Any] = field(default_factory=dict)
     failed: bool = False
+    kept: int | None = None
 
 
 def exchange_reports(
@@ -186,6 +189,7 @@ def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) 
         "counts": summary.counts,
         "masks": summary.masks,
         "loss_count": report.loss_count,
+        "kept": -1 if report.kept is None else report.kept,
     }
     values = dict(zip(measured, on_device.double().cpu(), strict=True))
     if report.probe is not None:

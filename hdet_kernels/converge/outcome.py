@@ -25,6 +25,8 @@ class Outcome:
         collectives: number of collectives.
         seconds: time that the training waited.
         taken: the replica that all became a copy of, with ``merge="best"``.
+        state: whether optimizer state was averaged, so that it is equal on all replicas.
+        kept: step of the earlier state that all replicas can return to; None if there is none.
     """
 
     losses: NDArray[np.float64]
@@ -35,6 +37,8 @@ class Outcome:
     collectives: int
     seconds: float
     taken: int | None = None
+    state: bool = False
+    kept: int | None = None
 
     @staticmethod
     def of(agreement: Agreement, plan: Plan, cost: Cost, seconds: float) -> Outcome:
@@ -48,4 +52,20 @@ class Outcome:
             collectives=cost.collectives,
             seconds=seconds,
             taken=plan.taken,
+            state=plan.state,
+            kept=agreement.kept,
+        )
+
+    @staticmethod
+    def of_none(agreement: Agreement, cost: Cost, seconds: float) -> Outcome:
+        """Return the outcome of an average that did not take place, because no replica is healthy."""
+        return Outcome(
+            losses=agreement.losses,
+            probes=agreement.probes,
+            healthy=agreement.healthy,
+            shared=agreement.shared,
+            bytes=cost.bytes,
+            collectives=cost.collectives,
+            seconds=seconds,
+            kept=agreement.kept,
         )

@@ -143,10 +143,11 @@ class OuterStep:
     def _matches(self, buckets: Sequence[tuple[Sequence[Tensor], Bucket]]) -> bool:
         return [flat.numel() for flat in self._consensus] == [bucket.numel for _, bucket in buckets]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, copied: bool = True) -> dict[str, Any]:
+        """Return the state; ``copied=False`` has the tensors in use, which the next step overwrites."""
         return {
-            "consensus": [flat.clone() for flat in self._consensus],
-            "velocity": None if self._velocity is None else [flat.clone() for flat in self._velocity],
+            "consensus": [flat.clone() if copied else flat for flat in self._consensus],
+            "velocity": self._velocity and [flat.clone() if copied else flat for flat in self._velocity],
             "start": None if self._start is None else self._start.reshape(-1).tolist(),
             "part": [self.transport.ensemble.part, self.transport.ensemble.parts],
         }

@@ -182,11 +182,9 @@ class Spread:
             slopes: hypergradients of the learning rates, if the controller reads them; other scalars have none.
             step: the step that the sync followed.
         """
-        if self.controller is None:
-            return
-        padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(placed.base) - len(slopes))])
-        observed = Observation(losses, placed.applied, placed.base, step, padded)
-        self.controller_state = self.controller.update(run, self.controller_state, observed)
+        if self.controller is not None:
+            seen = observation(placed, losses, slopes, step)
+            self.controller_state = self.controller.update(run, self.controller_state, seen)
 
     def config(self) -> list[dict[str, Any]]:
         """Return the settings that must be equal on all replicas, as plain values."""
@@ -206,3 +204,9 @@ class Spread:
             for value, group in zip(state["scheduled"], groups, strict=True)
         ]
         self.controller_state = copy.deepcopy(state["controller"])
+
+
+def observation(placed: Placement, losses: Array, slopes: Sequence[float] | None, step: int) -> Observation:
+    """Return a sync as a controller sees it. The arguments are those of :meth:`Spread.move`."""
+    padded = None if slopes is None else np.array([*slopes, *[0.0] * (len(placed.base) - len(slopes))])
+    return Observation(losses, placed.applied, placed.base, step, padded)

@@ -124,6 +124,15 @@ class FusedOptimizer(Optimizer):
             if buffer is not None and (flat.replicas == 1 or not flat.shares_state)
         }
 
+    def all_state_flats(self) -> dict[str, Tensor]:
+        """Return every flat buffer of the state: those of :meth:`state_flats`, those that all replicas of a stack
+        share, and the step counts as ``"number of the flat buffer/step"``."""
+        found: dict[str, Tensor] = {}
+        for number, flat in enumerate(self._flat_groups):
+            found |= {f"{number}/{name}": buffer for name, buffer in flat.states.items() if buffer is not None}
+            found[f"{number}/step"] = flat.steps
+        return found
+
     def step_flats(self) -> list[Tensor]:
         """Return the step counts of all parameters, one tensor for each flat buffer of parameters."""
         return [flat.steps for flat in self._flat_groups]

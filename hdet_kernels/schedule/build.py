@@ -25,7 +25,7 @@ from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history_file import HistoryFile
-from hdet_kernels.schedule.options import GradientMode, HDETOptions, explored
+from hdet_kernels.schedule.options import GradientMode, HasBuffers, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
 from hdet_kernels.tensors import replicas_of, share_gradients
@@ -101,7 +101,13 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         _check_controller_in(run, controller, options["overlap_steps"])
     if ensemble.size == 1:
         log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
-    converger = _converger_of(optimizer, ensemble, gradients, options, stack)
+    model = stack if options["model"] is None else options["model"]
+
+    def buffers() -> list[Tensor]:
+        # Read anew every time: modules replace their buffers (``self.ema = …``, ``model.to()``).
+        return list(model.buffers()) if model is not None else []
+
+    converger = _converger_of(optimizer, ensemble, gradients, options, model, buffers)
     remember_bases(hyperparameters, groups)
     forget_per_replica(groups)
     spread = Spread(
@@ -119,6 +125,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         overlap_steps=options["overlap_steps"] if ensemble.talks else 0,
         step=schedule.step,
         schedule=schedule.name,
+        buffers=buffers,
         history_file=history_file if (ensemble.replica, ensemble.part) == (0, 0) else None,
     )
 
@@ -292,9 +299,9 @@ def _converger_of(
     ensemble: Ensemble,
     gradients: GradientMode,
     options: HDETOptions,
-    stack: ReplicaStack | None,
+    model: HasBuffers | None,
+    buffers: Callable[[], list[Tensor]],
 ) -> Converger:
-    model = stack if options["model"] is None else options["model"]
     average_buffers, average_state = options["average_buffers"], options["average_state"]
 
     def state() -> dict[str, Tensor]:
@@ -316,8 +323,7 @@ def _converger_of(
         ensemble,
         state=state,
         counts=StepCounts(optimizer),
-        # Read at every sync: modules replace their buffers (``self.ema = …``, ``model.to()``).
-        buffers=lambda: list(model.buffers()) if model is not None and average_buffers else [],
+        buffers=buffers if average_buffers else list,
         names=names,
         bucket_bytes=options["bucket_bytes"],
         compress=options["compress"],

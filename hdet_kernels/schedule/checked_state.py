@@ -52,6 +52,8 @@ def checked(cycle: Cycle, state_dict: object) -> dict[str, Any]:
         _check_pending(cycle, state["pending"]["correction"])
     cycle.converger.check_state_dict(state["compression"])
     cycle.converger.check_outer_state_dict(state["outer"])
+    if cycle.undoing is not None and state["undo"] is not None:
+        cycle.undoing.last_sound.check_state_dict(state["undo"]["kept"])
     _check_controller(cycle, state)
     return state
 

@@ -48,6 +48,7 @@ def state_of(cycle: Cycle) -> dict[str, Any]:
         "begun": cycle.started,
         "history": [record.to_dict() for record in cycle.history.records],
         "summary": cycle.history.summary.to_dict(),
+        "undo": cycle.undoing and cycle.undoing.state_dict(),
     }
 
 
@@ -73,6 +74,8 @@ def restore(cycle: Cycle, state: dict[str, Any]) -> None:
     own = (state["replica"], state["size"]) == (cycle.ensemble.replica, cycle.ensemble.size)
     cycle.converger.load_state_dict(state["compression"], own=own)
     cycle.converger.load_outer_state_dict(state["outer"])
+    if cycle.undoing is not None:
+        cycle.undoing.load_state_dict(state["undo"], own=own)
     cycle.started = state["begun"]
     cycle.history = History.of(state["history"], state["summary"])
     if cycle.history_file is not None:
@@ -85,7 +88,9 @@ def restore(cycle: Cycle, state: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def undone_on_error(cycle: Cycle, *others: object) -> Iterator[None]:
     """Bring the cycle, the optimizer's groups and ``others`` back to what they were if the block raises."""
+    undoing = cycle.undoing
     parts = [cycle, cycle.spread, cycle.window, cycle.displacement, *cycle.converger.memories(), *others]
+    parts += [undoing, undoing.last_sound, undoing.last_sound.copy] if undoing else []
     before = [(part, dict(vars(part))) for part in parts if part is not None]
     with untouched_on_error(cycle.optimizer):
         try:

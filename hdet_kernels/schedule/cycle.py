@@ -4,7 +4,7 @@ The schedulers own a :class:`Cycle` and tell it two things: a step is finished (
 schedule says now (:meth:`.Spread.rates`). It does not know how the schedule is computed.
 
 A sync reads top to bottom, from :meth:`Cycle._sync`: report on the replicas held here, average with the others (or
-start to), record what happened, move the base values. ``checkpoint.py`` saves and restores a cycle.
+start to), move the base values or undo what broke, record what happened. ``checkpoint.py`` saves and restores a cycle.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -22,15 +22,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.controller.protocol import Run
-from hdet_kernels.converge import AverageRequest, AverageState, Converger, Outcome, Report, compared
+from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report, compared
+from hdet_kernels.converge.converger import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
-from hdet_kernels.fanout.spread import Placement, Spread
+from hdet_kernels.fanout.spread import Placement, Spread, observation
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
 from hdet_kernels.schedule.history import History, Kind, SyncRecord
 from hdet_kernels.schedule.history_file import HistoryFile
 from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss
 from hdet_kernels.schedule.options import GradientMode, Probe
 from hdet_kernels.schedule.overlapping import Overlapping
+from hdet_kernels.schedule.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
 
@@ -52,6 +54,7 @@ class Cycle:
         overlap_steps: int,
         step: int,
         schedule: str,
+        buffers: Callable[[], Sequence[Tensor]],
         history_file: HistoryFile | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -75,6 +78,7 @@ class Cycle:
         self.replaced = False  # another scheduler was built on the optimizer
         takes_slopes = spread.controller is not None and spread.controller.reads == "slopes"
         self.displacement = Displacement(optimizer, apart=ensemble.size > 1) if takes_slopes else None
+        self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
         self._write_hyperparameters: Callable[[], None] | None = getattr(optimizer, "write_hyperparameters", None)
@@ -144,9 +148,9 @@ class Cycle:
         self._check_losses()
         if mark is not None:
             try:
-                self._land(step)
+                returned = self._land(step)
                 if syncs:
-                    self._sync(step)
+                    self._sync(step, acting=self._acting(step) and not returned)
             except BaseException:
                 self.window.reset(mark)
                 raise
@@ -195,6 +199,8 @@ class Cycle:
             self.converger.begin()
             if self.displacement is not None:
                 self.displacement.begin()
+            if self.undoing is not None:
+                self.undoing.keep_start(self.run, self.step)
         if self.displacement is not None:
             self.displacement.measure()
         if self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
@@ -202,9 +208,12 @@ class Cycle:
 
     # A sync
 
-    def _sync(self, step: int) -> None:
-        """Sync with the other replicas at the end of ``step``: average, or start an overlapping average."""
-        acting, placed = self._acting(step), self.spread.placement()
+    def _sync(self, step: int, *, acting: bool) -> None:
+        """Sync with the other replicas at the end of ``step``: average, or start an overlapping average.
+
+        ``acting``: whether the controller acts on it.
+        """
+        placed = self.spread.placement()
         compares = (acting and self.spread.reads_losses) or self._takes_best
         report, failure = self._report(step, compares=compares)
         request = AverageRequest(
@@ -215,11 +224,16 @@ class Cycle:
             skip_if_equal=not self.spread.diverges,
         )
         with _caused_by(failure):
-            if self.overlap_steps and step != self.run.total_steps:
-                average = self.converger.start(report, request)
-                self.overlapping = Overlapping(step, step + self.overlap_steps, placed, acting, average)
-            else:
-                self._finish_sync(step, step, placed, acting, self.converger.converge(report, request))
+            try:
+                if self.overlap_steps and step != self.run.total_steps:
+                    average = self.converger.start(report, request)
+                    self.overlapping = Overlapping(step, step + self.overlap_steps, placed, acting, average)
+                    return
+                outcome = self.converger.converge(report, request)
+            except NoneSound as none:
+                self._recover(step, step, placed, none)
+                return
+            self._finish_sync(step, step, placed, acting, outcome)
 
     def _report(self, step: int, *, compares: bool) -> tuple[Report, Exception | None]:
         """Return the report on the replicas held here, and the exception of the probe if it raised.
@@ -241,29 +255,63 @@ class Cycle:
             settings={**self.config, **settings, "overlap_steps": self.overlap_steps},
             # Six digits: the last ones may differ between machines of different kinds.
             bases={hyper.name: f"{value:.6e}" for hyper, value in zip(hyperparameters, base, strict=True)},
+            kept=self.undoing.kept if self.undoing else None,
         )
         return report, failure
 
-    def _finish_sync(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> None:
-        """Record the sync that followed ``step`` and was applied after ``landed``, and move the base values."""
-        slopes = self.displacement.turn() if self.displacement else None
-        if acting:  # before anything is recorded, because a controller may raise
-            losses = compared(outcome.losses, outcome.probes)
-            self.spread.move(self.run, placed, np.where(outcome.healthy, losses, np.nan), slopes, step)
-        self.shared = outcome.shared
-        kind: Kind = "sync" if step % self.run.sync_every == 0 else "early" if step in self.run.early else "last"
-        self._record(step, landed, kind, placed, outcome)
+    def _finish_sync(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> int | None:
+        """Let the controller act on the sync that followed ``step`` and was applied after ``landed``, and record it.
 
-    def _land(self, step: int) -> None:
-        """Apply the overlapping average, if there is one, at the end of ``step``."""
-        if (overlapping := self.overlapping) is not None:
-            outcome = self.converger.land(overlapping.average)
+        Returns:
+            The step of the earlier average that was taken again; None if there was no return.
+        """
+        slopes = self.displacement.turn() if self.displacement else None
+        undone = None
+        if acting:  # before anything is recorded, because a controller may raise
+            losses = np.where(outcome.healthy, compared(outcome.losses, outcome.probes), np.nan)
+            move = partial(self.spread.move, self.run, placed, losses, slopes, step)
+            if self.undoing is None:
+                move()
+            else:
+                seen = observation(placed, losses, slopes, step)
+                undone = self.undoing.act(self.run, seen, outcome, move, landed=landed)
+        self.shared = outcome.shared
+        self._record(step, landed, self._kind(step), placed, outcome, undone)
+        return undone
+
+    def _recover(self, step: int, landed: int, placed: Placement, none: NoneSound) -> None:
+        """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
+        if self.undoing is None or not self.undoing.can_go_back(none.agreement.kept):
+            raise none
+        slopes = self.displacement.turn() if self.displacement else None
+        unknown = np.full(self.ensemble.size, np.nan)
+        undone = self.undoing.go_back(self.run, observation(placed, unknown, slopes, step))
+        outcome = Outcome.of_none(none.agreement, handshake_cost(self.ensemble), 0.0)
+        self._record(step, landed, self._kind(step), placed, outcome, undone)
+
+    def _land(self, step: int) -> bool:
+        """Apply the overlapping average, if there is one, at the end of ``step``. Return whether replicas returned."""
+        if (overlapping := self.overlapping) is None:
+            return False
+        try:
+            outcome = self.converger.land(overlapping.average, kept=self.undoing.kept if self.undoing else None)
+        except NoneSound as none:
+            self._recover(overlapping.step, step, overlapping.placed, none)
             self.overlapping = None
-            if not outcome.healthy[held(self.ensemble)].all():
-                self.window.clear()  # these losses are of parameters that were not finite until now
-            self._finish_sync(overlapping.step, step, overlapping.placed, overlapping.acting, outcome)
+            self.window.clear()
+            return True
+        self.overlapping = None
+        if not outcome.healthy[held(self.ensemble)].all():
+            self.window.clear()  # these losses are of parameters that were not finite until now
+        undone = self._finish_sync(overlapping.step, step, overlapping.placed, overlapping.acting, outcome)
+        if undone is not None:
+            self.window.clear()  # these losses are of what was undone
+        return undone is not None
 
     # What a sync needs to know
+
+    def _kind(self, step: int) -> Kind:
+        return "sync" if step % self.run.sync_every == 0 else "early" if step in self.run.early else "last"
 
     @property
     def _takes_best(self) -> bool:
@@ -290,10 +338,12 @@ class Cycle:
         except Exception as error:
             return None, error
 
-    def _record(self, step: int, landed: int, kind: Kind, placed: Placement, outcome: Outcome) -> None:
+    def _record(
+        self, step: int, landed: int, kind: Kind, placed: Placement, outcome: Outcome, undone: int | None = None
+    ) -> None:
         names = [hyper.name for hyper in self.spread.hyperparameters]
         excluded = np.flatnonzero(~outcome.healthy).tolist()
-        if excluded:
+        if excluded and undone is None:
             log.warning("step %d: replicas %s were not finite; left out of the mean and given it", step, excluded)
         gradients: Literal["shared", "local", "unknown"]
         if self.gradients != "auto":
@@ -315,6 +365,7 @@ class Cycle:
             seconds=outcome.seconds,
             landed=landed,
             taken=outcome.taken,
+            undone=undone,
         )
         if self.history_file is not None:
             self.history_file.append(record, self.history)

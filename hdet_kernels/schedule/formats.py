@@ -46,6 +46,7 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
         return state
     state = {**state, "format": FORMAT, "version": "0.1 or 0.2"}
     run = cycle.run
+    state["undo"] = cycle.undoing and {"returns": 0, "kept": None}
     state["run"] = {"peak": run.peak, "peaks": list(run.peaks), "end": run.end}
     if isinstance(state.get("history"), list):
         state_schema.HISTORY.check(state["history"], "hdet.history")

@@ -36,6 +36,7 @@ class SyncRecord:
         seconds: how long training stood still in this process: waiting for slower replicas included, the probe not.
         landed: the step after which the average was applied: ``step``, or up to ``overlap_steps`` later.
         taken: the replica that all others became a copy of (``merge="best"``); None for a mean.
+        undone: the step whose average all replicas returned to, because training broke; None if they did not.
     """
 
     step: int
@@ -52,6 +53,7 @@ class SyncRecord:
     seconds: float
     landed: int | None = None
     taken: int | None = None
+    undone: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict."""
@@ -71,6 +73,7 @@ class HistorySummary:
     Attributes:
         syncs, collectives, bytes, seconds: how many, and the sums over them.
         excluded: how often a replica was left out.
+        undone: how often all replicas returned to an earlier average.
         base: ``first``, ``lowest``, ``highest`` and ``last`` value of every hyperparameter at a sync, by name.
         loss: the same of the mean training loss; empty before the first that is known.
         every: every how many syncs the curve has a point.
@@ -82,6 +85,7 @@ class HistorySummary:
     bytes: int = 0
     seconds: float = 0.0
     excluded: int = 0
+    undone: int = 0
     base: dict[str, dict[str, float]] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
     every: int = 1
@@ -99,6 +103,7 @@ class HistorySummary:
         self.bytes += record.bytes
         self.seconds += record.seconds
         self.excluded += len(record.excluded)
+        self.undone += record.undone is not None
         for name, value in record.base.items():
             self.base[name] = _extended(self.base.get(name, {}), value)
         if (loss := record.mean_loss) is not None:

@@ -217,6 +217,15 @@ class TensorOf:
 
 
 @dataclass(frozen=True)
+class AnyTensor:
+    """A tensor with values, of any kind and shape."""
+
+    def check(self, value: Any, path: str) -> None:
+        if not isinstance(value, Tensor) or value.is_meta:
+            raise refuse(path, "a tensor", value)
+
+
+@dataclass(frozen=True)
 class FlatTensors:
     """A list of 1-D tensors that together have ``numel`` elements, however they are cut; None: any number."""
 

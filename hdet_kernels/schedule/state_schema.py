@@ -15,6 +15,7 @@ from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import POINTS, WINDOW
 from hdet_kernels.schedule.schema import (
     RATE,
+    AnyTensor,
     ByName,
     EmptyOr,
     Fields,
@@ -103,6 +104,7 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "begun": Flag(),
             "history": Items(record(step, tuple(names)), longest=WINDOW),
             "summary": summary(step, tuple(names)),
+            "undo": Maybe(undo(cycle, rows, step)) if cycle.undoing else Missing("the controller undoes nothing here"),
         }
     )
 
@@ -150,6 +152,7 @@ def pending(
         "bytes": _COUNT,
         "collectives": _COUNT,
         "seconds": _NOT_NEGATIVE,
+        "kept": Maybe(Whole(0, step)),
     }
     return Fields(
         {
@@ -158,7 +161,7 @@ def pending(
             "placed": Fields({"base": Items(Number(), (count,)), "values": by_replica, "applied": by_replica}),
             "acting": Flag(),
             "correction": Fields(correction),
-            "outcome": Fields(outcome),
+            "outcome": Fields(outcome, optional=frozenset(("kept",))),  # formats 1 and 2 do not have it
         }
     )
 
@@ -188,6 +191,24 @@ def outer(rows: int) -> Fields:
     )
 
 
+def undo(cycle: Cycle, rows: int, step: int) -> Fields:
+    """Return the schema of the last sound average; ``LastSound.check_state_dict`` compares its shapes."""
+    kept: dict[str, Schema] = {
+        "step": Whole(0, step),
+        "level": Maybe(Number()),
+        "part": InOrder((_COUNT, Whole(1))),
+        "rows": Whole(rows, rows),
+        "params": Items(TensorOf(finite=False)),
+        "buffers": Items(AnyTensor()),
+        "state": ByName(AnyTensor()),
+        "others": ByName(Like(None)),
+        "compression": Maybe(compression(None)),
+        "outer": Maybe(outer(rows)),
+        "displacement": displacement(cycle) if cycle.displacement is not None else Missing("there is none here"),
+    }
+    return Fields({"returns": _COUNT, "kept": Maybe(Fields(kept))})
+
+
 def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
     """Return the schema of one record of the history of a run.
 
@@ -210,8 +231,9 @@ def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
         "seconds": _NOT_NEGATIVE,
         "landed": Maybe(Whole(0, step)),
         "taken": Maybe(_COUNT),
+        "undone": Maybe(Whole(0, step)),
     }
-    return Fields(fields, optional=frozenset(("landed", "taken")))
+    return Fields(fields, optional=frozenset(("landed", "taken", "undone")))
 
 
 def summary(step: int, names: tuple[str, ...]) -> Fields:
@@ -220,7 +242,7 @@ def summary(step: int, names: tuple[str, ...]) -> Fields:
     point = Fields({"step": Whole(0, step), "loss": Maybe(Number()), "base": ByName(_NOT_NEGATIVE, names)})
     return Fields(
         {
-            **dict.fromkeys(("syncs", "collectives", "bytes", "excluded"), _COUNT),
+            **dict.fromkeys(("syncs", "collectives", "bytes", "excluded", "undone"), _COUNT),
             "seconds": _NOT_NEGATIVE,
             "base": EmptyOr(ByName(extremes, names)),
             "loss": EmptyOr(extremes),

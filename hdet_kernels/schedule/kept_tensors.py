@@ -1,0 +1,145 @@
+"""A copy of many tensors that is kept over training steps: on their device if there is room, else in host memory.
+
+Room is a quarter of the memory of the device that nobody has reserved. Host memory is pinned, so that a copy to it does
+not stop the training. It is waited for only when the copy is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("hdet_kernels")
+
+#: The share of a device's free memory that a copy may take.
+SHARE = 0.25
+
+Tree = Any
+
+
+def tensors_in(tree: Tree) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts and lists, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for entry in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(entry)
+
+
+def with_tensors(tree: Tree, tensors: Iterator[Tensor]) -> Tree:
+    """Return nested dicts and lists with other tensors in the places of theirs, in the order of :func:`tensors_in`."""
+    if isinstance(tree, Tensor):
+        return next(tensors)
+    if isinstance(tree, dict):
+        return {name: with_tensors(entry, tensors) for name, entry in tree.items()}
+    return [with_tensors(entry, tensors) for entry in tree] if isinstance(tree, list | tuple) else tree
+
+
+class KeptTensors:
+    """A copy of the tensors in nested dicts and lists, which the next one of the same shapes overwrites."""
+
+    def __init__(self) -> None:
+        self._tree: Tree = None
+        self._lent = False  # somebody else holds these tensors, so that they must not be overwritten
+        self._copied: dict[torch.device, torch.cuda.Event] = {}
+
+    @torch.no_grad()
+    @torch.inference_mode(False)  # tensors made in inference mode could not be overwritten outside of it
+    def copy(self, tree: Tree) -> None:
+        """Keep a copy of ``tree`` in the place of the one before. Does not wait for a device."""
+        sources = list(tensors_in(tree))
+        held = list(tensors_in(self._tree))
+        if self._lent or [_layout(tensor) for tensor in held] != [_layout(tensor) for tensor in sources]:
+            held = []
+            self.drop()  # before memory is asked for
+            held = empty_copies(sources)
+        self._wait()
+        copy_all(held, sources)
+        self._tree = with_tensors(tree, iter(held))
+        self._note({source.device for source in sources if source.is_cuda})
+
+    def read(self) -> Tree:
+        """Return the copy, for work on the current streams that does not modify it. Call :meth:`was_read` after it."""
+        self._wait()
+        return self._tree
+
+    def was_read(self) -> None:
+        """Let later copies wait for the work that the current streams were given with what :meth:`read` returned."""
+        self._note(list(self._copied))
+
+    def lend(self) -> Tree:
+        """Return the copy for somebody who keeps it. Waits for the devices."""
+        for event in self._copied.values():
+            event.synchronize()
+        self._lent = True
+        return self._tree
+
+    def take(self, tree: Tree) -> None:
+        """Keep ``tree`` itself, which is never modified."""
+        self.drop()
+        self._tree, self._lent = tree, True
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self._wait()
+        self._tree, self._lent, self._copied = None, False, {}
+
+    def _wait(self) -> None:
+        for device, event in self._copied.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def _note(self, devices: Iterable[torch.device]) -> None:
+        for device in devices:
+            self._copied[device] = torch.cuda.current_stream(device).record_event()
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of equal shapes into others, without waiting where host memory is pinned."""
+    for waits in (False, True):
+        pairs = [pair for pair in zip(targets, sources, strict=True) if _waits(*pair) is waits]
+        if pairs:
+            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=not waits)
+
+
+def _waits(target: Tensor, source: Tensor) -> bool:
+    """Return whether a copy is complete only after its device was waited for: one between unpinned memory and a GPU."""
+    if target.device == source.device:
+        return False
+    return any(tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in (target, source))
+
+
+def empty_copies(sources: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors for a copy of ``sources``: on their device if there is room, else in pinned host memory."""
+    to_host = {device for device in {tensor.device for tensor in sources} if _crowded(device, sources)}
+    try:
+        return [_empty(tensor, host=tensor.device in to_host) for tensor in sources]
+    except torch.OutOfMemoryError:
+        return [_empty(tensor, host=tensor.device.type == "cuda") for tensor in sources]
+
+
+def _crowded(device: torch.device, sources: Sequence[Tensor]) -> bool:
+    if device.type != "cuda":
+        return False
+    # Memory that torch has reserved and does not use now is that of the next step's activations.
+    free, _ = torch.cuda.mem_get_info(device)
+    return sum(tensor.nbytes for tensor in sources if tensor.device == device) > SHARE * free
+
+
+def _empty(like: Tensor, *, host: bool) -> Tensor:
+    if type(like) not in (Tensor, torch.nn.Parameter):  # a quantised state, which only it knows how to copy
+        return like.detach().clone()
+    if not host:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:  # the system may limit it
+        log.info("no pinned memory for a copy of %d bytes (%s): it is copied to ordinary memory", like.nbytes, error)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.shape, tensor.dtype

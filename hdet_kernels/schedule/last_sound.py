@@ -1,0 +1,205 @@
+"""The last sound average: a copy of everything that training changes, to which all replicas can return.
+
+It has the parameters of the replicas held here (in full precision where they have master weights), the model's buffers,
+the whole state of the optimizer, and the references of the outer optimizer, of the compression and of the
+hypergradient. After an average the replicas of a stack are equal, and one of them is copied.
+
+A return writes into the tensors that are in use: captured CUDA graphs, views and hooks keep their addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet_kernels.converge import Converger
+from hdet_kernels.schedule.gradient_hooks import Displacement
+from hdet_kernels.schedule.kept_tensors import KeptTensors, copy_all
+from hdet_kernels.schedule.optimizer_copy import reset_others, state_pairs, whole_state
+from hdet_kernels.tensors import local, unique
+
+log = logging.getLogger("hdet_kernels")
+
+#: Entries of a saved copy that tell what it is of.
+_ABOUT = ("step", "level", "part", "rows")
+
+
+class LastSound:
+    """Keeps a copy of the replicas held here, and brings them back to it.
+
+    Args:
+        optimizer: its state is kept.
+        converger: its parameters are kept, and what it remembers from one average to the next.
+        displacement: of the hypergradient, if there is one.
+        buffers: returns the current buffers of the model.
+
+    Attributes:
+        step: the step after which the copy was made; None if there is none.
+        level: mean loss at that step, if it is known.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        converger: Converger,
+        displacement: Displacement | None,
+        buffers: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        self.optimizer, self.converger, self.displacement = optimizer, converger, displacement
+        self.buffers = buffers
+        self.step: int | None = None
+        self.level: float | None = None
+        self.copy = KeptTensors()
+        self._own = True  # a process with these replicas made the copy
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether a copy can be made now. While a CUDA graph is captured, every replay would repeat it."""
+        on_gpu = any(param.is_cuda for param in self.converger.tensors.params)
+        return not (on_gpu and torch.cuda.is_current_stream_capturing())
+
+    def keep(self, step: int, level: float | None, *, params_alike: bool, state_alike: bool) -> None:
+        """Copy the current tensors, in the place of the copy before.
+
+        Args:
+            step: the finished steps.
+            level: mean loss, if it is known.
+            params_alike: whether the parameters of all replicas held here are equal.
+            state_alike: the same of the optimizer's state.
+        """
+        self.step = None  # if it fails, there is no copy
+        tensors, others = whole_state(self.optimizer, alike=state_alike)
+        self.copy.copy(
+            {
+                "params": [param[0] if params_alike and self._stacked else param for param in self._full(read=True)],
+                "buffers": [_real(buffer) for buffer in self._buffers()],
+                "state": {name: _real(tensor) for name, tensor in tensors.items()},
+                "others": others,
+                "compression": self.converger.state_dict(copied=False),
+                "outer": self.converger.outer_state_dict(copied=False),
+                "displacement": self.displacement.state_dict() if self.displacement else None,
+            }
+        )
+        self.step, self.level, self._own = step, level, True
+
+    def keep_start(self, step: int) -> None:
+        """Copy the current tensors before the first step. Replicas of a stack may begin apart, so that this waits."""
+        alike = self._stacked and all(bool((param == param[:1]).all()) for param in self._full(read=True))
+        self.keep(step, None, params_alike=alike, state_alike=False)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copy into the tensors that are in use.
+
+        Raises:
+            RuntimeError: with nothing changed, if parameters or state have other shapes now.
+        """
+        kept = self.copy.read()
+        params = zip(self._full(), kept["params"], strict=True)
+        named = [(f"flat parameter {number}", *pair) for number, pair in enumerate(params)]
+        named += [
+            (f"state {name}", _real(now), saved) for name, now, saved in state_pairs(self.optimizer, kept["state"])
+        ]
+        for name, now, saved in named:
+            if not fits(now, saved):
+                raise RuntimeError(
+                    f"{name} has shape {tuple(now.shape)}, and {tuple(saved.shape)} in the copy of step {self.step}, "
+                    "so that the replicas cannot return to it: do not change the model while it is trained"
+                )
+        # Modules may replace their buffers by others, which are left as they are.
+        buffers = zip(map(_real, self._buffers()), kept["buffers"], strict=False)
+        pairs = [*((now, saved) for _, now, saved in named), *(pair for pair in buffers if fits(*pair))]
+        copy_all([now for now, _ in pairs], [saved.expand(now.shape) for now, saved in pairs])
+        reset_others(self.optimizer, kept["state"], kept["others"])
+        if (buckets := self.converger.tensors.buckets) is not None:
+            buckets.round_masters()
+            buckets.advance_versions()
+        self.converger.load_state_dict(kept["compression"], own=self._own)
+        self.converger.load_outer_state_dict(kept["outer"])
+        if self.displacement is not None:
+            self.displacement.load_state_dict(kept["displacement"])
+        self.copy.was_read()
+
+    def drop(self) -> None:
+        """Free the copy."""
+        self.step = self.level = None
+        self.copy.drop()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the copy, as tensors that are never modified; None if there is none. Waits for the device."""
+        if self.step is None:
+            return None
+        ensemble = self.converger.ensemble
+        about = (self.step, self.level, [ensemble.part, ensemble.parts], ensemble.rows)
+        return {**dict(zip(_ABOUT, about, strict=True)), **self.copy.lend()}
+
+    def check_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
+        if state is None or not self._is_of_here(state):
+            return
+        here = [param.shape[1:] if self._stacked else param.shape for param in self._full(read=True)]
+        saved = [param.shape for param in state["params"]]
+        rows = torch.Size([state["rows"]] if self._stacked else [])
+        if len(saved) != len(here) or any(each not in (one, rows + one) for each, one in zip(saved, here, strict=True)):
+            raise ValueError(
+                f"the checkpoint's hdet.undo.kept.params have shapes {[tuple(shape) for shape in saved]}, those of "
+                f"this model {[tuple(shape) for shape in here]}: resume with the model that it was saved with"
+            )
+        self.converger.check_state_dict(state["compression"])
+        self.converger.check_outer_state_dict(state["outer"])
+
+    def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
+        """Take over a saved copy. ``own``: whether a process with the same replicas saved it.
+
+        That of another part of a replica, or of another number of replicas in a process, is left out. The next sound
+        average takes its place.
+        """
+        self.drop()
+        if state is None:
+            return
+        if not self._is_of_here(state):
+            log.info(
+                "the checkpoint's copy of step %d is of part %s of a replica and of %d replicas, which this process "
+                "does not hold: it is left out, and until the next sound average nothing can be undone",
+                *(state["step"], state["part"], state["rows"]),
+            )
+            return
+        self.step, self.level, self._own = state["step"], state["level"], own
+        self.copy.take({name: entry for name, entry in state.items() if name not in _ABOUT})
+
+    def _is_of_here(self, state: dict[str, Any]) -> bool:
+        ensemble = self.converger.ensemble
+        return (list(state["part"]), state["rows"]) == ([ensemble.part, ensemble.parts], ensemble.rows)
+
+    @property
+    def _stacked(self) -> bool:
+        buckets = self.converger.tensors.buckets
+        return buckets is not None and buckets.replicas is not None
+
+    def _full(self, *, read: bool = False) -> list[Tensor]:
+        """Return the parameters in full precision: the tensors that hold them, or with ``read`` what these should hold.
+
+        Master weights may be behind parameters that somebody else has written.
+        """
+        tensors = self.converger.tensors
+        if tensors.buckets is None:
+            return [_real(local(param)) for param in tensors.params]
+        tensors.buckets.rehome()
+        return list(tensors.buckets.read_full() if read else tensors.buckets.full)
+
+    def _buffers(self) -> list[Tensor]:
+        return [local(buffer) for buffer in unique(self.buffers())]
+
+
+def fits(now: Tensor, saved: Tensor) -> bool:
+    """Return whether ``saved`` can be written to ``now``: as it is, or that of one replica to each of several."""
+    return now.shape in (saved.shape, now.shape[:1] + saved.shape)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
