@@ -21,7 +21,7 @@ from hdet_kernels.converge import Converger
 from hdet_kernels.schedule.gradient_hooks import Displacement
 from hdet_kernels.schedule.kept_tensors import KeptTensors, copy_all
 from hdet_kernels.schedule.optimizer_copy import reset_others, state_pairs, whole_state
-from hdet_kernels.tensors import local, unique
+from hdet_kernels.tensors import local, unique, wide_dtype
 
 log = logging.getLogger("hdet_kernels")
 
@@ -87,10 +87,28 @@ class LastSound:
         )
         self.step, self.level, self._own = step, level, True
 
-    def keep_start(self, step: int) -> None:
-        """Copy the current tensors before the first step. Replicas of a stack may begin apart, so that this waits."""
+    def keep_start(self, step: int, buffers: Sequence[Tensor] | None = None) -> None:
+        """Copy the current tensors before the first step. Replicas of a stack may begin apart, so that this waits.
+
+        ``buffers``: copies of them that :meth:`copied_buffers` made earlier: a forward pass may have changed them.
+        """
         alike = self._stacked and all(bool((param == param[:1]).all()) for param in self._full(read=True))
         self.keep(step, None, params_alike=alike, state_alike=False)
+        if buffers is not None:
+            pairs = [pair for pair in zip(self.copy.read()["buffers"], buffers, strict=False) if fits(*pair)]
+            copy_all([kept for kept, _ in pairs], [earlier for _, earlier in pairs])
+            self.copy.was_read()
+
+    def copied_buffers(self) -> list[Tensor]:
+        """Return copies of the model's buffers."""
+        return [_real(buffer).clone() for buffer in self._buffers()]
+
+    @torch.no_grad()
+    def digest(self) -> Tensor:
+        """Return a number for each parameter tensor that, almost surely, differs if the parameters do."""
+        parts = [(param, wide_dtype(param.device)) for param in self._full(read=True)]
+        sums = [torch.linalg.vector_norm(param, dtype=wide) + 0.618 * param.sum(dtype=wide) for param, wide in parts]
+        return torch.stack([each.to("cpu") for each in sums])
 
     @torch.no_grad()
     def restore(self) -> None:

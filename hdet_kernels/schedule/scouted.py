@@ -34,7 +34,11 @@ class Scouted:
     @property
     def config(self) -> dict[str, Any]:
         """The settings that must be equal on all replicas, and in a checkpoint that is loaded."""
-        return {"scout": self.settings.to_dict(), "total_steps": self.plan.total_steps, "rounds": list(self.plan.rounds)}
+        return {
+            "scout": self.settings.to_dict(),
+            "total_steps": self.plan.total_steps,
+            "rounds": list(self.plan.rounds),
+        }
 
 
 def ratios_of(optimizer: Optimizer) -> list[float]:

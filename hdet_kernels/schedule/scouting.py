@@ -11,31 +11,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.converge.handshake import check_same_everywhere
-from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradient_hooks import fingerprint
-from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.schedule.last_sound import LastSound
 from hdet_kernels.schedule.loss_window import Loss, run_probe
 from hdet_kernels.schedule.round_losses import RoundLosses
+from hdet_kernels.schedule.scout_round import compare, gather_numbers, raise_failed_probe, scout_record
 from hdet_kernels.schedule.scouted import Scouted
 from hdet_kernels.scout import Comparison, OwnGradients, candidates, choose, narrow
 from hdet_kernels.scout.own_gradients import differ
 from hdet_kernels.scout.plan import Bracket, first_bracket, middle, tail_steps
 
 log = logging.getLogger("hdet_kernels")
-
-Array = NDArray[np.float64]
 
 
 class Scouting:
@@ -61,6 +57,8 @@ class Scouting:
         self.round = self.step = 0
         self.bracket: Bracket = first_bracket(scouted.settings)
         self.start = LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers)
+        # The first step comes after a forward pass, which may change buffers (BatchNorm).
+        self._buffers, self._digest = self.start.copied_buffers(), self.start.digest()
         self.losses = RoundLosses(cycle.ensemble.rows)
         self.spread = Spread(
             cycle.spread.hyperparameters,
@@ -109,10 +107,22 @@ class Scouting:
                 *(self.scouted.settings.lowest, self.scouted.settings.highest, self.ensemble.size, plan.run),
             )
 
+    def tell_found(self) -> None:
+        """Log the learning rate that was found."""
+        found, plan = self.scouted.found, self.scouted.plan
+        if self._tells and found is not None:
+            rates = ", ".join(f"{rate:.3g}" for rate in self.scouted.rates(found))
+            log.warning(
+                "step %d: the peak learning rate is %s; the run begins, with %d steps", plan.steps, rates, plan.run
+            )
+
     # The learning rates
 
     def begin_round(self, scheduled: list[float | Tensor]) -> None:
-        """Give every replica its candidate. ``scheduled``: learning rates of the groups for the middle candidate."""
+        """Give every replica its candidate, at the beginning of a round or, after loading, within one.
+
+        ``scheduled``: learning rates of the parameter groups for the middle candidate.
+        """
         self.spread.scheduled = scheduled
         self.spread.place(np.array(self.candidates) / middle(self.bracket))
         self.write()
@@ -133,14 +143,20 @@ class Scouting:
     def before_optimizer_step(self) -> None:
         """Copy everything before the first step, and look at the gradients. A hook of the optimizer."""
         if self.start.step is None and self.start.can_copy:
-            self.own.share_state()
-            self.start.keep_start(0)
-            self.own.separate_state()
+            self._keep_start()
             if self.cycle.probe is not None:
                 probed, self._failure = run_probe(self.cycle.probe, self.ensemble.rows)
                 self._probed = math.nan if probed is None else probed
         if not self.certain:
             self._fingerprint = fingerprint(self.optimizer.param_groups)
+
+    def _keep_start(self) -> None:
+        self.own.share_state()
+        # Other parameters than at construction were loaded in the meantime, and the buffers with them.
+        loaded = not torch.equal(self.start.digest(), self._digest)
+        self.start.keep_start(0, None if loaded else self._buffers)
+        self._buffers = []
+        self.own.separate_state()
 
     def record(self, loss: Loss) -> None:
         """Add a training loss of the current step."""
@@ -161,7 +177,8 @@ class Scouting:
             if self.cycle.probe is None and not self.losses.ever:
                 raise RuntimeError(
                     "max_lr=None compares losses, and none was recorded: call scheduler.step(loss), or "
-                    "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass probe="
+                    "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass "
+                    "probe="
                 )
             if not self.certain or self.made == 0:
                 self._end_first_steps()
@@ -184,8 +201,8 @@ class Scouting:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
         if self.start.step is None:
             raise RuntimeError(
-                "scheduler.step() before the first optimizer.step(), or a first step that was captured as a CUDA graph: "
-                "with max_lr=None the parameters are copied at the first step; make it outside of a graph"
+                "scheduler.step() before the first optimizer.step(), or a first step that was captured as a CUDA "
+                "graph: with max_lr=None the parameters are copied at the first step; make it outside of a graph"
             )
 
     def _end_first_steps(self) -> None:
@@ -193,20 +210,28 @@ class Scouting:
         if self.made == 0:
             same = "all replicas must build the scheduler with the same arguments"
             check_same_everywhere(self.ensemble, {**self.cycle.config, **self.scouted.config}, "the settings", same)
-        found = self._gathered({"failed": float(self._failure is not None), "gradients": self._fingerprint})
-        self._raise_failed(found["failed"], self._failure)
+        found = gather_numbers(
+            self.ensemble, {"failed": float(self._failure is not None), "gradients": self._fingerprint}
+        )
+        raise_failed_probe(found["failed"], self._failure)
         self.certain = self.certain or differ(found["gradients"]) is True
 
     # The end of a round
 
     def _end_round(self) -> None:
         """Compare the replicas, narrow the range or choose, record it, and return to the start. Collective."""
-        seen, probes = self._compare()
+        seen, training = compare(
+            self.ensemble, self.candidates, self.losses, self.cycle.probe, step=self.made + 1, level=self._probed
+        )
         last = self.round + 1 == len(self.scouted.plan.rounds)
         settings = self.scouted.settings
         verdict = choose(seen, self.ensemble.size, settings) if last else None
         bracket = narrow(seen, self.bracket, settings)
-        self._record(seen, probes)
+        hyperparameters = self.spread.hyperparameters
+        record = scout_record(
+            hyperparameters, self.peaks, seen, training, self.ensemble, step=self.made + 1, number=self.round
+        )
+        self.cycle.add_record(record)
         self._return_to_start(last=last)
         self._log_round(seen, bracket, None if verdict is None else verdict.how)
         self.losses.clear()
@@ -229,71 +254,6 @@ class Scouting:
         else:
             self.own.separate_state()
 
-    def _compare(self) -> tuple[Comparison, Array | None]:
-        """Return the losses of all replicas, and their losses on the probe if there is one. Collective."""
-        probe, losses = self.cycle.probe, self.losses
-        probed, failure = (math.nan, None) if probe is None else run_probe(probe, self.ensemble.rows)
-        found = self._gathered(
-            {
-                "step": float(self.made),
-                "failed": float(failure is not None),
-                "probe": probed,
-                "level": self._probed,
-                "first": losses.first.sum,
-                "firsts": float(losses.first.count),
-                "tail": losses.tail.sum,
-                "squares": losses.squares.sum,
-                "count": float(losses.tail.count),
-            }
-        )
-        if (found["step"] != found["step"][0]).any():
-            raise RuntimeError(
-                f"the replicas have made {found['step'].astype(int).tolist()} steps: all must step equally often"
-            )
-        self._raise_failed(found["failed"], failure)
-        count = found["count"]
-        if probe is None and not (count > 0).all():
-            raise RuntimeError(
-                f"replicas {np.flatnonzero(count == 0).tolist()} recorded no loss in the last steps of a scouting round: "
-                "call scheduler.step(loss) at every step, or pass probe="
-            )
-        with np.errstate(all="ignore"):  # losses may be infinite, or none
-            mean = found["tail"] / count
-            spread = np.maximum(found["squares"] / count - mean**2, 0.0)
-            errors = np.sqrt(spread / np.maximum(count - 1, 1))
-            first = found["first"] / found["firsts"]
-        rates = np.array(self.candidates)
-        if probe is None:
-            return Comparison(rates, mean, errors, _mean(first)), None
-        return Comparison(rates, found["probe"], np.zeros_like(mean), _mean(found["level"])), mean
-
-    def _record(self, seen: Comparison, training: Array | None) -> None:
-        """Add the round to the history: every replica's peak learning rate, and its loss."""
-        names = [hyper.name for hyper in self.spread.hyperparameters]
-        base = [*self.peaks, *(float(hyper.base or 0.0) for hyper in self.spread.hyperparameters[len(self.peaks) :])]
-        factors = seen.rates / middle(self.bracket)
-        values = [
-            [value] * len(factors) if index >= len(self.peaks) else (value * factors).tolist()
-            for index, value in enumerate(base)
-        ]
-        step = self.made + 1
-        record = SyncRecord(
-            step=step,
-            cycle=self.round,
-            kind="scout",
-            losses=(seen.losses if training is None else training).tolist(),
-            probes=None if training is None else seen.losses.tolist(),
-            base=dict(zip(names, base, strict=True)),
-            values=dict(zip(names, values, strict=True)),
-            excluded=np.flatnonzero(~np.isfinite(seen.losses)).tolist(),
-            gradients="local",
-            bytes=0,
-            collectives=int(self.ensemble.talks),
-            seconds=0.0,
-            landed=step,
-        )
-        self.cycle.add_record(record)
-
     def _log_round(self, seen: Comparison, bracket: Bracket, how: str | None) -> None:
         if not self._tells:
             return
@@ -308,20 +268,9 @@ class Scouting:
         if how is not None:
             log.info("the learning rate is %s", how)
 
-    # With the other replicas
-
     @property
     def _tells(self) -> bool:
         return self.ensemble.replica == 0 and self.ensemble.part == 0
-
-    def _gathered(self, columns: Mapping[str, float | Tensor | None]) -> dict[str, Array]:
-        """Return [N] for each of the numbers, or [rows] tensors, of this process; the mean over parts. Collective."""
-        return gathered(self.ensemble, columns)
-
-    def _raise_failed(self, failed: Array, failure: Exception | None) -> None:
-        if failed.any():
-            replicas = np.flatnonzero(failed).tolist()
-            raise RuntimeError(f"probe() raised on replicas {replicas}: correct it, or leave probe= out") from failure
 
     # The model that the run begins with
 
@@ -329,7 +278,9 @@ class Scouting:
     def consensus(self) -> Iterator[None]:
         """Hold the model as it was before the first step inside the block, and this replica's own after it."""
         if self.in_consensus:
-            raise RuntimeError("scheduler.consensus() inside scheduler.consensus(): the model is that of the start already")
+            raise RuntimeError(
+                "scheduler.consensus() inside scheduler.consensus(): the model is that of the start already"
+            )
         if self.start.step is None:
             yield
             return
@@ -351,8 +302,8 @@ class Scouting:
         """Return the state, as plain values and tensors that ``weights_only=True`` loads."""
         if self.in_consensus:
             raise RuntimeError(
-                f"the scheduler cannot be saved inside scheduler.consensus() before step {self.scouted.plan.steps}, while "
-                "it looks for a learning rate: the model there is that of the start; save outside of the block"
+                f"the scheduler cannot be saved inside scheduler.consensus() before step {self.scouted.plan.steps}, "
+                "while it looks for a learning rate: the model there is that of the start; save outside of the block"
             )
         ensemble = self.ensemble
         probed = self._probed.tolist() if isinstance(self._probed, Tensor) else self._probed
@@ -378,24 +329,3 @@ class Scouting:
         self.certain = state["certain"]
         self.own.shared_state = state["shared_state"]
         self.start.load_state_dict(state["start"], own=True)
-
-
-def gathered(ensemble: Ensemble, columns: Mapping[str, float | Tensor | None]) -> dict[str, Array]:
-    """Return [N] for each of the numbers, or [rows] tensors, of every process; the mean over parts. Collective.
-
-    None counts as NaN.
-    """
-    rows = [
-        value.detach().double().cpu().expand(ensemble.rows)
-        if isinstance(value, Tensor)
-        else torch.full((ensemble.rows,), math.nan if value is None else value, dtype=torch.float64, device="cpu")
-        for value in columns.values()
-    ]
-    found = ensemble.gather(torch.stack(rows, dim=1)).double().mean(dim=1).numpy()
-    return {name: found[:, index] for index, name in enumerate(columns)}
-
-
-def _mean(levels: Array) -> float:
-    """Return the mean of those that are finite; NaN without any."""
-    finite = levels[np.isfinite(levels)]
-    return float(finite.mean()) if len(finite) else math.nan

@@ -5,6 +5,8 @@ Nothing here changes anything. ``checked_state.py`` checks a whole state by this
 
 from __future__ import annotations
 
+from typing import get_args
+
 from hdet_kernels.controller.hypergradient import HypergradientController
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.controller.slopes import SlopeController
@@ -12,7 +14,7 @@ from hdet_kernels.controller.softmax import SoftmaxController
 from hdet_kernels.converge.payload import Payload
 from hdet_kernels.ops.wire import FORMATS
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history import POINTS, WINDOW
+from hdet_kernels.schedule.history import POINTS, WINDOW, Kind
 from hdet_kernels.schedule.schema import (
     RATE,
     AnyTensor,
@@ -102,8 +104,8 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "compression": Maybe(compression(_elements(cycle, payload) if cycle.converger.compress else None)),
             "outer": outer(rows) if cycle.config["outer"] is not None else Missing("outer=None here"),
             "begun": Flag(),
-            "history": Items(record(step, tuple(names)), longest=WINDOW),
-            "summary": summary(step, tuple(names)),
+            "history": Items(record(cycle.before + step, tuple(names)), longest=WINDOW),
+            "summary": summary(cycle.before + step, tuple(names)),
             "undo": Maybe(undo(cycle, rows, step)) if cycle.undoing else Missing("the controller undoes nothing here"),
         }
     )
@@ -192,21 +194,35 @@ def outer(rows: int) -> Fields:
 
 
 def undo(cycle: Cycle, rows: int, step: int) -> Fields:
-    """Return the schema of the last sound average; ``LastSound.check_state_dict`` compares its shapes."""
-    kept: dict[str, Schema] = {
-        "step": Whole(0, step),
-        "level": Maybe(Number()),
-        "part": InOrder((_COUNT, Whole(1))),
-        "rows": Whole(rows, rows),
-        "params": Items(TensorOf(finite=False)),
-        "buffers": Items(AnyTensor()),
-        "state": ByName(AnyTensor()),
-        "others": ByName(Like(None)),
-        "compression": Maybe(compression(None)),
-        "outer": Maybe(outer(rows)),
-        "displacement": displacement(cycle) if cycle.displacement is not None else Missing("there is none here"),
-    }
-    return Fields({"returns": _COUNT, "kept": Maybe(Fields(kept))})
+    """Return the schema of the last sound average, and of how often the replicas returned to one."""
+    no_displacement = Missing("there is none here")
+    kept = kept_copy(rows, step, displacement(cycle) if cycle.displacement is not None else no_displacement)
+    return Fields({"returns": _COUNT, "kept": Maybe(kept)})
+
+
+def kept_copy(rows: int, step: int, displacement: Schema) -> Fields:
+    """Return the schema of a copy that replicas can return to; ``LastSound.check_state_dict`` compares its shapes.
+
+    Args:
+        rows: replicas in a process.
+        step: the saved step.
+        displacement: schema of the hypergradient's displacement.
+    """
+    return Fields(
+        {
+            "step": Whole(0, step),
+            "level": Maybe(Number()),
+            "part": InOrder((_COUNT, Whole(1))),
+            "rows": Whole(rows, rows),
+            "params": Items(TensorOf(finite=False)),
+            "buffers": Items(AnyTensor()),
+            "state": ByName(AnyTensor()),
+            "others": ByName(Like(None)),
+            "compression": Maybe(compression(None)),
+            "outer": Maybe(outer(rows)),
+            "displacement": displacement,
+        }
+    )
 
 
 def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
@@ -219,7 +235,7 @@ def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
     fields: dict[str, Schema] = {
         "step": Whole(0, step),
         "cycle": Whole(0, step),
-        "kind": Text(("sync", "early", "last", "manual")),
+        "kind": Text(get_args(Kind)),
         "losses": Items(_ANY),
         "probes": Maybe(Items(_ANY)),
         "base": ByName(_NOT_NEGATIVE, names),

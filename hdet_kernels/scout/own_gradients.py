@@ -15,7 +15,6 @@ from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
 
 
-
 class OwnGradients:
     """The switch between shared gradients and those of each replica.
 
@@ -39,7 +38,7 @@ class OwnGradients:
         self._stack: ReplicaStack | None = stack if stack is not None and stack.gradients == "shared" else None
         found = model.modules() if isinstance(model, nn.Module) and stack is None else ()
         self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
-        self._synced = [wrapper.require_backward_grad_sync for wrapper in self._wrappers]
+        self._synced: list[bool] = []
         self._on = False
         #: Whether the replicas of a stack had one state for all before.
         self.shared_state = False
@@ -52,6 +51,7 @@ class OwnGradients:
         if self._on:
             return
         self._on = True
+        self._synced = [wrapper.require_backward_grad_sync for wrapper in self._wrappers]
         for wrapper in self._wrappers:
             wrapper.require_backward_grad_sync = False
         if self._stack is not None:
@@ -100,9 +100,9 @@ def differ(fingerprints: NDArray[np.float64]) -> bool | None:
     if (fingerprints != fingerprints[0]).any():
         return True
     raise RuntimeError(
-        "max_lr=None compares learning rates on every replica's own gradients, but all replicas have the same one: pass "
-        "the DistributedDataParallel model as model=, so that the scheduler can switch its averaging off for that time; "
-        "if every process computes the same batch, give each its own; or pass a learning rate"
+        "max_lr=None compares learning rates on every replica's own gradients, but all replicas have the same one: "
+        "pass the DistributedDataParallel model as model=, so that the scheduler can switch its averaging off for that "
+        "time; if every process computes the same batch, give each its own; or pass a learning rate"
     )
 
 

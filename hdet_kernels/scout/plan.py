@@ -71,8 +71,8 @@ def make_plan(
     if steps < settings.fewest:
         least = math.ceil(settings.fewest / settings.share - 1e-6)
         raise ValueError(
-            f"max_lr=None takes {settings.share:.0%} of the steps, at least {settings.fewest}, to find a learning rate, "
-            f"got total_steps={total_steps}: pass total_steps of at least {least}, or a learning rate"
+            f"max_lr=None takes {settings.share:.0%} of the steps, at least {settings.fewest}, to find a learning "
+            f"rate, got total_steps={total_steps}: pass total_steps of at least {least}, or a learning rate"
         )
     rounds = _lengths(steps, rounds_needed(replicas, settings), settings)
     rounds = [_workable(length, workable, settings.fewest) for length in rounds]

@@ -53,9 +53,13 @@ class ScoutSettings:
         check_number("ScoutSettings.factor", self.factor, above=1)
         check_number("ScoutSettings.shift", self.shift)
         if check_steps("ScoutSettings.fewest", self.fewest) < 4:
-            raise ValueError(f"ScoutSettings.fewest must be at least 4, got {self.fewest}: a miniature needs some steps")
+            raise ValueError(
+                f"ScoutSettings.fewest must be at least 4, got {self.fewest}: a miniature needs some steps"
+            )
         if self.share > 0.5:
-            raise ValueError(f"ScoutSettings.share must be at most 0.5, got {self.share}: the rest of the steps is the run")
+            raise ValueError(
+                f"ScoutSettings.share must be at most 0.5, got {self.share}: the rest of the steps is the run"
+            )
         if self.lowest >= self.highest:
             raise ValueError(
                 f"ScoutSettings.lowest must be below highest, got {self.lowest} and {self.highest}: they are the range "

@@ -15,14 +15,16 @@ def test_the_first_step_and_the_last_ones_count() -> None:
     assert (losses.first.sum, losses.first.count) == (8.0, 1)
     assert (losses.tail.sum, losses.tail.count, losses.squares.sum) == (4.0, 2, 10.0)
     losses.clear()
-    assert losses.ever and losses.tail.count == 0
+    assert losses.ever
+    assert losses.tail.count == 0
 
 
 def test_losses_of_a_stack_are_summed_in_full_precision() -> None:
     losses = RoundLosses(2)
     losses.record(torch.tensor([1.001, 2.0], dtype=torch.bfloat16), 5, tail_from=5)
     losses.record([3.0, 4.0], 6, tail_from=5)
-    assert isinstance(losses.squares.sum, torch.Tensor) and losses.squares.sum.dtype is torch.float64
+    assert isinstance(losses.squares.sum, torch.Tensor)
+    assert losses.squares.sum.dtype is torch.float64
     assert losses.squares.sum.tolist() == [10.0, 20.0]
     with pytest.raises(ValueError, match=r"must have shape \[2\], got \[3\]"):
         losses.record([1.0, 2.0, 3.0], 7, tail_from=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -48,7 +49,8 @@ def last_factor(replicas: int) -> float:
 def test_lengths_of_the_rounds(total_steps: int, replicas: int, rounds: tuple[int, ...]) -> None:
     plan = make_plan(total_steps, replicas, DEFAULT)
     assert (plan.rounds, plan.run) == (rounds, total_steps - sum(rounds))
-    assert plan.total_steps == total_steps and plan.before(1) == rounds[0]
+    assert plan.total_steps == total_steps
+    assert plan.before(1) == rounds[0]
 
 
 @given(st.integers(67, 10**7), st.integers(2, 64), st.floats(0.0, 1.0))
@@ -73,13 +75,15 @@ def test_neighbours_of_the_last_round_are_close(replicas: int) -> None:
 def test_candidates_are_spaced_evenly_inside_the_range(low: float, width: float, replicas: int) -> None:
     rates = candidates((low, low + width), replicas)
     logs = [low, *map(math.log, rates), low + width]
-    gaps = [b - a for a, b in zip(logs[:-1], logs[1:], strict=True)]
+    gaps = [b - a for a, b in itertools.pairwise(logs)]
     assert gaps == pytest.approx([width / (replicas + 1)] * (replicas + 1), rel=1e-6, abs=1e-9)
     assert rates[0] * rates[-1] == pytest.approx(middle((low, low + width)) ** 2, rel=1e-9)
 
 
 def test_one_replica_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"several replicas, and there is one: pass a learning rate, or train replicas"):
+    with pytest.raises(
+        ValueError, match=r"several replicas, and there is one: pass a learning rate, or train replicas"
+    ):
         make_plan(1000, 1, DEFAULT)
 
 
