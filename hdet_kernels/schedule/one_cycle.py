@@ -163,8 +163,8 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         return state if self._scouted is None else {**state, "scout": scout_state(self._scouted, self._phase)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        hdet = checked(self.cycle, state_dict)
         scout = checked_scout(self._scouted, self.cycle, state_dict)
+        hdet = checked(self.cycle, state_dict)
         if scout is None or self._scouted is None:
             schedule = checked_schedule(self._schedule_state(), state_dict, hdet["step"], "scheduler")
             with checkpoint.undone_on_error(self.cycle, self):

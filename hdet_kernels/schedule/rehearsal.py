@@ -75,7 +75,9 @@ def built_state(optimizer: Optimizer, arguments: dict[str, Any]) -> dict[str, An
     """Return the state that torch's OneCycleLR has when it is built with these arguments. Nothing is modified."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return OneCycleLR(_stand_in(optimizer), **arguments).state_dict()
+        stand_in = _stand_in(optimizer)
+        stand_in.defaults = dict(optimizer.defaults)  # they tell whether the optimizer has a momentum or betas
+        return OneCycleLR(stand_in, **arguments).state_dict()
 
 
 def _stand_in(optimizer: Optimizer) -> SGD:

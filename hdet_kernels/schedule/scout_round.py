@@ -72,12 +72,10 @@ def compare(
             "call scheduler.step(loss) at every step, or pass probe="
         )
     with np.errstate(all="ignore"):  # losses may be infinite, or none
-        mean = found["tail"] / count
-        variance = np.maximum(found["squares"] / count - mean**2, 0.0)
-        errors = np.sqrt(variance / np.maximum(count - 1, 1))
-        first = found["first"] / found["firsts"]
+        mean, first = found["tail"] / count, found["first"] / found["firsts"]
+        variance = _variance(found["squares"] / count - mean**2, count, first)
     if probe is None:
-        return Comparison(np.array(rates), mean, errors, _mean(first)), None
+        return Comparison(np.array(rates), mean, np.sqrt(variance / count), _mean(first)), None
     return Comparison(np.array(rates), found["probe"], np.zeros_like(mean), _mean(found["level"])), mean
 
 
@@ -142,6 +140,20 @@ def raise_failed_probe(failed: Array, failure: Exception | None) -> None:
     if failed.any():
         replicas = np.flatnonzero(failed).tolist()
         raise RuntimeError(f"probe() raised on replicas {replicas}: correct it, or leave probe= out") from failure
+
+
+def _variance(within: Array, count: Array, first: Array) -> Array:
+    """Return the variance of a single loss of each replica, from one batch to another.
+
+    A few steps say little about it, so that it is at least what the median replica has. Of a single step it is that of
+    the replicas' first losses, which are of the same parameters.
+    """
+    own = np.where(count > 1, np.maximum(within, 0.0) * count / np.maximum(count - 1, 1), np.nan)
+    finite = own[np.isfinite(own)]
+    firsts = first[np.isfinite(first)]
+    if len(finite):
+        return np.fmax(own, np.median(finite))
+    return np.full_like(own, firsts.var(ddof=1) if len(firsts) > 1 else 0.0)
 
 
 def _mean(levels: Array) -> float:

@@ -37,8 +37,8 @@ def scout_state(scouted: Scouted, phase: Scouting | None) -> dict[str, Any]:
     }
 
 
-def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the ``"scout"`` entry of a scheduler's state after checking it. Nothing is modified.
+def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> dict[str, Any] | None:
+    """Return the ``"scout"`` entry of a scheduler's state after checking it; None if there is none to check.
 
     Args:
         scouted: that of the scheduler that loads it; None if it was given a learning rate.
@@ -48,6 +48,8 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: dict[str, A
     Raises:
         ValueError: naming the entry that is missing, damaged or of another run.
     """
+    if not isinstance(state_dict, dict) or "hdet" not in state_dict:
+        return None  # checked_state.py refuses it
     saved = state_dict.get("scout")
     if (saved is None) is not (scouted is None):
         there, here = ("a learning rate", "None") if saved is None else ("max_lr=None", "one")
@@ -114,6 +116,7 @@ def _schema(scouted: Scouted, cycle: Cycle, saved: dict[str, Any]) -> Fields:
         "probed": by_row,
         "certain": Flag(),
         "shared_state": Flag(),
+        "fresh": Flag(),
         "start": start if begun else Maybe(start),
     }
     return Fields(

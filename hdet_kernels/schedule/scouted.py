@@ -12,7 +12,7 @@ from hdet_kernels.scout import Plan, ScoutSettings
 
 
 class Scouted:
-    """What a scouting phase is to find, and what it found.
+    """The plan of a scouting phase, and the learning rate that it found.
 
     Args:
         plan: the rounds.

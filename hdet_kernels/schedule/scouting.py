@@ -68,6 +68,7 @@ class Scouting:
             scheduled=cycle.spread.scheduled,
         )
         self.replaced = self.in_consensus = False
+        self._fresh = False  # the optimizer had no state before the first step
         # Of the first step: the loss on the probe before it, or why there is none, and the gradients' fingerprint.
         self._probed: float | Tensor = math.nan
         self._failure: Exception | None = None
@@ -156,6 +157,7 @@ class Scouting:
         loaded = not torch.equal(self.start.digest(), self._digest)
         self.start.keep_start(0, None if loaded else self._buffers)
         self._buffers = []
+        self._fresh = not any(self.optimizer.state.values())
         self.own.separate_state()
 
     def record(self, loss: Loss) -> None:
@@ -249,6 +251,8 @@ class Scouting:
         else:
             self.own.share_state()
         self.start.restore()
+        if self._fresh:
+            self.optimizer.state.clear()  # not zeros, which a checkpoint would take for a state
         if last:
             self.start.drop()
         else:
@@ -316,6 +320,7 @@ class Scouting:
             "probed": probed,
             "certain": self.certain,
             "shared_state": self.own.shared_state,
+            "fresh": self._fresh,
             "start": self.start.state_dict(),
         }
 
@@ -327,5 +332,5 @@ class Scouting:
         probed = state["probed"]
         self._probed = torch.tensor(probed, dtype=torch.float64, device="cpu") if isinstance(probed, list) else probed
         self.certain = state["certain"]
-        self.own.shared_state = state["shared_state"]
+        self.own.shared_state, self._fresh = state["shared_state"], state["fresh"]
         self.start.load_state_dict(state["start"], own=True)

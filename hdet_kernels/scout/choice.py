@@ -56,9 +56,12 @@ class Comparison:
         return [int(index) for index in np.flatnonzero(self.losses - self.losses[best] <= allowed)]
 
     def learned(self, settings: ScoutSettings) -> bool:
-        """Return whether the best loss is below that before the first step, by more than noise."""
+        """Return whether the best loss is below that before the first step, by more than noise.
+
+        The best of several that differ by noise alone is below the others, so that it has to be twice as far away.
+        """
         best = self.best
-        noise = max(settings.deviations * self.errors[best], settings.flat * abs(self.losses[best]))
+        noise = max(2 * settings.deviations * self.errors[best], settings.flat * abs(self.losses[best]))
         return not self.level - self.losses[best] <= noise
 
 

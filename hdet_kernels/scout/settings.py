@@ -37,7 +37,7 @@ class ScoutSettings:
     fewest: int = 10
     tail: float = 0.2
     flat: float = 0.001
-    deviations: float = 1.0
+    deviations: float = 1.5
     depth: float = 0.3
     reach: float = 1.0
     shift: float = 0.0
