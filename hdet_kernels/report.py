@@ -42,8 +42,9 @@ def summary(history: History) -> dict[str, Any]:
     """Return totals over all syncs.
 
     The keys are ``syncs``, ``steps``, ``collectives``, ``bytes``, ``seconds``, ``excluded`` (how often a replica was
-    left out), ``first_loss`` and ``last_loss`` (mean over replicas, None where none was recorded), and ``base``: the
-    ``first``, ``last`` and ``peak`` value of every hyperparameter at a sync.
+    left out), ``undone`` (how often all replicas returned to an earlier average), ``first_loss`` and ``last_loss``
+    (mean over replicas, None where none was recorded), and ``base``: the ``first``, ``last`` and ``peak`` value of
+    every hyperparameter at a sync.
     """
     records = _records(history)
     losses = [_loss_range(record.losses)[0] for record in records]
@@ -56,6 +57,7 @@ def summary(history: History) -> dict[str, Any]:
         "bytes": sum(record.bytes for record in records),
         "seconds": sum(record.seconds for record in records),
         "excluded": sum(len(record.excluded) for record in records),
+        "undone": sum(record.undone is not None for record in records),
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "base": {name: {"first": b[0], "last": b[-1], "peak": max(b)} for name, b in bases.items()},

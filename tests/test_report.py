@@ -63,6 +63,7 @@ def test_summary_adds_up() -> None:
         "bytes": 1_234_567 + 999,
         "seconds": pytest.approx(0.52468),
         "excluded": 1,
+        "undone": 0,
         "first_loss": 2.5,
         "last_loss": None,
         "base": {

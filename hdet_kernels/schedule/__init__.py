@@ -7,6 +7,8 @@ puts a cycle together; for a schedule that does not tell its peak, ``rehearsal.p
 replicas held here (``gradient_hooks.py`` tells whether gradients are shared, and measures the hypergradient), averages
 them with the others (folder ``converge/``), notes the sync in ``history.py``, and lets the controller (folder
 ``controller/``) move the base values that folder ``fanout/`` spreads over the replicas of the next cycle.
+``undoing.py`` returns all replicas to the last sound average where training broke; ``last_sound.py`` is the copy of it,
+with the optimizer's state by ``optimizer_copy.py``, in the memory of ``kept_tensors.py``.
 ``overlapping.py`` is an average that runs beside the training. ``history_file.py`` writes every record to a file.
 
 ``checkpoint.py`` saves and restores all of it. ``formats.py`` converts what earlier versions saved, and

@@ -285,6 +285,7 @@ class Cycle:
         """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
         if self.undoing is None or not self.undoing.can_go_back(none.agreement.kept):
             raise none
+        log.warning("%s", str(none).partition(". Nothing was")[0])
         slopes = self.displacement.turn() if self.displacement else None
         unknown = np.full(self.ensemble.size, np.nan)
         undone = self.undoing.go_back(self.run, observation(placed, unknown, slopes, step))

@@ -64,7 +64,7 @@ class LastSound:
         return not (on_gpu and torch.cuda.is_current_stream_capturing())
 
     def keep(self, step: int, level: float | None, *, params_alike: bool, state_alike: bool) -> None:
-        """Copy the current tensors, in the place of the copy before.
+        """Copy the replicas after an average, in the place of the copy before.
 
         Args:
             step: the finished steps.
@@ -72,32 +72,39 @@ class LastSound:
             params_alike: whether the parameters of all replicas held here are equal.
             state_alike: the same of the optimizer's state.
         """
+        params = self._full()
+        self._keep(step, level, _first_rows(params) if params_alike and self._stacked else params, state_alike)
+
+    def keep_start(self, step: int, buffers: Sequence[Tensor] | None = None) -> None:
+        """Copy the replicas before the first step. Those of a stack may begin apart, so that this waits.
+
+        ``buffers``: what :meth:`copied_buffers` returned earlier, if a forward pass may have changed them since then.
+        """
+        params = self._full(read=True)
+        if self._stacked and all(bool((param == param[:1]).all()) for param in params):
+            params = _first_rows(params)
+        self._keep(step, None, params, state_alike=False)
+        if buffers is not None:
+            pairs = [pair for pair in zip(self.copy.read()["buffers"], buffers, strict=False) if fits(*pair)]
+            copy_all([kept for kept, _ in pairs], [earlier for _, earlier in pairs])
+            self.copy.was_read()
+
+    def _keep(self, step: int, level: float | None, params: list[Tensor], state_alike: bool) -> None:
         self.step = None  # if it fails, there is no copy
         tensors, others = whole_state(self.optimizer, alike=state_alike)
         self.copy.copy(
             {
-                "params": [param[0] if params_alike and self._stacked else param for param in self._full(read=True)],
+                "params": params,
                 "buffers": [_real(buffer) for buffer in self._buffers()],
-                "state": {name: _real(tensor) for name, tensor in tensors.items()},
-                "others": others,
+                # None for empty dicts, which a distributed checkpoint would lose.
+                "state": {name: _real(tensor) for name, tensor in tensors.items()} or None,
+                "others": others or None,
                 "compression": self.converger.state_dict(copied=False),
                 "outer": self.converger.outer_state_dict(copied=False),
                 "displacement": self.displacement.state_dict() if self.displacement else None,
             }
         )
         self.step, self.level, self._own = step, level, True
-
-    def keep_start(self, step: int, buffers: Sequence[Tensor] | None = None) -> None:
-        """Copy the current tensors before the first step. Replicas of a stack may begin apart, so that this waits.
-
-        ``buffers``: copies of them that :meth:`copied_buffers` made earlier: a forward pass may have changed them.
-        """
-        alike = self._stacked and all(bool((param == param[:1]).all()) for param in self._full(read=True))
-        self.keep(step, None, params_alike=alike, state_alike=False)
-        if buffers is not None:
-            pairs = [pair for pair in zip(self.copy.read()["buffers"], buffers, strict=False) if fits(*pair)]
-            copy_all([kept for kept, _ in pairs], [earlier for _, earlier in pairs])
-            self.copy.was_read()
 
     def copied_buffers(self) -> list[Tensor]:
         """Return copies of the model's buffers."""
@@ -118,11 +125,11 @@ class LastSound:
             RuntimeError: with nothing changed, if parameters or state have other shapes now.
         """
         kept = self.copy.read()
+        kept_state, kept_others = kept["state"] or {}, kept["others"] or {}
         params = zip(self._full(), kept["params"], strict=True)
         named = [(f"flat parameter {number}", *pair) for number, pair in enumerate(params)]
-        named += [
-            (f"state {name}", _real(now), saved) for name, now, saved in state_pairs(self.optimizer, kept["state"])
-        ]
+        state = state_pairs(self.optimizer, kept_state)
+        named += [(f"state {name}", _real(now), saved) for name, now, saved in state]
         for name, now, saved in named:
             if not fits(now, saved):
                 raise RuntimeError(
@@ -132,8 +139,11 @@ class LastSound:
         # Modules may replace their buffers by others, which are left as they are.
         buffers = zip(map(_real, self._buffers()), kept["buffers"], strict=False)
         pairs = [*((now, saved) for _, now, saved in named), *(pair for pair in buffers if fits(*pair))]
-        copy_all([now for now, _ in pairs], [saved.expand(now.shape) for now, saved in pairs])
-        reset_others(self.optimizer, kept["state"], kept["others"])
+        several = [now for now, saved in pairs if now.shape != saved.shape]
+        copy_all([now if now.shape == saved.shape else now[0] for now, saved in pairs], [saved for _, saved in pairs])
+        for rows in several:
+            rows[1:].copy_(rows[:1])
+        reset_others(self.optimizer, kept_state, kept_others)
         if (buckets := self.converger.tensors.buckets) is not None:
             buckets.round_masters()
             buckets.advance_versions()
@@ -168,6 +178,13 @@ class LastSound:
                 f"the checkpoint's hdet.undo.kept.params have shapes {[tuple(shape) for shape in saved]}, those of "
                 f"this model {[tuple(shape) for shape in here]}: resume with the model that it was saved with"
             )
+        for name, now, kept in state_pairs(self.optimizer, state["state"] or {}):
+            # Whether replicas of a stack have a state of their own may change when the optimizer is loaded.
+            if not (fits(_real(now), kept) or fits(kept, _real(now))):
+                raise ValueError(
+                    f"the checkpoint's hdet.undo.kept.state.{name} has shape {tuple(kept.shape)}, the optimizer's "
+                    f"{tuple(now.shape)}: resume with the model and the optimizer that it was saved with"
+                )
         self.converger.check_state_dict(state["compression"])
         self.converger.check_outer_state_dict(state["outer"])
 
@@ -221,3 +238,7 @@ def fits(now: Tensor, saved: Tensor) -> bool:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _first_rows(params: list[Tensor]) -> list[Tensor]:
+    return [param[0] for param in params]

@@ -6,6 +6,7 @@ from typing import Any
 
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.last_sound import LastSound
+from hdet_kernels.schedule.optimizer_copy import state_pairs
 from hdet_kernels.schedule.schema import (
     Fields,
     Flag,
@@ -68,7 +69,7 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> 
         )
     if phase is not None:
         _check_replicas(cycle, phase["replicas"])
-        LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers).check_state_dict(phase["start"])
+        _check_start(cycle, phase["start"])
     return dict(saved)
 
 
@@ -94,6 +95,20 @@ def _check_replicas(cycle: Cycle, saved: list[int]) -> None:
             f"has {own}: in that time replicas differ, so load on every process its own file, or one that was saved "
             "later"
         )
+
+
+def _check_start(cycle: Cycle, start: dict[str, Any] | None) -> None:
+    if start is None:
+        return
+    # Replicas of a stack may have a state of their own now and shared one before, or the other way round.
+    LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers).check_state_dict({**start, "state": None})
+    rows = cycle.ensemble.rows
+    for name, now, kept in state_pairs(cycle.optimizer, start["state"] or {}):
+        if kept.numel() not in (now.numel(), now.numel() * rows, now.numel() // rows):
+            raise ValueError(
+                f"the checkpoint's scout.phase.start.state.{name} has {kept.numel()} elements, the optimizer's "
+                f"{now.numel()}: resume with the model and the optimizer that it was saved with"
+            )
 
 
 def _schema(scouted: Scouted, cycle: Cycle, saved: dict[str, Any]) -> Fields:

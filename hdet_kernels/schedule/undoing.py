@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import Judgement, Observation, Run, UndoingController, returns_allowed
+from hdet_kernels.controller.protocol import Observation, Run, UndoingController, returns_allowed
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.schedule.gradient_hooks import Displacement
@@ -91,9 +91,13 @@ class Undoing:
         if judgement == "broken" and self.can_go_back(outcome.kept):
             return self.go_back(run, seen)
         move()
-        self._note(judgement, seen, outcome, apart=landed != seen.step)
+        if judgement == "broken":
+            self._tell(seen)
         if not self._acts_after(run, seen.step):
             self.last_sound.drop()
+        elif judgement == "sound" and self.returns < self.controller.undo:
+            alike = landed == seen.step  # replicas that have trained on while they were averaged are apart
+            self.last_sound.keep(seen.step, _level(seen), params_alike=alike, state_alike=alike and outcome.state)
         return None
 
     def go_back(self, run: Run, seen: Observation) -> int:
@@ -124,12 +128,9 @@ class Undoing:
         """Return whether all processes keep the same average, of step ``agreed``, and returns are left."""
         return agreed is not None and agreed == self.kept
 
-    def _note(self, judgement: Judgement, seen: Observation, outcome: Outcome, *, apart: bool) -> None:
-        if judgement == "sound" and self.returns < self.controller.undo:
-            self.last_sound.keep(
-                seen.step, _level(seen), params_alike=not apart, state_alike=outcome.state and not apart
-            )
-        elif judgement == "broken" and not self._told:
+    def _tell(self, seen: Observation) -> None:
+        """Warn, once, that training broke and nothing can be undone."""
+        if not self._told:
             self._told = True
             log.warning(
                 "step %d: training broke (mean loss %s) and is not undone: returns made: %d of at most %d, last sound "

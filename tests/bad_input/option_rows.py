@@ -12,6 +12,7 @@ from torch import nn
 import hdet_kernels as hk
 from hdet_kernels.ensemble import RowEnsemble
 from tests.bad_input.rows import INF, NAN, Row, out_of_range, wrong_kinds
+from tests.schedule.undo_runs import Scripted
 
 #: Made here, because the generator that it is initialised with must not change during a call.
 LINEAR = nn.Linear(3, 2)
@@ -59,6 +60,7 @@ OPTIONS: list[Row] = [
     *wrong_kinds("sync_every", option("sync_every"), WHOLE, leave_out=["None"]),
     *out_of_range("sync_every", option("sync_every"), WHOLE, 0, -1, 2.5, NAN, INF, 10**400),
     *refused("auto_lr", TypeError, "auto_lr must be True, False or a controller", 1, None, "softmax", 0.5, Half()),
+    *refused("auto_lr", ValueError, "undo of Scripted must be a whole number", Scripted(undo=-1), Scripted(undo=True)),
     *refused("auto_lr", TypeError, r"auto_lr is the class .*: pass an instance", hk.RegressionController),
     *refused("probe", TypeError, r"probe must be callable as probe\(\), got ", 1.0, "loss", [len], torch.ones(())),
     *refused("explore", TypeError, "explore must be a list of hdet_kernels.Explore", None, 5, "lr", {"lr": 0.1}, len),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
 from hdet_kernels.controller.peak_posterior import grid
-from hdet_kernels.controller.protocol import Controller, Observation, Run, check_controller
+from hdet_kernels.controller.protocol import Controller, Observation, Run, check_controller, returns_allowed
 from tests.controller.cases import NAN, PROPERTY, RUN, SETTINGS, fan, observe
 
 ALL = [RegressionController, HypergradientController, SoftmaxController]
@@ -145,3 +145,32 @@ class TestCheckController:
         expected = f"got {wrong!r}, which has no reads, prepare, active, start, update, base"
         with pytest.raises(TypeError, match=expected):
             check_controller(wrong)
+
+    def test_one_that_undoes_needs_both_methods_and_a_number(self) -> None:
+        check_controller(Undoing())
+        with pytest.raises(TypeError, match=r"OnlyJudging has undo=1, but no undone: write both methods"):
+            check_controller(OnlyJudging())
+        for wrong in (-1, 1.5, True, None):
+            with pytest.raises(
+                ValueError, match=f"undo of Undoing must be a whole number of at least 0, .* got {wrong}"
+            ):
+                check_controller(Undoing(undo=wrong))
+
+    def test_how_many_returns_are_allowed(self) -> None:
+        assert [returns_allowed(each) for each in (Undoing(undo=2), Undoing(undo=0), SoftmaxController(), None)] == [
+            *(2, 0, 0, 0),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlyJudging(SoftmaxController):
+    undo: Any = 1
+
+    def judge(self, *_: Any) -> str:
+        return "sound"
+
+
+@dataclasses.dataclass(frozen=True)
+class Undoing(OnlyJudging):
+    def undone(self, run: Any, state: Any, seen: Any) -> Any:
+        return state

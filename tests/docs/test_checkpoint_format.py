@@ -11,6 +11,7 @@ import torch
 import hdet_kernels as hk
 from tests.docs.pages import ROOT
 from tests.ranks import run_ranks
+from tests.schedule.undo_runs import Scripted
 from tests.training import Trainer
 
 TEXT = (ROOT / "docs" / "checkpoint-format.md").read_text()
@@ -36,6 +37,7 @@ def _all(rank: int) -> dict[str, dict[str, Any]]:
         "hypergradient": _trained(rank, {"total_steps": 40, "auto_lr": hk.HypergradientController()}),
         "softmax": _trained(rank, {"auto_lr": hk.SoftmaxController(warmup_steps=0)}),
         "compressed": _trained(rank, {"auto_lr": False, "compress": "int8", "outer": hk.Outer()}),
+        "undo": _trained(rank, {"auto_lr": Scripted()}),
         "overlapped": _trained(rank, {"auto_lr": False, "overlap_steps": 3}),
     }
 
@@ -66,6 +68,12 @@ def test_the_scheduler(states: dict[str, dict[str, Any]]) -> None:
 def test_an_entry_that_only_some_runs_have(states: dict[str, dict[str, Any]], entry: str, of: str) -> None:
     assert set(states[of][entry]) == listed(entry)
     assert states["probe"][entry] is None
+
+
+def test_the_last_sound_average(states: dict[str, dict[str, Any]]) -> None:
+    assert set(states["undo"]["undo"]) == listed("undo")
+    assert set(states["undo"]["undo"]["kept"]) == listed("kept")
+    assert states["overlapped"]["undo"] is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import suites
-from hdet_kernels.controller.protocol import Controller
+from hdet_kernels.controller.protocol import Controller, UndoingController
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble, SingleReplica
 from tests.docs.pages import ROOT
 
@@ -64,7 +64,7 @@ def test_the_hypergradient_is_in_all_files_of_a_controller() -> None:
 
 
 def test_the_methods_of_a_controller_are_all_of_them() -> None:
-    methods = {name for name in vars(Controller) if not name.startswith("_")}
+    methods = {name for kind in (Controller, UndoingController) for name in vars(kind) if not name.startswith("_")}
     assert first_column("A controller") == methods
 
 

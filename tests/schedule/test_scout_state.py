@@ -49,6 +49,10 @@ def change(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("scout", "phase", "bracket", value=[0.0]), "scout.phase.bracket"),
         (change("scout", "phase", "start", value=None), "scout.phase.start"),
         (change("scout", "phase", "start", "params", value=[torch.zeros(3)]), "resume with the model"),
+        (
+            change("scout", "phase", "start", "state", value={"0/step": torch.zeros(3)}),
+            "start.state.0/step has 3 elements",
+        ),
         (change("scout", "phase", "losses", "tail", "count", value=-1), "scout.phase.losses.tail.count"),
         (change("scout", "phase", "replicas", value=[2, 0, 2, 0]), "load on every process its own file"),
         (change("scout", "phase", "more", value=1), "scout.phase.more"),

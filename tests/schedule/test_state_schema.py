@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import hdet_kernels as hk
 from tests.ranks import Cases
+from tests.schedule.undo_runs import Scripted, script
 from tests.training import Trainer, same
 
 DELETED = object()
@@ -68,6 +69,10 @@ HARMLESS = [
     (r".*\.(peaks|buffers|buffers_before|integers)", "list"),  # where they are empty
     (r".*\.nesterov", "bool"),
     (r".*_schedulers\[\d\]\.last_epoch", "negative"),
+    (r".*\.(undo|kept|others|state|undone)", "None"),
+    (r".*\.undone", "deleted"),
+    (r".*\.others", "dict"),
+    (r".*controller\.moved", NUMBERS),
 ]
 
 
@@ -113,6 +118,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hypergradient": {"total_steps": 40, "auto_lr": hk.HypergradientController(), "ddp": True},
     "softmax": {"auto_lr": hk.SoftmaxController(warmup_steps=0)},
     "wrapped": {"make_scheduler": sequential},
+    "undo": {"auto_lr": Scripted(script(s4="sound"), last=99), "make_optimizer": hk.FusedAdamW, "compress": "int8"},
 }
 
 

@@ -71,7 +71,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 class Undoable:
     """Model, optimizer and scheduler of one process: two replicas in a stack, or one of several ranks."""
 
-    def __init__(self, kind: Kind, optimizer: str, rank: int = 0, *, dtype: Any = None, **options: Any) -> None:
+    def __init__(
+        self, kind: Kind, optimizer: str, rank: int = 0, *, dtype: Any = None, replicas: int = 2, **options: Any
+    ) -> None:
         self.stack: hk.ReplicaStack | None = None
         options = {
             "max_lr": 0.05,
@@ -88,7 +90,7 @@ class Undoable:
             self.module, self.optimizer, self.scheduler = self.ranks.module, self.ranks.optimizer, self.ranks.scheduler
             return
         gradients: Any = kind.split()[1]
-        self.stack = hk.ReplicaStack(network(batch_norm=True).to(dtype or torch.float32), 2, gradients=gradients)
+        self.stack = hk.ReplicaStack(network(batch_norm=True).to(dtype or torch.float32), replicas, gradients=gradients)
         self.optimizer = make(self.stack.parameters(), lr=0.01)
         self.scheduler = hk.HDETOneCycleLR(self.optimizer, ensemble=self.stack.ensemble, **options)
 
@@ -99,15 +101,20 @@ class Undoable:
                 poison = None if before_sync is None else (lambda _: before_sync(self))
                 self.ranks.train(1, poison if (step + 1) % SYNC == 0 else None)
                 continue
-            x, y = batch(0, step, size=16)
-            dtype = next(self.stack.parameters()).dtype
-            self.optimizer.zero_grad()
-            losses = self.stack.backward(loss_of, x.to(dtype), y.to(dtype))
+            losses = self.gradients(step)
             self.optimizer.step()
             if before_sync is not None and (step + 1) % SYNC == 0:
                 before_sync(self)
             self.scheduler.step(losses)
         return self
+
+    def gradients(self, step: int) -> Tensor:
+        """Compute the gradients of a stack at a step, and return the losses."""
+        assert self.stack is not None
+        x, y = batch(0, step, size=12)
+        dtype = next(self.stack.parameters()).dtype
+        self.optimizer.zero_grad()
+        return self.stack.backward(loss_of, x.to(dtype), y.to(dtype)).detach()
 
     def poison(self) -> None:
         """Make all parameters NaN."""
