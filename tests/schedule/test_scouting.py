@@ -24,7 +24,7 @@ COUPLED = partial(hk.FusedAdam, weight_decay=0.01)  # every replica has its own 
     "options",
     [
         pytest.param({}, id="adamw"),
-        pytest.param({"make_optimizer": SGD, "gradients": "local"}, id="sgd-local"),
+        pytest.param({"make_optimizer": SGD, "gradients": "local"}, id="sgd-local", marks=pytest.mark.full),
         pytest.param({"make_optimizer": COUPLED}, id="adam-coupled", marks=pytest.mark.full),
         pytest.param({"make_optimizer": SGD}, id="sgd", marks=pytest.mark.full),
         pytest.param({"gradients": "local"}, id="adamw-local", marks=pytest.mark.full),
@@ -72,8 +72,7 @@ def test_replicas_train_miniatures_of_the_schedule_on_their_own_gradients() -> N
     assert first.values[name] == pytest.approx([10 ** (-5 + (1 + index)) for index in range(REPLICAS)], rel=1e-6)
     names = list(first.values)
     assert second.values[names[1]] == pytest.approx([value / 4 for value in second.values[names[0]]])
-    best = first.losses.index(min(first.losses))
-    assert first.values[name][max(best - 1, 0)] <= second.values[name][0]
+    assert second.values[name][-1] / second.values[name][0] < first.values[name][-1] / first.values[name][0]
     assert len(set(second.losses)) == REPLICAS
 
 
@@ -90,7 +89,9 @@ def test_gradients_are_shared_again_after_the_phase() -> None:
     assert params[0].grad.stride(0) == 0
 
 
-@pytest.mark.parametrize("at", [0, 3, ROUNDS[0], 13, PHASE, PHASE + 7])
+@pytest.mark.parametrize(
+    "at", [3, 13, PHASE + 7, *(pytest.param(at, marks=pytest.mark.full) for at in (0, ROUNDS[0], PHASE))]
+)
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="adamw"), pytest.param({"make_optimizer": SGD}, id="sgd", marks=pytest.mark.full)]
 )
@@ -109,6 +110,7 @@ def test_a_run_resumes_anywhere_bit_for_bit(at: int, options: dict[str, Any]) ->
     assert [r.to_dict() for r in resumed.scheduler.history][:2] == [r.to_dict() for r in whole.scheduler.history][:2]
 
 
+@pytest.mark.full
 def test_a_run_that_has_gone_on_returns_to_a_checkpoint_of_the_phase() -> None:
     run = StackRun()
     run.train(8)
@@ -296,11 +298,9 @@ def _as_if_begun_there(rank: int, options: dict[str, Any]) -> list[Any]:
 _RANKS = Cases(
     2,
     _as_if_begun_there,
-    {
-        "ddp": ({},),
-        "torch-local": ({"ddp": False, "make_optimizer": torch.optim.AdamW},),
-    },
+    {"ddp": ({},)},
     full={
+        "torch-local": ({"ddp": False, "make_optimizer": torch.optim.AdamW},),
         "torch-ddp": ({"make_optimizer": torch.optim.SGD},),
         "local": ({"ddp": False, "make_optimizer": SGD},),
     },
@@ -316,8 +316,8 @@ def test_ranks_find_one_learning_rate_and_begin_with_it(case: str) -> None:
     assert len({found for *_, found in results}) == 1
 
 
-def _refused(rank: int) -> dict[str, str]:
-    texts = {}
+def _refused(rank: int) -> dict[str, Any]:
+    texts: dict[str, Any] = {}
     for name, options in {
         "no model": {"tells": False},
         "shared": {"tells": False, "gradients": "shared"},
@@ -327,7 +327,18 @@ def _refused(rank: int) -> dict[str, str]:
             RankRun(rank, **options).train(1)  # type: ignore[arg-type]
         except (RuntimeError, ValueError) as error:
             texts[name] = str(error)
-    return texts
+    return {**texts, "inside": _inside()}
+
+
+def _inside() -> list[bool]:
+    """Return whether a wrapper inside the model averages gradients: in the phase, and after the release."""
+    wrapper = DistributedDataParallel(network())
+    outside = torch.nn.Sequential(wrapper)
+    optimizer = hk.FusedAdamW(outside.parameters(), lr=0.01)
+    scheduler = hk.HDETOneCycleLR(optimizer, None, STEPS, model=outside, scout=QUICK)
+    during = bool(wrapper.require_backward_grad_sync)
+    hk.schedule.release(optimizer)
+    return [scheduler.scouted is not None, during, bool(wrapper.require_backward_grad_sync)]
 
 
 def test_ranks_that_cannot_differ_are_told_what_to_do() -> None:
@@ -335,18 +346,4 @@ def test_ranks_that_cannot_differ_are_told_what_to_do() -> None:
         assert "all replicas have the same one: pass the DistributedDataParallel model as model=" in texts["no model"]
         assert "got gradients='shared' and no DistributedDataParallel in model=" in texts["shared"]
         assert "the replicas disagree on the settings" in texts["other settings"]
-
-
-def test_a_wrapper_is_found_inside_the_model() -> None:
-    results = run_ranks(2, _inside)
-    assert results == [(True, [False, True])] * 2
-
-
-def _inside(rank: int) -> tuple[bool, list[bool]]:
-    outside = torch.nn.Sequential(DistributedDataParallel(network()))
-    optimizer = hk.FusedAdamW(outside.parameters(), lr=0.01)
-    wrapper = next(iter(outside.children()))
-    scheduler = hk.HDETOneCycleLR(optimizer, None, STEPS, model=outside, scout=QUICK)
-    flags = [bool(wrapper.require_backward_grad_sync)]
-    hk.schedule.release(optimizer)
-    return scheduler.scouted is None, [*flags, bool(wrapper.require_backward_grad_sync)]
+        assert texts["inside"] == [False, False, True]
