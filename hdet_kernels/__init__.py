@@ -15,6 +15,7 @@ from hdet_kernels.ops.backends import backends, use_backend
 from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
+from hdet_kernels.scout.settings import ScoutSettings
 from hdet_kernels.stack import ReplicaStack
 from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.version import __version__ as __version__
@@ -35,6 +36,7 @@ __all__ = [
     "ProcessEnsemble",
     "RegressionController",
     "ReplicaStack",
+    "ScoutSettings",
     "SoftmaxController",
     "StackedParameter",
     "SyncRecord",

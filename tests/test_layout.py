@@ -21,6 +21,7 @@ APART = {
     "converge": ("schedule", "fanout", "controller", "stack"),
     "fanout": ("converge", "schedule", "stack"),
     "stack": ("schedule", "fanout", "controller"),
+    "scout": ("schedule", "fanout", "controller"),
     "ensemble": ("ops", "optim", "stack", "converge", "schedule", "fanout", "controller"),
 }
 

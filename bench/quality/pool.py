@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from .rows import train_rows
 from .scalars import train_scalar
 from .spec import Record, Spec
 from .sweep import train_sweep
@@ -19,6 +20,9 @@ from .tasks import TASKS, Task
 from .train import train
 
 Job = dict[str, Any]
+
+# Runs that are rows of one stack.
+MOST_ROWS = 64
 
 
 def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float = float("inf")) -> list[Record]:
@@ -36,17 +40,19 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
     context = mp.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()
     waiting.cancel_join_thread()  # jobs left in the queue would block the exit
-    for job in jobs:
-        waiting.put(job)
+    bundles = bundled(jobs) if device != "cpu" else [[job] for job in jobs]
+    for bundle in bundles:
+        waiting.put(bundle)
     processes = [
-        context.Process(target=_work, args=(waiting, done, device), daemon=True) for _ in range(min(workers, len(jobs)))
+        context.Process(target=_work, args=(waiting, done, device), daemon=True)
+        for _ in range(min(workers, len(bundles)))
     ]
     for process in processes:
         process.start()
     start, records = time.monotonic(), list[Record]()
     while len(records) < len(jobs):
         try:
-            records.append(done.get(timeout=max(min(start + seconds - time.monotonic(), 5.0), 0.01)))
+            records += done.get(timeout=max(min(start + seconds - time.monotonic(), 5.0), 0.01))
         except queue.Empty:
             if time.monotonic() > start + seconds:
                 print(
@@ -67,6 +73,36 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
     return records
 
 
+def bundled(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Return the jobs in bundles: plain runs of a task together, as rows of one stack, and every other alone.
+
+    Bundles come in the order of their first jobs.
+    """
+    bundles: dict[object, list[Job]] = {}
+    for number, job in enumerate(jobs):
+        spec = Spec(**job["spec"]) if "spec" in job else None
+        plain = spec is not None and spec == Spec(spec.task, "plain", spec.lr, spec.seed, steps=spec.steps)
+        key: object = (spec.task, spec.steps) if spec is not None and plain and job["kind"] != "sweep" else number
+        while len(bundles.get(key, ())) >= MOST_ROWS:
+            key = (key,)
+        bundles.setdefault(key, []).append(job)
+    return list(bundles.values())
+
+
+def run_bundle(bundle: Sequence[Job], task: Task, device: torch.device) -> list[Record]:
+    """Run the jobs of a bundle in this process."""
+    if len(bundle) == 1:
+        return [run_job(bundle[0], task, device)]
+    start, specs = time.perf_counter(), [Spec(**job["spec"]) for job in bundle]
+    lrs = [spec.lr for spec in specs if spec.lr is not None]
+    found = train_rows(task, lrs, [spec.seed for spec in specs], device, steps=specs[0].steps)
+    seconds = (time.perf_counter() - start) / len(bundle)
+    return [
+        {**job, **spec.record(), "val": value, "seconds": seconds}
+        for job, spec, value in zip(bundle, specs, found.val.tolist(), strict=True)
+    ]
+
+
 def run_job(job: Job, task: Task, device: torch.device) -> Record:
     """Run one job in this process."""
     kind = job["kind"]
@@ -83,16 +119,16 @@ def _work(waiting: Any, done: Any, device: str) -> None:
     where, tasks = torch.device(device), dict[str, Task]()
     while True:
         try:
-            job = waiting.get(timeout=3)
+            bundle = waiting.get(timeout=3)
         except queue.Empty:
             return
-        name = job["task"]
+        name = bundle[0]["task"]
         try:
             if name not in tasks:
                 tasks[name] = TASKS[name](where)
-            done.put(run_job(job, tasks[name], where))
+            done.put(run_bundle(bundle, tasks[name], where))
         except Exception:
-            done.put({**job, "error": f"{job} failed:\n{traceback.format_exc()}"})
+            done.put([{**job, "error": f"{job} failed:\n{traceback.format_exc()}"} for job in bundle])
 
 
 def _show(count: int, total: int, seconds: float) -> None:

@@ -123,7 +123,7 @@ def check_same_everywhere(ensemble: Ensemble, values: Mapping[str, Any], what: s
         hint: what to do, for the message.
     """
     own = torch.tensor([[ensemble.rank, short_hash(values)]], dtype=torch.float64, device="cpu")
-    gathered = ensemble.gather(own).numpy()
+    gathered = ensemble.gather(own.repeat(ensemble.rows, 1)).numpy()
     if not same(gathered[..., 1]):
         raise disagreement(ensemble, values, what, hint, gathered[..., 0])
 

@@ -108,6 +108,14 @@ class Spread:
             self._multipliers = np.stack(each)
         self._own: list[list[float]] = self._multipliers[:, self._held].tolist()
 
+    def place(self, factors: Array) -> None:
+        """Give each replica its own factor [N] of all learning rates; everything else is equal on all replicas."""
+        rates = len(self.scheduled)
+        self._spreads = [(0.0, hyper.spacing) for hyper in self.hyperparameters]
+        self._multipliers = np.ones((len(self.hyperparameters), self._size))
+        self._multipliers[:rates] = factors
+        self._own = self._multipliers[:, self._held].tolist()
+
     def base(self, index: int) -> Any:
         """Return the base value η of a hyperparameter now."""
         hyper = self.hyperparameters[index]

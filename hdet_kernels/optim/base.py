@@ -137,6 +137,29 @@ class FusedOptimizer(Optimizer):
         """Return the step counts of all parameters, one tensor for each flat buffer of parameters."""
         return [flat.steps for flat in self._flat_groups]
 
+    @property
+    def shares_state(self) -> bool:
+        """Whether all replicas of a stack have one state."""
+        return all(flat.replicas is not None and flat.shares_state for flat in self._flat_groups)
+
+    def separate_state(self) -> None:
+        """Give every replica of a stack a copy of the state that all of them share, for gradients that differ.
+
+        The state gets other memory: a CUDA graph that captured the step before is no longer valid.
+        """
+        if self.shares_state:
+            self._state_views.separate()
+            self._hyperparameters.invalidate()
+
+    def share_state(self) -> None:
+        """Give all replicas of a stack one state again: that of the first. The other states are dropped.
+
+        Where numbers that act on the moments differ between replicas, the next step separates them again.
+        """
+        if self.buckets.replicas is not None and not self.shares_state:
+            self._state_views.share()
+            self._hyperparameters.invalidate()
+
     @hooks_if_registered
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Closure | None = None) -> float | None:

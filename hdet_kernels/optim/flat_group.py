@@ -100,6 +100,11 @@ class FlatGroup:
         """Give every replica a state of its own. It starts empty; the caller fills it with the shared values."""
         self._lay_out(shares_state=False)
 
+    @torch.inference_mode(False)
+    def share_state(self) -> None:
+        """Give all replicas one state. It starts empty; the caller fills it."""
+        self._lay_out(shares_state=True)
+
     @torch.inference_mode(False)  # a buffer made in inference mode could not be written outside of it
     def state_buffer(self, name: str) -> Tensor:
         """Return the flat buffer of state ``name``; the first call makes it, filled with zeros."""

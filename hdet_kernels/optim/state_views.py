@@ -98,6 +98,19 @@ class StateViews:
             flat.separate_state()
         self.adopt()
 
+    @torch.no_grad()
+    def share(self) -> None:
+        """Give all replicas of a stack one state: that of the first."""
+        for flat in self.flat_groups:
+            counted = (*flat.states, "step")
+            for param in (param for tied in flat.params for param in tied if param in self.optimizer.state):
+                self.optimizer.state[param] = {
+                    name: value[0].clone() if name in counted and isinstance(value, Tensor) and value.dim() else value
+                    for name, value in self.optimizer.state[param].items()
+                }
+            flat.share_state()
+        self.adopt()
+
     def add_first_entries(self, flat: FlatGroup, grads: MatchedGradients) -> None:
         """Add the entries of parameters that step for the first time, as torch.optim does."""
         fresh = [index for index in flat.slots_without_entry if grads.tensors[index] is not None]

@@ -34,6 +34,7 @@ from hdet_kernels.ensemble import check_ensemble
 from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.fanout.multipliers import check_spread
 from hdet_kernels.schedule.options import DEFAULTS, HDETOptions
+from hdet_kernels.scout import ScoutSettings
 from hdet_kernels.stack import ReplicaStack
 
 
@@ -67,6 +68,9 @@ def checked_options(options: HDETOptions) -> HDETOptions:
     check_outer(options["outer"])
     check_merge(options["merge"], outer=options["outer"], compress=options["compress"])
     checked["seed"] = check_whole("seed", options["seed"])
+    if options["scout"] is not None:
+        remedy = "pass hdet_kernels.ScoutSettings(…)"
+        check_kind("scout", options["scout"], ScoutSettings, "a hdet_kernels.ScoutSettings", remedy=remedy)
     return cast(HDETOptions, checked)
 
 
@@ -89,12 +93,12 @@ def one_cycle_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of torch's ``OneCycleLR`` as plain numbers; raise for those that torch takes or trips over.
 
-    Learning rates and momenta that are tensors stay tensors: torch computes in their precision.
+    Learning rates and momenta that are tensors stay tensors: torch computes in their precision. ``max_lr`` stays None.
     """
     check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     count = len(optimizer.param_groups)
     checked: dict[str, Any] = {
-        "max_lr": _per_group("max_lr", max_lr, count, at_least=0),
+        "max_lr": None if max_lr is None else _max_lr(max_lr, count),
         "total_steps": _count_or_none("total_steps", total_steps),
         "epochs": _count_or_none("epochs", epochs),
         "steps_per_epoch": _count_or_none("steps_per_epoch", steps_per_epoch),
@@ -114,7 +118,39 @@ def one_cycle_arguments(
             checked[name] = _per_group(name, value, count, at_least=0, below=1)
     _check_length(checked)
     _check_resumed(optimizer, checked["last_epoch"])
+    if max_lr is None and checked["last_epoch"] != -1:
+        raise ValueError(
+            f"max_lr=None begins a run, got last_epoch={checked['last_epoch']}: leave last_epoch= out and resume by "
+            "load_state_dict()"
+        )
     return checked
+
+
+def check_scout_used(scouts: bool, scout: object) -> None:
+    """Raise ValueError if constants of the scouting phase are given for a run without one."""
+    if scout is not None and not scouts:
+        raise ValueError(f"scout={spell(scout)} is for HDETOneCycleLR with max_lr=None: leave it out")
+
+
+def run_length(arguments: dict[str, Any]) -> int:
+    """Return the number of steps that checked arguments of ``OneCycleLR`` describe."""
+    if arguments["total_steps"] is not None:
+        return int(arguments["total_steps"])
+    return int(arguments["epochs"] * arguments["steps_per_epoch"])
+
+
+def can_divide(pct_start: float, total_steps: int) -> bool:
+    """Return whether ``OneCycleLR`` can be built for so many steps: it cannot divide a warm-up of one step."""
+    return float(pct_start * total_steps) - 1 != 0
+
+
+def _max_lr(max_lr: object, count: int) -> list[float | Tensor]:
+    if isinstance(max_lr, list | tuple) and any(rate is None for rate in max_lr):
+        raise TypeError(
+            f"max_lr must be a number for each parameter group, or None for all of them, got {spell(max_lr)}: with "
+            "None the groups keep the ratios of their learning rates in the optimizer"
+        )
+    return _per_group("max_lr", max_lr, count, at_least=0)
 
 
 def _count_or_none(name: str, value: object) -> int | None:
@@ -138,7 +174,7 @@ def _check_length(arguments: dict[str, Any]) -> None:
                 f"{steps_per_epoch}: pass total_steps=, or both epochs= and steps_per_epoch="
             )
         total_steps = check_steps("epochs * steps_per_epoch", epochs * steps_per_epoch)
-    if float(arguments["pct_start"] * total_steps) - 1 == 0:
+    if arguments["max_lr"] is not None and not can_divide(arguments["pct_start"], total_steps):
         raise ValueError(
             f"pct_start={arguments['pct_start']} of total_steps={total_steps} is a warm-up of one step, from its first "
             "step to its first step, which OneCycleLR cannot divide: pass another pct_start, or 0.0 for no warm-up"

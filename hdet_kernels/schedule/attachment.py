@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -19,44 +19,62 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
-from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradient_hooks import weakly
 
 
+class Writer(Protocol):
+    """A part of a run that writes to an optimizer: a cycle, or the scouting phase before it."""
+
+    optimizer: Optimizer
+    spread: Spread
+    replaced: bool
+
+    def before_optimizer_step(self) -> None: ...
+
+    def write(self) -> None: ...
+
+
 class Attachment:
-    """The cycle that writes to an optimizer.
+    """The part of a run that writes to an optimizer.
+
+    Args:
+        writer: the cycle, or the scouting phase.
+        schedule: the object whose learning rates are spread; None if that is gone.
+        at_end: called when another takes its place, or it is garbage-collected. It must not refer to ``writer``.
 
     Attributes:
-        spread: what it writes. It outlives the cycle.
-        schedule: the object whose learning rates are spread; None if that is gone.
+        spread: what it writes. It outlives the writer.
+        schedule: a weak reference to the schedule.
     """
 
-    def __init__(self, cycle: Cycle, schedule: object) -> None:
-        self.spread: Spread = cycle.spread
+    def __init__(self, writer: Writer, schedule: object, at_end: Callable[[], None] | None = None) -> None:
+        self.spread = writer.spread
         self.schedule = weakref.ref(schedule)
-        self._cycle = weakref.ref(cycle)
-        optimizer = cycle.optimizer
+        self._writer = weakref.ref(writer)
+        optimizer = writer.optimizer
         handles = (
-            optimizer.register_step_pre_hook(weakly(cycle.before_optimizer_step)),
-            optimizer.register_load_state_dict_post_hook(weakly(cycle.write)),
+            optimizer.register_step_pre_hook(weakly(writer.before_optimizer_step)),
+            optimizer.register_load_state_dict_post_hook(weakly(writer.write)),
         )
-        self._remove_hooks: Callable[[], Any] = weakref.finalize(cycle, _remove, handles)
+        ended = weakref.finalize(writer, _remove, handles, at_end)
+        ended.atexit = False
+        self._remove_hooks: Callable[[], Any] = ended
 
     def end(self) -> None:
-        """Remove the hooks. The cycle, if it still exists, refuses to step."""
+        """Remove the hooks. The writer, if it still exists, refuses to step."""
         self._remove_hooks()
-        if (cycle := self._cycle()) is not None:
-            cycle.replaced = True
+        if (writer := self._writer()) is not None:
+            writer.replaced = True
 
 
 _ATTACHED: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()
 
 
-def attach(cycle: Cycle, schedule: object) -> None:
-    """Hook ``cycle`` to its optimizer, in the place of the one before."""
-    if (before := _ATTACHED.get(cycle.optimizer)) is not None:
+def attach(writer: Writer, schedule: object, at_end: Callable[[], None] | None = None) -> None:
+    """Hook ``writer`` to its optimizer, in the place of the one before. The arguments are those of the attachment."""
+    if (before := _ATTACHED.get(writer.optimizer)) is not None:
         before.end()
-    _ATTACHED[cycle.optimizer] = Attachment(cycle, schedule)
+    _ATTACHED[writer.optimizer] = Attachment(writer, schedule, at_end)
 
 
 def release(optimizer: Optimizer) -> None:
@@ -98,9 +116,11 @@ def check_schedule_is_own(optimizer: Optimizer, schedule: object) -> None:
     )
 
 
-def _remove(handles: tuple[RemovableHandle, ...]) -> None:
+def _remove(handles: tuple[RemovableHandle, ...], at_end: Callable[[], None] | None) -> None:
     for handle in handles:
         handle.remove()
+    if at_end is not None:
+        at_end()
 
 
 def _has(group: dict[str, Any], key: str, written: Any) -> bool:

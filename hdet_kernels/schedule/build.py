@@ -50,6 +50,7 @@ class ScheduleFacts:
         peak: share of the run at which it peaks.
         cycle_momentum: whether it sets the momentum at every step.
         rehearse: plays a copy of it for so many steps, for a schedule that does not tell its peak and end.
+        before: steps that are made before its first: those of a scouting phase.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ScheduleFacts:
     peak: float
     cycle_momentum: bool
     rehearse: Callable[[int], Rehearsal | None] | None = None
+    before: int = 0
 
 
 def default_sync_every(total_steps: int, *, compares_losses: bool, rates_alone: bool) -> int:
@@ -76,7 +78,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     """Check the options and return the cycle that they describe."""
     groups = optimizer.param_groups
     explore = explored(options, cycle_momentum=schedule.cycle_momentum)
-    ensemble = _ensemble_of(groups) if options["ensemble"] is None else options["ensemble"]
+    ensemble = ensemble_of(groups, options["ensemble"])
     gradients = _gradients_of(optimizer, ensemble, options["gradients"])
     sync_every = _sync_every(schedule.total_steps, options, explore, gradients)
     _check_overlap(options["overlap_steps"], sync_every)
@@ -128,6 +130,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         schedule=schedule.name,
         buffers=buffers,
         history_file=history_file if (ensemble.replica, ensemble.part) == (0, 0) else None,
+        before=schedule.before,
     )
 
 
@@ -183,8 +186,10 @@ def _check_stack(
         )
 
 
-def _ensemble_of(groups: Sequence[Group]) -> Ensemble:
-    """Return the replicas where none are given: the default group, unless parameters are sharded over it."""
+def ensemble_of(groups: Sequence[Group], given: Ensemble | None) -> Ensemble:
+    """Return the replicas. Where none are given: the default group, unless parameters are sharded over it."""
+    if given is not None:
+        return given
     meshes = {param.device_mesh for group in groups for param in group["params"] if hasattr(param, "device_mesh")}
     if not meshes:
         return default_ensemble()
@@ -220,7 +225,10 @@ def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: GradientM
             f"{type(optimizer).__name__} has one learning rate for all replicas of a stack: use an optimizer of "
             "hdet_kernels, such as FusedAdamW(stack.parameters())"
         )
+    # A stack whose replicas train on their own gradients for a while still shares them.
+    stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
     found: GradientMode = "shared" if share_gradients(params) else "local"
+    found = found if stack is None else stack.gradients
     if gradients not in ("auto", found):
         raise ValueError(
             f"gradients={gradients!r}, but the stack has {found} ones: leave gradients= out, or build "

@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -29,7 +28,7 @@ from hdet_kernels.fanout.spread import Placement, Spread, observation
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
 from hdet_kernels.schedule.history import History, Kind, SyncRecord
 from hdet_kernels.schedule.history_file import HistoryFile
-from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss
+from hdet_kernels.schedule.loss_window import Loss, LossWindow, run_probe
 from hdet_kernels.schedule.options import GradientMode, Probe
 from hdet_kernels.schedule.overlapping import Overlapping
 from hdet_kernels.schedule.undoing import Undoing
@@ -59,6 +58,7 @@ class Cycle:
         schedule: str,
         buffers: Callable[[], Sequence[Tensor]],
         history_file: HistoryFile | None = None,
+        before: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
@@ -71,6 +71,8 @@ class Cycle:
         self.average_state = average_state
         self.overlap_steps = overlap_steps
         self.step = step
+        self.buffers = buffers
+        self.before = before  # steps that were made before step 0: those of a scouting phase
         self.window = LossWindow(ensemble.rows)
         self.history = History()
         self.history_file = history_file
@@ -176,8 +178,8 @@ class Cycle:
             )
         if last_step is not None and self.step >= last_step:
             raise ValueError(
-                f"step {self.step + 1} is past the end: total_steps is {last_step}; stop there, or build the scheduler "
-                "with the number of steps that you mean to make"
+                f"step {self.before + self.step + 1} is past the end: total_steps is {self.before + last_step}; stop "
+                "there, or build the scheduler with the number of steps that you mean to make"
             )
 
     def _check_losses(self) -> None:
@@ -343,13 +345,7 @@ class Cycle:
 
     def _run_probe(self) -> tuple[float | Tensor | None, Exception | None]:
         """Return the probe's loss, or its exception."""
-        if self.probe is None:
-            return None, None
-        try:
-            with torch.no_grad():
-                return checked_loss(self.probe(), "what probe() returns", self.ensemble.rows), None
-        except Exception as error:
-            return None, error
+        return (None, None) if self.probe is None else run_probe(self.probe, self.ensemble.rows)
 
     def _record(
         self, step: int, landed: int, kind: Kind, placed: Placement, outcome: Outcome, undone: int | None = None
@@ -364,7 +360,7 @@ class Cycle:
         else:
             gradients = "unknown" if outcome.shared is None else "shared" if outcome.shared else "local"
         record = SyncRecord(
-            step=step,
+            step=self.before + step,
             cycle=(step - 1) // self.run.sync_every if kind != "manual" else self.number,
             kind=kind,
             losses=outcome.losses.tolist(),
@@ -376,10 +372,14 @@ class Cycle:
             bytes=outcome.bytes,
             collectives=outcome.collectives,
             seconds=outcome.seconds,
-            landed=landed,
+            landed=self.before + landed,
             taken=outcome.taken,
-            undone=undone,
+            undone=None if undone is None else self.before + undone,
         )
+        self.add_record(record)
+
+    def add_record(self, record: SyncRecord) -> None:
+        """Append a record to the history, and to its file if there is one."""
         if self.history_file is not None:
             self.history_file.append(record, self.history)
         self.history.add(record)
@@ -398,7 +398,7 @@ class Cycle:
             self._land(self.step)
             self.write()
             self.publish()
-        moved = self.started and self.history.last_step != self.step
+        moved = self.started and self.history.last_step != self.before + self.step
         request = AverageRequest(
             "converge", average_state=self._average_state(), known_shared=self._known_shared(), outer=moved
         )

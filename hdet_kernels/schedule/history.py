@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["sync", "early", "last", "manual"]
+Kind = Literal["sync", "early", "last", "manual", "scout"]
 
 #: Records that are kept in full. A run has 40 syncs by default, and 1000 if it has a million steps.
 WINDOW = 1000
@@ -24,7 +24,8 @@ class SyncRecord:
         step: finished steps.
         cycle: number of the cycle that ended.
         kind: ``"sync"`` at a multiple of ``sync_every``, ``"early"`` before the first, ``"last"`` at the end of the
-            run, ``"manual"`` for ``scheduler.converge()``.
+            run, ``"manual"`` for ``scheduler.converge()``, ``"scout"`` for the end of a scouting round: then ``cycle``
+            is its number, ``values`` are peaks of the learning rate, and nothing was averaged.
         losses: mean training loss since the last sync; NaN if none was recorded.
         probes: losses on the probe, where it ran.
         base: base value of every hyperparameter, by name.

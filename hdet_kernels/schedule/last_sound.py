@@ -21,7 +21,7 @@ from hdet_kernels.converge import Converger
 from hdet_kernels.schedule.gradient_hooks import Displacement
 from hdet_kernels.schedule.kept_tensors import KeptTensors, copy_all
 from hdet_kernels.schedule.optimizer_copy import reset_others, state_pairs, whole_state
-from hdet_kernels.tensors import local, unique
+from hdet_kernels.tensors import local, unique, wide_dtype
 
 log = logging.getLogger("hdet_kernels")
 
@@ -75,12 +75,19 @@ class LastSound:
         params = self._full()
         self._keep(step, level, _first_rows(params) if params_alike and self._stacked else params, state_alike)
 
-    def keep_start(self, step: int) -> None:
-        """Copy the replicas before the first step. Those of a stack may begin apart, so that this waits."""
+    def keep_start(self, step: int, buffers: Sequence[Tensor] | None = None) -> None:
+        """Copy the replicas before the first step. Those of a stack may begin apart, so that this waits.
+
+        ``buffers``: what :meth:`copied_buffers` returned earlier, if a forward pass may have changed them since then.
+        """
         params = self._full(read=True)
         if self._stacked and all(bool((param == param[:1]).all()) for param in params):
             params = _first_rows(params)
         self._keep(step, None, params, state_alike=False)
+        if buffers is not None:
+            pairs = [pair for pair in zip(self.copy.read()["buffers"], buffers, strict=False) if fits(*pair)]
+            copy_all([kept for kept, _ in pairs], [earlier for _, earlier in pairs])
+            self.copy.was_read()
 
     def _keep(self, step: int, level: float | None, params: list[Tensor], state_alike: bool) -> None:
         self.step = None  # if it fails, there is no copy
@@ -97,6 +104,17 @@ class LastSound:
             }
         )
         self.step, self.level, self._own = step, level, True
+
+    def copied_buffers(self) -> list[Tensor]:
+        """Return copies of the model's buffers."""
+        return [_real(buffer).clone() for buffer in self._buffers()]
+
+    @torch.no_grad()
+    def digest(self) -> Tensor:
+        """Return a number for each parameter tensor that, almost surely, differs if the parameters do."""
+        parts = [(param, wide_dtype(param.device)) for param in self._full(read=True)]
+        sums = [torch.linalg.vector_norm(param, dtype=wide) + 0.618 * param.sum(dtype=wide) for param, wide in parts]
+        return torch.stack([each.to("cpu") for each in sums])
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,15 @@ def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} must be a number or a scalar tensor, got {type(value).__name__}") from error
+
+
+def run_probe(probe: Callable[[], Loss], rows: int) -> tuple[float | Tensor | None, Exception | None]:
+    """Return the probe's loss without gradients, or its exception: the other replicas must learn of a failed probe."""
+    try:
+        with torch.no_grad():
+            return checked_loss(probe(), "what probe() returns", rows), None
+    except Exception as error:
+        return None, error
 
 
 def _of_several(value: object, what: str, rows: int) -> Tensor:

@@ -15,6 +15,7 @@ from hdet_kernels.converge import AverageState, Format, Merge, Outer
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.scout.settings import ScoutSettings
 
 GradientMode = Literal["auto", "shared", "local"]
 Probe = Callable[[], Loss]
@@ -49,6 +50,7 @@ class HDETOptions(TypedDict, total=False):
     merge: Annotated[Merge, "mean"]
     seed: Annotated[int, 0]
     history_file: Annotated[str | os.PathLike[str] | None, None]
+    scout: Annotated[ScoutSettings | None, None]
 
 
 _HINTS = get_type_hints(HDETOptions, include_extras=True)

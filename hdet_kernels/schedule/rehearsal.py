@@ -9,11 +9,12 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 log = logging.getLogger("hdet_kernels")
 
@@ -68,6 +69,15 @@ def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
     shares = (values[-1] / np.where(highest > 0, highest, 1.0)).clip(0.0, 1.0)[highest > 0]
     reached = (values >= 0.99 * highest).any(axis=1).argmax() / total_steps
     return Rehearsal(tuple(highest.tolist()), float(shares.mean()) if len(shares) else 0.0, float(reached))
+
+
+def built_state(optimizer: Optimizer, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that torch's OneCycleLR has when it is built with these arguments. Nothing is modified."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stand_in = _stand_in(optimizer)
+        stand_in.defaults = dict(optimizer.defaults)  # they tell whether the optimizer has a momentum or betas
+        return OneCycleLR(stand_in, **arguments).state_dict()
 
 
 def _stand_in(optimizer: Optimizer) -> SGD:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -14,87 +12,24 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 from hdet_kernels.checks import check_steps, spell
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule import checkpoint
-from hdet_kernels.schedule.arguments import check_no_epoch, checked_options, one_cycle_arguments
+from hdet_kernels.schedule.arguments import check_no_epoch, check_scout_used, checked_options, one_cycle_arguments
 from hdet_kernels.schedule.attachment import attach, check_schedule_is_own, own_values_back
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, untouched_on_error
 from hdet_kernels.schedule.checked_state import checked, checked_schedule
-from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history import HistorySummary, SyncRecord
 from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
 from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
 from hdet_kernels.schedule.rehearsal import rehearse
+from hdet_kernels.schedule.with_cycle import WithCycle
 
 
-class _WithCycle:
-    """The methods that both schedulers have beside torch's own."""
-
-    _cycle: Cycle | None = None
-
-    @property
-    def cycle(self) -> Cycle:
-        """The cycle that this scheduler drives."""
-        if self._cycle is None:
-            raise RuntimeError("the scheduler is still being built")
-        return self._cycle
-
-    @property
-    def history(self) -> list[SyncRecord]:
-        """The records of the last 1000 syncs, oldest first."""
-        return self.cycle.history.records
-
-    @property
-    def history_summary(self) -> HistorySummary:
-        """Counts, extremes and a curve of all syncs so far, those before :attr:`history` included."""
-        return self.cycle.history.summary
-
-    @property
-    def sync_every(self) -> int:
-        """T, in steps."""
-        return self.cycle.run.sync_every
-
-    def get_base_lr(self) -> list[float | Tensor]:
-        """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
-        return self.cycle.spread.base_rates()
-
-    def record_loss(self, loss: Loss) -> None:
-        """Add a training loss to those since the last sync, without waiting for the device.
-
-        Call it any number of times before :meth:`step`: for gradient accumulation, or where a framework calls
-        ``step()`` without a loss.
-
-        Args:
-            loss: a number or a scalar tensor; with a stack, the losses of its replicas.
-        """
-        self.cycle.window.record(loss)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        raise TypeError(
-            f"a {type(self).__name__} belongs to its processes and cannot be copied or pickled: save its state_dict(), "
-            "and load it into a scheduler that is built anew"
-        )
-
-    def converge(self) -> None:
-        """Average the replicas now, wherever in the cycle. Collective: every replica must call it.
-
-        ``outer=`` takes a step here too, unless no step was made since the last average. With ``merge="best"`` the
-        probe or the losses since the last sync decide; without any loss it is the mean.
-        """
-        self.cycle.converge()
-
-    def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the averaged model inside a ``with`` block, to evaluate or save it. Collective.
-
-        This replica's own parameters come back afterwards. ``state_dict()`` refers to live tensors: save or clone it
-        inside the block. It is the plain mean with ``outer=`` too; with ``merge="best"`` it is the best replica now, or
-        the mean where no loss is known.
-        """
-        return self.cycle.consensus()
-
-
-class HDETOneCycleLR(_WithCycle, OneCycleLR):
+class HDETOneCycleLR(ScoutingOneCycleLR):
     """torch's ``OneCycleLR`` whose replicas train under a spread of learning rates and are averaged every T steps.
 
-    The arguments up to ``last_epoch`` are torch's, in torch's order. Then, by keyword:
+    The arguments up to ``last_epoch`` are torch's, in torch's order. ``max_lr=None`` is a run without a learning rate:
+    for the first 15 % of the steps every replica tries miniatures of the schedule at learning rates of its own. Then
+    everything returns to the start, and the other steps are the run at the learning rate that was found
+    (:attr:`scouted`). Parameter groups keep the ratios of their learning rates. Then, by keyword:
 
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.
@@ -117,7 +52,8 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         average_state: average the optimizer's moments too: True, False, or ``"auto"``: with local gradients.
         average_buffers: average floating-point buffers (BatchNorm statistics) of ``model``; integer buffers become
             those of the first finite replica.
-        model: the model, needed for its buffers only; a stack brings its own.
+        model: the model, for its buffers; a stack brings its own. With ``max_lr=None`` under DDP it is the DDP model,
+            whose averaging of gradients is switched off while a learning rate is looked for.
         bucket_bytes: the most that one collective carries. Default: 512 MiB.
         compress: ``"bf16"`` or ``"int8"``: the difference to the last average travels in that many bits, and the
             rounding error is sent the next time. Costs two copies of the parameters in memory.
@@ -134,13 +70,14 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         seed: of the permutations.
         history_file: a path; the first process appends the record of every sync to it, as a line of JSON. A resumed run
             continues the file. Without it only the last 1000 records are kept, and a summary of all.
+        scout: :class:`hdet_kernels.ScoutSettings`, the constants of the search with ``max_lr=None``.
     """
 
     @shows_options
     def __init__(
         self,
         optimizer: Optimizer,
-        max_lr: float | list[float],
+        max_lr: float | list[float] | None,
         total_steps: int | None = None,
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
@@ -172,53 +109,25 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
             three_phase=three_phase,
             last_epoch=last_epoch,
         )
+        check_scout_used(max_lr is None, complete["scout"])
+        self._arguments, self._options = arguments, complete
         with untouched_on_error(optimizer):
             own_values_back(optimizer)
-            super().__init__(optimizer, **arguments)
-            facts = ScheduleFacts(
-                "OneCycleLR", self.last_epoch, self.total_steps, arguments["pct_start"], arguments["cycle_momentum"]
-            )
-            self._cycle = build_cycle(optimizer, facts, complete)
-            self._cycle.write()
+            if max_lr is None:
+                self._scouted = self._planned(optimizer)
+                self._phase = self._scout(optimizer, self._scouted)
+            else:
+                self._cycle = self._build(optimizer, max_lr=arguments["max_lr"])
+                self._cycle.write()
             self._last_lr = learning_rates(optimizer)
-        attach(self._cycle, self)
-
-    def step(self, loss: Loss | None = None) -> None:
-        """Record ``loss``, average the replicas if a sync is due, and set the next learning rates.
-
-        Call it after ``optimizer.step()``. ``loss`` may be left out where :meth:`record_loss` was called, or where
-        nothing needs it.
-        """
-        if self._cycle is None:  # torch's constructor takes the first values of the schedule
-            super().step()
-            return
-        check_no_epoch(loss)
-        changed = self._cycle.end_step(loss, self.total_steps)
-        super().step()
-        if changed:
-            self._cycle.write()
-        self._cycle.publish()
-
-    def get_lr(self) -> list[float | Tensor]:
-        scheduled = super().get_lr()
-        return scheduled if self._cycle is None else self._cycle.spread.rates(scheduled)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {key: value for key, value in super().state_dict().items() if key != "_cycle"}
-        return {**state, "hdet": checkpoint.state_of(self.cycle)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        hdet = checked(self.cycle, state_dict)
-        here = {key: value for key, value in super().state_dict().items() if key != "_cycle"}
-        schedule = checked_schedule(here, state_dict, hdet["step"], "scheduler")
-        with checkpoint.undone_on_error(self.cycle, self):
-            super().load_state_dict(schedule)
-            _write_momentum(self)
-            checkpoint.restore(self.cycle, hdet)
-            self._last_lr = learning_rates(self.optimizer)
+        if self._phase is None:
+            attach(self.cycle, self)
+        else:
+            self._phase.announce()
+            self._attach_phase(self._phase)
 
 
-class HDETScheduler(_WithCycle, LRScheduler):
+class HDETScheduler(WithCycle, LRScheduler):
     """HDET around any torch learning-rate scheduler: ``HDETScheduler(CosineAnnealingLR(optimizer, 1000), spread=0.3)``.
 
     Step this scheduler instead of the wrapped one.
@@ -238,6 +147,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
         self, base_scheduler: LRScheduler, *, total_steps: int | None = None, **options: Unpack[HDETOptions]
     ) -> None:
         complete = checked_options(with_defaults(options, type(self).__name__))
+        check_scout_used(False, complete["scout"])
         if total_steps is not None:
             total_steps = check_steps("total_steps", total_steps)
         if isinstance(base_scheduler, ReduceLROnPlateau):
@@ -250,7 +160,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
                 f"HDETScheduler wraps a torch LRScheduler, got {spell(base_scheduler)}: pass for example "
                 "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
             )
-        if isinstance(base_scheduler, _WithCycle):
+        if isinstance(base_scheduler, WithCycle):
             raise TypeError(f"{type(base_scheduler).__name__} has a cycle of its own; wrap a plain torch scheduler")
         # torch's constructor would take a first step, which the wrapped scheduler has done.
         self.base_scheduler = base_scheduler
@@ -315,7 +225,7 @@ class HDETScheduler(_WithCycle, LRScheduler):
             here, state_dict.get("base_scheduler"), hdet["step"], "base_scheduler", of_torch=of_torch
         )
         with checkpoint.undone_on_error(self.cycle, self), checkpoint.schedule_loaded(base, schedule):
-            _write_momentum(base)
+            write_momentum(base)
             checkpoint.restore(self.cycle, hdet)
             self._last_lr = learning_rates(self.optimizer)
 
@@ -331,18 +241,3 @@ def _run_length(scheduler: LRScheduler) -> int | None:
     if isinstance(scheduler, CosineAnnealingLR):
         return int(scheduler.T_max)
     return getattr(scheduler, "total_steps", None)
-
-
-def _write_momentum(scheduler: LRScheduler) -> None:
-    """Write the momentum of the current step to the groups, where the schedule sets it: loading a schedule does not."""
-    if getattr(scheduler, "cycle_momentum", False):
-        for number, group in enumerate(scheduler.optimizer.param_groups):
-            for name in ("base_momentum", "max_momentum") if isinstance(scheduler, OneCycleLR) else ():
-                if name not in group:
-                    raise ValueError(
-                        f"parameter group {number} of the optimizer has no {name!r}, which its schedule wrote there: "
-                        "load an undamaged checkpoint of the optimizer"
-                    )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch expects step() to call it
-            OneCycleLR.get_lr(scheduler) if isinstance(scheduler, OneCycleLR) else scheduler.get_lr()

@@ -5,6 +5,8 @@ Nothing here changes anything. ``checked_state.py`` checks a whole state by this
 
 from __future__ import annotations
 
+from typing import get_args
+
 from hdet_kernels.controller.hypergradient import HypergradientController
 from hdet_kernels.controller.peak_posterior import GRID_POINTS
 from hdet_kernels.controller.regression import RegressionController
@@ -14,7 +16,7 @@ from hdet_kernels.controller.soundness import CHANGES
 from hdet_kernels.converge.payload import Payload
 from hdet_kernels.ops.wire import FORMATS
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history import POINTS, WINDOW
+from hdet_kernels.schedule.history import POINTS, WINDOW, Kind
 from hdet_kernels.schedule.schema import (
     RATE,
     AnyTensor,
@@ -104,9 +106,9 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "compression": Maybe(compression(_elements(cycle, payload) if cycle.converger.compress else None)),
             "outer": outer(rows) if cycle.config["outer"] is not None else Missing("outer=None here"),
             "begun": Flag(),
-            "history": Items(record(step, tuple(names)), longest=WINDOW),
-            "summary": summary(step, tuple(names)),
-            "undo": Maybe(undo(cycle, rows, step)) if cycle.undoing else Missing("the controller undoes nothing here"),
+            "history": Items(record(cycle.before + step, tuple(names)), longest=WINDOW),
+            "summary": summary(cycle.before + step, tuple(names)),
+            "undo": Maybe(undo(rows, step)) if cycle.undoing else Missing("the controller undoes nothing here"),
         }
     )
 
@@ -200,21 +202,32 @@ def outer(rows: int) -> Fields:
     )
 
 
-def undo(cycle: Cycle, rows: int, step: int) -> Fields:
-    """Return the schema of the last sound average; ``LastSound.check_state_dict`` compares its shapes."""
-    kept: dict[str, Schema] = {
-        "step": Whole(0, step),
-        "level": Maybe(Number()),
-        "part": InOrder((_COUNT, Whole(1, 2**31))),
-        "rows": Whole(rows, rows),
-        "params": Items(TensorOf(finite=False)),
-        "buffers": Items(AnyTensor()),
-        "state": Maybe(ByName(AnyTensor())),
-        "others": Maybe(ByName(Like(None))),
-        "compression": Maybe(compression(None)),
-        "outer": Maybe(outer(rows)),
-    }
-    return Fields({"returns": _COUNT, "kept": Maybe(Fields(kept))})
+def undo(rows: int, step: int) -> Fields:
+    """Return the schema of the last sound average, and of how often the replicas returned to one."""
+    return Fields({"returns": _COUNT, "kept": Maybe(kept_copy(rows, step))})
+
+
+def kept_copy(rows: int, step: int) -> Fields:
+    """Return the schema of a copy that replicas can return to; ``LastSound.check_state_dict`` compares its shapes.
+
+    Args:
+        rows: replicas in a process.
+        step: the saved step.
+    """
+    return Fields(
+        {
+            "step": Whole(0, step),
+            "level": Maybe(Number()),
+            "part": InOrder((_COUNT, Whole(1, 2**31))),
+            "rows": Whole(rows, rows),
+            "params": Items(TensorOf(finite=False)),
+            "buffers": Items(AnyTensor()),
+            "state": Maybe(ByName(AnyTensor())),
+            "others": Maybe(ByName(Like(None))),
+            "compression": Maybe(compression(None)),
+            "outer": Maybe(outer(rows)),
+        }
+    )
 
 
 def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
@@ -227,7 +240,7 @@ def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
     fields: dict[str, Schema] = {
         "step": Whole(0, step),
         "cycle": Whole(0, step),
-        "kind": Text(("sync", "early", "last", "manual")),
+        "kind": Text(get_args(Kind)),
         "losses": Items(_ANY),
         "probes": Maybe(Items(_ANY)),
         "base": ByName(_NOT_NEGATIVE, names),

@@ -102,14 +102,29 @@ class ReplicaStack:
         }
         if among.processes > 1:
             self._begin_alike(among)
-        params = list(self._parameters.values())
-        self._collector: GradientCollector = (
-            SharedGradients(params, among) if gradients == "shared" else LocalGradients(params)
-        )
         self._losses = ReplicaLosses(module, self._parameters, self._buffers, self.hyper)
-        self._graphed = (
-            GraphedLosses(self._losses, self._collector, device) if cuda_graphs and device.type == "cuda" else None
-        )
+        self._among, self._records = among, cuda_graphs and device.type == "cuda"
+        self._collector: GradientCollector
+        self._graphed: GraphedLosses | None
+        self._collect(gradients)
+
+    def _collect(self, gradients: Literal["shared", "local"]) -> None:
+        params = list(self._parameters.values())
+        self._collector = SharedGradients(params, self._among) if gradients == "shared" else LocalGradients(params)
+        self._graphed = GraphedLosses(self._losses, self._collector, self.device) if self._records else None
+
+    def own_gradients(self, own: bool) -> None:
+        """Let :meth:`backward` compute one gradient for each replica for a while, or those of :attr:`gradients` again.
+
+        Gradients that were computed before are removed, and CUDA graphs are recorded anew. The optimizer must give
+        every replica a state of its own meanwhile (``optimizer.separate_state()``).
+        """
+        shares = self.gradients == "shared" and not own
+        if self.gradients == "local" or all(param.shares_gradient is shares for param in self.parameters()):
+            return
+        for parameter in self.parameters():
+            parameter.shares_gradient, parameter.grad = shares, None
+        self._collect("shared" if shares else "local")
 
     @torch.no_grad()
     def _rows_of(self, tensor: Tensor) -> Tensor:

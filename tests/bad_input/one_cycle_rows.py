@@ -51,7 +51,27 @@ def wrapped(base: Callable[[Any], Any], **options: Any) -> Callable[[Any], objec
 
 
 ROWS: list[Row] = [
-    *wrong_kinds("max_lr", one_cycle("max_lr"), "a finite number of at least 0"),
+    *wrong_kinds("max_lr", one_cycle("max_lr"), "a finite number of at least 0", leave_out=["None"]),
+    Row(
+        "max_lr is None on one replica",
+        lambda w: one_cycle("max_lr")(w, None),
+        ValueError,
+        "several replicas, and .* one",
+    ),
+    Row("max_lr has None", lambda w: one_cycle("max_lr")(w, [0.1, None]), TypeError, r"or None for all of them, got"),
+    Row(
+        "max_lr is None and last_epoch is given",
+        lambda w: hk.HDETOneCycleLR(w.optimizer, None, 8, last_epoch=3),
+        ValueError,
+        "max_lr=None begins a run, got last_epoch=3: leave last_epoch= out",
+    ),
+    Row(
+        "max_lr is None in a short run",
+        lambda w: hk.HDETOneCycleLR(w.optimizer, None, 66, ensemble=w.stack.ensemble),
+        ValueError,
+        "got total_steps=66: pass total_steps of at least 67",
+        world="stack",
+    ),
     *out_of_range("max_lr", one_cycle("max_lr"), "a finite number of at least 0", -1, -1e-9, NAN, INF, -INF, 10**400),
     Row("max_lr has too few", lambda w: one_cycle("max_lr")(w, [0.1]), ValueError, "max_lr must be .* list of 2.*got"),
     Row("max_lr is empty", lambda w: one_cycle("max_lr")(w, []), ValueError, r"max_lr must be .* got \[\]"),

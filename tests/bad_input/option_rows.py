@@ -83,6 +83,10 @@ OPTIONS: list[Row] = [
     *out_of_range("overlap_steps", option("overlap_steps"), "a whole number of at least 0", -1, 1.5, NAN),
     *refused("overlap_steps", ValueError, "overlap_steps must be .* sync_every - 1 = 4, got ", 5, 10**6, sync_every=5),
     *refused("outer", TypeError, "outer must be None or an hdet_kernels.Outer", 0.7, True, {"lr": 0.7}),
+    *refused(
+        "scout", TypeError, "scout must be a hdet_kernels.ScoutSettings", 0.2, True, {"share": 0.2}, hk.ScoutSettings
+    ),
+    *refused("scout", ValueError, "scout=.* is for HDETOneCycleLR with max_lr=None", hk.ScoutSettings()),
     *refused("outer", TypeError, "outer must be .* got the class Outer itself", hk.Outer),
     *refused("merge", ValueError, "merge must be one of 'mean', 'best', got ", "median", None, True, 1),
     Row(

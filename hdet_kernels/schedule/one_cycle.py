@@ -1,0 +1,256 @@
+"""torch's OneCycleLR with a cycle of HDET around it, and before that, with ``max_lr=None``, a scouting phase.
+
+The schedule is torch's own. It is begun anew for every scouting round, and once more for the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from hdet_kernels.schedule import checkpoint
+from hdet_kernels.schedule.arguments import can_divide, check_no_epoch, run_length
+from hdet_kernels.schedule.attachment import attach, own_values_back
+from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, ensemble_of, learning_rates
+from hdet_kernels.schedule.checked_state import checked, checked_schedule
+from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.schedule.options import HDETOptions
+from hdet_kernels.schedule.rehearsal import built_state
+from hdet_kernels.schedule.scout_state import checked_scout, scout_state
+from hdet_kernels.schedule.scouted import Scouted, ratios_of
+from hdet_kernels.schedule.scouting import Scouting
+from hdet_kernels.schedule.with_cycle import WithCycle
+from hdet_kernels.scout import OwnGradients, ScoutSettings, make_plan
+from hdet_kernels.scout.plan import first_bracket, middle
+
+#: Attributes that are not part of torch's schedule.
+_OWN = ("_cycle", "_phase", "_scouted", "_arguments", "_options")
+
+
+class ScoutingOneCycleLR(WithCycle, OneCycleLR):
+    """The steps and checkpoints of :class:`.schedulers.HDETOneCycleLR`, which has the arguments.
+
+    Attributes:
+        _arguments: those of torch's OneCycleLR, checked.
+        _options: the keywords of the schedulers, checked.
+        _scouted: the plan of a run with ``max_lr=None``, and what was found; None where ``max_lr`` was given.
+        _phase: the scouting phase; None before and after it.
+    """
+
+    _arguments: dict[str, Any]
+    _options: HDETOptions
+    _scouted: Scouted | None = None
+
+    @property
+    def scouted(self) -> float | None:
+        """The peak learning rate that a run with ``max_lr=None`` found: of the parameter group with the largest.
+
+        None before the end of the search, and where ``max_lr`` was given.
+        """
+        return None if self._scouted is None else self._scouted.found
+
+    def step(self, loss: Loss | None = None) -> None:
+        """Record ``loss``, average the replicas if a sync is due, and set the next learning rates.
+
+        Call it after ``optimizer.step()``. ``loss`` may be left out where :meth:`record_loss` was called, or where
+        nothing needs it.
+        """
+        if self._cycle is None:  # torch's constructor takes the first values of the schedule
+            super().step()
+            return
+        check_no_epoch(loss)
+        if self._phase is not None:
+            self._step_phase(self._phase, loss)
+            return
+        changed = self._cycle.end_step(loss, self.total_steps)
+        super().step()
+        if changed:
+            self._cycle.write()
+        self._cycle.publish()
+
+    def get_lr(self) -> list[float | Tensor]:
+        scheduled = super().get_lr()
+        if self._cycle is None:
+            return scheduled
+        return (self._cycle if self._phase is None else self._phase).spread.rates(scheduled)
+
+    # The schedule, of a run or of a scouting round
+
+    def _start_schedule(self, optimizer: Optimizer, **given: Any) -> None:
+        """Begin torch's schedule at its first step, with these arguments in the place of the user's."""
+        self._cycle = None  # step() and get_lr() are torch's own meanwhile
+        OneCycleLR.__init__(self, optimizer, **{**self._arguments, **given})
+
+    def _build(self, optimizer: Optimizer, **given: Any) -> Cycle:
+        """Begin the schedule of the run, and return its cycle."""
+        self._start_schedule(optimizer, **given)
+        return self._cycle_of(optimizer, self.total_steps)
+
+    def _cycle_of(self, optimizer: Optimizer, total_steps: int) -> Cycle:
+        before = 0 if self._scouted is None else self._scouted.plan.steps
+        peak, cycle_momentum = self._arguments["pct_start"], self._arguments["cycle_momentum"]
+        facts = ScheduleFacts("OneCycleLR", self.last_epoch, total_steps, peak, cycle_momentum, before=before)
+        return build_cycle(optimizer, facts, self._options)
+
+    # The scouting phase
+
+    def _planned(self, optimizer: Optimizer) -> Scouted:
+        settings = self._options["scout"] or ScoutSettings()
+        ensemble = ensemble_of(optimizer.param_groups, self._options["ensemble"])
+        workable = partial(can_divide, self._arguments["pct_start"])
+        plan = make_plan(run_length(self._arguments), ensemble.size, settings, workable=workable)
+        return Scouted(plan, settings, ratios_of(optimizer))
+
+    def _scout(self, optimizer: Optimizer, scouted: Scouted) -> Scouting:
+        """Begin the first miniature, and return the phase. The cycle that is built now checks all options."""
+        first, plan = first_bracket(scouted.settings), scouted.plan
+        self._start_schedule(optimizer, **one_cycle(scouted.rates(middle(first)), plan.rounds[0]))
+        cycle = self._cycle_of(optimizer, plan.run)
+        own = OwnGradients(optimizer, cycle.ensemble, self._options["model"], self._options["gradients"])
+        phase = Scouting(cycle, scouted, own)
+        phase.begin_round(learning_rates(optimizer))
+        self._cycle = cycle
+        return phase
+
+    def _attach_phase(self, phase: Scouting) -> None:
+        attach(phase, self, phase.own.end)
+        phase.own.begin()
+
+    def _step_phase(self, phase: Scouting, loss: Loss | None) -> None:
+        """End a step of the scouting phase, and begin the next round or the run if it was the last of a round."""
+        ended = phase.end_step(loss)
+        if phase.scouted.found is not None:
+            self._begin_run(phase.scouted)
+            phase.tell_found()
+        elif ended:
+            self._begin_round(phase)
+        else:
+            super().step()
+            phase.publish()
+
+    def _begin_round(self, phase: Scouting) -> None:
+        cycle = self.cycle
+        self._start_schedule(self.optimizer, **one_cycle(phase.peaks, phase.length))
+        self._cycle = cycle
+        phase.begin_round(learning_rates(self.optimizer))
+        self._last_lr = learning_rates(self.optimizer)
+
+    def _begin_run(self, scouted: Scouted) -> None:
+        """Begin the run at the learning rate that was found."""
+        history = self.cycle.history
+        own_values_back(self.optimizer)
+        self._phase = None
+        cycle = self._build(self.optimizer, **one_cycle(scouted.rates(scouted.found or 0.0), scouted.plan.run))
+        cycle.history = history
+        cycle.write()
+        self._cycle = cycle
+        self._last_lr = learning_rates(self.optimizer)
+        attach(cycle, self)
+        cycle.publish()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {**self._schedule_state(), "hdet": checkpoint.state_of(self.cycle)}
+        return state if self._scouted is None else {**state, "scout": scout_state(self._scouted, self._phase)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        scout = checked_scout(self._scouted, self.cycle, state_dict)
+        hdet = checked(self.cycle, state_dict)
+        if scout is None or self._scouted is None:
+            schedule = checked_schedule(self._schedule_state(), state_dict, hdet["step"], "scheduler")
+            with checkpoint.undone_on_error(self.cycle, self):
+                self._load_schedule(schedule, hdet)
+        else:
+            self._load_scouted(self._scouted, scout, state_dict, hdet)
+
+    def _schedule_state(self) -> dict[str, Any]:
+        """Return the state of torch's schedule alone."""
+        own = ("_cycle", "_phase", "_scouted", "_arguments", "_options")
+        return {key: value for key, value in super().state_dict().items() if key not in own}
+
+    def _load_schedule(self, schedule: dict[str, Any], hdet: dict[str, Any]) -> None:
+        super().load_state_dict(schedule)
+        write_momentum(self)
+        checkpoint.restore(self.cycle, hdet)
+        self._last_lr = learning_rates(self.optimizer)
+
+    def _load_scouted(
+        self, scouted: Scouted, scout: dict[str, Any], state_dict: dict[str, Any], hdet: dict[str, Any]
+    ) -> None:
+        """Load the state of a run with ``max_lr=None``: build what it was saved in, a round or the run, and go on."""
+        saved = scout["phase"]
+        target = Scouted(scouted.plan, scouted.settings, scout["ratios"])
+        target.found = scout["found"]
+        if saved is None:
+            given, step = one_cycle(target.rates(scout["found"]), target.plan.run), hdet["step"]
+        else:
+            given = one_cycle(target.rates(middle(saved["bracket"])), target.plan.rounds[saved["round"]])
+            step = saved["step"]
+        as_built = built_state(self.optimizer, {**self._arguments, **given})
+        schedule = checked_schedule(as_built, state_dict, step, "scheduler")
+        with checkpoint.undone_on_error(self.cycle, self, self._phase), self._phase_back_on_error():
+            self._scouted = target
+            if saved is None:
+                self._begin_run(target)
+                self._load_schedule(schedule, hdet)
+            else:
+                phase = self._phase_again(target)
+                phase.load_state_dict(saved)
+                self._begin_round(phase)
+                self._load_schedule(schedule, hdet)
+                phase.begin_round(scheduled_now(self))
+                self._last_lr = learning_rates(self.optimizer)
+
+    def _phase_again(self, scouted: Scouted) -> Scouting:
+        """Return the scouting phase, begun anew if it is over."""
+        if self._phase is None:
+            own_values_back(self.optimizer)
+            self._phase = self._scout(self.optimizer, scouted)
+            self._attach_phase(self._phase)
+        self._phase.scouted = scouted
+        return self._phase
+
+    @contextlib.contextmanager
+    def _phase_back_on_error(self) -> Iterator[None]:
+        """Return to the scouting phase if the block raises after it was ended."""
+        before = self._phase
+        try:
+            yield
+        except BaseException:
+            if before is not None and self._phase is not before:
+                self._attach_phase(before)
+            raise
+
+
+def one_cycle(max_lr: list[float], total_steps: int) -> dict[str, Any]:
+    """Return the arguments of a OneCycleLR that a run without a learning rate sets itself."""
+    return {"max_lr": max_lr, "total_steps": total_steps, "epochs": None, "steps_per_epoch": None}
+
+
+def write_momentum(scheduler: LRScheduler) -> None:
+    """Write the momentum of the current step to the groups, where the schedule sets it: loading a schedule does not."""
+    if getattr(scheduler, "cycle_momentum", False):
+        for number, group in enumerate(scheduler.optimizer.param_groups):
+            for name in ("base_momentum", "max_momentum") if isinstance(scheduler, OneCycleLR) else ():
+                if name not in group:
+                    raise ValueError(
+                        f"parameter group {number} of the optimizer has no {name!r}, which its schedule wrote there: "
+                        "load an undamaged checkpoint of the optimizer"
+                    )
+        scheduled_now(scheduler)
+
+
+def scheduled_now(scheduler: LRScheduler) -> list[float | Tensor]:
+    """Return the learning rates of torch's schedule at the current step. It writes the momentum to the groups."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch expects step() to call it
+        return OneCycleLR.get_lr(scheduler) if isinstance(scheduler, OneCycleLR) else scheduler.get_lr()

@@ -1,0 +1,90 @@
+"""The methods that all HDET schedulers have beside torch's own."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+
+from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.history import HistorySummary, SyncRecord
+from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.schedule.scouting import Scouting
+
+
+class WithCycle:
+    """The methods that both schedulers have beside torch's own."""
+
+    _cycle: Cycle | None = None
+    _phase: Scouting | None = None
+
+    @property
+    def cycle(self) -> Cycle:
+        """The cycle that this scheduler drives."""
+        if self._cycle is None:
+            raise RuntimeError("the scheduler is still being built")
+        return self._cycle
+
+    @property
+    def history(self) -> list[SyncRecord]:
+        """The records of the last 1000 syncs, oldest first."""
+        return self.cycle.history.records
+
+    @property
+    def history_summary(self) -> HistorySummary:
+        """Counts, extremes and a curve of all syncs so far, those before :attr:`history` included."""
+        return self.cycle.history.summary
+
+    @property
+    def sync_every(self) -> int:
+        """T, in steps."""
+        return self.cycle.run.sync_every
+
+    def get_base_lr(self) -> list[float | Tensor]:
+        """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
+        return self.cycle.spread.base_rates() if self._phase is None else self._phase.spread.base_rates()
+
+    def record_loss(self, loss: Loss) -> None:
+        """Add a training loss to those since the last sync, without waiting for the device.
+
+        Call it any number of times before :meth:`step`: for gradient accumulation, or where a framework calls
+        ``step()`` without a loss.
+
+        Args:
+            loss: a number or a scalar tensor; with a stack, the losses of its replicas.
+        """
+        if self._phase is None:
+            self.cycle.window.record(loss)
+        else:
+            self._phase.record(loss)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its processes and cannot be copied or pickled: save its state_dict(), "
+            "and load it into a scheduler that is built anew"
+        )
+
+    def converge(self) -> None:
+        """Average the replicas now, wherever in the cycle. Collective: every replica must call it.
+
+        ``outer=`` takes a step here too, unless no step was made since the last average. With ``merge="best"`` the
+        probe or the losses since the last sync decide; without any loss it is the mean. With ``max_lr=None`` it raises
+        while a learning rate is looked for: the replicas are not to be averaged then.
+        """
+        if self._phase is not None:
+            raise RuntimeError(
+                f"scheduler.converge() at step {self._phase.made}: until step {self._phase.scouted.plan.steps} every "
+                "replica tries another learning rate, and there is nothing to average; call it later"
+            )
+        self.cycle.converge()
+
+    def consensus(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the averaged model inside a ``with`` block, to evaluate or save it. Collective.
+
+        This replica's own parameters come back afterwards. ``state_dict()`` refers to live tensors: save or clone it
+        inside the block. It is the plain mean with ``outer=`` too; with ``merge="best"`` it is the best replica now, or
+        the mean where no loss is known. With ``max_lr=None``, while a learning rate is looked for, it is the model that
+        the run begins with.
+        """
+        return self.cycle.consensus() if self._phase is None else self._phase.consensus()

@@ -1,0 +1,349 @@
+"""The scouting phase: miniatures at the learning rates of each replica, and back to the start."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet_kernels as hk
+from tests.ranks import Cases, run_ranks
+from tests.schedule.scout_runs import PHASE, QUICK, REPLICAS, ROUNDS, RUN, STEPS, RankRun, StackRun
+from tests.training import batch, loss_of, network, same
+
+SGD = partial(hk.FusedSGD, momentum=0.9)
+COUPLED = partial(hk.FusedAdam, weight_decay=0.01)  # every replica has its own moments
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="adamw"),
+        pytest.param({"make_optimizer": SGD, "gradients": "local"}, id="sgd-local", marks=pytest.mark.full),
+        pytest.param({"make_optimizer": COUPLED}, id="adam-coupled", marks=pytest.mark.full),
+        pytest.param({"make_optimizer": SGD}, id="sgd", marks=pytest.mark.full),
+        pytest.param({"gradients": "local"}, id="adamw-local", marks=pytest.mark.full),
+        pytest.param({"dtype": torch.bfloat16}, id="bf16-masters"),
+        pytest.param({"spread": 0.0, "auto_lr": False, "cycle_momentum": False}, id="plain", marks=pytest.mark.full),
+        pytest.param({"outer": hk.Outer()}, id="outer", marks=pytest.mark.full),
+        pytest.param({"explore": [hk.Explore("weight_decay")]}, id="explore", marks=pytest.mark.full),
+    ],
+)
+def test_after_the_phase_the_run_is_the_one_with_that_learning_rate(options: dict[str, Any]) -> None:
+    """Parameters, buffers, moments, counters, learning rates and momenta are those of a run that begins there."""
+    scouted = StackRun(**options)
+    start = scouted.tensors()
+    scouted.train(PHASE)
+    assert same(scouted.tensors(), start)
+    found = scouted.scheduler.scouted
+    assert found is not None
+    plain = StackRun([found, found / 4], RUN, first=PHASE, **options)
+    assert same(scouted.train(RUN), plain.train(RUN))
+    assert same(scouted.tensors(), plain.tensors())
+    assert scouted.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
+    records = [record for record in scouted.scheduler.history if record.kind != "scout"]
+    assert [record.step - PHASE for record in records] == [record.step for record in plain.scheduler.history]
+    assert [record.losses for record in records] == [record.losses for record in plain.scheduler.history]
+    with pytest.raises(ValueError, match=f"step {STEPS + 1} is past the end: total_steps is {STEPS}"):
+        scouted.train(1)
+
+
+def test_replicas_train_miniatures_of_the_schedule_on_their_own_gradients() -> None:
+    run = StackRun()
+    rates = run.train(PHASE)
+    first, second = (record for record in run.scheduler.history if record.kind == "scout")
+    for record, begin, length in ((first, 0, ROUNDS[0]), (second, ROUNDS[0], ROUNDS[1])):
+        assert (record.step, record.gradients) == (begin + length, "local")
+        for group, name in enumerate(record.values):
+            for replica, peak in enumerate(record.values[name]):
+                optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+                alone = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, length, cycle_momentum=False)
+                for step in range(length):
+                    own = rates[begin + step][group][1][replica]
+                    assert own == pytest.approx(alone.get_last_lr()[0], rel=1e-9)
+                    optimizer.step()
+                    alone.step()
+    name = next(iter(first.values))
+    assert first.values[name] == pytest.approx([10 ** (-5 + (1 + index)) for index in range(REPLICAS)], rel=1e-6)
+    names = list(first.values)
+    assert second.values[names[1]] == pytest.approx([value / 4 for value in second.values[names[0]]])
+    assert second.values[name][-1] / second.values[name][0] < first.values[name][-1] / first.values[name][0]
+    assert len(set(second.losses)) == REPLICAS
+
+
+def test_gradients_are_shared_again_after_the_phase() -> None:
+    run = StackRun()
+    params = list(run.stack.parameters())
+    assert not params[0].shares_gradient
+    assert not run.optimizer.shares_state
+    run.train(PHASE)
+    assert params[0].shares_gradient
+    assert run.optimizer.shares_state
+    run.stack.backward(loss_of, *batch(0, 0, size=8 * REPLICAS))
+    assert params[0].grad is not None
+    assert params[0].grad.stride(0) == 0
+
+
+@pytest.mark.parametrize(
+    "at", [3, 13, PHASE + 7, *(pytest.param(at, marks=pytest.mark.full) for at in (0, ROUNDS[0], PHASE))]
+)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="adamw"), pytest.param({"make_optimizer": SGD}, id="sgd", marks=pytest.mark.full)]
+)
+def test_a_run_resumes_anywhere_bit_for_bit(at: int, options: dict[str, Any]) -> None:
+    whole = StackRun(**options)
+    whole.train(at)
+    saved = whole.saved()
+    whole.train(STEPS - at)
+    resumed = StackRun(**options)
+    if at == 13:
+        resumed.train(2)  # one that has begun otherwise goes on as the saved one too
+    resumed.load(saved)
+    resumed.train(STEPS - at)
+    assert same(resumed.tensors(), whole.tensors())
+    assert resumed.scheduler.scouted == whole.scheduler.scouted
+    assert [r.to_dict() for r in resumed.scheduler.history][:2] == [r.to_dict() for r in whole.scheduler.history][:2]
+
+
+@pytest.mark.full
+def test_a_run_that_has_gone_on_returns_to_a_checkpoint_of_the_phase() -> None:
+    run = StackRun()
+    run.train(8)
+    saved = run.saved()
+    run.train(STEPS - 8)
+    whole, found = run.tensors(), run.scheduler.scouted
+    run.load(saved)
+    assert run.scheduler.scouted is None
+    run.train(STEPS - 8)
+    assert same(run.tensors(), whole)
+    assert run.scheduler.scouted == found
+
+
+def test_a_diverged_candidate_is_worst_and_leaves_no_trace() -> None:
+    wild = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-4, highest=1e12)
+    run = StackRun(make_optimizer=SGD, scout=wild)
+    start = run.tensors()
+    run.train(PHASE)
+    records = [record for record in run.scheduler.history if record.kind == "scout"]
+    assert records[0].excluded
+    assert run.scheduler.scouted is not None
+    assert run.scheduler.scouted < 10
+    assert same(run.tensors(), start)
+
+
+def test_losses_of_a_probe_decide_where_there_is_one() -> None:
+    run: StackRun
+
+    def probe() -> Any:
+        return (run.stack.losses(loss_of, *batch(99, 0, size=16), same_batch=True), calls.append(run.step))[0]
+
+    calls: list[int] = []
+    run = StackRun(probe=probe)
+    run.train(PHASE)
+    assert calls == [0, ROUNDS[0] - 1, PHASE - 1]
+    for record in run.scheduler.history[:2]:
+        assert record.probes is not None
+        assert record.probes != record.losses
+        assert len(record.losses) == REPLICAS
+
+
+def test_a_probe_that_raises_is_reported() -> None:
+    def probe() -> Any:
+        raise KeyError("no data")
+
+    with pytest.raises(RuntimeError, match=r"probe\(\) raised on replicas \[0, 1, 2, 3\]"):
+        StackRun(probe=probe).train(1)
+
+
+def test_what_it_costs_and_finds_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hdet_kernels"):
+        run = StackRun()
+        run.train(PHASE)
+    text = "\n".join(caplog.messages)
+    assert "20 of 50 steps (40 %), in rounds of 5 and 15 steps" in text
+    assert "the run is the other 30 steps" in text
+    assert f"step {PHASE}: the peak learning rate is {run.scheduler.scouted:.3g}" in text
+
+
+def test_a_round_that_says_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-12, highest=1e-9)
+    run = StackRun(scout=tiny)
+    run.train(ROUNDS[0])
+    assert "scouting round 1 says little" in caplog.text
+
+
+def test_methods_of_a_scheduler_in_the_phase(tmp_path: Any) -> None:
+    run = StackRun(history_file=tmp_path / "history.jsonl")
+    scheduler = run.scheduler
+    middle = math.sqrt(1e-5)
+    assert scheduler.get_base_lr() == pytest.approx([middle / 25, middle / 100])
+    start = run.tensors()["model"]
+    run.train(3)
+    assert scheduler.scouted is None
+    assert scheduler.sync_every == StackRun(0.01, RUN).scheduler.sync_every
+    with pytest.raises(RuntimeError, match=f"converge\\(\\) at step 3: until step {PHASE} every replica"):
+        scheduler.converge()
+    before = run.tensors()
+    with scheduler.consensus():
+        assert same(run.tensors()["model"], start)
+        with pytest.raises(RuntimeError, match=r"inside scheduler.consensus\(\)"):
+            scheduler.step(torch.ones(REPLICAS))
+        with pytest.raises(RuntimeError, match=f"before step {PHASE}"):
+            scheduler.state_dict()
+    assert same(run.tensors(), before)
+    run.train(STEPS - 3)
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == len(scheduler.history)
+
+
+def test_a_second_scheduler_in_the_phase_finds_the_stack_as_it_was() -> None:
+    run = StackRun()
+    run.train(3)
+    hk.HDETOneCycleLR(run.optimizer, 0.01, 100, ensemble=run.stack.ensemble)
+    assert next(run.stack.parameters()).shares_gradient
+    assert run.optimizer.shares_state
+    with pytest.raises(RuntimeError, match="the optimizer has another HDET scheduler now"):
+        run.train(1)
+
+
+def test_a_released_optimizer_has_its_own_learning_rates_again() -> None:
+    run = StackRun()
+    run.train(3)
+    hk.schedule.release(run.optimizer)
+    assert next(run.stack.parameters()).shares_gradient
+    assert all("per_replica" not in group for group in run.optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("steps", "noise", "make_optimizer", "factor"),
+    [
+        # Miniatures of 11 and 34 steps see less than those of a real run.
+        pytest.param(300, 0.0, SGD, 4.0, id="short"),
+        pytest.param(2000, 1.0, partial(hk.FusedAdamW, weight_decay=0.0), 2.0, id="long", marks=pytest.mark.full),
+    ],
+)
+def test_the_found_learning_rate_is_near_the_best_of_a_grid(
+    steps: int, noise: float, make_optimizer: Any, factor: float
+) -> None:
+    """Plain runs over a grid an octave apart, and a run without a learning rate, on classes of a linear rule."""
+    grid, size = [2.0**exponent for exponent in range(-10, 4)], 256
+
+    def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(size, 20, generator=generator) * torch.linspace(0.3, 3.0, 20)
+        target = x[:, :2] @ torch.tensor([1.0, -2.0]) + noise * torch.randn(size, generator=generator)
+        return x, torch.sin(target)
+
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(x)[:, 0], y)
+
+    def stacked(replicas: int, gradients: Any) -> tuple[hk.ReplicaStack, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        stack = hk.ReplicaStack(model, replicas, gradients=gradients)
+        return stack, make_optimizer(stack.parameters(), lr=1.0)
+
+    stack, optimizer = stacked(8, "shared")
+    scheduler = hk.HDETOneCycleLR(optimizer, None, steps, ensemble=stack.ensemble)
+    phase = scheduler.cycle.before
+    for step in range(phase):
+        losses = stack.backward(loss_fn, *data(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(losses)
+    found = scheduler.scouted
+    assert found is not None
+
+    plain, optimizer = stacked(len(grid), "local")  # all runs of the grid at once, on the whole batches
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, steps - phase)
+    for step in range(phase, steps):
+        optimizer.param_groups[0]["per_replica"] = {"lr": tuple(schedule.get_last_lr()[0] * rate for rate in grid)}
+        plain.backward(loss_fn, *data(step), same_batch=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    unseen = [torch.cat(part) for part in zip(*(data(10**6 + index) for index in range(16)), strict=True)]
+    finals = plain.losses(loss_fn, *unseen, same_batch=True)
+    best = grid[int(finals.nan_to_num(nan=math.inf).argmin())]
+    assert best / factor <= found <= best * factor, (found, best)
+
+
+# Several processes
+
+
+def _as_if_begun_there(rank: int, options: dict[str, Any]) -> list[Any]:
+    """A run without a learning rate, and one that begins with what it found; and one that is resumed."""
+    run = RankRun(rank, **options)
+    start = run.tensors()
+    run.train(8)
+    saved = run.saved()
+    run.train(PHASE - 8)
+    back = same(run.tensors()["model"], start["model"])
+    found = run.scheduler.scouted
+    assert found is not None
+    run.train(RUN)
+    plain = RankRun(rank, found, RUN, first=PHASE, **options)
+    plain.train(RUN)
+    resumed = RankRun(rank, **options)
+    resumed.load(saved)
+    resumed.train(STEPS - 8)
+    synced = getattr(run.model, "require_backward_grad_sync", None)
+    return [back, same(run.tensors(), plain.tensors()), same(run.tensors(), resumed.tensors()), synced, found]
+
+
+_RANKS = Cases(
+    2,
+    _as_if_begun_there,
+    {"ddp": ({},)},
+    full={
+        "torch-local": ({"ddp": False, "make_optimizer": torch.optim.AdamW},),
+        "torch-ddp": ({"make_optimizer": torch.optim.SGD},),
+        "local": ({"ddp": False, "make_optimizer": SGD},),
+    },
+)
+
+
+@pytest.mark.parametrize("case", _RANKS.params())
+def test_ranks_find_one_learning_rate_and_begin_with_it(case: str) -> None:
+    results = _RANKS[case]
+    for back, as_begun, resumed, synced, _ in results:
+        assert (back, as_begun, resumed) == (True, True, True)
+        assert synced is not False
+    assert len({found for *_, found in results}) == 1
+
+
+def _refused(rank: int) -> dict[str, Any]:
+    texts: dict[str, Any] = {}
+    for name, options in {
+        "no model": {"tells": False},
+        "shared": {"tells": False, "gradients": "shared"},
+        "other settings": {"scout": hk.ScoutSettings(share=0.4, fewest=4, shift=float(rank))},
+    }.items():
+        try:
+            RankRun(rank, **options).train(1)  # type: ignore[arg-type]
+        except (RuntimeError, ValueError) as error:
+            texts[name] = str(error)
+    return {**texts, "inside": _inside()}
+
+
+def _inside() -> list[bool]:
+    """Return whether a wrapper inside the model averages gradients: in the phase, and after the release."""
+    wrapper = DistributedDataParallel(network())
+    outside = torch.nn.Sequential(wrapper)
+    optimizer = hk.FusedAdamW(outside.parameters(), lr=0.01)
+    scheduler = hk.HDETOneCycleLR(optimizer, None, STEPS, model=outside, scout=QUICK)
+    during = bool(wrapper.require_backward_grad_sync)
+    hk.schedule.release(optimizer)
+    return [scheduler.scouted is not None, during, bool(wrapper.require_backward_grad_sync)]
+
+
+def test_ranks_that_cannot_differ_are_told_what_to_do() -> None:
+    for texts in run_ranks(2, _refused):
+        assert "all replicas have the same one: pass the DistributedDataParallel model as model=" in texts["no model"]
+        assert "got gradients='shared' and no DistributedDataParallel in model=" in texts["shared"]
+        assert "the replicas disagree on the settings" in texts["other settings"]
+        assert texts["inside"] == [False, False, True]
