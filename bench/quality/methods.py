@@ -62,6 +62,7 @@ def hdet_method(spec: Spec, steps: int) -> Method:
     rarely = max(round(0.025 * steps), 1)  # replicas with local gradients need time to diverge, even with a probe
     methods: dict[str, Callable[[], Method]] = {
         "hdet": lambda: Method({"auto_lr": hk.RegressionController(**spec.options)}),
+        "scout": lambda: Method({"auto_lr": hk.RegressionController(**spec.options)}),
         "hypergradient": lambda: Method({"auto_lr": hk.HypergradientController(**spec.options)}),
         "fan-out": lambda: Method({"auto_lr": False}),
         "local SGD": lambda: Method({"auto_lr": False, "spread": 0.0}, gradients="local"),

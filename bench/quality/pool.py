@@ -17,7 +17,7 @@ from .scalars import train_scalar
 from .spec import Record, Spec
 from .sweep import train_sweep
 from .tasks import TASKS, Task
-from .train import train
+from .train import train, validation_loss
 
 Job = dict[str, Any]
 
@@ -97,8 +97,9 @@ def run_bundle(bundle: Sequence[Job], task: Task, device: torch.device) -> list[
     lrs = [spec.lr for spec in specs if spec.lr is not None]
     found = train_rows(task, lrs, [spec.seed for spec in specs], device, steps=specs[0].steps)
     seconds = (time.perf_counter() - start) / len(bundle)
+    initial = validation_loss(task, task.model().to(device))
     return [
-        {**job, **spec.record(), "val": value, "seconds": seconds}
+        {**job, **spec.record(), "val": value, "seconds": seconds, "initial": initial}
         for job, spec, value in zip(bundle, specs, found.val.tolist(), strict=True)
     ]
 

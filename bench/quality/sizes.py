@@ -12,6 +12,9 @@ from .tasks import TASKS
 # Learning rates of the grid, as powers of two times the task's ``lr``.
 POWERS = range(-5, 5)
 
+# The most seeds of tasks whose runs take most of a GPU.
+COSTLY = {"large language": 2}
+
 # The standard error of plain training at the best learning rate that is to be reached, in percent of the loss.
 PRECISION = 0.5
 
@@ -54,7 +57,13 @@ class Size:
 
     def seeds_of(self, task: str, start: float) -> int:
         """Return the number of seeds of a task from a start."""
-        return max(self.start_seeds, self.best_seeds, self.noisy.get(task, 0)) if start == 1.0 else self.start_seeds
+        seeds = max(self.start_seeds, self.best_seeds, self.noisy.get(task, 0)) if start == 1.0 else self.start_seeds
+        return min(seeds, COSTLY.get(task, seeds))
+
+    def seeds_near(self, task: str) -> int:
+        """Return the number of seeds of a task on the finer grid."""
+        seeds = max(self.near_seeds, self.noisy.get(task, 0))
+        return min(seeds, COSTLY.get(task, seeds))
 
     def with_noise(self, deviations: Mapping[str, float]) -> Size:
         """Return the size with the seeds that bring the standard error of a task to ``PRECISION``.
@@ -88,7 +97,7 @@ SIZES = {
         start_seeds=3,
         best_seeds=5,
         training_seeds=20,
-        powers=range(-6, 7),
+        powers=range(-2, 3),
         near_seeds=10,
         most_seeds=20,
         leave_out=True,

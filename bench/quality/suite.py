@@ -25,7 +25,7 @@ LONG_GRID = (1 / 4, 1 / 2, 2.0)
 
 # Learning rates of the finer grid, in octaves from the best of the grid, and how often it is moved to a new best.
 NEAR = (-1.0, -0.5, 0.0, 0.5, 1.0)
-NEAR_ROUNDS = 3
+NEAR_ROUNDS = 2
 
 # Factors of the best learning rate at which the parameter groups start, by task.
 MIXED = {
@@ -62,7 +62,7 @@ def near_jobs(size: Size, best: dict[str, float]) -> list[Job]:
         for seed in range(max([size.near_seeds, *size.noisy.values()]))
         for octaves in NEAR
         for task in size.tasks
-        if task in best and seed < max(size.near_seeds, size.noisy.get(task, 0))
+        if task in best and seed < size.seeds_near(task)
     ]
 
 

@@ -54,14 +54,13 @@ def validation_loss(task: Task, model: nn.Module, rows: int = 8192) -> float:
 
 def param_groups(task: Task, named: Iterator[tuple[str, Tensor]], spec: Spec) -> list[dict[str, Any]]:
     """Return one parameter group, or those of the task with their own learning rates, sorted by name."""
+    lr = 1.0 if spec.lr is None else spec.lr
     if not spec.factors:
-        return [{"params": [param for _, param in named], "lr": spec.lr, "name": "all"}]
+        return [{"params": [param for _, param in named], "lr": lr, "name": "all"}]
     groups: dict[str, list[Tensor]] = {}
     for name, param in named:
         groups.setdefault(task.group(name), []).append(param)
-    return [
-        {"params": groups[name], "lr": spec.lr * spec.factors.get(name, 1.0), "name": name} for name in sorted(groups)
-    ]
+    return [{"params": groups[name], "lr": lr * spec.factors.get(name, 1.0), "name": name} for name in sorted(groups)]
 
 
 def schedule_of(kind: str, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
@@ -133,7 +132,8 @@ def refresh_norms(task: Task, model: nn.Module, seed: int, count: int = 50) -> N
 def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Batch], steps: int) -> Record:
     method = hdet_method(spec, steps)
     replicas: _Stack | _Rank = _Rank(task, model, method) if dist.is_initialized() else _Stack(task, model, method)
-    optimizer = replica_optimizer(task.optimizer, param_groups(task, replicas.named_parameters(), spec), spec.lr)
+    groups = param_groups(task, replicas.named_parameters(), spec)
+    optimizer = replica_optimizer(task.optimizer, groups, groups[0]["lr"])
     if method.noise:
         hk.warm_noisy_init_(replicas.parameters(), nu=method.noise, seed=spec.seed, ensemble=replicas.ensemble)
     keywords: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
     }
     scheduler: hk.HDETOneCycleLR | hk.HDETScheduler
     if spec.schedule == "onecycle":
-        peaks = [group["lr"] for group in optimizer.param_groups]
+        peaks = None if spec.lr is None else [group["lr"] for group in optimizer.param_groups]
         scheduler = hk.HDETOneCycleLR(optimizer, peaks, steps, cycle_momentum=False, **keywords)
     else:
         base = schedule_of(spec.schedule, optimizer, steps)
@@ -171,6 +171,8 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
         "rates": rates,
         "values": [[record.values[f"lr/{i}"] for i in range(len(names))] for record in history],
         "mu": control.get("mu"),
+        "returns": scheduler.history_summary.undone,
+        "chosen": getattr(scheduler, "scouted", None),
     }
 
 

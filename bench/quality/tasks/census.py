@@ -30,7 +30,7 @@ class Census(Examples):
     architecture: ClassVar[str] = "embeddings"
     steps: ClassVar[int] = 1600
     batch: ClassVar[int] = 32
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 2.4e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -60,7 +60,7 @@ class WideCensus(Census):
     optimizer: ClassVar[str] = "adagrad"
     steps: ClassVar[int] = 800
     batch: ClassVar[int] = 128
-    lr: ClassVar[float] = 0.2
+    lr: ClassVar[float] = 0.28
 
     # Class of worker, education, marital status, occupation, sex and household.
     crossed = (0, 3, 5, 7, 10, 18)
@@ -84,7 +84,7 @@ class CensusColumns(Census):
     architecture: ClassVar[str] = "transformer"
     steps: ClassVar[int] = 800
     batch: ClassVar[int] = 16
-    lr: ClassVar[float] = 2e-3
+    lr: ClassVar[float] = 0.011
     probes = 512
 
     def model(self) -> nn.Module:
@@ -100,7 +100,7 @@ class NoisyCensus(Census):
     replicas: ClassVar[int] = 2
     steps: ClassVar[int] = 600
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 4e-4
+    lr: ClassVar[float] = 2.7e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         super().__init__(device, folder)

@@ -47,7 +47,7 @@ class Images(Classes):
     architecture: ClassVar[str] = "convolution"
     steps: ClassVar[int] = 1200
     batch: ClassVar[int] = 32
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 0.025
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         self.train, self.unseen = fashion(device, folder)
@@ -63,7 +63,7 @@ class BatchNormImages(Images):
     title: ClassVar[str] = "Fashion-MNIST, convolutions with batch norms, SGD"
     optimizer: ClassVar[str] = "sgd"
     steps: ClassVar[int] = 1000
-    lr: ClassVar[float] = 0.1
+    lr: ClassVar[float] = 0.12
 
     def model(self) -> nn.Module:
         return ImageModel(norm="batch")
@@ -78,7 +78,7 @@ class NoNormImages(Images):
     replicas: ClassVar[int] = 16
     steps: ClassVar[int] = 1500
     batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 2e-3
+    lr: ClassVar[float] = 0.01
 
     def model(self) -> nn.Module:
         return ImageModel(norm="none")
@@ -92,7 +92,7 @@ class Patches(Images):
     architecture: ClassVar[str] = "transformer"
     steps: ClassVar[int] = 1500
     batch: ClassVar[int] = 16
-    lr: ClassVar[float] = 2e-3
+    lr: ClassVar[float] = 4e-3
 
     def model(self) -> nn.Module:
         return PatchModel()
@@ -122,7 +122,7 @@ class FewImages(Images):
     architecture: ClassVar[str] = "mlp"
     steps: ClassVar[int] = 1500
     batch: ClassVar[int] = 16
-    lr: ClassVar[float] = 2.5e-4
+    lr: ClassVar[float] = 4.8e-5
     kept = 1000
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
@@ -140,7 +140,7 @@ class LargeBatches(Images):
     title: ClassVar[str] = "Fashion-MNIST, convolutional network, 300 steps of 1024 images"
     steps: ClassVar[int] = 300
     batch: ClassVar[int] = 128
-    lr: ClassVar[float] = 8e-3
+    lr: ClassVar[float] = 0.057
 
 
 class SmallBatches(Images):
@@ -153,7 +153,7 @@ class SmallBatches(Images):
     replicas: ClassVar[int] = 16
     steps: ClassVar[int] = 2000
     batch: ClassVar[int] = 4
-    lr: ClassVar[float] = 0.05
+    lr: ClassVar[float] = 0.036
 
     def model(self) -> nn.Module:
         return PixelModel(128)
@@ -168,7 +168,7 @@ class ManySteps(Images):
     optimizer: ClassVar[str] = "sgd"
     steps: ClassVar[int] = 20_000
     batch: ClassVar[int] = 4
-    lr: ClassVar[float] = 0.02
+    lr: ClassVar[float] = 7.4e-3
 
     def model(self) -> nn.Module:
         return PixelModel(32)
@@ -198,7 +198,7 @@ class Digits(Classes):
     architecture: ClassVar[str] = "mlp"
     steps: ClassVar[int] = 300
     batch: ClassVar[int] = 16
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 0.03
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -232,6 +232,7 @@ class Reconstruction(Images):
     name: ClassVar[str] = "reconstruction"
     title: ClassVar[str] = "Fashion-MNIST, autoencoder, squared error"
     architecture: ClassVar[str] = "autoencoder"
+    lr: ClassVar[float] = 9.5e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         super().__init__(device, folder)
@@ -253,7 +254,7 @@ class ConvolutionalReconstruction(Reconstruction):
     title: ClassVar[str] = "Fashion-MNIST, convolutional autoencoder, Adam, squared error"
     optimizer: ClassVar[str] = "adam"
     steps: ClassVar[int] = 800
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 0.026
 
     def model(self) -> nn.Module:
         return ConvolutionalAutoencoder()

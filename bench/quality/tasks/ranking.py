@@ -31,7 +31,7 @@ class RankedRatings(Examples):
     optimizer: ClassVar[str] = "adagrad"
     steps: ClassVar[int] = 1200
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 0.12
+    lr: ClassVar[float] = 0.15
     others, validations = 15, 8192
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
@@ -75,7 +75,7 @@ class FactorisedRatings(Examples):
     optimizer: ClassVar[str] = "adam"
     steps: ClassVar[int] = 5000
     batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 5e-3
+    lr: ClassVar[float] = 4.9e-3
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)

@@ -25,7 +25,7 @@ class Ratings(Examples):
     architecture: ClassVar[str] = "embeddings"
     steps: ClassVar[int] = 1600
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 0.023
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -64,7 +64,7 @@ class Flights(Examples):
     architecture: ClassVar[str] = "embeddings"
     steps: ClassVar[int] = 1200
     batch: ClassVar[int] = 32
-    lr: ClassVar[float] = 1.6e-2
+    lr: ClassVar[float] = 0.026
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -96,7 +96,7 @@ class FlightsResidual(Flights):
     replicas: ClassVar[int] = 4
     steps: ClassVar[int] = 800
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 0.08
+    lr: ClassVar[float] = 0.14
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         super().__init__(device, folder)
@@ -117,7 +117,7 @@ class Diamonds(Examples):
     architecture: ClassVar[str] = "mlp"
     steps: ClassVar[int] = 1000
     batch: ClassVar[int] = 32
-    lr: ClassVar[float] = 1.6e-2
+    lr: ClassVar[float] = 0.012
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -150,7 +150,7 @@ class TinyDiamonds(Diamonds):
     replicas: ClassVar[int] = 4
     steps: ClassVar[int] = 20_000
     batch: ClassVar[int] = 4
-    lr: ClassVar[float] = 1.2e-2
+    lr: ClassVar[float] = 0.01
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         super().__init__(device, folder)
@@ -188,7 +188,7 @@ class Credit(Examples):
     replicas: ClassVar[int] = 2
     steps: ClassVar[int] = 300
     batch: ClassVar[int] = 400
-    lr: ClassVar[float] = 0.05
+    lr: ClassVar[float] = 0.036
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)

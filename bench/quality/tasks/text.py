@@ -78,7 +78,7 @@ class Language(_Text):
     architecture: ClassVar[str] = "transformer"
     steps: ClassVar[int] = 1600
     batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 0.018
     context = 64
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
@@ -96,7 +96,7 @@ class LargeLanguage(Language):
     title: ClassVar[str] = "documentation of Linux 6.1, transformer of 10.9 M parameters, 2 replicas, 5000 steps"
     replicas: ClassVar[int] = 2
     steps: ClassVar[int] = 5000
-    lr: ClassVar[float] = 1e-3
+    lr: ClassVar[float] = 1.2e-3
 
     def model(self) -> nn.Module:
         return ByteModel(width=384, heads=6, layers=6, context=self.context, block=FusedAttentionBlock)
@@ -110,7 +110,7 @@ class RecurrentLanguage(Language):
     architecture: ClassVar[str] = "recurrent"
     optimizer: ClassVar[str] = "adam"
     steps: ClassVar[int] = 1000
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 0.012
     context = 32
     validations = 1024
 
@@ -126,7 +126,7 @@ class ConvolutionalLanguage(Language):
     architecture: ClassVar[str] = "convolution"
     replicas: ClassVar[int] = 2
     steps: ClassVar[int] = 2000
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 0.011
 
     def model(self) -> nn.Module:
         return ByteConvolutions()
@@ -141,7 +141,7 @@ class ByteWindows(_Last, Language):
     optimizer: ClassVar[str] = "lion"
     steps: ClassVar[int] = 2000
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 1e-3
+    lr: ClassVar[float] = 9.5e-4
     context = 8
 
     def model(self) -> nn.Module:
@@ -157,7 +157,7 @@ class Words(_Text):
     architecture: ClassVar[str] = "transformer"
     steps: ClassVar[int] = 1500
     batch: ClassVar[int] = 4
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 7.8e-3
     context = 32
     probes = 32
 
@@ -177,7 +177,7 @@ class RecurrentWords(Words):
     architecture: ClassVar[str] = "recurrent"
     optimizer: ClassVar[str] = "adagrad"
     batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 0.1
+    lr: ClassVar[float] = 0.6
     context = 16
     probes, validations = 64, 1024
 
@@ -194,7 +194,7 @@ class WordWindows(_Last, Words):
     optimizer: ClassVar[str] = "sgd"
     steps: ClassVar[int] = 2000
     batch: ClassVar[int] = 64
-    lr: ClassVar[float] = 0.3
+    lr: ClassVar[float] = 1.6
     context = 4
     probes = 1024
 
