@@ -1,4 +1,4 @@
-"""Command line of the quality suite: ``python -m bench.quality fetch | run | report``."""
+"""Command line of the quality suite: ``python -m bench.quality fetch | run | report | observe | fit``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import torch
 
 import hdet_kernels as hk
 
-from . import held_out
+from . import held_out, observations
 from .data import FOLDER, SOURCES, fetch, missing
+from .fit import write_fit
 from .peer_packages import fetch_packages
 from .peers import PEERS, packages
 from .pool import Job, run_jobs
@@ -67,6 +69,14 @@ def main() -> None:
     reporting = commands.add_parser("report", help="write quality.md and its plots from results files")
     reporting.add_argument("results", nargs="*", type=Path, help="default: all recorded ones")
     reporting.add_argument("--out", type=Path, default=DOCS, help="folder of the page (default: docs)")
+    observing = commands.add_parser("observe", help="run the zoo at many learning rates, for the fit of constants")
+    observing.add_argument("--out", type=Path, required=True, help="file of the observations (.npz)")
+    observing.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=SIZES["zoo"].tasks)
+    observing.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    observing.add_argument("--workers", type=int, default=8, help="number of processes")
+    fitting = commands.add_parser("fit", help="fit the constants without each task's family, write and print them")
+    fitting.add_argument("--observations", type=Path, default=observations.OBSERVATIONS)
+    fitting.add_argument("--out", type=Path, default=held_out.CONSTANTS)
     arguments = parser.parse_args()
     if arguments.command == "fetch":
         if "peers" in arguments.data:
@@ -74,6 +84,10 @@ def main() -> None:
         fetch([name for name in arguments.data if name != "peers"])
     elif arguments.command == "run":
         run(arguments)
+    elif arguments.command == "observe":
+        observe(arguments)
+    elif arguments.command == "fit":
+        print(write_fit(arguments.observations, arguments.out))
     else:
         write_report([_read(path) for path in arguments.results] or read(RESULTS), arguments.out)
 
@@ -82,9 +96,19 @@ def _read(path: Path) -> Report:
     return Report(**json.loads(path.read_text()))
 
 
-def run(arguments: argparse.Namespace) -> None:
-    size = selected(arguments)
-    wanted = {TASKS[task].data for task in size.tasks} - {"language"}  # which falls back to other text
+def observe(arguments: argparse.Namespace) -> None:
+    _check_data(arguments.tasks)
+    jobs = [{"kind": "observe", "task": task} for task in arguments.tasks]
+    records = run_jobs(jobs, arguments.device, arguments.workers)
+    found = {record["task"]: record["observed"] for record in records if "observed" in record}
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    source = f"{_command(sys.argv[1:])}; {_machine(arguments.device)}; {date}"
+    observations.write(arguments.out, {task: found[task] for task in TASKS if task in found}, source)
+
+
+def _check_data(tasks: Iterable[str]) -> None:
+    """Exit where the data of a task is missing."""
+    wanted = {TASKS[task].data for task in tasks} - {"language"}  # which falls back to other text
     absent = {name: why for name in sorted(wanted) if (why := missing(name)) is not None}
     if absent:
         sys.exit(
@@ -92,6 +116,11 @@ def run(arguments: argparse.Namespace) -> None:
             + "; ".join(f"{name}: {why}" for name, why in absent.items())
             + f"; or python -m bench.quality fetch {' '.join(absent)}"
         )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    size = selected(arguments)
+    _check_data(size.tasks)
     for name, peer in PEERS.items():
         if (why := peer.missing()) is not None:
             fetched = "; or python -m bench.quality fetch peers" if peer.alone else ""
