@@ -1,4 +1,4 @@
-"""Command line of the quality suite: ``python -m bench.quality fetch | run | report``."""
+"""Command line of the quality suite: ``python -m bench.quality fetch | run | report | observe | fit``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import torch
 
 import hdet_kernels as hk
 
-from . import held_out
+from . import held_out, observations
 from .data import FOLDER, SOURCES, fetch, missing
+from .fit import write_fit
 from .peer_packages import fetch_packages
 from .peers import PEERS, packages
 from .pool import Job, run_jobs
@@ -25,10 +27,10 @@ from .report import read, write_report
 from .results import Report
 from .sizes import SIZES, Size
 from .spec import Record
-from .suite import NEAR_ROUNDS, PARTS, grid_jobs, jobs_after, near_jobs
+from .suite import PARTS, grid_jobs, jobs_after
 from .tables import all_tables
 from .tasks import TASKS
-from .yardstick import best_rates, yardsticks
+from .yardstick import best_rates
 from .zoo_page import zoo_section
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,7 +54,6 @@ def main() -> None:
     running.add_argument("--tasks", nargs="+", choices=sorted(TASKS), help="run only these tasks of the size")
     running.add_argument("--start-seeds", type=int, help="number of seeds from each start; default: by size")
     running.add_argument("--best-seeds", type=int, help="number of seeds at the best learning rate; default: by size")
-    running.add_argument("--most-seeds", type=int, help="most seeds of noisy tasks at the best; default: by size")
     running.add_argument(
         "--constants", type=Path, default=held_out.CONSTANTS, help="constants of the zoo's HDET runs, by task"
     )
@@ -67,6 +68,14 @@ def main() -> None:
     reporting = commands.add_parser("report", help="write quality.md and its plots from results files")
     reporting.add_argument("results", nargs="*", type=Path, help="default: all recorded ones")
     reporting.add_argument("--out", type=Path, default=DOCS, help="folder of the page (default: docs)")
+    observing = commands.add_parser("observe", help="run the zoo at many learning rates, for the fit of constants")
+    observing.add_argument("--out", type=Path, required=True, help="file of the observations (.npz)")
+    observing.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=SIZES["zoo"].tasks)
+    observing.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    observing.add_argument("--workers", type=int, default=8, help="number of processes")
+    fitting = commands.add_parser("fit", help="fit the constants without each task's family, write and print them")
+    fitting.add_argument("--observations", type=Path, default=observations.OBSERVATIONS)
+    fitting.add_argument("--out", type=Path, default=held_out.CONSTANTS)
     arguments = parser.parse_args()
     if arguments.command == "fetch":
         if "peers" in arguments.data:
@@ -74,6 +83,10 @@ def main() -> None:
         fetch([name for name in arguments.data if name != "peers"])
     elif arguments.command == "run":
         run(arguments)
+    elif arguments.command == "observe":
+        observe(arguments)
+    elif arguments.command == "fit":
+        print(write_fit(arguments.observations, arguments.out))
     else:
         write_report([_read(path) for path in arguments.results] or read(RESULTS), arguments.out)
 
@@ -82,9 +95,19 @@ def _read(path: Path) -> Report:
     return Report(**json.loads(path.read_text()))
 
 
-def run(arguments: argparse.Namespace) -> None:
-    size = selected(arguments)
-    wanted = {TASKS[task].data for task in size.tasks} - {"language"}  # which falls back to other text
+def observe(arguments: argparse.Namespace) -> None:
+    _check_data(arguments.tasks)
+    jobs = [{"kind": "observe", "task": task} for task in arguments.tasks]
+    records = run_jobs(jobs, arguments.device, arguments.workers)
+    found = {record["task"]: record["observed"] for record in records if "observed" in record}
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    source = f"{_command(sys.argv[1:])}; {_machine(arguments.device)}; {date}"
+    observations.write(arguments.out, {task: found[task] for task in TASKS if task in found}, source)
+
+
+def _check_data(tasks: Iterable[str]) -> None:
+    """Exit where the data of a task is missing."""
+    wanted = {TASKS[task].data for task in tasks} - {"language"}  # which falls back to other text
     absent = {name: why for name in sorted(wanted) if (why := missing(name)) is not None}
     if absent:
         sys.exit(
@@ -92,6 +115,11 @@ def run(arguments: argparse.Namespace) -> None:
             + "; ".join(f"{name}: {why}" for name, why in absent.items())
             + f"; or python -m bench.quality fetch {' '.join(absent)}"
         )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    size = selected(arguments)
+    _check_data(size.tasks)
     for name, peer in PEERS.items():
         if (why := peer.missing()) is not None:
             fetched = "; or python -m bench.quality fetch peers" if peer.alone else ""
@@ -108,31 +136,32 @@ def run(arguments: argparse.Namespace) -> None:
         records.extend(made)
         return len(made)
 
-    run_missing(grid_jobs(size))
-    best = best_rates(records)
-    for _ in range(NEAR_ROUNDS):
-        if not run_missing(near_jobs(size, best)):
-            break
-        best = best_rates(records)
-    size = size.with_noise({task: found.relative_deviation for task, found in yardsticks(records).items()})
-    run_missing(near_jobs(size, best))
-    best = best_rates(records)
-    known = tuple(task for task in size.tasks if task in best)  # a time limit may leave out a grid
-    run_missing(jobs_after(replace(size, tasks=known), best))
-    report = Report(
-        command=_command(sys.argv[1:]),
-        machine=_machine(arguments.device),
-        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        seconds=round(time.monotonic() - start, 1),
-        size=arguments.size,
-        best=best,
-        records=records,
-        earlier=before.sources if arguments.after else [],
-        design=arguments.design,
-    )
-    arguments.out.write_text(json.dumps(report.plain()))
-    print(zoo_section(report, size.options) if report.size == "zoo" else all_tables(report))
+    def report() -> Report:
+        return Report(
+            command=_command(sys.argv[1:]),
+            machine=_machine(arguments.device),
+            date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            seconds=round(time.monotonic() - start, 1),
+            size=arguments.size,
+            best=best_rates(records),
+            records=records,
+            earlier=before.sources if arguments.after else [],
+            design=arguments.design,
+        )
+
+    try:
+        run_missing(grid_jobs(size))
+        best = best_rates(records) if size.powers else {task: TASKS[task].lr for task in size.tasks}
+        known = tuple(task for task in size.tasks if task in best)  # a time limit may leave out a grid
+        run_missing(jobs_after(replace(size, tasks=known), best))
+    finally:  # hours of runs are not lost by an error in the last one
+        arguments.out.write_text(json.dumps(report().plain()))
+    _print(report(), size)
     print(f"\nrecords: {arguments.out}; page with plots: python -m bench.quality report {arguments.out} --out DIR")
+
+
+def _print(report: Report, size: Size) -> None:
+    print(zoo_section(report, size.options) if report.size == "zoo" else all_tables(report))
 
 
 def selected(arguments: argparse.Namespace) -> Size:
@@ -144,7 +173,6 @@ def selected(arguments: argparse.Namespace) -> Size:
         parts=tuple(part for part in arguments.parts or size.parts if part != "grid"),
         start_seeds=size.start_seeds if arguments.start_seeds is None else arguments.start_seeds,
         best_seeds=size.best_seeds if arguments.best_seeds is None else arguments.best_seeds,
-        most_seeds=size.most_seeds if arguments.most_seeds is None else arguments.most_seeds,
         options=held_out.read(arguments.constants) if size.leave_out else {},
     )
 

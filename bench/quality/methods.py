@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 import hdet_kernels as hk
 from hdet_kernels.controller.protocol import Observation, Run, State
+from hdet_kernels.controller.settings import RegressionSettings
 
 from .peers import PEERS
 from .spec import Spec
@@ -56,13 +57,22 @@ class ExploitController:
         return {"mu": (np.array(state["mu"]) + np.log(seen.multipliers[:, best])).tolist()}
 
 
+def controller(options: Mapping[str, Any]) -> hk.RegressionController:
+    """Return the default controller with other constants: arguments of it, or fields of its settings."""
+    names = {field.name for field in fields(RegressionSettings)}
+    settings = RegressionSettings(**{name: value for name, value in options.items() if name in names})
+    return hk.RegressionController(
+        **{name: value for name, value in options.items() if name not in names}, settings=settings
+    )
+
+
 def hdet_method(spec: Spec, steps: int) -> Method:
     """Return the configuration that ``spec.method`` names; ``spec.options`` are constants of its controller."""
     paper = hk.paper_settings(steps)
     rarely = max(round(0.025 * steps), 1)  # replicas with local gradients need time to diverge, even with a probe
     methods: dict[str, Callable[[], Method]] = {
-        "hdet": lambda: Method({"auto_lr": hk.RegressionController(**spec.options)}),
-        "scout": lambda: Method({"auto_lr": hk.RegressionController(**spec.options)}),
+        "hdet": lambda: Method({"auto_lr": controller(spec.options)}),
+        "scout": lambda: Method({"auto_lr": controller(spec.options)}),
         "hypergradient": lambda: Method({"auto_lr": hk.HypergradientController(**spec.options)}),
         "fan-out": lambda: Method({"auto_lr": False}),
         "local SGD": lambda: Method({"auto_lr": False, "spread": 0.0}, gradients="local"),

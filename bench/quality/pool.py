@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from .observe import observe
 from .rows import train_rows
 from .scalars import train_scalar
 from .spec import Record, Spec
@@ -110,6 +111,8 @@ def run_job(job: Job, task: Task, device: torch.device) -> Record:
     if kind == "scalar":
         explored = {key: job[key] for key in ("name", "value", "seed", "explores")}
         return {**job, **train_scalar(task, **explored, device=device, steps=job.get("steps"))}
+    if kind == "observe":
+        return {**job, "observed": observe(task, device, steps=job.get("steps"))}
     spec = Spec(**job["spec"])
     return {**job, **(train_sweep if kind == "sweep" else train)(task, spec, device)}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .tasks import TASKS
@@ -14,9 +12,6 @@ POWERS = range(-5, 5)
 
 # The most seeds of tasks whose runs take most of a GPU.
 COSTLY = {"large language": 2}
-
-# The standard error of plain training at the best learning rate that is to be reached, in percent of the loss.
-PRECISION = 0.5
 
 
 @dataclass(frozen=True)
@@ -32,10 +27,8 @@ class Size:
         best_seeds: Number of seeds at the best learning rate, where it is more than that.
         training_seeds: At most so many of these seeds are run without a probe too.
         more_seeds: Number of seeds of the part "seeds", by task and start.
-        powers: Learning rates of the grid, as powers of two times the task's ``lr``.
+        powers: Learning rates of the grid, as powers of two times the task's ``lr``; none: that is the best.
         near_seeds: Number of seeds of the finer grid near the best; 0: there is none.
-        most_seeds: Where a task is noisy there are more seeds of the finer grid and at the best, but at most so many.
-        noisy: The number of seeds that such tasks need.
         leave_out: Whether HDET runs take constants that were fitted without the family of their task.
         options: These constants, by task.
     """
@@ -50,29 +43,17 @@ class Size:
     more_seeds: dict[str, dict[float, int]] = field(default_factory=dict)
     powers: range = POWERS
     near_seeds: int = 0
-    most_seeds: int = 0
-    noisy: dict[str, int] = field(default_factory=dict)
     leave_out: bool = False
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def seeds_of(self, task: str, start: float) -> int:
         """Return the number of seeds of a task from a start."""
-        seeds = max(self.start_seeds, self.best_seeds, self.noisy.get(task, 0)) if start == 1.0 else self.start_seeds
+        seeds = max(self.start_seeds, self.best_seeds) if start == 1.0 else self.start_seeds
         return min(seeds, COSTLY.get(task, seeds))
 
     def seeds_near(self, task: str) -> int:
         """Return the number of seeds of a task on the finer grid."""
-        seeds = max(self.near_seeds, self.noisy.get(task, 0))
-        return min(seeds, COSTLY.get(task, seeds))
-
-    def with_noise(self, deviations: Mapping[str, float]) -> Size:
-        """Return the size with the seeds that bring the standard error of a task to ``PRECISION``.
-
-        Args:
-            deviations: Standard deviation of plain training over seeds in percent of the loss, by task.
-        """
-        needed = {task: math.ceil((deviation / PRECISION) ** 2) for task, deviation in deviations.items()}
-        return replace(self, noisy={task: min(count, self.most_seeds) for task, count in needed.items()})
+        return min(self.near_seeds, COSTLY.get(task, self.near_seeds))
 
 
 SIZES = {
@@ -97,9 +78,8 @@ SIZES = {
         start_seeds=3,
         best_seeds=5,
         training_seeds=20,
-        powers=range(-2, 3),
+        powers=range(0),  # each task's lr is the best of an earlier grid
         near_seeds=10,
-        most_seeds=20,
         leave_out=True,
     ),
 }

@@ -23,9 +23,8 @@ LONGER = 3
 LONG_STARTS = (1 / 10, 1.0, 10.0, 30.0)
 LONG_GRID = (1 / 4, 1 / 2, 2.0)
 
-# Learning rates of the finer grid, in octaves from the best of the grid, and how often it is moved to a new best.
-NEAR = (-1.0, -0.5, 0.0, 0.5, 1.0)
-NEAR_ROUNDS = 2
+# Learning rates of the finer grid, in octaves from the best of the grid.
+NEAR = (-0.5, 0.0, 0.5)
 
 # Factors of the best learning rate at which the parameter groups start, by task.
 MIXED = {
@@ -59,7 +58,7 @@ def near_jobs(size: Size, best: dict[str, float]) -> list[Job]:
     """Return plain runs at learning rates half an octave apart around the best one."""
     return [
         _job("near", Spec(task, "plain", best[task] * 2.0**octaves, seed))
-        for seed in range(max([size.near_seeds, *size.noisy.values()]))
+        for seed in range(size.near_seeds)
         for octaves in NEAR
         for task in size.tasks
         if task in best and seed < size.seeds_near(task)
@@ -67,8 +66,8 @@ def near_jobs(size: Size, best: dict[str, float]) -> list[Job]:
 
 
 def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
-    """Return the jobs of all parts but the grid, the most important first."""
-    return [job for part in size.parts for job in PARTS[part](size, best)]
+    """Return the jobs of the finer grid and of all parts, the most important first."""
+    return near_jobs(size, best) + [job for part in size.parts for job in PARTS[part](size, best)]
 
 
 def _starts(size: Size, best: dict[str, float]) -> list[Job]:

@@ -31,7 +31,7 @@ class ScoutSettings:
 
     share: float = 0.15
     lowest: float = 1e-5
-    highest: float = 1.0
+    highest: float = 10.0
     first: float = 0.25
     factor: float = 2.6
     fewest: int = 10
