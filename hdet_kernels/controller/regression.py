@@ -101,11 +101,10 @@ class RegressionController(SlopeController):
     def prepare(self, run: Run) -> Run:
         """Return ``run`` with pairs, slopes, and the steps between which replicas differ."""
         run = super().prepare(run)
-        if self.trust == 1:
-            run = replace(run, peaks=(None,) * len(run.peaks))
-        shared = run.gradients != "local"
-        slopes = shared and not run.overlaps and run.moves_rates
-        return replace(run, in_pairs=run.probed and shared, departs=self._departs(run), slopes=slopes)
+        shared, moves_rates = run.gradients != "local", self._moves_rates(run)
+        in_pairs = run.probed and shared and (moves_rates or run.others)
+        slopes = shared and not run.overlaps and moves_rates
+        return replace(run, in_pairs=in_pairs, departs=self._departs(run), slopes=slopes)
 
     def _departs(self, run: Run) -> tuple[tuple[int, int] | None, ...]:
         """Return, for each hyperparameter, the steps between which replicas differ in it.
@@ -121,7 +120,7 @@ class RegressionController(SlopeController):
             end = math.floor((last + STEP_TOLERANCE) / run.sync_every)
             return max(begin, 0) * run.sync_every, end * run.sync_every
 
-        rates = between(*self.rate_steps(run), from_start=True)
+        rates = between(*self.rate_steps(run), from_start=True) if self._moves_rates(run) else None
         others = between(*self.slope_steps(run), from_start=False)
         return tuple(others if peak is None else rates for peak in run.peaks)
 
@@ -135,7 +134,7 @@ class RegressionController(SlopeController):
         """Return whether the sync after ``step`` updates the state."""
         first, last = self.slope_steps(run)
         moves_others = run.others and first - STEP_TOLERANCE <= step <= last + STEP_TOLERANCE
-        return moves_others or (run.moves_rates and super().active(run, step))
+        return moves_others or self._moves_rates_at(run, step)
 
     def start(self, count: int, run: Run | None = None) -> State:
         """Return the state before the first update, for ``count`` hyperparameters.
@@ -176,7 +175,7 @@ class RegressionController(SlopeController):
             equal = ~logs.any(axis=0)  # the replicas that train with the base values: they differ by noise
             noise = updated_noise(noise, without_outliers(seen.losses, settings)[equal], settings)
         slopes = self._slopes_of_pairs(seen.losses, logs, noise) if run.in_pairs else self._joint_slopes(seen, logs)
-        slopes = _with_measured(run, slopes, seen)
+        slopes = _with_measured(run, slopes, seen, settings)
         slopes, signs = self._with_sign_significance(state, slopes)
         signal = np.sign(slopes.values) * np.minimum(slopes.significance, settings.largest_significance)
         moved = self._moved(run, state, signal, slopes.significance, slopes.explored, seen)
@@ -287,8 +286,12 @@ class RegressionController(SlopeController):
             mu[index] = self._towards(min(target, ceiling), mu[index])
         return {"mu": mu, "path_length": lengths, "log_likelihood": likelihoods}
 
+    def _moves_rates(self, run: Run) -> bool:
+        """Return whether learning rates can be moved at all: there are some, and the user does not rule it out."""
+        return run.moves_rates and self.trust != 1
+
     def _moves_rates_at(self, run: Run, step: int) -> bool:
-        return run.moves_rates and super().active(run, step)
+        return self._moves_rates(run) and super().active(run, step)
 
     def _next_caps(self, run: Run, step: int) -> list[float | None]:
         """Return the caps of the cycle after ``step``: only evidence from a climb needs one."""
@@ -312,18 +315,21 @@ def _rates(run: Run) -> list[int]:
     return [index for index, peak in enumerate(run.peaks) if peak is not None]
 
 
-def _with_measured(run: Run, slopes: Slopes, seen: Observation) -> Slopes:
+def _with_measured(run: Run, slopes: Slopes, seen: Observation, settings: RegressionSettings) -> Slopes:
     """Return the slopes with those of learning rates that were measured from gradients in their places.
 
-    The first cycle has no displacement before it, so that nothing is known of its learning rates.
+    The displacement of the first cycle is not known where replicas may start apart, so that the third one is the first
+    with slopes. Before it, and after a return, nothing is known of learning rates. Replicas whose gradients turn out to
+    be local never have such slopes.
     """
-    if not run.slopes or (seen.slopes is None and seen.step > run.sync_every):
+    found_local = run.gradients == "auto" and seen.slopes is None and seen.step > 2 * run.sync_every
+    if not run.slopes or found_local:
         return slopes
     values, significance, explored = slopes.values.copy(), slopes.significance.copy(), slopes.explored.copy()
     for index in _rates(run):
         explored[index] = seen.slopes is not None
         if seen.slopes is not None and seen.errors is not None:
-            values[index] = usable_slopes(seen.slopes[index : index + 1], RegressionSettings())[0]
+            values[index] = usable_slopes(seen.slopes[index : index + 1], settings)[0]
             error = float(seen.errors[index])
             significance[index] = abs(values[index]) / error if error > 0 else math.inf * (values[index] != 0)
     return Slopes(values, significance, explored)
