@@ -77,7 +77,7 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
 def bundled(jobs: Sequence[Job]) -> list[list[Job]]:
     """Return the jobs in bundles: plain runs of a task together, as rows of one stack, and every other alone.
 
-    Bundles come in the order of their first jobs.
+    Bundles of rows load the GPU, and single runs the host: the former are spread over the first half of the latter.
     """
     bundles: dict[object, list[Job]] = {}
     for number, job in enumerate(jobs):
@@ -87,7 +87,12 @@ def bundled(jobs: Sequence[Job]) -> list[list[Job]]:
         while len(bundles.get(key, ())) >= MOST_ROWS:
             key = (key,)
         bundles.setdefault(key, []).append(job)
-    return list(bundles.values())
+    several = [bundle for bundle in bundles.values() if len(bundle) > 1]
+    order = [bundle for bundle in bundles.values() if len(bundle) == 1]
+    gap = max(len(order) // 2 // max(len(several), 1), 1)
+    for number, bundle in enumerate(several):
+        order.insert(number * (gap + 1), bundle)
+    return order
 
 
 def run_bundle(bundle: Sequence[Job], task: Task, device: torch.device) -> list[Record]:
