@@ -1,4 +1,4 @@
-"""Command line of the quality suite: ``python -m bench.quality fetch | run | report | observe | fit``."""
+"""Command line of the quality suite: ``python -m bench.quality fetch | run | report | observe | fit | replay``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ import hdet_kernels as hk
 from . import held_out, observations
 from .data import FOLDER, SOURCES, fetch, missing
 from .fit import write_fit
+from .methods import controller
 from .peer_packages import fetch_packages
 from .peers import PEERS, packages
 from .pool import Job, run_jobs
+from .replay import replay_table
 from .report import read, write_report
 from .results import Report
 from .sizes import SIZES, Size
@@ -76,6 +78,10 @@ def main() -> None:
     fitting = commands.add_parser("fit", help="fit the constants without each task's family, write and print them")
     fitting.add_argument("--observations", type=Path, default=observations.OBSERVATIONS)
     fitting.add_argument("--out", type=Path, default=held_out.CONSTANTS)
+    replaying = commands.add_parser("replay", help="try the controller, with fitted constants, on the observations")
+    replaying.add_argument("--observations", type=Path, default=observations.OBSERVATIONS)
+    replaying.add_argument("--constants", type=Path, default=held_out.CONSTANTS, help="a file that is not there: none")
+    replaying.add_argument("--trust", type=float, default=3.0, help="0: the learning rate is not trusted at all")
     arguments = parser.parse_args()
     if arguments.command == "fetch":
         if "peers" in arguments.data:
@@ -87,12 +93,20 @@ def main() -> None:
         observe(arguments)
     elif arguments.command == "fit":
         print(write_fit(arguments.observations, arguments.out))
+    elif arguments.command == "replay":
+        replay(arguments)
     else:
         write_report([_read(path) for path in arguments.results] or read(RESULTS), arguments.out)
 
 
 def _read(path: Path) -> Report:
     return Report(**json.loads(path.read_text()))
+
+
+def replay(arguments: argparse.Namespace) -> None:
+    seen, constants = observations.read(arguments.observations), held_out.read(arguments.constants)
+    given = {"trust": arguments.trust or None}
+    print(replay_table(seen, {task: controller({**constants.get(task, {}), **given}) for task in seen}))
 
 
 def observe(arguments: argparse.Namespace) -> None:

@@ -27,6 +27,8 @@ Fit = dict[str, float]
 
 def fit(tasks: Sequence[Measured]) -> Fit:
     """Return the constants that these tasks measure."""
+    if len(tasks) < 2:
+        raise ValueError(f"{len(tasks)} task is left: expected at least 2 of other families; observe more tasks")
     turns = [task.turn for task in tasks]
     cost_ratio = _mean(task.too_high for task in tasks) / _mean(task.too_low for task in tasks)
     share, noise = break_pair(tasks)
@@ -49,7 +51,7 @@ def edge_cost(tasks: Sequence[Measured]) -> float:
     """
     for hundredths in range(1, 1000):
         cost = hundredths / 100
-        if _mean(np.mean(np.array(task.edge_costs) > cost) for task in tasks) <= FALSE_ALARMS:
+        if _mean(_mean(found > cost for found in task.edge_costs) for task in tasks) <= FALSE_ALARMS:
             return cost
     raise ValueError("more than 5 % of the runs at the best learning rate see a cost of 10 times what was gained")
 
@@ -69,10 +71,11 @@ def break_pair(tasks: Sequence[Measured]) -> tuple[float, float]:
     return BREAK_SHARES[share], BREAK_NOISES[noise]
 
 
-def _judged(tasks: Sequence[Measured], starts: Iterable[float]) -> np.ndarray:  # type: ignore[type-arg]
+def _judged(tasks: Sequence[Measured], starts: Iterable[float]) -> observations.Array:
     """Return the share of runs from these starts that each pair judges broken, every task counting alike."""
     shares = [task.broken[start].mean(axis=0) for task in tasks for start in starts if start in task.broken]
-    return np.mean(shares, axis=0)  # type: ignore[no-any-return]
+    found: observations.Array = np.mean(shares, axis=0)
+    return found
 
 
 def leave_out(

@@ -37,7 +37,7 @@ NEAR = 0.5
 BREAK_SHARES = tuple(round(0.05 * k, 2) for k in range(2, 20))
 BREAK_NOISES = (4.0, 8.0, 16.0)
 BREAKS = [
-    [RegressionSettings(break_share=share, break_noise=noise) for noise in BREAK_NOISES] for share in BREAK_SHARES
+    [RegressionSettings(break_share=share, break_noise=noise) for share in BREAK_SHARES] for noise in BREAK_NOISES
 ]
 
 Flags = NDArray[np.bool_]
@@ -137,8 +137,10 @@ def broken(courses: list[Soundness], syncs: int) -> Flags:
     """Return with which pairs of candidates a run is judged broken at any sync: [shares, noises]."""
     if len(courses) < syncs:  # a loss is not finite
         return np.ones((len(BREAK_SHARES), len(BREAK_NOISES)), dtype=np.bool_)
-
-    def judged(settings: RegressionSettings) -> bool:
-        return any(before.judge(now.last, settings) == "broken" for before, now in pairwise(courses))
-
-    return np.array([[judged(settings) for settings in row] for row in BREAKS])
+    found = np.zeros((len(BREAK_SHARES), len(BREAK_NOISES)), dtype=np.bool_)
+    for j, candidates in enumerate(BREAKS):
+        for i, settings in enumerate(candidates):
+            found[i, j] = any(before.judge(now.last, settings) == "broken" for before, now in pairwise(courses))
+            if not found[i, j]:  # nor with any larger share
+                break
+    return found

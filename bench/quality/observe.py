@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .observations import CLIMB, Observed
+from .observations import CLIMB, Array, Observed
 from .rows import Seen, train_rows
 from .tasks import Task
 
@@ -43,5 +43,5 @@ def observe(task: Task, device: torch.device, *, steps: int | None = None) -> Ob
     )
 
 
-def _stacked(climb: list[Seen], name: str) -> np.ndarray:  # type: ignore[type-arg]
+def _stacked(climb: list[Seen], name: str) -> Array:
     return np.array([getattr(seen, name) for seen in climb])

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from bench.quality import __main__ as quality
+from bench.quality import observations
 from bench.quality.peers import packages
 from bench.quality.sizes import SIZES
 from tests.bench.quality.made_up_zoo import run, zoo
+from tests.bench.quality.scripted_runs import scripted
 
 
 def test_help_names_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +62,12 @@ def test_runs_that_failed_or_had_other_constants_are_run_again(capsys: pytest.Ca
     assert "2 runs that failed or had other constants" in capsys.readouterr().err
     assert quality._kept(before, size, design="other") == [plain], "the same constants mean something else there"
     assert quality._kept(before, SIZES["ci"], design="") == [plain, good, others[0]]
+
+
+def test_observations_are_replayed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    observations.write(tmp_path / "seen.npz", {"census": scripted()}, "made up")
+    monkeypatch.setattr(sys, "argv", ["", "replay", "--observations", str(tmp_path / "seen.npz"), "--trust", "0"])
+    quality.main()
+    assert capsys.readouterr().out.startswith("| start | mode |")
