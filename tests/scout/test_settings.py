@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +37,9 @@ def test_constants_without_a_plan_are_refused(given: dict[str, Any], error: type
 
 def test_constants_are_saved_by_name() -> None:
     assert ScoutSettings(**ScoutSettings(shift=0.3).to_dict()) == ScoutSettings(shift=0.3)
+
+
+def test_the_page_lists_every_constant_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "usage" / "no-learning-rate.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| ([\d.e-]+) \|", page, re.M)
+    assert {name: float(value) for name, value in listed} == ScoutSettings().to_dict()
