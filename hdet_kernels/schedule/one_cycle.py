@@ -174,8 +174,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     def _schedule_state(self) -> dict[str, Any]:
         """Return the state of torch's schedule alone."""
-        own = ("_cycle", "_phase", "_scouted", "_arguments", "_options")
-        return {key: value for key, value in super().state_dict().items() if key not in own}
+        return {key: value for key, value in super().state_dict().items() if key not in _OWN}
 
     def _load_schedule(self, schedule: dict[str, Any], hdet: dict[str, Any]) -> None:
         super().load_state_dict(schedule)

@@ -30,6 +30,9 @@ COUPLED = partial(hk.FusedAdam, weight_decay=0.01)  # every replica has its own 
         pytest.param({"gradients": "local"}, id="adamw-local", marks=pytest.mark.full),
         pytest.param({"dtype": torch.bfloat16}, id="bf16-masters"),
         pytest.param({"spread": 0.0, "auto_lr": False, "cycle_momentum": False}, id="plain", marks=pytest.mark.full),
+        pytest.param({"device": "cuda"}, id="gpu", marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda", "cuda_graphs": True}, id="gpu-graphs", marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda", "dtype": torch.bfloat16}, id="gpu-bf16", marks=pytest.mark.gpu),
         pytest.param({"outer": hk.Outer()}, id="outer", marks=pytest.mark.full),
         pytest.param({"explore": [hk.Explore("weight_decay")]}, id="explore", marks=pytest.mark.full),
     ],
@@ -200,6 +203,42 @@ def test_methods_of_a_scheduler_in_the_phase(tmp_path: Any) -> None:
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == len(scheduler.history)
 
 
+def test_steps_that_a_grad_scaler_leaves_out_do_no_harm() -> None:
+    """The first call of the scheduler may come without a step of the optimizer."""
+    run = StackRun()
+    start = run.tensors()
+    run.stack.backward(loss_of, *batch(0, 0, size=8 * REPLICAS))
+    run.scheduler.step(torch.ones(REPLICAS))
+    run.optimizer.zero_grad()
+    run.train(PHASE - 1)
+    assert same(run.tensors(), start)
+
+
+def test_parameters_that_change_unseen_are_refused() -> None:
+    run = StackRun()
+    with torch.no_grad():
+        next(run.stack.parameters()).add_(1.0)
+    with pytest.raises(RuntimeError, match="parameters changed without a call"):
+        run.scheduler.step(torch.ones(REPLICAS))
+
+
+def test_weights_that_are_loaded_after_the_scheduler_was_built_are_the_start() -> None:
+    run = StackRun()
+    loaded = {name: tensor + 1 for name, tensor in run.stack.state_dict().items()}
+    run.stack.load_state_dict(loaded)
+    run.train(PHASE)
+    model = run.tensors()["model"]
+    assert all(torch.equal(model[name], loaded[name]) for name, _ in run.stack.named_parameters())
+
+
+def test_without_losses_it_says_so() -> None:
+    run = StackRun()
+    run.stack.backward(loss_of, *batch(0, 0, size=8 * REPLICAS))
+    run.optimizer.step()
+    with pytest.raises(RuntimeError, match="compares losses, and none was recorded"):
+        run.scheduler.step()
+
+
 def test_a_second_scheduler_in_the_phase_finds_the_stack_as_it_was() -> None:
     run = StackRun()
     run.train(3)
@@ -293,6 +332,23 @@ def _as_if_begun_there(rank: int, options: dict[str, Any]) -> list[Any]:
     resumed.train(STEPS - 8)
     synced = getattr(run.model, "require_backward_grad_sync", None)
     return [back, same(run.tensors(), plain.tensors()), same(run.tensors(), resumed.tensors()), synced, found]
+
+
+def _stacks(rank: int) -> list[Any]:
+    """Two stacks of two replicas, one in each process, against one stack of four."""
+    torch.manual_seed(0)
+    run = StackRun(replicas=2, first=1000 * rank)
+    start = run.tensors()
+    run.train(PHASE)
+    return [same(run.tensors(), start), run.scheduler.scouted, next(run.stack.parameters()).shares_gradient]
+
+
+@pytest.mark.full
+def test_stacks_in_several_processes() -> None:
+    results = run_ranks(2, _stacks)
+    assert [result[0] for result in results] == [True, True]
+    assert results[0][1] == results[1][1] is not None
+    assert results[0][2]
 
 
 _RANKS = Cases(

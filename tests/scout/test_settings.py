@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hdet_kernels.scout import ScoutSettings
@@ -33,6 +34,11 @@ def test_the_defaults_take_at_most_a_fifth_of_the_run() -> None:
 def test_constants_without_a_plan_are_refused(given: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         ScoutSettings(**given)
+
+
+def test_constants_are_kept_as_plain_numbers() -> None:
+    settings = ScoutSettings(share=np.float32(0.25), fewest=np.int64(12), shift=1)
+    assert [type(value) for value in (settings.share, settings.fewest, settings.shift)] == [float, int, float]
 
 
 def test_constants_are_saved_by_name() -> None:
