@@ -343,3 +343,5 @@ class Scouting:
         self.certain = state["certain"]
         self.own.shared_state, self._fresh = state["shared_state"], state["fresh"]
         self.start.load_state_dict(state["start"], own=True)
+        if self.start.step is not None:
+            self._buffers = []

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
@@ -33,6 +35,7 @@ COUPLED = partial(hk.FusedAdam, weight_decay=0.01)  # every replica has its own 
         pytest.param({"device": "cuda"}, id="gpu", marks=pytest.mark.gpu),
         pytest.param({"device": "cuda", "cuda_graphs": True}, id="gpu-graphs", marks=pytest.mark.gpu),
         pytest.param({"device": "cuda", "dtype": torch.bfloat16}, id="gpu-bf16", marks=pytest.mark.gpu),
+        pytest.param({"replicas": 2}, id="two", marks=pytest.mark.full),
         pytest.param({"outer": hk.Outer()}, id="outer", marks=pytest.mark.full),
         pytest.param({"explore": [hk.Explore("weight_decay")]}, id="explore", marks=pytest.mark.full),
     ],
@@ -111,6 +114,35 @@ def test_a_run_resumes_anywhere_bit_for_bit(at: int, options: dict[str, Any]) ->
     assert same(resumed.tensors(), whole.tensors())
     assert resumed.scheduler.scouted == whole.scheduler.scouted
     assert [r.to_dict() for r in resumed.scheduler.history][:2] == [r.to_dict() for r in whole.scheduler.history][:2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make_optimizer", [hk.FusedAdamW, SGD, COUPLED], ids=["adamw", "sgd", "coupled"])
+def test_a_state_that_the_optimizer_had_before_returns(make_optimizer: Any) -> None:
+    run = StackRun(0.01, 10, make_optimizer=make_optimizer)
+    run.train(10)
+    before = run.tensors()
+    run.scheduler = hk.HDETOneCycleLR(run.optimizer, None, STEPS, ensemble=run.stack.ensemble, scout=QUICK)
+    run.train(PHASE)
+    assert same(run.tensors(), before)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", [3, 13])
+def test_the_scheduler_may_be_built_after_the_optimizer_was_loaded(at: int) -> None:
+    whole = StackRun()
+    whole.train(at)
+    saved = whole.saved()
+    whole.train(STEPS - at)
+    resumed = StackRun(0.01, 10)  # its scheduler is of no use
+    hk.schedule.release(resumed.optimizer)
+    resumed.stack.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.scheduler = hk.HDETOneCycleLR(resumed.optimizer, None, STEPS, ensemble=resumed.stack.ensemble, scout=QUICK)
+    resumed.scheduler.load_state_dict(saved["scheduler"])
+    resumed.step = at
+    resumed.train(STEPS - at)
+    assert same(resumed.tensors(), whole.tensors())
 
 
 @pytest.mark.full
@@ -403,3 +435,39 @@ def test_ranks_that_cannot_differ_are_told_what_to_do() -> None:
         assert "got gradients='shared' and no DistributedDataParallel in model=" in texts["shared"]
         assert "the replicas disagree on the settings" in texts["other settings"]
         assert texts["inside"] == [False, False, True]
+
+
+def _sharded(rank: int) -> tuple[str, bool, float | None]:
+    """Two replicas of two shards: averaged by FSDP they are refused, on gradients of their own they are compared."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    averaged = network()
+    fully_shard(averaged, mesh=mesh)
+    optimizer = torch.optim.AdamW(averaged.parameters(), lr=0.01)
+    refused = ""
+    try:
+        hk.HDETOneCycleLR(optimizer, None, STEPS, scout=QUICK)
+    except ValueError as error:
+        refused = str(error)
+    model = network()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ensemble = hk.ProcessEnsemble(mesh)
+    scheduler = hk.HDETOneCycleLR(optimizer, None, STEPS, ensemble=ensemble, scout=QUICK)
+    start = [param.to_local().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+    for step in range(PHASE):
+        loss = loss_of(model, *batch(rank, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(loss)
+    now = [param.to_local() for param in model.parameters()]  # type: ignore[attr-defined]
+    return refused, all(map(torch.equal, now, start)), scheduler.scouted
+
+
+@pytest.mark.full
+def test_sharded_replicas_differ_unless_fsdp_averages_them() -> None:
+    results = run_ranks(4, _sharded)
+    assert all("fully_shard over a mesh (replicate, shard) averages them" in refused for refused, _, _ in results)
+    assert all(back for _, back, _ in results)
+    assert len({found for *_, found in results}) == 1
+    assert results[0][2] is not None
