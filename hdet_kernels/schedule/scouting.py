@@ -297,17 +297,12 @@ class Scouting:
         if self.start.step is None:
             yield
             return
-        own = LastSound(self.optimizer, self.cycle.converger, None, self.cycle.buffers)
-        own.keep_start(self.made)
-        self.in_consensus = True
-        self.own.share_state()
-        try:
-            self.start.restore()
-            yield
-        finally:
-            self.own.separate_state()
-            own.restore()
-            self.in_consensus = False
+        with self.start.model_held():
+            self.in_consensus = True
+            try:
+                yield
+            finally:
+                self.in_consensus = False
 
     # Checkpoints
 
@@ -333,15 +328,21 @@ class Scouting:
             "start": self.start.state_dict(),
         }
 
+    def parts(self) -> list[object]:
+        """Return the objects whose attributes change when a state is loaded."""
+        return [self, self.own, self.spread]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that was checked. The schedule of its round must have been built."""
+        """Continue from a state that was checked. Only attributes of :meth:`parts` change."""
         self.round, self.step = state["round"], state["step"]
         self.bracket = (state["bracket"][0], state["bracket"][1])
+        self.losses = RoundLosses(self.ensemble.rows)
         self.losses.load_state_dict(state["losses"])
         probed = state["probed"]
         self._probed = torch.tensor(probed, dtype=torch.float64, device="cpu") if isinstance(probed, list) else probed
         self.certain = state["certain"]
         self.own.shared_state, self._fresh = state["shared_state"], state["fresh"]
+        self.start = LastSound(self.optimizer, self.cycle.converger, None, self.cycle.buffers)
         self.start.load_state_dict(state["start"], own=True)
         if self.start.step is not None:
             self._buffers = []
