@@ -235,6 +235,7 @@ def test_methods_of_a_scheduler_in_the_phase(tmp_path: Any) -> None:
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == len(scheduler.history)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_steps_that_a_grad_scaler_leaves_out_do_no_harm() -> None:
     """The first call of the scheduler may come without a step of the optimizer."""
     run = StackRun()
