@@ -1,7 +1,8 @@
 """The schedulers that a training loop steps, and the cycle of HDET that they drive.
 
-``schedulers.py`` has the two classes; ``options.py`` their keywords, each written once. ``build.py`` checks them and
-puts a cycle together; for a schedule that does not tell its peak, ``rehearsal.py`` plays a copy of it.
+``schedulers.py`` has the two classes; ``options.py`` their keywords, each written once. ``with_cycle.py`` has the
+methods that both have, ``one_cycle.py`` the steps of the first. ``build.py`` checks the keywords and puts a cycle
+together; for a schedule that does not tell its peak, ``rehearsal.py`` plays a copy of it.
 
 ``cycle.py`` is the method: after every step the loss goes into ``loss_window.py``; every T steps a sync reports on the
 replicas held here (``gradient_hooks.py`` tells whether gradients are shared, and measures the hypergradient), averages
@@ -9,6 +10,9 @@ them with the others (folder ``converge/``), notes the sync in ``history.py``, a
 ``controller/``) move the base values that folder ``fanout/`` spreads over the replicas of the next cycle.
 ``undoing.py`` returns all replicas to the last sound average where training broke; ``last_sound.py`` is the copy of it,
 with the optimizer's state by ``optimizer_copy.py``, in the memory of ``kept_tensors.py``.
+With ``max_lr=None``, ``scouting.py`` comes before the first cycle: rounds in which every replica tries a learning rate
+(folder ``scout/`` plans and chooses), with their losses in ``round_losses.py``, compared by ``scout_round.py``.
+``scouted.py`` is what remains of it, ``scout_state.py`` its part of a checkpoint.
 ``overlapping.py`` is an average that runs beside the training. ``history_file.py`` writes every record to a file.
 
 ``checkpoint.py`` saves and restores all of it. ``formats.py`` converts what earlier versions saved, and

@@ -9,8 +9,9 @@ A return writes into the tensors that are in use: captured CUDA graphs, views an
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -151,6 +152,35 @@ class LastSound:
         if self.displacement is not None:
             self.displacement.begin_anew()
         self.copy.was_read()
+
+    @contextlib.contextmanager
+    def model_held(self) -> Iterator[None]:
+        """Have the parameters and buffers of the copy inside the block, and the current ones again after it."""
+        with torch.no_grad():
+            buckets = self.converger.tensors.buckets
+            now = [*self._full(read=True), *map(_real, self._buffers())]
+            own = [tensor.clone() for tensor in now]
+            kept = self.copy.read()
+            self._write_model([*kept["params"], *kept["buffers"]])
+            self.copy.was_read()
+            if buckets is not None:
+                buckets.advance_versions()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._write_model(own)
+                if buckets is not None:
+                    buckets.advance_versions()
+
+    def _write_model(self, values: Sequence[Tensor]) -> None:
+        """Write parameters in full precision, and then buffers, to the tensors in use."""
+        targets = [*self._full(), *map(_real, self._buffers())]
+        for target, value in zip(targets, values, strict=False):
+            if fits(target, value):
+                target.copy_(value)
+        if (buckets := self.converger.tensors.buckets) is not None:
+            buckets.round_masters()
 
     def drop(self) -> None:
         """Free the copy."""

@@ -174,8 +174,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     def _schedule_state(self) -> dict[str, Any]:
         """Return the state of torch's schedule alone."""
-        own = ("_cycle", "_phase", "_scouted", "_arguments", "_options")
-        return {key: value for key, value in super().state_dict().items() if key not in own}
+        return {key: value for key, value in super().state_dict().items() if key not in _OWN}
 
     def _load_schedule(self, schedule: dict[str, Any], hdet: dict[str, Any]) -> None:
         super().load_state_dict(schedule)
@@ -197,7 +196,8 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
             step = saved["step"]
         as_built = built_state(self.optimizer, {**self._arguments, **given})
         schedule = checked_schedule(as_built, state_dict, step, "scheduler")
-        with checkpoint.undone_on_error(self.cycle, self, self._phase), self._phase_back_on_error():
+        parts = [] if self._phase is None else self._phase.parts()
+        with checkpoint.undone_on_error(self.cycle, self, *parts), self._attached_again_on_error():
             self._scouted = target
             if saved is None:
                 self._begin_run(target)
@@ -220,14 +220,14 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         return self._phase
 
     @contextlib.contextmanager
-    def _phase_back_on_error(self) -> Iterator[None]:
-        """Return to the scouting phase if the block raises after it was ended."""
-        before = self._phase
+    def _attached_again_on_error(self) -> Iterator[None]:
+        """Attach the phase or the cycle of before again if the block raises after another took its place."""
+        phase, cycle = self._phase, self.cycle
         try:
             yield
         except BaseException:
-            if before is not None and self._phase is not before:
-                self._attach_phase(before)
+            if self._phase is not phase or self._cycle is not cycle:
+                attach(cycle, self) if phase is None else self._attach_phase(phase)
             raise
 
 

@@ -145,20 +145,23 @@ class Scouting:
         """Copy everything before the first step, and look at the gradients. A hook of the optimizer."""
         if self.start.step is None and self.start.can_copy:
             self._keep_start()
-            if self.cycle.probe is not None:
-                probed, self._failure = run_probe(self.cycle.probe, self.ensemble.rows)
-                self._probed = math.nan if probed is None else probed
         if not self.certain:
             self._fingerprint = fingerprint(self.optimizer.param_groups)
 
     def _keep_start(self) -> None:
         self.own.share_state()
         # Other parameters than at construction were loaded in the meantime, and the buffers with them.
-        loaded = not torch.equal(self.start.digest(), self._digest)
-        self.start.keep_start(0, None if loaded else self._buffers)
+        self.start.keep_start(0, self._buffers if self._unmoved() else None)
         self._buffers = []
         self._fresh = not any(self.optimizer.state.values())
         self.own.separate_state()
+        if self.cycle.probe is not None:
+            probed, self._failure = run_probe(self.cycle.probe, self.ensemble.rows)
+            self._probed = math.nan if probed is None else probed
+
+    def _unmoved(self) -> bool:
+        """Return whether the parameters are those of construction."""
+        return torch.equal(self.start.digest(), self._digest)
 
     def record(self, loss: Loss) -> None:
         """Add a training loss of the current step."""
@@ -172,27 +175,23 @@ class Scouting:
             with :attr:`.Scouted.found`, the run.
         """
         self._check_step()
-        mark = self.losses.mark()
+        unsure, ends = not self.certain or self.made == 0, self.step + 1 == self.length
+        mark = self.losses.mark() if unsure or ends else None
+        if loss is not None:
+            self.record(loss)
         try:
-            if loss is not None:
-                self.record(loss)
-            if self.cycle.probe is None and not self.losses.ever:
-                raise RuntimeError(
-                    "max_lr=None compares losses, and none was recorded: call scheduler.step(loss), or "
-                    "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass "
-                    "probe="
-                )
-            if not self.certain or self.made == 0:
+            self._check_losses()
+            if unsure:
                 self._end_first_steps()
-            ended = self.step + 1 == self.length
-            if ended:
+            if ends:
                 self._end_round()
         except BaseException:
-            self.losses.reset(mark)
+            if mark is not None:
+                self.losses.reset(mark)
             raise
-        if not ended:
+        if not ends:
             self.step += 1
-        return ended
+        return ends
 
     def _check_step(self) -> None:
         if self.replaced:
@@ -201,10 +200,20 @@ class Scouting:
             )
         if self.in_consensus:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
+        if self.start.step is None and self._unmoved():
+            self._keep_start()  # GradScaler may leave the first steps out
         if self.start.step is None:
             raise RuntimeError(
-                "scheduler.step() before the first optimizer.step(), or a first step that was captured as a CUDA "
-                "graph: with max_lr=None the parameters are copied at the first step; make it outside of a graph"
+                "the parameters changed without a call of optimizer.step(), as by a captured CUDA graph: with "
+                "max_lr=None they are copied before the first step; make it outside of a graph, and load weights "
+                "before building the scheduler"
+            )
+
+    def _check_losses(self) -> None:
+        if self.cycle.probe is None and not self.losses.ever:
+            raise RuntimeError(
+                "max_lr=None compares losses, and none was recorded: call scheduler.step(loss), or "
+                "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass probe="
             )
 
     def _end_first_steps(self) -> None:
@@ -288,17 +297,12 @@ class Scouting:
         if self.start.step is None:
             yield
             return
-        own = LastSound(self.optimizer, self.cycle.converger, None, self.cycle.buffers)
-        own.keep_start(self.made)
-        self.in_consensus = True
-        self.own.share_state()
-        try:
-            self.start.restore()
-            yield
-        finally:
-            self.own.separate_state()
-            own.restore()
-            self.in_consensus = False
+        with self.start.model_held():
+            self.in_consensus = True
+            try:
+                yield
+            finally:
+                self.in_consensus = False
 
     # Checkpoints
 
@@ -324,13 +328,21 @@ class Scouting:
             "start": self.start.state_dict(),
         }
 
+    def parts(self) -> list[object]:
+        """Return the objects whose attributes change when a state is loaded."""
+        return [self, self.own, self.spread]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that was checked. The schedule of its round must have been built."""
+        """Continue from a state that was checked. Only attributes of :meth:`parts` change."""
         self.round, self.step = state["round"], state["step"]
         self.bracket = (state["bracket"][0], state["bracket"][1])
+        self.losses = RoundLosses(self.ensemble.rows)
         self.losses.load_state_dict(state["losses"])
         probed = state["probed"]
         self._probed = torch.tensor(probed, dtype=torch.float64, device="cpu") if isinstance(probed, list) else probed
         self.certain = state["certain"]
         self.own.shared_state, self._fresh = state["shared_state"], state["fresh"]
+        self.start = LastSound(self.optimizer, self.cycle.converger, None, self.cycle.buffers)
         self.start.load_state_dict(state["start"], own=True)
+        if self.start.step is not None:
+            self._buffers = []

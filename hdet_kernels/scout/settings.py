@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hdet_kernels.checks import check_number, check_steps
+from hdet_kernels.checks import check_number, check_steps, keep_plain
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,18 @@ class ScoutSettings:
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a constant with which no phase can be planned."""
-        for name in ("share", "first", "tail", "depth"):
-            check_number(f"ScoutSettings.{name}", getattr(self, name), above=0, below=1)
-        for name in ("lowest", "highest", "reach"):
-            check_number(f"ScoutSettings.{name}", getattr(self, name), above=0)
-        for name in ("flat", "deviations"):
-            check_number(f"ScoutSettings.{name}", getattr(self, name), at_least=0)
-        check_number("ScoutSettings.factor", self.factor, above=1)
-        check_number("ScoutSettings.shift", self.shift)
-        if check_steps("ScoutSettings.fewest", self.fewest) < 4:
+        within: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+            (("share", "first", "tail", "depth"), {"above": 0, "below": 1}),
+            (("lowest", "highest", "reach"), {"above": 0}),
+            (("flat", "deviations"), {"at_least": 0}),
+            (("factor",), {"above": 1}),
+            (("shift",), {}),
+        )
+        for names, bounds in within:
+            for name in names:
+                keep_plain(self, **{name: check_number(f"ScoutSettings.{name}", getattr(self, name), **bounds)})
+        keep_plain(self, fewest=check_steps("ScoutSettings.fewest", self.fewest))
+        if self.fewest < 4:
             raise ValueError(
                 f"ScoutSettings.fewest must be at least 4, got {self.fewest}: a miniature needs some steps"
             )

@@ -11,6 +11,7 @@ import torch
 import hdet_kernels as hk
 from tests.docs.pages import ROOT
 from tests.ranks import run_ranks
+from tests.schedule.scout_runs import StackRun
 from tests.schedule.undo_runs import Scripted
 from tests.training import Trainer
 
@@ -74,6 +75,15 @@ def test_the_last_sound_average(states: dict[str, dict[str, Any]]) -> None:
     assert set(states["undo"]["undo"]) == listed("undo")
     assert set(states["undo"]["undo"]["kept"]) == listed("kept")
     assert states["overlapped"]["undo"] is None
+
+
+def test_a_run_without_a_learning_rate() -> None:
+    run = StackRun()
+    run.train(1)
+    scout = run.scheduler.state_dict()["scout"]
+    assert set(scout) == listed("scout")
+    assert set(scout["phase"]) == listed("phase")
+    assert set(scout["phase"]["start"]) == listed("kept")
 
 
 @pytest.mark.parametrize(

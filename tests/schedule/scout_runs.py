@@ -28,7 +28,9 @@ class StackRun:
         first: number of the first batch.
         make_optimizer: of the stacked parameters.
         gradients: of the stack.
-        dtype: of the parameters.
+        dtype, device: of the parameters.
+        replicas: in this process.
+        cuda_graphs: of the stack.
         options: of the scheduler.
     """
 
@@ -42,11 +44,13 @@ class StackRun:
         gradients: Any = "shared",
         dtype: torch.dtype = torch.float32,
         replicas: int = REPLICAS,
+        device: str = "cpu",
+        cuda_graphs: bool = False,
         **options: Any,
     ) -> None:
-        model = network(batch_norm=True).to(dtype)
-        self.dtype, self.replicas, self.step = dtype, replicas, first
-        self.stack = hk.ReplicaStack(model, replicas, gradients=gradients)
+        model = network(batch_norm=True).to(device, dtype)
+        self.dtype, self.device, self.replicas, self.step = dtype, device, replicas, first
+        self.stack = hk.ReplicaStack(model, replicas, gradients=gradients, cuda_graphs=cuda_graphs)
         named = list(self.stack.named_parameters())
         inner = [param for name, param in named if name.startswith("inner")]
         others = [param for name, param in named if not name.startswith("inner")]
@@ -63,7 +67,7 @@ class StackRun:
         for _ in range(steps):
             groups = self.optimizer.param_groups
             rates.append([(group["lr"], group.get("per_replica", {}).get("lr")) for group in groups])
-            x, y = (tensor.to(self.dtype) for tensor in batch(0, self.step, size=8 * self.replicas))
+            x, y = (tensor.to(self.device, self.dtype) for tensor in batch(0, self.step, size=8 * self.replicas))
             losses = self.stack.backward(loss_of, x, y)
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -7,6 +7,7 @@ import torch
 
 import hdet_kernels as hk
 from tests.schedule.scout_runs import PHASE, QUICK, REPLICAS, ROUNDS, RUN, STEPS, StackRun
+from tests.training import same
 
 
 def test_the_schedule_is_that_of_the_current_round_and_then_of_the_run() -> None:
@@ -42,7 +43,16 @@ def test_epochs_count_for_the_length_of_a_run() -> None:
     assert scheduler.cycle.before == PHASE
 
 
-def test_a_refused_setter_leaves_the_scheduler_as_it_was() -> None:
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        pytest.param(3, PHASE + 2, id="phase to run", marks=pytest.mark.full),
+        pytest.param(3, 8, id="phase to phase"),
+        pytest.param(PHASE + 2, 3, id="run to phase", marks=pytest.mark.full),
+        pytest.param(PHASE + 2, PHASE + 5, id="run to run", marks=pytest.mark.full),
+    ],
+)
+def test_a_refused_setter_leaves_the_scheduler_as_it_was(here: int, there: int) -> None:
     """Loading raises in the middle, in a setter of the user: everything is as before, and goes on."""
     refuses = False
 
@@ -50,22 +60,20 @@ def test_a_refused_setter_leaves_the_scheduler_as_it_was() -> None:
         if refuses:
             raise OSError("no")
 
-    def made() -> StackRun:
-        return StackRun(gradients="local", explore=[hk.Explore("dropout", spread=0.1, base=0.1, apply=setter)])
+    def made(steps: int) -> StackRun:
+        explore = [hk.Explore("dropout", spread=0.1, base=0.1, apply=setter)]
+        run = StackRun(gradients="local", explore=explore)
+        run.train(steps)
+        return run
 
-    later = made()
-    later.train(PHASE + 2)
-    state = later.saved()["scheduler"]
-    run = made()
-    run.train(3)
-    before = run.saved()
+    state = made(there).saved()["scheduler"]
+    run, whole = made(here), made(here)
     refuses = True
     with pytest.raises(OSError, match="no"):
         run.scheduler.load_state_dict(state)
     refuses = False
-    assert run.scheduler.scouted is None
-    whole = made()
-    whole.load(before)
-    run.train(STEPS - 3)
-    whole.train(STEPS - 3)
+    assert same(run.saved(), whole.saved())
+    run.train(STEPS - here)
+    whole.train(STEPS - here)
+    assert same(run.tensors(), whole.tensors())
     assert run.scheduler.scouted == whole.scheduler.scouted

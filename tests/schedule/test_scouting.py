@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
@@ -30,6 +32,10 @@ COUPLED = partial(hk.FusedAdam, weight_decay=0.01)  # every replica has its own 
         pytest.param({"gradients": "local"}, id="adamw-local", marks=pytest.mark.full),
         pytest.param({"dtype": torch.bfloat16}, id="bf16-masters"),
         pytest.param({"spread": 0.0, "auto_lr": False, "cycle_momentum": False}, id="plain", marks=pytest.mark.full),
+        pytest.param({"device": "cuda"}, id="gpu", marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda", "cuda_graphs": True}, id="gpu-graphs", marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda", "dtype": torch.bfloat16}, id="gpu-bf16", marks=pytest.mark.gpu),
+        pytest.param({"replicas": 2}, id="two", marks=pytest.mark.full),
         pytest.param({"outer": hk.Outer()}, id="outer", marks=pytest.mark.full),
         pytest.param({"explore": [hk.Explore("weight_decay")]}, id="explore", marks=pytest.mark.full),
     ],
@@ -90,7 +96,7 @@ def test_gradients_are_shared_again_after_the_phase() -> None:
 
 
 @pytest.mark.parametrize(
-    "at", [3, 13, PHASE + 7, *(pytest.param(at, marks=pytest.mark.full) for at in (0, ROUNDS[0], PHASE))]
+    "at", [13, PHASE + 7, *(pytest.param(at, marks=pytest.mark.full) for at in (0, 3, ROUNDS[0], PHASE))]
 )
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="adamw"), pytest.param({"make_optimizer": SGD}, id="sgd", marks=pytest.mark.full)]
@@ -108,6 +114,35 @@ def test_a_run_resumes_anywhere_bit_for_bit(at: int, options: dict[str, Any]) ->
     assert same(resumed.tensors(), whole.tensors())
     assert resumed.scheduler.scouted == whole.scheduler.scouted
     assert [r.to_dict() for r in resumed.scheduler.history][:2] == [r.to_dict() for r in whole.scheduler.history][:2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make_optimizer", [hk.FusedAdamW, SGD, COUPLED], ids=["adamw", "sgd", "coupled"])
+def test_a_state_that_the_optimizer_had_before_returns(make_optimizer: Any) -> None:
+    run = StackRun(0.01, 10, make_optimizer=make_optimizer)
+    run.train(10)
+    before = run.tensors()
+    run.scheduler = hk.HDETOneCycleLR(run.optimizer, None, STEPS, ensemble=run.stack.ensemble, scout=QUICK)
+    run.train(PHASE)
+    assert same(run.tensors(), before)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", [3, 13])
+def test_the_scheduler_may_be_built_after_the_optimizer_was_loaded(at: int) -> None:
+    whole = StackRun()
+    whole.train(at)
+    saved = whole.saved()
+    whole.train(STEPS - at)
+    resumed = StackRun(0.01, 10)  # its scheduler is of no use
+    hk.schedule.release(resumed.optimizer)
+    resumed.stack.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.scheduler = hk.HDETOneCycleLR(resumed.optimizer, None, STEPS, ensemble=resumed.stack.ensemble, scout=QUICK)
+    resumed.scheduler.load_state_dict(saved["scheduler"])
+    resumed.step = at
+    resumed.train(STEPS - at)
+    assert same(resumed.tensors(), whole.tensors())
 
 
 @pytest.mark.full
@@ -200,6 +235,43 @@ def test_methods_of_a_scheduler_in_the_phase(tmp_path: Any) -> None:
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == len(scheduler.history)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_steps_that_a_grad_scaler_leaves_out_do_no_harm() -> None:
+    """The first call of the scheduler may come without a step of the optimizer."""
+    run = StackRun()
+    start = run.tensors()
+    run.stack.backward(loss_of, *batch(0, 0, size=8 * REPLICAS))
+    run.scheduler.step(torch.ones(REPLICAS))
+    run.optimizer.zero_grad()
+    run.train(PHASE - 1)
+    assert same(run.tensors(), start)
+
+
+def test_parameters_that_change_unseen_are_refused() -> None:
+    run = StackRun()
+    with torch.no_grad():
+        next(run.stack.parameters()).add_(1.0)
+    with pytest.raises(RuntimeError, match="parameters changed without a call"):
+        run.scheduler.step(torch.ones(REPLICAS))
+
+
+def test_weights_that_are_loaded_after_the_scheduler_was_built_are_the_start() -> None:
+    run = StackRun()
+    loaded = {name: tensor + 1 for name, tensor in run.stack.state_dict().items()}
+    run.stack.load_state_dict(loaded)
+    run.train(PHASE)
+    model = run.tensors()["model"]
+    assert all(torch.equal(model[name], loaded[name]) for name, _ in run.stack.named_parameters())
+
+
+def test_without_losses_it_says_so() -> None:
+    run = StackRun()
+    run.stack.backward(loss_of, *batch(0, 0, size=8 * REPLICAS))
+    run.optimizer.step()
+    with pytest.raises(RuntimeError, match="compares losses, and none was recorded"):
+        run.scheduler.step()
+
+
 def test_a_second_scheduler_in_the_phase_finds_the_stack_as_it_was() -> None:
     run = StackRun()
     run.train(3)
@@ -280,7 +352,10 @@ def _as_if_begun_there(rank: int, options: dict[str, Any]) -> list[Any]:
     run = RankRun(rank, **options)
     start = run.tensors()
     run.train(8)
-    saved = run.saved()
+    saved, before = run.saved(), run.tensors()
+    with run.scheduler.consensus():
+        assert same(run.tensors()["model"], start["model"])
+    assert same(run.tensors(), before)
     run.train(PHASE - 8)
     back = same(run.tensors()["model"], start["model"])
     found = run.scheduler.scouted
@@ -293,6 +368,23 @@ def _as_if_begun_there(rank: int, options: dict[str, Any]) -> list[Any]:
     resumed.train(STEPS - 8)
     synced = getattr(run.model, "require_backward_grad_sync", None)
     return [back, same(run.tensors(), plain.tensors()), same(run.tensors(), resumed.tensors()), synced, found]
+
+
+def _stacks(rank: int) -> list[Any]:
+    """Two stacks of two replicas, one in each process, against one stack of four."""
+    torch.manual_seed(0)
+    run = StackRun(replicas=2, first=1000 * rank)
+    start = run.tensors()
+    run.train(PHASE)
+    return [same(run.tensors(), start), run.scheduler.scouted, next(run.stack.parameters()).shares_gradient]
+
+
+@pytest.mark.full
+def test_stacks_in_several_processes() -> None:
+    results = run_ranks(2, _stacks)
+    assert [result[0] for result in results] == [True, True]
+    assert results[0][1] == results[1][1] is not None
+    assert results[0][2]
 
 
 _RANKS = Cases(
@@ -347,3 +439,39 @@ def test_ranks_that_cannot_differ_are_told_what_to_do() -> None:
         assert "got gradients='shared' and no DistributedDataParallel in model=" in texts["shared"]
         assert "the replicas disagree on the settings" in texts["other settings"]
         assert texts["inside"] == [False, False, True]
+
+
+def _sharded(rank: int) -> tuple[str, bool, float | None]:
+    """Two replicas of two shards: averaged by FSDP they are refused, on gradients of their own they are compared."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    averaged = network()
+    fully_shard(averaged, mesh=mesh)
+    optimizer = torch.optim.AdamW(averaged.parameters(), lr=0.01)
+    refused = ""
+    try:
+        hk.HDETOneCycleLR(optimizer, None, STEPS, scout=QUICK)
+    except ValueError as error:
+        refused = str(error)
+    model = network()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ensemble = hk.ProcessEnsemble(mesh)
+    scheduler = hk.HDETOneCycleLR(optimizer, None, STEPS, ensemble=ensemble, scout=QUICK)
+    start = [param.to_local().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+    for step in range(PHASE):
+        loss = loss_of(model, *batch(rank, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(loss)
+    now = [param.to_local() for param in model.parameters()]  # type: ignore[attr-defined]
+    return refused, all(map(torch.equal, now, start)), scheduler.scouted
+
+
+@pytest.mark.full
+def test_sharded_replicas_differ_unless_fsdp_averages_them() -> None:
+    results = run_ranks(4, _sharded)
+    assert all("fully_shard over a mesh (replicate, shard) averages them" in refused for refused, _, _ in results)
+    assert all(back for _, back, _ in results)
+    assert len({found for *_, found in results}) == 1
+    assert results[0][2] is not None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hdet_kernels.scout import ScoutSettings
@@ -33,5 +36,16 @@ def test_constants_without_a_plan_are_refused(given: dict[str, Any], error: type
         ScoutSettings(**given)
 
 
+def test_constants_are_kept_as_plain_numbers() -> None:
+    settings = ScoutSettings(share=np.float32(0.25), fewest=np.int64(12), shift=1)
+    assert [type(value) for value in (settings.share, settings.fewest, settings.shift)] == [float, int, float]
+
+
 def test_constants_are_saved_by_name() -> None:
     assert ScoutSettings(**ScoutSettings(shift=0.3).to_dict()) == ScoutSettings(shift=0.3)
+
+
+def test_the_page_lists_every_constant_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "usage" / "no-learning-rate.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| ([\d.e-]+) \|", page, re.M)
+    assert {name: float(value) for name, value in listed} == ScoutSettings().to_dict()
