@@ -307,7 +307,7 @@ def checked_trust(trust: float | None) -> float | None:
     """Return ``trust`` as a plain number; raise unless it is a factor of at least 1, or None."""
     if trust is None:
         return None
-    return check_number("trust", trust, at_least=1)
+    return check_number("trust", trust, at_least=1, remedy="1 leaves the learning rate as it is, None is for no trust")
 
 
 def _rates(run: Run) -> list[int]:
@@ -336,8 +336,8 @@ def _with_measured(run: Run, slopes: Slopes, seen: Observation, settings: Regres
 
 
 def _certainty(significance: float) -> float:
-    """Return the share of a slope that is more than noise."""
-    return 1 - 1 / significance**2 if significance > 1 else 0.0
+    """Return the share of a slope that is certain: 0 up to two standard errors, which noise reaches now and then."""
+    return 1 - (2 / significance) ** 2 if significance > 2 else 0.0
 
 
 def _sign_persistence(slopes: Array, signs: Array, observations: Array, decay: float) -> Array:

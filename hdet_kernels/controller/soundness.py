@@ -46,7 +46,7 @@ class Soundness:
 
     @property
     def gain(self) -> float:
-        """What was gained since the first sync, at the lowest level."""
+        """The gain since the first sync, at the lowest level."""
         return self.initial - self.lowest
 
     def judge(self, level: float | None, settings: RegressionSettings) -> Judgement:

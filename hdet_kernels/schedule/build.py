@@ -101,6 +101,8 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     if controller is not None:
         run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
         run = controller.prepare(run)
+        if controller.reads == "slopes":
+            run = replace(run, slopes=True)
         _check_controller_in(run, controller, options["overlap_steps"])
     if ensemble.size == 1:
         log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")

@@ -48,6 +48,10 @@ def checked(cycle: Cycle, state_dict: object) -> dict[str, Any]:
     if isinstance(state["window"]["sum"], list) is not (rows > 1) and state["window"]["count"]:
         raise refuse("hdet.window.sum", f"{rows} numbers" if rows > 1 else "a number", state["window"]["sum"])
     _check_history(state)
+    moved = state["displacement"]
+    if moved is not None and (moved["sums"] is None) is not (moved["count"] == 0):
+        expected = "0 without sums" if moved["sums"] is None else "the number of gradients in its sums"
+        raise refuse("hdet.displacement.count", expected, moved["count"])
     if state["pending"] is not None:
         _check_pending(cycle, state["pending"]["correction"])
     cycle.converger.check_state_dict(state["compression"])
@@ -93,7 +97,8 @@ def run_of(cycle: Cycle, state: dict[str, Any]) -> Run:
     facts = {**state["run"], "peaks": tuple(state["run"]["peaks"])}
     if all(getattr(cycle.run, name) == value for name, value in facts.items()) or cycle.spread.controller is None:
         return cycle.run
-    return cycle.spread.controller.prepare(replace(cycle.run, **facts, early=(), in_pairs=False, departs=()))
+    prepared = cycle.spread.controller.prepare(replace(cycle.run, **facts, early=(), in_pairs=False, departs=()))
+    return replace(prepared, slopes=cycle.run.slopes)  # whether they are measured is settled where the cycle is built
 
 
 def _check_config(cycle: Cycle, saved: object) -> None:

@@ -148,7 +148,11 @@ class Displacement:
         sums = None if self.sums is None else self.sums.tolist()
         return {"last": self.last, "moved": self.moved, "sums": sums, "count": self.count, "apart": self.apart}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Load a saved state. None: the saved run measured no slopes, so that the last average is not known."""
+        if state is None:
+            self.last, self.moved, self.sums, self.count, self.apart = self._copy(), None, None, 0, True
+            return
         device, like = self._device(), self._parameters()
         self.apart = state["apart"]
         if any(state["last"]):

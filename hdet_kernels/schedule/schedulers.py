@@ -33,14 +33,16 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
 
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.
-        sync_every: T, the steps between two averages. Default: 2.5 % of the run, or 1.25 % where a probe compares
-            learning rates alone, at most 1000; where other scalars are explored at least 30, or a tenth of the run.
-            Learning rates that are compared by a probe are also averaged after T/8, T/4 and T/2.
-        auto_lr: True for the regression controller, False, or a controller. It moves the peak learning rate at every
-            sync until that peak, or until 30 % of the run if that is later, by a factor of 55 at most. Then it leaves
-            it, and all replicas have the same. It moves other scalars from 30 % to 90 %. A schedule that peaks before
-            15 % of the run is capped by a warm-up until 30 %. With False replicas differ to the end.
+        sync_every: T, the steps between two averages. Default: 1.25 % of the run, or 2.5 % where the training losses of
+            replicas with local gradients are compared, at most 1000; where other scalars are explored 2.5 %, at least
+            30, or a tenth of the run.
+        auto_lr: True for the regression controller, False, or a controller. It lowers the peak learning rate where it is
+            certainly too high, and undoes what broke, until that peak, or until 30 % of the run if that is later. Then
+            all replicas have the same. It moves other scalars from 30 % to 90 %. With False replicas differ to the end.
             It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread it is off.
+        trust: "the learning rate is right within this factor", for ``auto_lr=True``. 1: it is never changed, and
+            replicas differ to the end. Above 3: it also follows the slopes of the losses, up and down, and a schedule
+            that peaks before 15 % of the run is capped by a warm-up until 30 %. None: nothing is known of it.
         probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
             is the same for all replicas. It runs without gradients at every sync at which the controller acts, and
             replaces the training loss there.

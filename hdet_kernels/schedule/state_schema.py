@@ -74,7 +74,6 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
         "buffers": [tuple(t.shape) for t in payload.buffers],
         "integers": [tuple(t.shape) for t in payload.integers],
     }
-    no_displacement = "slopes are not measured from gradients here"
     return Fields(
         {
             "format": Whole(1),
@@ -101,7 +100,7 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "window": Fields(
                 {"sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))), "count": _COUNT, "ever": Flag()}
             ),
-            "displacement": displacement(cycle) if cycle.displacement is not None else Missing(no_displacement),
+            "displacement": Maybe(displacement(cycle)),
             "pending": Maybe(pending(len(names), size, rows, step, cycle.run.sync_every, tensors)),
             "compression": Maybe(compression(_elements(cycle, payload) if cycle.converger.compress else None)),
             "outer": outer(rows) if cycle.config["outer"] is not None else Missing("outer=None here"),
@@ -114,15 +113,21 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
 
 
 def displacement(cycle: Cycle) -> Fields:
-    """Return the schema of the hypergradient's displacement."""
-    shapes = cycle.displacement.shapes if cycle.displacement else []
-    tensors = InOrder(tuple(InOrder(tuple(TensorOf(shape) for shape in group)) for group in shapes))
-    ended = InOrder(tuple(InOrder(()) for _ in shapes))
+    """Return the schema of the displacement by which slopes are measured from gradients.
+
+    A run that measures none, because it has one replica for example, leaves it out, whatever its shapes.
+    """
+    groups = len(cycle.optimizer.param_groups)
+    tensors: Schema = Items(Items(AnyTensor()), (groups,))
+    if cycle.displacement is not None:
+        shapes = cycle.displacement.shapes
+        tensors = InOrder(tuple(InOrder(tuple(TensorOf(shape) for shape in group)) for group in shapes))
+    ended = InOrder(tuple(InOrder(()) for _ in range(groups)))
     return Fields(
         {
             "last": OneOf(tensors, ended),
             "moved": Maybe(tensors),
-            "sums": Maybe(Items(Items(_ANY, (len(shapes),)), (2,))),
+            "sums": Maybe(Items(Items(_ANY, (groups,)), (2,))),
             "count": _COUNT,
             "apart": Flag(),
         }

@@ -7,7 +7,7 @@ from typing import Any
 
 import hdet_kernels as hk
 from hdet_kernels.controller import RegressionSettings, SlopeSettings, SoftmaxSettings
-from tests.bad_input.rows import INF, NAN, Row, named, out_of_range, wrong_kinds
+from tests.bad_input.rows import INF, NAN, NO_TRUST, Row, named, out_of_range, wrong_kinds
 
 
 def explore(**arguments: Any) -> Callable[[Any], object]:
@@ -203,9 +203,12 @@ CONTROLLERS: list[Row] = [
         "stop_at=0.4 must be",
     ),
     *settings(RegressionSettings, "quantile", "quantile must (be|lie)", None, "x", True, -0.1, 1.1, NAN),
-    *settings(RegressionSettings, "early_syncs", "early_syncs must (be|lie)", None, 0.5, (2.0,), ("a",), (NAN,)),
-    *settings(RegressionSettings, "grid_points", "grid_points must be a whole number", 0, -1, 2.5, None, "x"),
-    *settings(RegressionSettings, "sign_scale", "sign_scale must be", 0, -1.0, NAN, INF, None),
+    *settings(RegressionSettings, "edge_cycles", "edge_cycles must be a whole number", 0, -1, 2.5, None, "x"),
+    *settings(RegressionSettings, "turning_length", "turning_length must be", 0, -1.0, NAN, INF, None),
+    *settings(RegressionSettings, "edge_cut", "edge_cut must be", 0, -2.0, NAN, INF, None),
+    *settings(RegressionSettings, "break_share", "break_share must be", -0.1, NAN, INF, None, "x"),
+    *settings(hk.RegressionController, "trust", "trust must be a .*number of at least 1", *NO_TRUST),
+    *settings(hk.RegressionController, "undo", "undo must be a whole number of at least 0", -1, 1.5, NAN, None, True),
     *settings(SlopeSettings, "total_travel", "total_travel must be", -1.0, NAN, INF, None, "far"),
     *settings(SoftmaxSettings, "smallest_step", "smallest_step must (be|lie)", -0.1, 2.0, NAN, None),
     *wrong_kinds("total_steps", lambda w, n: hk.paper_settings(n), "a whole number of at least 2"),

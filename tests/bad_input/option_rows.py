@@ -11,7 +11,7 @@ from torch import nn
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import RowEnsemble
-from tests.bad_input.rows import INF, NAN, Row, out_of_range, wrong_kinds
+from tests.bad_input.rows import INF, NAN, NO_TRUST, Row, out_of_range, wrong_kinds
 from tests.schedule.undo_runs import Scripted
 
 #: Made here, because the generator that it is initialised with must not change during a call.
@@ -25,7 +25,7 @@ def option(name: str, **others: Any) -> Callable[[Any, Any], object]:
     return lambda world, value: hk.HDETOneCycleLR(world.bare, 0.1, 20, **{**others, name: value})
 
 
-def refused(name: str, error: type[Exception], message: str, *values: Any, **others: Any) -> list[Row]:
+def refused(name: str, error: type[Exception] | tuple[type[Exception], ...], message: str, *values: Any, **others: Any) -> list[Row]:
     """Return a row for each value of one keyword."""
     return [
         Row(
@@ -62,6 +62,13 @@ OPTIONS: list[Row] = [
     *refused("auto_lr", TypeError, "auto_lr must be True, False or a controller", 1, None, "softmax", 0.5, Half()),
     *refused("auto_lr", ValueError, "undo of Scripted must be a whole number", Scripted(undo=-1), Scripted(undo=True)),
     *refused("auto_lr", TypeError, r"auto_lr is the class .*: pass an instance", hk.RegressionController),
+    *refused("trust", (TypeError, ValueError), "trust must be a .*number of at least 1", *NO_TRUST),
+    Row(
+        "trust= beside a controller",
+        lambda w: hk.HDETOneCycleLR(w.bare, 0.1, 20, auto_lr=hk.RegressionController(), trust=10.0),
+        ValueError,
+        r"trust=10.0 is for auto_lr=True, got .*: pass auto_lr=RegressionController\(trust=…\) instead",
+    ),
     *refused("probe", TypeError, r"probe must be callable as probe\(\), got ", 1.0, "loss", [len], torch.ones(())),
     *refused("explore", TypeError, "explore must be a list of hdet_kernels.Explore", None, 5, "lr", {"lr": 0.1}, len),
     *refused("explore", TypeError, r"explore= takes several: pass \[Explore", hk.Explore("lr")),

@@ -46,6 +46,9 @@ NOT_NUMBERS: dict[str, tuple[Any, str]] = {
 
 NAN, INF = math.nan, math.inf
 
+#: Values that are no factor within which a learning rate is right.
+NO_TRUST: tuple[Any, ...] = (0.5, 0, -3.0, NAN, INF, "3", True, [3.0])
+
 
 def wrong_kinds(
     argument: str, call: Callable[..., object], expected: str, *, leave_out: Iterable[str] = (), world: str = "run"

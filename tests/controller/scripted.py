@@ -1,9 +1,9 @@
-"""Scripted runs: losses whose best learning rate is known, without a model.
+"""Scripted runs: slopes and losses whose best learning rate is known, without a model.
 
-Replica r's loss is Σ_j L(z_j + log ρ_r). z_j is the logarithm of the path length of learning rate j over its turning
-length, so the best peak is 1: a start of 30 is 30 times too high. L(z) is z²/2 above 0 and z²/6 below it, linear below
-−3. All losses fall by 1 in every cycle, so −L' is the elasticity of a cycle's gain. With a probe losses are exact,
-without one they have noise.
+The slope of learning rate j is L'(z_j). z_j is the logarithm of its path length over its turning length, so the best
+peak is 1: a start of 30 is 30 times too high. L(z) is z²/2 above 0 and z²/6 below it, linear below −3. With shared
+gradients slopes are measured, with local ones replica r's loss is Σ_j L(z_j + log ρ_r). The level falls by 1 in every
+cycle, less in each.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hdet_kernels import RegressionController, multipliers, permutation
-from hdet_kernels.controller.peak_posterior import turning_length
 from hdet_kernels.controller.protocol import Observation, Run, State
 from hdet_kernels.fanout.multipliers import pairs
 from tests.controller.cases import SETTINGS
@@ -26,6 +26,7 @@ Schedule = Callable[[float], float]
 
 TOTAL, T, N = 2000, 25, 8
 REGRESSION = RegressionController()
+DISTRUSTING = RegressionController(trust=None)
 
 #: Gain of a cycle over that of the cycle before: training slows down, and losses differ less.
 SLOWER = 0.93
@@ -46,9 +47,6 @@ SHAPES: dict[str, tuple[Schedule, float, float]] = {
     "half": (lambda share: 1 - share / 2, 0.0, 0.5),
 }
 
-STARTS = {"30x low": 1 / 30, "10x low": 1 / 10, "3x low": 1 / 3, "best": 1.0, "3x high": 3.0, "10x high": 10.0,
-          "30x high": 30.0}  # fmt: skip
-
 
 def fan(count: int, cycle: int, seed: int = 0, n: int = N) -> Array:
     orders = [permutation(n, seed=seed, cycle=cycle, hyperparameter=f"lr/{j}") for j in range(count)]
@@ -61,22 +59,23 @@ class Scripted:
 
     starts: list[float]
     shape: str = "onecycle"
-    noise: float | None = None  # default: 0.01 without a probe, none with one
+    noise: float = 0.001  # standard deviation of losses and slopes, over the gain of a cycle
+    steepness: float = 1.0  # of the slopes
     sync_every: int = T
     seed: int = 0
     controller: RegressionController = REGRESSION
-    off: float = 1.0  # turning length of the task over that of the controller's settings
     probed: bool = True
+    gradients: Literal["shared", "local"] = "shared"
 
     def __post_init__(self) -> None:
         self.schedule, peak, end = SHAPES[self.shape]
-        self.error = (0.0 if self.probed else 0.01) if self.noise is None else self.noise
         nowhere = (None,) * len(self.starts)
-        self.run = Run(TOTAL, self.sync_every, peak, nowhere, tuple(self.starts), end, self.probed)
-        self.run = self.controller.prepare(self.run)
+        run = Run(TOTAL, self.sync_every, peak, nowhere, tuple(self.starts), end, self.probed, self.gradients)
+        self.run = self.controller.prepare(run)
         self.random = np.random.default_rng(self.seed)
         self.state: State = self.controller.start(len(self.starts), self.run)
         self.length = np.zeros(len(self.starts))
+        self.undone = 0
 
     def base(self, step: float) -> Array:
         scheduled = self.schedule(step / TOTAL)
@@ -86,33 +85,41 @@ class Scripted:
         """Return the logarithm of each path length over its turning length, for the cycle that ends with ``step``."""
         cycle = self.run.steps_since_sync(step)
         self.length = np.minimum(self.length, base * (step - cycle)) + base * cycle
-        turn = self.off * turning_length(cycle, TOTAL, SETTINGS) * (1 + SETTINGS.constant_factor * self.run.end)
-        found: Array = np.log((self.length + base * cycle) / turn)
+        turn = SETTINGS.turning_length * math.sqrt(TOTAL) * (1 + SETTINGS.constant_factor * self.run.end)
+        found: Array = np.log(self.length / turn)
         return found
 
-    def losses(self, past: Array) -> Array:
-        """Return the losses [N] of replicas whose distances past the turning point are [J, N]."""
-        found: Array = bowl(past).sum(axis=0) + self.random.normal(0, self.error, past.shape[1])
-        return found
-
-    def sync(self, step: int, change: Callable[[Array, Array], Array] = lambda losses, rho: losses) -> None:
+    def observe(self, step: int) -> Observation:
         # The scheduler reports the values of the cycle's last step.
         base, count, syncs = self.base(step - 1), len(self.starts), self.run.syncs_before(step - 1)
         rho = fan(count, step // self.sync_every, self.seed)
         if self.run.in_pairs:
             rho = pairs(N, [(0.3, "linear")] * count, seed=self.seed, sync=syncs)
-        losses = self.losses(self.past(base, step)[:, None] + np.log(rho))
-        losses = change(later(losses, syncs), rho)
-        self.state = self.controller.update(self.run, self.state, Observation(losses, rho, base, step))
+        past, scale = self.past(base, step), SLOWER**syncs
+        losses = -(1 - scale) / (1 - SLOWER) + scale * self.random.normal(0, self.noise, N)
+        slopes = errors = None
+        if self.run.slopes and syncs >= 2:
+            slopes = scale * (self.steepness * slope_of(past) + self.random.normal(0, self.noise, count))
+            errors = np.full(count, scale * self.noise)
+        elif not self.run.slopes:
+            losses = losses + scale * self.steepness * bowl(past[:, None] + np.log(rho)).sum(axis=0)
+        return Observation(losses, rho, base, step, slopes, errors)
+
+    def sync(self, step: int, change: Callable[[Observation], Observation] = lambda seen: seen) -> None:
+        """Let the controller act on a sync as the scheduler does; nothing but its state returns."""
+        seen = change(self.observe(step))
+        broken = self.controller.judge(self.run, self.state, seen) == "broken"
+        self.undone += broken
+        self.state = (self.controller.undone if broken else self.controller.update)(self.run, self.state, seen)
 
     @property
     def syncs(self) -> list[int]:
-        steps = [*self.run.early, *range(self.sync_every, TOTAL + 1, self.sync_every)]
+        steps = range(self.sync_every, TOTAL + 1, self.sync_every)
         return [step for step in steps if self.controller.active(self.run, step)]
 
-    def finish(self) -> Scripted:
+    def finish(self, change: Callable[[Observation], Observation] = lambda seen: seen) -> Scripted:
         for step in self.syncs:
-            self.sync(step)
+            self.sync(step, change)
         return self
 
     @property
@@ -125,20 +132,12 @@ class Scripted:
         return np.array(self.starts) * np.exp(self.mu)
 
 
-def later(losses: Array, syncs: int) -> Array:
-    """Return the losses as they are after so many syncs: lower, and closer to each other."""
-    return SLOWER**syncs * losses - (1 - SLOWER**syncs) / (1 - SLOWER)
-
-
-class Steep(Scripted):
-    """A run whose slopes grow with e^z past the turning point."""
-
-    def losses(self, past: Array) -> Array:
-        found: Array = np.where(past > 0, np.expm1(past) - past, bowl(past)).sum(axis=0)
-        return found + self.random.normal(0, self.error, past.shape[1])
-
-
 def bowl(z: Array) -> Array:
     below = np.maximum(-z, 0.0)
     found: Array = np.maximum(z, 0.0) ** 2 / 2 + np.where(below < 3, below**2 / 6, below - 1.5)
+    return found
+
+
+def slope_of(z: Array) -> Array:
+    found: Array = np.where(z > 0, z, np.maximum(z, -3.0) / 3)
     return found

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
-from hdet_kernels.controller.protocol import Observation, Run, State
+from hdet_kernels.controller.protocol import MeasuredSlopes, Observation, Run, State
 from hdet_kernels.fanout.explore import Hyperparameter
 from hdet_kernels.fanout.spread import Spread
 
@@ -40,7 +40,7 @@ def test_the_controller_sees_multipliers_after_bounds() -> None:
     controller = Listening()
     object.__setattr__(controller, "seen", [])
     values = spread(controller, bounds=(0.08, 0.11))
-    values.move(RUN, values.placement(), np.array([1.0, 2.0, 3.0, 4.0]), None, 70)
+    values.move(RUN, values.placement(), np.array([1.0, 2.0, 3.0, 4.0]), 70)
     (seen,) = controller.seen
     assert seen.step == 70
     assert seen.base.tolist() == [0.1, 2.0]
@@ -52,10 +52,13 @@ def test_slopes_are_those_of_the_learning_rates_and_zero_for_the_others() -> Non
     controller = Listening()
     object.__setattr__(controller, "seen", [])
     values = spread(controller)
-    values.move(RUN, values.placement(), np.ones(4), [0.7], 70)
+    values.move(RUN, values.placement(), np.ones(4), 70, MeasuredSlopes([0.7], [0.1]))
     slopes = controller.seen[0].slopes
     assert slopes is not None
     assert slopes.tolist() == [0.7, 0.0]
+    errors = controller.seen[0].errors
+    assert errors is not None
+    assert errors.tolist() == [0.1, np.inf]
 
 
 def test_softmax_continues_from_the_bounded_base() -> None:
@@ -64,7 +67,7 @@ def test_softmax_continues_from_the_bounded_base() -> None:
     rho = values.placement().values[0]
     losses = -rho  # a higher value is better: the base would rise without end
     for _ in range(30):
-        values.move(RUN, values.placement(), losses * 100, None, 70)
+        values.move(RUN, values.placement(), losses * 100, 70)
     assert values.base(0) == 0.101
     assert values.controller_state["eta"][0] < 0.101 * 1.2, "it does not grow beyond the bound"
 
@@ -75,7 +78,7 @@ def test_softmax_never_changes_the_sign() -> None:
     values = Spread([rate], controller, Place(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
     for cycle in range(20):
         values.fan_out(cycle)
-        values.move(RUN, values.placement(), values.placement().values[0] * 1e3, None, 70)
+        values.move(RUN, values.placement(), values.placement().values[0] * 1e3, 70)
         assert values.base(0) > 0
 
 

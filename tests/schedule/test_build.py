@@ -21,13 +21,17 @@ from tests.training import same
 @pytest.mark.parametrize(
     ("total", "expected"), [(1, 1), (10, 1), (100, 2), (1000, 25), (40_000, 1000), (10**6, 1000)], ids=str
 )
-def test_default_sync_interval_is_a_fortieth_of_the_run_and_at_most_1000(total: int, expected: int) -> None:
-    assert hk.HDETOneCycleLR(adam(), 0.1, total).sync_every == expected
+def test_default_sync_interval_is_a_fortieth_of_the_run_with_local_gradients(total: int, expected: int) -> None:
+    """Training losses of replicas that see other examples are compared."""
+    assert hk.HDETOneCycleLR(adam(), 0.1, total, gradients="local").sync_every == expected
 
 
 @pytest.mark.parametrize(("total", "expected"), [(1, 1), (100, 1), (1000, 12), (80_000, 1000), (10**6, 1000)], ids=str)
-def test_half_of_that_if_a_probe_compares_learning_rates_alone(total: int, expected: int) -> None:
-    options: dict[str, Any] = {"cycle_momentum": False, "probe": lambda: torch.tensor(1.0)}
+@pytest.mark.parametrize("more", [{}, {"gradients": "local", "probe": lambda: torch.tensor(1.0)}], ids=["auto", "probe"])
+def test_half_of_that_if_no_training_losses_compare_learning_rates(
+    total: int, expected: int, more: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"cycle_momentum": False, **more}
     rates = hk.Explore("lr", spread=0.5)
     assert hk.HDETOneCycleLR(adam(), 0.1, total, **options).sync_every == expected
     assert hk.HDETOneCycleLR(adam(), 0.1, total, explore=[rates], **options).sync_every == expected
@@ -100,21 +104,23 @@ def test_a_softmax_controller_warns_if_the_floor_is_unknown(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(
-    ("total", "probed", "rates_alone", "expected"),
+    ("total", "compares_losses", "rates_alone", "expected"),
     [
-        (1000, False, True, 25),
-        (1000, True, True, 12),
-        (1000, False, False, 30),
+        (1000, True, True, 25),
+        (1000, False, True, 12),
         (1000, True, False, 30),
-        (4000, True, False, 100),
-        (200, True, False, 20),
-        (9, False, False, 1),
-        (1, True, True, 1),
-        (10**9, False, True, 1000),
+        (1000, False, False, 30),
+        (4000, False, False, 100),
+        (200, False, False, 20),
+        (9, True, False, 1),
+        (1, False, True, 1),
+        (10**9, True, True, 1000),
     ],
 )
-def test_default_sync_interval_by_a_table(total: int, probed: bool, rates_alone: bool, expected: int) -> None:
-    assert default_sync_every(total, probed=probed, rates_alone=rates_alone) == expected
+def test_default_sync_interval_by_a_table(
+    total: int, compares_losses: bool, rates_alone: bool, expected: int
+) -> None:
+    assert default_sync_every(total, compares_losses=compares_losses, rates_alone=rates_alone) == expected
 
 
 def test_a_controller_whose_part_of_the_run_has_no_sync_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +146,7 @@ def test_the_run_of_the_controller_has_facts_and_wishes() -> None:
     assert run.peaks == (0.3, None, None), "a frozen group and weight decay have no peak"
     assert run.floors == (pytest.approx(0.3 / 25 / 1e4), 0.0, None)
     assert run.reach[2] == (pytest.approx(math.log(0.5)), pytest.approx(math.log(4.0)))
-    assert (run.probed, run.others, run.early, run.in_pairs) == (True, True, (2, 4, 8), True)
+    assert (run.probed, run.others, run.early, run.in_pairs) == (True, True, (), True)
     assert run.departs == ((0, 48), (48, 176), (48, 176))
 
 

@@ -52,7 +52,7 @@ def parts(**options: Any) -> tuple[hk.ReplicaStack, hk.FusedAdamW, hk.HDETOneCyc
 
 
 def test_a_checkpoint_of_version_0_1_resumes() -> None:
-    """Learning rates and the controller's state go on exactly, parameters within rounding of other processors."""
+    """The learning rates are those of version 0.1 to the next sync. Later ones are today's."""
     saved = torch.load(OLD, weights_only=True)
     assert "format" not in saved["scheduler"]["hdet"]
     stack, optimizer, scheduler = parts()
@@ -65,41 +65,70 @@ def test_a_checkpoint_of_version_0_1_resumes() -> None:
         optimizer.zero_grad()
         scheduler.step(losses)
         rates.append(scheduler.get_last_lr())
-    end = saved["end"]
     assert len(rates) == 59
-    np.testing.assert_allclose(rates, end["rates"], rtol=1e-6)
-    np.testing.assert_allclose(scheduler.get_base_lr(), end["base"], rtol=1e-6)
-    mu = scheduler.cycle.spread.controller_state["mu"]
-    assert mu[0] > 1
-    np.testing.assert_allclose(mu, end["controller"]["mu"], rtol=1e-5)
-    assert scheduler.cycle.spread.controller_state["observations"] == end["controller"]["looks"]
-    for param, expected in zip(stack.parameters(), end["parameters"], strict=True):
-        torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rates[:2], saved["end"]["rates"][:2], rtol=1e-6)
+    assert scheduler.cycle.spread.controller_state["soundness"]["initial"] > 0
+    assert all(bool(param.isfinite().all()) for param in stack.parameters())
 
 
-def test_the_state_of_version_0_1_is_translated_exactly() -> None:
+def test_factors_of_version_0_1_go_on_and_evidence_begins_anew() -> None:
     saved = torch.load(OLD, weights_only=True)["scheduler"]
     before = copy.deepcopy(saved)
     scheduler = parts()[2]
+    fresh = copy.deepcopy(scheduler.cycle.spread.controller_state)
     scheduler.load_state_dict(saved)
     assert same(saved, before), "loading leaves the checkpoint as it is"
     old, new = saved["hdet"]["spread"]["controller"], scheduler.cycle.spread.controller_state
-    names = {"looks": "observations", "ceilings": "caps", "belief": "log_likelihood", "way": "path_length",
-             "opposed": "slow", "terrain": "stability"}  # fmt: skip
-    assert {names.get(name, name) for name in old} == set(new)
-    assert all(same(value, new[names.get(name, name)]) for name, value in old.items() if name != "terrain")
-    within = {"first": "initial_level", "near": "edge", "broke": "diverged_at", "lowest": "lowest_before"}
-    assert new["stability"] == {within.get(name, name): value for name, value in old["terrain"].items()}
-    assert new["stability"]["initial_level"] is not None
+    assert set(new) == set(fresh)
+    assert old["mu"][0] > 1
+    names = {"mu": "mu", "m": "m", "q": "q", "s": "s", "updates": "updates", "signs": "signs", "noise": "noise",
+             "looks": "observations", "ceilings": "caps"}  # fmt: skip
+    assert all(same(old[there], new[here]) for there, here in names.items())
+    assert {name: new[name] for name in set(new) - set(names.values())} == {
+        "log_likelihood": [[], []], "path_length": [0.0, 0.0], "ceiling": [None, None], "soundness": None
+    }  # fmt: skip
     assert scheduler.state_dict()["hdet"]["format"] == FORMAT == 3
 
 
-def test_version_0_1_had_the_settings_of_today() -> None:
-    """Its constants were not saved: a run under other settings than its own is refused."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_settings_of_today_hold_for_older_checkpoints(version: int) -> None:
+    """Version 0.1 did not save them, and those of format 2 were others. Arguments of the controller must be equal."""
+    state = torch.load(OLD, weights_only=True)["scheduler"]
+    if version == 2:
+        constants = state["hdet"]["config"]["controller_constants"]
+        state["hdet"] |= {"format": 2}
+        constants["settings"] = {"early_syncs": [0.125], "quantile": 0.35}
     controller = hk.RegressionController(settings=hk.controller.RegressionSettings(quantile=0.5))
     scheduler = parts(auto_lr=controller)[2]
-    with pytest.raises(ValueError, match=r"made with controller_constants.settings.quantile=0.35, this .* has 0.5"):
-        scheduler.load_state_dict(torch.load(OLD, weights_only=True)["scheduler"])
+    scheduler.load_state_dict(state)
+    constants = scheduler.state_dict()["hdet"]["config"]["controller_constants"]
+    assert constants["settings"]["quantile"] == 0.5
+    other = parts(auto_lr=hk.RegressionController(limit=2.0))[2]
+    with pytest.raises(ValueError, match=r"made with controller_constants.limit=4.0, this .* has 2.0"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("measured", [[0.5], None], ids=["measured", "not yet"])
+def test_one_measured_slope_becomes_sums_over_one_gradient(version: int, measured: list[float] | None) -> None:
+    def made() -> hk.HDETOneCycleLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        controller = hk.HypergradientController()
+        return hk.HDETOneCycleLR(optimizer, 0.1, 20, sync_every=4, auto_lr=controller, cycle_momentum=False)
+
+    state = made().state_dict()
+    moved = {key: value for key, value in state["hdet"]["displacement"].items() if key not in ("sums", "count")}
+    state["hdet"]["displacement"] = {**moved, "measured": measured}
+    for name in ("version", "run", "summary", "undo"):
+        del state["hdet"][name]
+    state["hdet"]["format"] = version
+    if version == 1:
+        del state["hdet"]["format"]
+    scheduler = made()
+    scheduler.load_state_dict(state)
+    found = scheduler.state_dict()["hdet"]["displacement"]
+    expected = (None, 0) if measured is None else ([[0.5], [0.25]], 1)
+    assert (found["sums"], found["count"]) == expected
 
 
 def test_a_format_from_the_future_is_refused_and_changes_nothing() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from hdet_kernels.controller.protocol import MeasuredSlopes
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
 
 
@@ -45,6 +50,22 @@ def test_sparse_and_complex_gradients_have_fingerprints() -> None:
     assert fingerprint([group(torch.tensor([1 + 2j]))]) != fingerprint([group(torch.tensor([1 - 2j]))])
 
 
+def displaced(*, steps: int = 1, apart: bool = False) -> tuple[nn.Parameter, Displacement]:
+    """Return a parameter that moved by 0.5 in the cycle before, and its displacement."""
+    param = nn.Parameter(torch.tensor([1.0]))
+    displacement = Displacement(torch.optim.SGD([param], lr=0.1), apart=apart, steps=steps)
+    with torch.no_grad():
+        param.add_(0.5)
+    assert displacement.turn() is None
+    return param, displacement
+
+
+def measure(param: nn.Parameter, displacement: Displacement, *gradients: float) -> None:
+    for gradient in gradients:
+        param.grad = torch.tensor([gradient])
+        displacement.measure()
+
+
 def test_slopes_are_gradient_times_displacement_per_group() -> None:
     params = [nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor([3.0]))]
     optimizer = torch.optim.SGD([{"params": []}, {"params": params[:1]}, {"params": params[1:]}], lr=0.1)
@@ -57,28 +78,101 @@ def test_slopes_are_gradient_times_displacement_per_group() -> None:
     displacement.measure()
     params[0].grad = torch.tensor([99.0, 99.0])
     displacement.measure()  # only the first gradient after a sync counts
-    assert displacement.turn() == [0.0, 0.0, -2.0]
+    assert displacement.turn() == MeasuredSlopes([0.0, 0.0, -2.0], [math.inf] * 3)
+
+
+def test_several_gradients_give_a_mean_and_its_error() -> None:
+    param, displacement = displaced(steps=4)
+    gradients = [2.0, 6.0, 1.0, 3.0]
+    measure(param, displacement, *gradients, 1e6)  # the fifth does not count
+    slopes = displacement.turn()
+    assert slopes is not None
+    assert slopes.values == pytest.approx([0.5 * np.mean(gradients)])
+    assert slopes.errors == pytest.approx([0.5 * np.std(gradients, ddof=1) / 2])
+
+
+def test_a_cycle_shorter_than_that_gives_the_mean_of_its_gradients() -> None:
+    param, displacement = displaced(steps=8)
+    measure(param, displacement, 2.0, 4.0)
+    assert displacement.turn() == MeasuredSlopes([1.5], [0.5])
+    assert displacement.turn() is None, "nothing was measured in a cycle without steps"
+
+
+def test_equal_gradients_have_no_error_and_bad_ones_an_infinite_one() -> None:
+    param, displacement = displaced(steps=3)
+    measure(param, displacement, 2.0, 2.0, 2.0)
+    assert displacement.turn() == MeasuredSlopes([1.0], [0.0])
+    param, displacement = displaced(steps=3)
+    measure(param, displacement, 2.0, math.nan, 2.0)
+    slopes = displacement.turn()
+    assert slopes is not None
+    assert math.isnan(slopes.values[0])
+    assert slopes.errors == [math.inf]
 
 
 def test_a_gradient_scale_of_the_optimizer_is_divided_out() -> None:
-    param = nn.Parameter(torch.tensor([1.0]))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    displacement = Displacement(optimizer)
-    with torch.no_grad():
-        param.add_(0.5)
-    displacement.turn()
-    param.grad = torch.tensor([64.0])
-    optimizer.grad_scale = torch.tensor(16.0)  # type: ignore[attr-defined]
-    displacement.measure()
-    assert displacement.turn() == pytest.approx([2.0])
+    param, displacement = displaced()
+    displacement.optimizer.grad_scale = torch.tensor(16.0)  # type: ignore[attr-defined]
+    measure(param, displacement, 64.0)
+    assert displacement.turn() == MeasuredSlopes([2.0], [math.inf])
 
 
 def test_replicas_that_start_apart_do_not_know_the_first_displacement() -> None:
     param = nn.Parameter(torch.tensor([1.0]))
     displacement = Displacement(torch.optim.SGD([param], lr=0.1), apart=True)
     param.grad = torch.tensor([2.0])
-    for move, expected in ((0.5, None), (0.25, None), (0.0, [0.5])):
+    for move, expected in ((0.5, None), (0.25, None), (0.0, MeasuredSlopes([0.5], [math.inf]))):
         with torch.no_grad():
             param.add_(move)
         assert displacement.turn() == expected
         displacement.measure()
+
+
+def test_nothing_is_measured_after_the_end() -> None:
+    param, displacement = displaced(steps=2)
+    displacement.end()
+    measure(param, displacement, 2.0)
+    assert displacement.ended
+    assert displacement.turn() is None
+    displacement.begin_anew()
+    assert displacement.ended, "a return does not begin what has ended"
+    assert not any(displacement.state_dict()["last"])
+
+
+def test_after_a_return_the_cycle_before_is_forgotten() -> None:
+    param, displacement = displaced(steps=2)
+    measure(param, displacement, 2.0)
+    with torch.no_grad():
+        param.fill_(7.0)
+    displacement.begin_anew()
+    measure(param, displacement, 2.0)
+    with torch.no_grad():
+        param.add_(1.0)
+    assert displacement.turn() is None
+    measure(param, displacement, 3.0)
+    assert displacement.turn() == MeasuredSlopes([3.0], [math.inf])
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3], ids=lambda count: f"after {count}")
+def test_a_saved_state_goes_on(before: int) -> None:
+    gradients = [2.0, 5.0, -1.0]
+    param, straight = displaced(steps=3)
+    measure(param, straight, *gradients[:before])
+    saved = io.BytesIO()
+    torch.save(straight.state_dict(), saved)
+    resumed = Displacement(straight.optimizer, steps=3)
+    resumed.load_state_dict(torch.load(io.BytesIO(saved.getvalue()), weights_only=True))
+    assert resumed.count == before
+    for each in (straight, resumed):
+        measure(param, each, *gradients[before:])
+    assert resumed.turn() == straight.turn() is not None
+
+
+def test_without_a_saved_state_the_first_displacement_is_not_known() -> None:
+    param, displacement = displaced()
+    displacement.load_state_dict(None)
+    for expected in (None, None, MeasuredSlopes([2.0], [math.inf])):
+        measure(param, displacement, 2.0)
+        with torch.no_grad():
+            param.add_(1.0)
+        assert displacement.turn() == expected

@@ -18,6 +18,7 @@ PUBLISHED = {
     "spread": 0.3,
     "sync_every": None,
     "auto_lr": True,
+    "trust": 3.0,
     "probe": None,
     "explore": (),
     "gradients": "auto",

@@ -151,7 +151,7 @@ def test_a_wrapped_scheduler_of_unknown_length_needs_it() -> None:
         hk.HDETScheduler(schedules.ExponentialLR(optimizer, 0.9))
     with pytest.raises(ValueError, match="needs its length"):
         hk.HDETScheduler(schedules.ExponentialLR(optimizer, 0.9), sync_every=3)
-    assert hk.HDETScheduler(schedules.CosineAnnealingLR(optimizer, 80)).sync_every == 2
+    assert hk.HDETScheduler(schedules.CosineAnnealingLR(optimizer, 160)).sync_every == 2
     optimizer = adam()
     scheduler = hk.HDETScheduler(schedules.ExponentialLR(optimizer, 0.9), sync_every=3, auto_lr=False)
     for _ in range(10):

@@ -39,22 +39,23 @@ NUMBERS = "negative|fraction|huge"
 HARMLESS = [
     (r"_\w+|.*\._\w+", "deleted"),  # details of torch's schedulers
     (r"(.*\.)?(_is_initial|_get_lr_called_within_step|cycle_momentum|use_beta1)", "bool"),
-    (r"(.*\.)?(base_lrs|_last_lr)\[0\]|.*(scheduled|peaks|path_length|noise|q|s|m|mu|signs|measured)\[\d\]", NUMBERS),
+    (r"(.*\.)?(base_lrs|_last_lr)\[0\]|.*(scheduled|peaks|path_length|noise|q|s|m|mu|signs|ceiling)\[\d\]", NUMBERS),
     (
-        r".*(peaks|path_length|caps|log_likelihood)\[\d\]|.*\.(caps|edge|diverged_at|lowest_before|costs|levels)",
+        r".*(peaks|path_length|caps|ceiling|log_likelihood)\[\d\]|.*\.(caps|changes|costs)",
         "None|list",
     ),
     (
-        r".*\.(level|initial_level|edge|diverged_at|lowest_before)|.*(costs|levels|log_likelihood\[0\]|caps)\[\d+\]",
+        r".*\.(level|initial)|.*(costs|changes|log_likelihood\[0\]|caps|sums\[\d\])\[\d+\]",
         NUMBERS,
     ),
-    (r".*(costs|levels)(\[\d+\])?|.*caps", "deleted|None|nan|infinite|list"),
-    (r".*(losses|probes|measured|start|correction.*)\[\d+\]|.*window\.sum", f"{NUMBERS}|nan|infinite"),
+    (r".*(costs|changes)(\[\d+\])?|.*caps", "deleted|list"),
+    (r".*(costs)\[\d+\]", "nan|infinite"),
+    (r".*(losses|probes|sums\[\d\]|start|correction.*)\[\d+\]|.*window\.sum", f"{NUMBERS}|nan|infinite"),
     (
-        r".*\.(probes|level|stability|shared|displacement|pending|compression|outer|landed|taken|loss|counts|base|rate)",
+        r".*\.(probes|level|soundness|shared|displacement|pending|compression|outer|landed|taken|loss|counts|base|rate)",
         "None",
     ),
-    (r".*\.(moved|measured|velocity|start|start_at|stop_at|eta|gamma|total_steps|controller)", "None|list"),
+    (r".*\.(moved|velocity|start|start_at|stop_at|eta|gamma|total_steps|controller)", "None|list"),
     (r".*\.(version)", "text"),
     (r".*\.(bounds|excluded|losses|probes)|.*values\.lr/0", "list"),
     (r".*\.(config.*|controller|base|loss|state|state_before)", "dict"),
@@ -63,11 +64,12 @@ HARMLESS = [
         r".*\.(seconds|lr/0|first|lowest|highest|last|loss)|.*(lr/0|base|values|applied|eta|velocity|gamma)\[.*\]",
         NUMBERS,
     ),
-    (r".*\.(shared|apart|begun|ever|acting|heal|has_state|probe)|.*(slow|sound|healthy)\[\d\]", "bool"),
+    (r".*\.(shared|apart|begun|ever|acting|heal|has_state|probe)|.*(sound|healthy)\[\d\]", "bool"),
     (r".*\.(state|state_before)\..*|.*\.(state|state_before)", "deleted|dict"),
     (r".*(caps|eta|gamma)\[0\]", "deleted"),  # of one hyperparameter: an empty list is as before the first sync
     (r".*\.(peaks|buffers|buffers_before|integers)", "list"),  # where they are empty
     (r".*\.nesterov", "bool"),
+    (r".*displacement\.count", "huge"),
     (r".*_schedulers\[\d\]\.last_epoch", "negative"),
     (r".*\.(undo|kept|others|state|undone)", "None"),
     (r".*\.undone", "deleted"),
