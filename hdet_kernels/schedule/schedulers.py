@@ -98,17 +98,22 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
 
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.
-        sync_every: T, the steps between two averages. Default: 2.5 % of the run, or 1.25 % where a probe compares
-            learning rates alone, at most 1000; where other scalars are explored at least 30, or a tenth of the run.
-            Learning rates that are compared by a probe are also averaged after T/8, T/4 and T/2.
-        auto_lr: True for the regression controller, False, or a controller. It moves the peak learning rate at every
-            sync until that peak, or until 30 % of the run if that is later, by a factor of 55 at most. Then it leaves
-            it, and all replicas have the same. It moves other scalars from 30 % to 90 %. A schedule that peaks before
-            15 % of the run is capped by a warm-up until 30 %. With False replicas differ to the end.
-            It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread it is off.
+        sync_every: T, the steps between two averages. Default: 1.25 % of the run, at most 1000. It is 2.5 % where
+            replicas with local gradients are compared by their training losses, and where other scalars are explored,
+            with at least 30 steps then, or a tenth of the run.
+        auto_lr: True for :class:`hdet_kernels.RegressionController`, False, or a controller. It lowers a learning rate
+            that is certainly too high, and has all replicas return to the last sound average where training broke, at
+            every sync until the peak of the schedule, or until 30 % of the run if that is later. Then it leaves it,
+            and all replicas have the same. It moves other scalars from 30 % to 90 %. With False replicas differ to the
+            end. It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread it is off.
+        trust: "my learning rate is right within this factor". 1: it is never changed. Up to 3: it is lowered only where
+            it is certainly too high. More: it also follows the signs of slopes, by a factor of 55 at most, and a
+            schedule that peaks before 15 % of the run is capped by a warm-up until 30 %. None: nothing is known of it.
+            For ``auto_lr=True``; a controller has a trust of its own.
         probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
             is the same for all replicas. It runs without gradients at every sync at which the controller acts, and
-            replaces the training loss there.
+            replaces the training loss there. With shared gradients slopes of learning rates come from the gradients,
+            and need none.
         explore: more :class:`hdet_kernels.Explore`.
         gradients: ``"shared"`` (averaged at every step, as DDP does), ``"local"``, or ``"auto"``: found out at every
             sync by comparing the replicas' gradients. A stack knows.
