@@ -106,10 +106,10 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
             every sync until the peak of the schedule, or until 30 % of the run if that is later. Then it leaves it,
             and all replicas have the same. It moves other scalars from 30 % to 90 %. With False replicas differ to the
             end. It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread it is off.
-        trust: "my learning rate is right within this factor". 1: it is never changed. Up to 3: it is lowered only where
-            it is certainly too high. More: it also follows the signs of slopes, by a factor of 55 at most, and a
-            schedule that peaks before 15 % of the run is capped by a warm-up until 30 %. None: nothing is known of it.
-            For ``auto_lr=True``; a controller has a trust of its own.
+        trust: "my learning rate is right within this factor". 1: it is never changed, and replicas differ in it to the
+            end. Up to 3: it is lowered only where it is certainly too high. More: it also follows the signs of slopes,
+            by a factor of 55 at most, and a schedule that peaks before 15 % of the run is capped by a warm-up until
+            30 %. None: nothing is known of it. For ``auto_lr=True``; a controller has a trust of its own.
         probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
             is the same for all replicas. It runs without gradients at every sync at which the controller acts, and
             replaces the training loss there. With shared gradients slopes of learning rates come from the gradients,
