@@ -5,6 +5,7 @@ python docs/how_it_works.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,32 @@ import torch
 from matplotlib.figure import Figure
 
 import hdet_kernels as hk
-from hdet_kernels.controller.peak_posterior import turning_length
 from hdet_kernels.controller.protocol import Observation, Run
 
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
 # Best peak learning rate of the simulated run, and the one that it starts with.
-BEST, START = 6.0, 1.0
+BEST, START = 1.0, 10.0
+# Learning rate from which the simulated training breaks, and cost of an e-fold larger one at the best, over the gain.
+BREAKS, COST = 2.7, 0.08
+# Loss at the first sync, and at the end of all training.
+FIRST, LAST = 4.0, 1.0
+
+
+@dataclass
+class Simulated:
+    """Learning rates of a simulated run, and the syncs at which the controller lowered them.
+
+    Args:
+        base: [TOTAL].
+        rates: [TOTAL, REPLICAS].
+        returns: steps of the returns to a sound average.
+        cuts: steps at which learning rates were lowered near the edge of stability.
+    """
+
+    base: np.ndarray = field(default_factory=lambda: np.empty(TOTAL))
+    rates: np.ndarray = field(default_factory=lambda: np.empty((TOTAL, REPLICAS)))
+    returns: list[int] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
 
 
 def schedule() -> list[float]:
@@ -32,54 +53,60 @@ def schedule() -> list[float]:
     return rates
 
 
-def replica_rates() -> tuple[np.ndarray, np.ndarray]:
-    """Return learning rates of the base [TOTAL] and of the replicas [TOTAL, N].
-
-    Simulated losses are lowest where the path length (sum of learning rates) is that of the best peak.
-    """
-    # As losses of training batches, which need no early syncs and no pairs.
-    controller, run = hk.RegressionController(), Run(TOTAL, SYNC, 0.3, (None,), (START,))
-    turning = turning_length(SYNC, TOTAL, controller.settings)
-    state = controller.start(1, run)
-    plain = schedule()
-    base, rates = np.empty(TOTAL), np.empty((TOTAL, REPLICAS))
-    rho, (departs,) = hk.multipliers(REPLICAS, SPREAD), controller.prepare(run).departs
+def simulated() -> Simulated:
+    """Return a run whose level falls at each sync, or rises where the learning rate is too high."""
+    controller = hk.RegressionController()
+    run = controller.prepare(Run(TOTAL, SYNC, 0.3, (None,), (START,), gradients="shared", probed=False))
+    state, plain, found = controller.start(1, run), schedule(), Simulated()
+    level = kept = FIRST
+    rho, (departs,) = hk.multipliers(REPLICAS, SPREAD), run.departs
     for step in range(TOTAL):
         if step % SYNC == 0:
             own = rho[hk.permutation(REPLICAS, seed=0, cycle=step // SYNC, hyperparameter="lr/0")]
-        base[step] = controller.base(state, 0, plain[step])
-        rates[step] = base[step] * (own if departs is None or step < departs[1] else 1.0)
+        found.base[step] = rate = controller.base(state, 0, plain[step])
+        found.rates[step] = rate * (own if departs is None or step < departs[1] else 1.0)
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
-            path_length = base[: step + 1].sum() + base[step] * SYNC
-            losses = np.log(np.cosh(np.log(path_length * own / (BEST * turning)))) / 3 - step / SYNC
-            state = controller.update(run, state, Observation(losses, own[None], base[step : step + 1], step + 1))
-    return base, rates
+            level += 0.0 if step < SYNC else 3.0 if rate > BREAKS * BEST else -0.1 * (level - LAST)
+            slope = np.array([COST * rate / BEST * (FIRST - kept) + 1e-6])
+            losses, base = np.full(REPLICAS, level), np.array([rate])
+            seen = Observation(losses, own[None], base, step + 1, slope, np.array([slope[0] / 20]))
+            judgement = controller.judge(run, state, seen)
+            before = state["mu"][0]
+            state = (controller.undone if judgement == "broken" else controller.update)(run, state, seen)
+            if judgement == "broken":
+                level = kept
+                found.returns.append(step)
+            elif state["mu"][0] < before:
+                found.cuts.append(step)
+            kept = level if judgement == "sound" else kept
+    return found
 
 
 def draw(path: Path) -> None:
     """Write the figure to ``path``."""
-    base, rates = replica_rates()
+    run = simulated()
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for replica in range(REPLICAS):
-        axes.plot(rates[:, replica], lw=1.2, alpha=0.9, label=f"replica {replica}")
-    axes.plot(base, color="black", lw=1.8, label="base $\\eta(t)$")
+        axes.plot(run.rates[:, replica], lw=1.0, alpha=0.9, label=f"replica {replica}")
+    axes.plot(run.base, color="black", lw=1.8, label="base $\\eta(t)$")
     axes.plot(schedule(), color="black", lw=1.0, ls=":", label="OneCycleLR as given")
-    for sync in range(SYNC, TOTAL + 1, SYNC):
-        axes.axvline(sync, color="0.85", lw=0.8, zorder=0)
+    axes.axhline(BEST, color="tab:green", lw=0.8, ls="--", label="right peak")
     axes.axvspan(0, 0.3 * TOTAL, color="tab:green", alpha=0.08, lw=0)
-    middle = 0.15 * TOTAL
-    axes.text(middle, base.max() * 1.33, "fan-out, $\\mu$ moves", ha="center", va="top", color="tab:green", fontsize=9)
-    at = 11 * SYNC
-    axes.annotate(
-        "every T steps: average the parameters, change places",
-        (at, rates[at - 1].max()),
-        (at + 2 * SYNC, base.max() * 1.3),
-        fontsize=9,
-        arrowprops={"arrowstyle": "->", "color": "0.4"},
-    )
-    axes.set(xlabel="step", ylabel="learning rate", xlim=(0, TOTAL), ylim=(0, base.max() * 1.36), yticks=[])
-    axes.legend(loc="center right", fontsize=8, frameon=False)
+    top = run.rates.max() * 1.6
+    axes.text(0.15 * TOTAL, top * 0.98, "fan-out, $\\mu$ moves", ha="center", va="top", color="tab:green", fontsize=9)
+    texts = [(step, "training broke: back to the\nlast sound average, a third") for step in run.returns]
+    texts += [(step, "near the edge: half") for step in run.cuts]
+    for number, (step, text) in enumerate(texts):
+        axes.annotate(
+            text,
+            (step, run.rates[step].max()),
+            (0.32 * TOTAL, top * (0.8 - 0.22 * number)),
+            fontsize=9,
+            arrowprops={"arrowstyle": "->", "color": "0.4"},
+        )
+    axes.set(xlabel="step", ylabel="learning rate", xlim=(0, TOTAL), ylim=(0, top), yticks=[])
+    axes.legend(loc="upper right", fontsize=8, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, metadata={"Date": None})

@@ -94,25 +94,25 @@ class RegressionSettings(SlopeSettings):
     #: Default of ``start_at`` for learning rates: the first sync counts.
     begins: float = 0.0
     #: Path length at which the favoured direction turns, over the right peak and √total_steps.
-    turning_length: float = 0.3
+    turning_length: float = 0.5
     #: Standard deviation, between tasks, of the logarithm of that path length.
-    task_deviation: float = 1.5
+    task_deviation: float = 1.2
     #: Share of the signs of slopes that are wrong however significant they look.
-    sign_error: float = 0.05
+    sign_error: float = 0.013
     #: Posterior quantile that is chosen: a peak that is too high costs three times as much as one that is too low.
-    quantile: float = 0.25
+    quantile: float = 0.26
     #: Signs of slopes count where the given learning rate is trusted to less than this factor.
     least_distrust: float = 3.0
     #: Cost of an e-fold larger learning rate, over the total gain, that marks the edge of stability.
-    edge_cost: float = 0.15
+    edge_cost: float = 0.23
     #: Number of cycles whose median cost has to be above it.
     edge_cycles: int = 3
     #: Factor by which learning rates are lowered there.
     edge_cut: float = 2.0
     #: Loss, over the total gain, that counts as broken.
-    break_share: float = 0.3
+    break_share: float = 0.1
     #: The same loss, over the usual change of the level from sync to sync.
-    break_noise: float = 8.0
+    break_noise: float = 4.0
     #: Factor by which learning rates are lowered after a return to the last sound average.
     break_cut: float = 3.0
 

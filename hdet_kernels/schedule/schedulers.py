@@ -33,19 +33,22 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
 
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.
-        sync_every: T, the steps between two averages. Default: 1.25 % of the run, or 2.5 % where the training losses of
-            replicas with local gradients are compared, at most 1000; where other scalars are explored 2.5 %, at least
-            30, or a tenth of the run.
-        auto_lr: True for the regression controller, False, or a controller. It lowers the peak learning rate where it is
-            certainly too high, and undoes what broke, until that peak, or until 30 % of the run if that is later. Then
-            all replicas have the same. It moves other scalars from 30 % to 90 %. With False replicas differ to the end.
-            It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread it is off.
-        trust: "the learning rate is right within this factor", for ``auto_lr=True``. 1: it is never changed, and
-            replicas differ to the end. Above 3: it also follows the slopes of the losses, up and down, and a schedule
-            that peaks before 15 % of the run is capped by a warm-up until 30 %. None: nothing is known of it.
+        sync_every: T, the steps between two averages. Default: 1.25 % of the run, at most 1000. It is 2.5 % where
+            replicas with local gradients are compared by their training losses, and where other scalars are explored,
+            with at least 30 steps then, or a tenth of the run.
+        auto_lr: True for :class:`hdet_kernels.RegressionController`, False, or a controller. It lowers a learning rate
+            that is certainly too high, and has all replicas return to the last sound average where training broke, at
+            every sync until the peak of the schedule, or until 30 % of the run if that is later. Then it leaves it,
+            and all replicas have the same. It moves other scalars from 30 % to 90 %. With False replicas differ to the
+            end. It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread it is off.
+        trust: "my learning rate is right within this factor". 1: it is never changed, and replicas differ in it to the
+            end. Up to 3: it is lowered only where it is certainly too high. More: it also follows the signs of slopes,
+            by a factor of 55 at most, and a schedule that peaks before 15 % of the run is capped by a warm-up until
+            30 %. None: nothing is known of it. For ``auto_lr=True``; a controller has a trust of its own.
         probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
             is the same for all replicas. It runs without gradients at every sync at which the controller acts, and
-            replaces the training loss there.
+            replaces the training loss there. With shared gradients slopes of learning rates come from the gradients,
+            and need none.
         explore: more :class:`hdet_kernels.Explore`.
         gradients: ``"shared"`` (averaged at every step, as DDP does), ``"local"``, or ``"auto"``: found out at every
             sync by comparing the replicas' gradients. A stack knows.
