@@ -53,16 +53,21 @@ class Soundness:
         """Judge a sync with this level, before it is added. None: no replica is finite."""
         if level is None:
             return "broken"
-        usual = median(self.changes) if self.changes else math.inf
         above = min(level, self.last) - self.lowest
-        if above > settings.break_share * self.gain and above > settings.break_noise * usual:
+        if above > settings.break_share * self.gain and above > settings.break_noise * self.usual_change:
             return "broken"
-        return "sound" if level <= self.lowest + usual and not self.near_edge(settings) else "unclear"
+        return "sound" if level <= self.lowest + self.usual_change and not self.near_edge(settings) else "unclear"
+
+    @property
+    def usual_change(self) -> float:
+        """The usual change of the level from sync to sync."""
+        return median(self.changes) if self.changes else math.inf
 
     def near_edge(self, settings: RegressionSettings) -> bool:
-        """Return whether the last cycles were near the edge of stability."""
-        full = len(self.costs) == settings.edge_cycles
-        return full and median(self.costs) > settings.edge_cost
+        """Return whether the last cycles were near the edge of stability. A gain that may be noise tells nothing."""
+        if len(self.costs) < settings.edge_cycles or self.gain <= self.usual_change:
+            return False
+        return median(self.costs) > settings.edge_cost
 
     def after(self, level: float, slope: float | None, settings: RegressionSettings) -> Soundness:
         """Return the course after one more sync.
