@@ -22,6 +22,9 @@ from .train import train, validation_loss
 
 Job = dict[str, Any]
 
+# How often a run is tried: where many processes share a GPU, recording a CUDA graph fails once in a while.
+ATTEMPTS = 2
+
 # Runs that are rows of one stack.
 MOST_ROWS = 64
 
@@ -132,12 +135,16 @@ def _work(waiting: Any, done: Any, device: str) -> None:
         except queue.Empty:
             return
         name = bundle[0]["task"]
-        try:
-            if name not in tasks:
-                tasks[name] = TASKS[name](where)
-            done.put(run_bundle(bundle, tasks[name], where))
-        except Exception:
-            done.put([{**job, "error": f"{job} failed:\n{traceback.format_exc()}"} for job in bundle])
+        for attempt in range(ATTEMPTS):
+            try:
+                if name not in tasks:
+                    tasks[name] = TASKS[name](where)
+                done.put(run_bundle(bundle, tasks[name], where))
+                break
+            except Exception:
+                error = traceback.format_exc()
+                if attempt + 1 == ATTEMPTS:
+                    done.put([{**job, "error": f"{job} failed:\n{error}"} for job in bundle])
 
 
 def _show(count: int, total: int, seconds: float) -> None:

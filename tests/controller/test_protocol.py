@@ -99,13 +99,14 @@ class TestEveryController:
             at_start = {"mu": [0.0] * 3, "m": [0.0] * 3, "q": [0.0] * 3, "s": [0.0] * 3}
             at_start |= {"observations": [0] * 3, "updates": [0] * 3, "caps": []}
         if kind is RegressionController:
-            at_start |= {"log_likelihood": [[], [], []], "path_length": [None] * 3, "slow": [False] * 3}
-            at_start |= {"signs": [0.0] * 3, "noise": [0.0, 0], "level": None, "stability": None}
+            at_start |= {"log_likelihood": [[], [], []], "path_length": [0.0] * 3, "ceiling": [None] * 3}
+            at_start |= {"signs": [0.0] * 3, "noise": [0.0, 0], "soundness": None}
         assert kind().start(3) == at_start
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:
         run = dataclasses.replace(RUN, floors=(1e-6, None), peaks=(0.1, None))
-        controller = kind(warmup_steps=500) if kind is SoftmaxController else kind()
+        options: dict[Any, Any] = {SoftmaxController: {"warmup_steps": 500}, RegressionController: {"trust": None}}
+        controller = kind(**options.get(kind, {}))
         state = controller.start(2)
         loaded = json.loads(json.dumps(state))
         for cycle in range(4):
@@ -114,7 +115,7 @@ class TestEveryController:
             assert loaded == state
             assert set(types_in(state)) <= {int, float, bool, type(None)}
         if kind is RegressionController:
-            assert [len(logs) for logs in state["log_likelihood"]] == [len(grid(SETTINGS)), 0]
+            assert [len(logs) for logs in state["log_likelihood"]] == [len(grid()), 0]
 
     def test_update_changes_neither_the_old_state_nor_the_observation(self, kind: Any) -> None:
         run = dataclasses.replace(RUN, floors=(1e-6, None), peaks=(0.1, None))

@@ -168,7 +168,7 @@ def test_a_state_goes_through_json_at_every_sync(controller: RegressionControlle
         stored.state = json.loads(json.dumps(stored.state))
         assert stored.state == straight.state
         for run in (straight, stored):
-            run.sync(step, jumping_at(300, 325, high=1e4))
+            run.sync(step, jumping_at(300, 400, high=1e4))
     assert stored.state == straight.state
     assert straight.undone == stored.undone >= 1
 

@@ -25,6 +25,7 @@ from hdet_kernels import Converger, ProcessEnsemble
 from hdet_kernels.converge import AverageRequest, Report
 from hdet_kernels.optim import FusedAdamW, FusedSGD
 from tests.ranks import Cases, run_ranks
+from tests.schedule.undo_runs import Early
 from tests.training import Trainer, batch, network, same
 
 TOTAL, SYNC, LR = 11, 4, 0.05
@@ -229,12 +230,10 @@ def _simulated(k: int, rates: list[list[float]]) -> list[Tensor]:
 
 
 def _early(rank: int, k: int) -> dict[int, int | None]:
-    x, y = batch(0, 999)
-    held: list[Replica] = []
-    controlled = {"auto_lr": True, "total_steps": 160, "sync_every": 16, "probe": lambda: held[0].loss_on(x, y)}
-    held.append(Replica(rank, "adam homed", k, **controlled))
-    held[0].train(20)
-    return {record.step: record.landed for record in held[0].scheduler.history}
+    controlled = {"auto_lr": Early(undo=0), "total_steps": 160, "sync_every": 16}
+    replica = Replica(rank, "adam homed", k, **controlled)
+    replica.train(20)
+    return {record.step: record.landed for record in replica.scheduler.history}
 
 
 EARLY = Cases(2, _early, [(1,), (3,), (15,)])
@@ -728,7 +727,7 @@ def _controlled(rank: int, overlap_steps: int) -> dict[str, Any]:
     """Losses that depend on rank and step alone."""
     trainer = Trainer(
         rank, ddp=False, groups=True, total_steps=20, sync_every=5, spread=0.5, overlap_steps=overlap_steps,
-        auto_lr=hk.RegressionController(start_at=0.0, stop_at=1.0), explore=[hk.Explore("weight_decay", spread=0.5)],
+        gradients="local", auto_lr=hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None), explore=[hk.Explore("weight_decay", spread=0.5)],
     )  # fmt: skip
     controls, scheduled = [], []
     for step in range(20):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -52,6 +52,13 @@ class Scripted:
 
     def undone(self, run: Run, state: State, seen: Observation) -> State:
         return {**state, "factors": [factor / 2 for factor in state["factors"]]}
+
+
+class Early(Scripted):
+    """A controller that wishes three more syncs in the first cycle."""
+
+    def prepare(self, run: Run) -> Run:
+        return replace(run, early=(2, 4, 8))
 
 
 def script(**judgements: Judgement) -> tuple[tuple[int, Judgement], ...]:

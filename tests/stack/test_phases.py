@@ -1,4 +1,4 @@
-"""Phases of a run with a stack: early syncs, the end of fan-out, and scalars explored after the learning rate."""
+"""Phases of a run with a stack: the end of fan-out, and scalars explored after the learning rate."""
 
 from __future__ import annotations
 
@@ -14,39 +14,22 @@ from tests.stack.trainer import DECAY, SHORT, StackTrainer, data, departures, pr
 from tests.training import loss_of
 
 
-def test_with_a_probe_the_first_cycle_has_early_syncs() -> None:
-    trainer = probed_trainer().train(40)
-    history = trainer.scheduler.history
-    assert [(record.step, record.kind, record.cycle) for record in history] == [
-        (2, "early", 0), (4, "early", 0), (8, "early", 0), (16, "sync", 0), (32, "sync", 1)
-    ]  # fmt: skip
-    assert all(record.probes is not None for record in history)
-    assert trainer.scheduler.cycle.spread.controller_state["observations"] == [5]
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"probe": None},
+        {"auto_lr": True},
         {"auto_lr": False},
         {"spread": 0.0},
-        {"auto_lr": hk.RegressionController(start_at=0.05)},
         {"auto_lr": hk.HypergradientController()},
         {"auto_lr": hk.SoftmaxController(warmup_steps=20)},
     ],
-    ids=["no probe", "no controller", "no spread", "starts later", "hypergradient", "softmax"],
+    ids=["no probe", "probe", "no controller", "no spread", "hypergradient", "softmax"],
 )
-def test_no_early_syncs_without_a_controller_that_uses_them(options: dict[str, Any]) -> None:
+def test_no_controller_of_ours_has_early_syncs(options: dict[str, Any]) -> None:
     make = StackTrainer if "probe" in options else probed_trainer
     trainer = make(**{"total_steps": 80, "sync_every": 8, **options}).train(10)
     assert [record.step for record in trainer.scheduler.history] == [8]
-
-
-@pytest.mark.parametrize(
-    ("sync_every", "expected"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2]), (16, [2, 4, 8]), (100, [12, 25, 50])]
-)
-def test_early_syncs_of_short_and_long_cycles(sync_every: int, expected: list[int]) -> None:
-    assert list(probed_trainer(sync_every=sync_every).scheduler.cycle.run.early) == expected
 
 
 def test_with_a_probe_a_replica_departs_in_at_most_one_group_and_two_in_none() -> None:

@@ -163,7 +163,8 @@ def test_with_a_probe(gradients: str) -> None:
 
 
 def test_the_controller_moved_the_base() -> None:
-    on = train_stack(0, REPLICAS, "adamw", "shared", {"probe": True})[0].history
+    controller = hk.RegressionController(trust=None)
+    on = train_stack(0, REPLICAS, "adamw", "shared", {"probe": True, "auto_lr": controller})[0].history
     scheduled = train_stack(0, REPLICAS, "adamw", "shared", {"auto_lr": False})[0].history
     off = {sync["step"]: sync["base"] for sync in scheduled}
     both = [(sync["base"], off[sync["step"]]) for sync in on if sync["step"] in off]

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR
 
 import hdet_kernels as hk
+from tests.schedule.undo_runs import Early
 from tests.stack.trainer import DECAY, SHORT, StackTrainer, learning_rates, probed_trainer, two_groups
 from tests.training import same
 
@@ -140,7 +141,7 @@ def test_resumes_exactly_when_pairs_change_groups() -> None:
 
 @pytest.mark.parametrize("steps", [(1, 2, 7, 16), pytest.param((3, 4, 8, 12, 20), marks=pytest.mark.full)])
 def test_resumes_exactly_around_early_syncs(steps: tuple[int, ...]) -> None:
-    for resumed in check_resumes(steps, 24):
+    for resumed in check_resumes(steps, 24, auto_lr=Early()):
         assert [record.step for record in resumed.scheduler.history] == [2, 4, 8, 16]
 
 

@@ -34,7 +34,8 @@ def test_a_non_finite_replica_is_excluded_and_replaced_by_the_mean(gradients: st
 
 
 def test_a_replica_with_a_non_finite_loss_is_excluded() -> None:
-    trainer = StackTrainer().train(3)
+    """Unless the controller may undo it."""
+    trainer = StackTrainer(auto_lr=hk.RegressionController(undo=0)).train(3)
     losses = trainer.stack.backward(loss_of, *data(3))
     trainer.optimizer.step()
     losses[1] = math.inf
@@ -43,7 +44,8 @@ def test_a_replica_with_a_non_finite_loss_is_excluded() -> None:
 
 
 def test_when_all_replicas_are_non_finite_nothing_is_overwritten() -> None:
-    trainer = StackTrainer().train(3)
+    """Unless the controller may undo it."""
+    trainer = StackTrainer(auto_lr=hk.RegressionController(undo=0)).train(3)
     losses = trainer.stack.backward(loss_of, *data(3))
     trainer.optimizer.step()
     before = trainer.parameters()
