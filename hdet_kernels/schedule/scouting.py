@@ -101,8 +101,8 @@ class Scouting:
         plan = self.scouted.plan
         if self._tells:
             log.warning(  # not info: it should be seen without any configuration of logging
-                "max_lr=None: %d of %d steps (%.0f %%), in rounds of %s steps, find the learning rate between %.1g and "
-                "%.1g on %d replicas; the run is the other %d steps",
+                "max_lr=None: %d of %d steps (%.0f %%), in rounds of %s steps, find the learning rate between %.3g and "
+                "%.3g on %d replicas; the run is the other %d steps",
                 *(plan.steps, plan.total_steps, 100 * plan.steps / plan.total_steps),
                 " and ".join(map(str, plan.rounds)),
                 *(self.scouted.settings.lowest, self.scouted.settings.highest, self.ensemble.size, plan.run),

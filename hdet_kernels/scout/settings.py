@@ -33,7 +33,7 @@ class ScoutSettings:
     lowest: float = 1e-5
     highest: float = 10.0
     first: float = 0.25
-    factor: float = 2.6
+    factor: float = 3.1
     fewest: int = 10
     tail: float = 0.2
     flat: float = 0.001

@@ -15,7 +15,7 @@ from tests.training import batch, loss_of, network
 REPLICAS, STEPS = 4, 50
 
 #: 20 of 50 steps, in two rounds of 5 and 15.
-QUICK = hk.ScoutSettings(share=0.4, fewest=4)
+QUICK = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-5, highest=1.0)
 PHASE, ROUNDS, RUN = 20, (5, 15), 30
 
 

@@ -320,7 +320,8 @@ def test_the_found_learning_rate_is_near_the_best_of_a_grid(
         return stack, make_optimizer(stack.parameters(), lr=1.0)
 
     stack, optimizer = stacked(8, "shared")
-    scheduler = hk.HDETOneCycleLR(optimizer, None, steps, ensemble=stack.ensemble)
+    scout = hk.ScoutSettings(lowest=1e-5, highest=1.0)
+    scheduler = hk.HDETOneCycleLR(optimizer, None, steps, ensemble=stack.ensemble, scout=scout)
     phase = scheduler.cycle.before
     for step in range(phase):
         losses = stack.backward(loss_fn, *data(step))
