@@ -8,7 +8,8 @@ counts with more than 100 %.
 The difference to plain training from the same start is taken seed by seed. A task has few seeds from a start, too few
 for a standard error of its own, but its yardstick has many. So the variance of the differences is averaged with the one
 to be expected: the yardstick's variance times a ratio, the median over all tasks of variance of the differences to
-variance of the yardstick, from the same start. The expected one counts like four more degrees of freedom.
+variance of the yardstick, from the same start (2 where no task has two seeds). The expected one counts like four more
+degrees of freedom.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ class Excesses:
     def of_runs(self, records: Sequence[Record]) -> Excesses:
         """Return the excess of other runs over the same yardsticks."""
         result = Excesses(self.yardsticks, self.caps)
-        free = _free_of_start(records)
+        free, centres = _free_of_start(records), _centres(records)
         for record in records:
             ruler, way = self.yardsticks.get(record["task"]), way_of(record)
             if ruler is None or way is None or not record.keys() & {"val", "error"}:
                 continue
             start = None
             if way not in free and record["lr"] is not None:
-                start = _start(record["lr"] / ruler.best)
+                start = _start(record["lr"] / centres.get(record["task"], ruler.best))
                 if start is None:  # a learning rate between two starts
                     continue
             task, seed, cap = record["task"], record["seed"], self.caps[record["task"]]
@@ -126,11 +127,12 @@ class Excesses:
         }
         variances = {task: float(np.var(found, ddof=1)) for task, found in pairs.items() if len(found) > 1}
         ratios = [variance / self._noise(task) for task, variance in variances.items() if self._noise(task) > 0]
-        if not ratios:
-            return {}
-        usual, result = float(np.median(ratios)), dict[str, Difference]()
+        # Without two seeds anywhere, the differences are taken for those of independent runs.
+        usual, result = float(np.median(ratios)) if ratios else 2.0, dict[str, Difference]()
         for task, found in sorted(pairs.items()):
             freedom = len(found) - 1
+            if not freedom and not self._noise(task) > 0:
+                continue  # one seed here and at the best: nothing is known of its noise
             squares = PRIOR * usual * self._noise(task) + freedom * variances.get(task, 0.0)
             result[task] = Difference(fmean(found), math.sqrt(squares / (PRIOR + freedom) / len(found)))
         return result
@@ -200,8 +202,17 @@ def _free_of_start(records: Sequence[Record]) -> set[str]:
     factors: dict[str, set[object]] = {}
     for record in records:
         if record["kind"] in ("peer", "sweep"):
-            factors.setdefault(record["method"], set()).add(record.get("factor"))
+            factors.setdefault(record.get("method", ""), set()).add(record.get("factor"))
     return {method for method, found in factors.items() if found == {1.0} and method not in FIXED}
+
+
+def _centres(records: Sequence[Record]) -> dict[str, float]:
+    """Return the learning rate that the starts of each task are factors of: the best one when they were run."""
+    return {
+        record["task"]: record["lr"] / record["factor"]
+        for record in records
+        if record.get("factor") and record.get("lr") and record["kind"] == "start"
+    }
 
 
 def _start(factor: float) -> float | None:

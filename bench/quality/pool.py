@@ -144,7 +144,7 @@ def _work(waiting: Any, done: Any, device: str) -> None:
             except Exception:
                 error = traceback.format_exc()
                 if attempt + 1 == ATTEMPTS:
-                    done.put([{**job, "error": f"{job} failed:\n{error}"} for job in bundle])
+                    done.put([{**job, **job.get("spec", {}), "error": f"{job} failed:\n{error}"} for job in bundle])
 
 
 def _show(count: int, total: int, seconds: float) -> None:

@@ -63,13 +63,18 @@ class Yardstick:
 
 
 def yardsticks(records: Iterable[Record]) -> dict[str, Yardstick]:
-    """Return the yardstick of every task that has plain runs on a grid; the finer grid is used where there is one."""
+    """Return the yardstick of every task that has plain runs on a grid; the finer grid is used where there is one.
+
+    A task that diverges with some seed at every learning rate of its grid has none.
+    """
     coarse, near = dict[str, Grid](), dict[str, Grid]()
     for record in records:
         if record["kind"] in ("grid", "near") and "val" in record:
             grid = (coarse if record["kind"] == "grid" else near).setdefault(record["task"], {})
             grid.setdefault(_digits(record["lr"]), {})[record["seed"]] = record["val"]
-    return {task: measured(near.get(task, grid), grid) for task, grid in (near | coarse).items()}
+    return {
+        task: measured(near.get(task, grid), grid) for task, grid in (near | coarse).items() if _sound(near.get(task, grid))
+    }
 
 
 def best_rates(records: Iterable[Record]) -> dict[str, float]:
@@ -81,6 +86,7 @@ def measured(grid: Grid, coarse: Grid) -> Yardstick:
     """Return the yardstick by ``grid``; ``coarse`` is the grid that was made first."""
     most = max(len(losses) for losses in grid.values())
     grid = {lr: losses for lr, losses in grid.items() if 2 * len(losses) > most}  # a time limit left seeds out
+    grid = _sound(grid)
     best = _best(grid)
     losses: dict[int, float] = {}
     for parity in (0, 1):
@@ -90,6 +96,11 @@ def measured(grid: Grid, coarse: Grid) -> Yardstick:
     claimed = fmean(coarse[_best(coarse)].values())
     every = grid.keys() | coarse.keys()
     return Yardstick(best, losses, claimed, len(every) > 1 and best in (min(every), max(every)))
+
+
+def _sound(grid: Grid) -> Grid:
+    """Return the learning rates at which no seed diverges. Others are not the best, however well the rest ends."""
+    return {lr: losses for lr, losses in grid.items() if np.isfinite(list(losses.values())).all()}
 
 
 def _best(grid: Mapping[float, Mapping[int, float]]) -> float:
