@@ -25,7 +25,9 @@ def option(name: str, **others: Any) -> Callable[[Any, Any], object]:
     return lambda world, value: hk.HDETOneCycleLR(world.bare, 0.1, 20, **{**others, name: value})
 
 
-def refused(name: str, error: type[Exception] | tuple[type[Exception], ...], message: str, *values: Any, **others: Any) -> list[Row]:
+def refused(
+    name: str, error: type[Exception] | tuple[type[Exception], ...], message: str, *values: Any, **others: Any
+) -> list[Row]:
     """Return a row for each value of one keyword."""
     return [
         Row(

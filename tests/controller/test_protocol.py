@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
 from hdet_kernels.controller.peak_posterior import grid
 from hdet_kernels.controller.protocol import Controller, Observation, Run, check_controller, returns_allowed
-from tests.controller.cases import NAN, PROPERTY, RUN, SETTINGS, fan, observe
+from tests.controller.cases import NAN, PROPERTY, RUN, fan, observe
 
 ALL = [RegressionController, HypergradientController, SoftmaxController]
 

@@ -27,7 +27,9 @@ def test_default_sync_interval_is_a_fortieth_of_the_run_with_local_gradients(tot
 
 
 @pytest.mark.parametrize(("total", "expected"), [(1, 1), (100, 1), (1000, 12), (80_000, 1000), (10**6, 1000)], ids=str)
-@pytest.mark.parametrize("more", [{}, {"gradients": "local", "probe": lambda: torch.tensor(1.0)}], ids=["auto", "probe"])
+@pytest.mark.parametrize(
+    "more", [{}, {"gradients": "local", "probe": lambda: torch.tensor(1.0)}], ids=["auto", "probe"]
+)
 def test_half_of_that_if_no_training_losses_compare_learning_rates(
     total: int, expected: int, more: dict[str, Any]
 ) -> None:
@@ -117,9 +119,7 @@ def test_a_softmax_controller_warns_if_the_floor_is_unknown(caplog: pytest.LogCa
         (10**9, True, True, 1000),
     ],
 )
-def test_default_sync_interval_by_a_table(
-    total: int, compares_losses: bool, rates_alone: bool, expected: int
-) -> None:
+def test_default_sync_interval_by_a_table(total: int, compares_losses: bool, rates_alone: bool, expected: int) -> None:
     assert default_sync_every(total, compares_losses=compares_losses, rates_alone=rates_alone) == expected
 
 
