@@ -101,7 +101,7 @@ class HDETOneCycleLR(_WithCycle, OneCycleLR):
         sync_every: T, the steps between two averages. Default: 1.25 % of the run, or 2.5 % where the training losses of
             replicas with local gradients are compared, at most 1000; where other scalars are explored 2.5 %, at least
             30, or a tenth of the run.
-        auto_lr: True for the regression controller, False, or a controller. It lowers the peak learning rate where it is
+        auto_lr: True for the regression controller, False, or a controller. It lowers a peak learning rate that is
             certainly too high, and undoes what broke, until that peak, or until 30 % of the run if that is later. Then
             all replicas have the same. It moves other scalars from 30 % to 90 %. With False replicas differ to the end.
             It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread it is off.
