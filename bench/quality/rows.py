@@ -42,7 +42,7 @@ class Seen:
         step: the step that the sync follows.
         level: mean training loss since the last sync; of several batches only.
         probe: loss on the probe.
-        slope, error: from gradients: mean and standard error over the steps after the last sync, of the cycle before it.
+        slope, error: from gradients: mean and standard error over steps after the last sync, of the cycle before it.
         probe_slope: from the probe, of the cycle that ends here.
         rate: base learning rate of the cycle over the run's own peak.
     """
