@@ -70,6 +70,7 @@ HARMLESS = [
     (r".*\.(peaks|buffers|buffers_before|integers)", "list"),  # where they are empty
     (r".*\.nesterov", "bool"),
     (r".*displacement\.sums", "None"),
+    (r".*displacement\.last\[0\]", "list"),  # of one group: as after the end
     (r".*_schedulers\[\d\]\.last_epoch", "negative"),
     (r".*\.(undo|kept|others|state|undone)", "None"),
     (r".*\.undone", "deleted"),
