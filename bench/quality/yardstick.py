@@ -72,9 +72,8 @@ def yardsticks(records: Iterable[Record]) -> dict[str, Yardstick]:
         if record["kind"] in ("grid", "near") and "val" in record:
             grid = (coarse if record["kind"] == "grid" else near).setdefault(record["task"], {})
             grid.setdefault(_digits(record["lr"]), {})[record["seed"]] = record["val"]
-    return {
-        task: measured(near.get(task, grid), grid) for task, grid in (near | coarse).items() if _sound(near.get(task, grid))
-    }
+    finest = coarse | near
+    return {task: measured(grid, coarse.get(task, grid)) for task, grid in finest.items() if _sound(grid)}
 
 
 def best_rates(records: Iterable[Record]) -> dict[str, float]:

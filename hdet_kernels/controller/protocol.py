@@ -127,7 +127,7 @@ class Observation:
         slopes: [J], ⟨gradient, displacement of the cycle before⟩, the mean over the first steps of this cycle: the
             slope of the loss in the logarithm of that cycle's learning rate. 0 for other scalars. None where it is not
             measured or not known: no wish for it, local gradients, the first cycle.
-        errors: [J], standard errors of these means; infinite where there is only one step.
+        errors: [J], standard errors of these means; NaN where there is only one step.
     """
 
     losses: Array

@@ -330,8 +330,8 @@ def _with_measured(run: Run, slopes: Slopes, seen: Observation, settings: Regres
         explored[index] = seen.slopes is not None
         if seen.slopes is not None and seen.errors is not None:
             values[index] = usable_slopes(seen.slopes[index : index + 1], settings)[0]
-            error = float(seen.errors[index])
-            significance[index] = abs(values[index]) / error if error > 0 else math.inf * (values[index] != 0)
+            error, size = float(seen.errors[index]), abs(float(values[index]))
+            significance[index] = size / error if error != 0 else math.inf if size else 0.0
     return Slopes(values, significance, explored)
 
 

@@ -27,6 +27,7 @@ from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history_file import HistoryFile
 from hdet_kernels.schedule.options import GradientMode, HasBuffers, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal
+from hdet_kernels.scout import ScoutSettings
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
 from hdet_kernels.tensors import replicas_of, share_gradients
 
@@ -37,6 +38,9 @@ MOST_LOOKS = 10_000
 
 #: Fewest steps of a cycle that explores scalars other than learning rates: the optimizer's moments remember them.
 FEWEST_STEPS = 30
+
+#: Factor from which ``max_lr=None`` is mentioned to a user who trusts the learning rate to no less.
+HARDLY_TRUSTED = 10
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         if controller.reads == "slopes":
             run = replace(run, slopes=True)
         _check_controller_in(run, controller, options["overlap_steps"])
+    _offer_scouting(schedule, options, ensemble)
     if ensemble.size == 1:
         log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
     model = stack if options["model"] is None else options["model"]
@@ -245,6 +250,15 @@ def _controller_of(auto_lr: bool | Controller, trust: float | None, diverges: bo
         return None
     controller: Controller = RegressionController(trust=trust) if isinstance(auto_lr, bool) else auto_lr
     return controller if diverges or controller.reads == "slopes" else None
+
+
+def _offer_scouting(schedule: ScheduleFacts, options: HDETOptions, ensemble: Ensemble) -> None:
+    """Say that a run can find its learning rate itself, where the given one is hardly trusted."""
+    trust = options["trust"]
+    hardly = options["auto_lr"] is True and (trust is None or trust > HARDLY_TRUSTED)
+    if hardly and schedule.name == "OneCycleLR" and not schedule.before and ensemble.size > 1:
+        share = ScoutSettings().share
+        log.info("trust=%s: with max_lr=None the first %d %% of the steps find a learning rate", trust, 100 * share)
 
 
 def _check_controller_in(run: Run, controller: Controller, overlap_steps: int) -> None:

@@ -117,9 +117,9 @@ class Displacement:
         n, values, errors = self.count, [], []
         for total, squares in zip(*sums, strict=True):
             mean = total / n
-            variance = max(squares / n - mean * mean, 0.0) / (n - 1) if n > 1 else math.inf
+            variance = max(squares / n - mean * mean, 0.0) / (n - 1) if n > 1 else math.nan
             values.append(mean)
-            errors.append(math.sqrt(variance) if not math.isnan(variance) else math.inf)
+            errors.append(math.sqrt(variance))
         return MeasuredSlopes(values, errors)
 
     def measure(self) -> None:

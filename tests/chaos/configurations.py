@@ -74,14 +74,15 @@ class Configuration:
         return rank // self.shards * self.rows
 
 
-#: A controller that acts at every sync. Small buckets, so that every sync has several collectives.
+#: A controller that acts at every sync, and undoes nothing: what cannot be averaged is refused. Small buckets, so that
+#: every sync has several collectives.
 SETTINGS: dict[str, Any] = {
     "max_lr": 0.02,
     "total_steps": TOTAL,
     "sync_every": SYNC,
     "spread": 0.5,
     "bucket_bytes": 256,
-    "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0),
+    "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0, undo=0),
 }
 
 

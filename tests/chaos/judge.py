@@ -88,7 +88,7 @@ def _as_expected(case: Case, fault: Fault, configuration: Configuration, record:
     if not failures:
         return [f"nothing was refused, and the run went on to step {record.step}"]
     if expect in ("refused", "rejected"):
-        kinds = ("RuntimeError", "ValueError", "TypeError") if expect == "refused" else None
+        kinds = ("RuntimeError", "NoneSound", "ValueError", "TypeError") if expect == "refused" else None
         if kinds and failures[0].kind not in kinds:
             found.append(f"expected a clear error, got {raised}")
         if expect == "rejected" and failures[0].call != "load":

@@ -178,9 +178,8 @@ def test_other_scalars_move_as_they_do_alone() -> None:
     for trust in (1.0, 3.0):
         controller, ends = RegressionController(trust=trust), []
         for peaks in ((None, 1.0), (None, None)):
-            run = controller.prepare(
-                Run(TOTAL, T, 0.3, (None,) * 2, peaks, probed=False, gradients="local", others=True)
-            )
+            run = Run(TOTAL, T, 0.3, (None,) * 2, peaks, probed=False, gradients="local", others=True)
+            run = controller.prepare(run)
             state = controller.start(2, run)
             for step in range(T, TOTAL + 1, T):
                 if controller.active(run, step):

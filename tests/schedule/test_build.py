@@ -205,3 +205,13 @@ def test_default_devices_and_dtypes_do_not_reach_inside(context: str, options: d
         return [param.detach().clone(), scheduler.get_last_lr(), scheduler.cycle.window.state_dict()]
 
     assert same(train(CONTEXTS[context]), train(contextlib.nullcontext))
+
+
+@pytest.mark.parametrize(("trust", "told"), [(3.0, False), (10, False), (11, True), (None, True)])
+def test_who_hardly_trusts_the_learning_rate_is_told_of_scouting(
+    trust: float | None, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = hk.ReplicaStack(torch.nn.Linear(2, 1), 2)
+    with caplog.at_level("INFO", logger="hdet_kernels"):
+        hk.HDETOneCycleLR(hk.FusedAdamW(stack.parameters()), 0.1, 1000, ensemble=stack.ensemble, trust=trust)
+    assert ("max_lr=None" in caplog.text) is told
