@@ -19,7 +19,7 @@ REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
 # Best peak learning rate of the simulated run, and the one that it starts with.
 BEST, START = 1.0, 10.0
 # Learning rate from which the simulated training breaks, and cost of an e-fold larger one at the best, over the gain.
-BREAKS, COST = 2.7, 0.08
+BREAKS, COST = 2.7, 0.14
 # Loss at the first sync, and at the end of all training.
 FIRST, LAST = 4.0, 1.0
 
