@@ -14,6 +14,7 @@ import torch
 
 from hdet_kernels import RegressionController
 from hdet_kernels.controller.protocol import Observation, Run
+from hdet_kernels.controller.settings import RegressionSettings
 from hdet_kernels.controller.soundness import Soundness
 from hdet_kernels.fanout.explore import Hyperparameter
 from hdet_kernels.fanout.spread import Spread
@@ -140,10 +141,11 @@ class TestUndone:
 class TestEdge:
     """Levels of 3 and 1: a gain of 2, so that slopes above 0.3 mark the edge."""
 
-    @staticmethod
-    def end(*slopes: tuple[float, float], trust: float | None = 3.0) -> Any:
+    CONTROLLER = RegressionController(settings=RegressionSettings(edge_cost=0.15, edge_cycles=3, edge_cut=2.0))
+
+    def end(self, *slopes: tuple[float, float]) -> Any:
         syncs = [measured(slope, error, step=T * (index + 3)) for index, (slope, error) in enumerate(slopes)]
-        return after(RegressionController(trust=trust), measured(0.0, 1.0, step=2 * T, level=3.0), *syncs)
+        return after(self.CONTROLLER, measured(0.0, 1.0, step=2 * T, level=3.0), *syncs)
 
     def test_three_certain_slopes_halve_the_learning_rate(self) -> None:
         state = self.end(*[(0.5, 0.01)] * 3)
@@ -161,13 +163,13 @@ class TestEdge:
         assert (state["mu"], state["ceiling"]) == ([0.0], [None])
 
     def test_slopes_of_all_learning_rates_count_together(self) -> None:
-        run = REGRESSION.prepare(Run(TOTAL, T, 0.3, (None,) * 2, (1.0, 1.0), probed=False, gradients="shared"))
-        state = REGRESSION.start(2, run)
+        run = self.CONTROLLER.prepare(Run(TOTAL, T, 0.3, (None,) * 2, (1.0, 1.0), probed=False, gradients="shared"))
+        state = self.CONTROLLER.start(2, run)
         for step in range(2 * T, 6 * T, T):
             losses = np.full(N, 3.0 if step == 2 * T else 1.0)
             slopes, errors = np.full(2, 0.2), np.full(2, 0.001)
             seen = Observation(losses, fan(2, step // T), np.ones(2), step, slopes, errors)
-            state = REGRESSION.update(run, state, seen)
+            state = self.CONTROLLER.update(run, state, seen)
         assert state["mu"] == [-math.log(2)] * 2
 
     def test_the_first_two_cycles_have_no_slopes(self) -> None:
@@ -190,6 +192,29 @@ class TestEdge:
         assert state["mu"][0] < 0
 
 
+class TestErrorsThatAreNotKnown:
+    """A cycle with one gradient measures a slope without an error."""
+
+    @staticmethod
+    def end(*slopes: float) -> Any:
+        controller = RegressionController(trust=None)
+        return after(controller, *[measured(slope, NAN, step=T * (index + 3)) for index, slope in enumerate(slopes)])
+
+    @pytest.mark.parametrize("sign", [-1, 1])
+    def test_signs_that_persist_are_evidence(self, sign: int) -> None:
+        assert self.end(*[sign * 1e-3] * 9)["mu"][0] * sign < 0
+
+    def test_signs_that_change_and_slopes_that_are_not_finite_are_none(self) -> None:
+        for slopes in ([1e-3, -1e-3] * 5, [NAN] * 9):
+            state = self.end(*slopes)
+            assert abs(state["mu"][0]) < 0.2
+            assert np.isfinite(state["log_likelihood"][0]).all()
+
+
+#: Signs are often wrong, so that six of them against six decide.
+WAVERING = RegressionSettings(turning_length=0.3, task_deviation=1.5, sign_error=0.05, quantile=0.25)
+
+
 def rising_then_falling(controller: RegressionController) -> list[float]:
     """Return the moves of μ: six syncs with strong evidence for more, then six for less at a thousandth of the rate."""
     run = controller.prepare(Run(TOTAL, 2 * T, 0.3, (None,), (1.0,), probed=False, gradients="shared"))
@@ -204,14 +229,14 @@ def rising_then_falling(controller: RegressionController) -> list[float]:
 
 
 def test_rises_by_bounded_steps_and_falls_at_once() -> None:
-    moves = rising_then_falling(DISTRUSTING)
-    assert max(moves) == pytest.approx(SETTINGS.largest_move)
-    assert min(moves) < -SETTINGS.largest_move
+    moves = rising_then_falling(RegressionController(trust=None, settings=WAVERING))
+    assert max(moves) == pytest.approx(WAVERING.largest_move)
+    assert min(moves) < -WAVERING.largest_move
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3])
 def test_rate_bounds_rises_and_falls(rate: float) -> None:
-    moves = rising_then_falling(RegressionController(rate=rate, trust=None))
+    moves = rising_then_falling(RegressionController(rate=rate, trust=None, settings=WAVERING))
     assert max(moves) == pytest.approx(rate, rel=1e-9)
     assert min(moves) == pytest.approx(-rate, rel=1e-9)
 

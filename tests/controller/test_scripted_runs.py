@@ -12,6 +12,7 @@ import pytest
 
 from hdet_kernels import RegressionController
 from hdet_kernels.controller.protocol import Observation, Run
+from hdet_kernels.controller.settings import RegressionSettings
 from tests.controller.cases import INF, NAN
 from tests.controller.scripted import DISTRUSTING, REGRESSION, SHAPES, TOTAL, N, Scripted, T, fan
 
@@ -79,7 +80,9 @@ def test_a_trusted_learning_rate_is_kept(start: float, shape: str) -> None:
 @GRADIENTS
 def test_slopes_that_cost_much_of_the_gain_halve_all_learning_rates(gradients: Literal["shared", "local"]) -> None:
     """One of two is far too high; both are lowered, by the same factor, until the cost is small."""
-    run = Scripted([100.0, 1.0], steepness=0.5, gradients=gradients, probed=False).finish()
+    controller = RegressionController(settings=RegressionSettings(edge_cost=0.15, edge_cut=2.0))
+    options: Any = {"gradients": gradients, "probed": False, "controller": controller}
+    run = Scripted([100.0, 1.0], steepness=0.5, **options).finish()
     assert run.undone == 0
     halvings = run.mu[0] / -CUT
     assert halvings == pytest.approx(round(halvings))

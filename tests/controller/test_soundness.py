@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from hdet_kernels.controller.protocol import Judgement
+from hdet_kernels.controller.settings import RegressionSettings
 from hdet_kernels.controller.soundness import CHANGES, Soundness
-from tests.controller.cases import SETTINGS
 
+#: Constants of these cases; the rules are the same with any others.
+SETTINGS = RegressionSettings(edge_cost=0.15, edge_cycles=3, break_share=0.3, break_noise=8.0)
 #: A fall from 3 to 1 in steps of 0.2.
 FALLING = [3.0 - 0.2 * step for step in range(11)]
 
@@ -99,6 +101,12 @@ class TestNearEdge:
     def test_is_the_median_of_three_costs(self, slopes: list[float], expected: bool) -> None:
         """The gain is 1.6 to 2.0, so that the edge is at slopes of 0.24 to 0.3."""
         assert course(FALLING, slopes).near_edge(SETTINGS) is expected
+
+    def test_a_gain_within_the_usual_change_tells_nothing(self) -> None:
+        """The level jumps up and down by 2, and is lower than the first one by 0.5."""
+        jumping = [3.0, 5.0, 3.0, 5.0, 3.0, 2.5, 4.5, 2.5]
+        assert not course(jumping, [9.0] * 3).near_edge(SETTINGS)
+        assert course([*FALLING, 1.0, 1.0], [9.0] * 3).near_edge(SETTINGS)
 
     def test_is_passed_once_learning_rates_were_lowered(self) -> None:
         assert not course(FALLING, [0.5] * 3).begun_anew().near_edge(SETTINGS)
