@@ -16,7 +16,7 @@ from bench.quality import report as quality_report
 from bench.quality.excess import MODES, PLAIN, excesses
 from bench.quality.results import Report
 from bench.quality.selection import select
-from bench.quality.zoo_page import headline
+from bench.quality.zoo_page import headline, noisiest
 from bench.quality.zoo_tables import EVERY_START, percent, start_name
 from bench.records import Entry
 
@@ -91,7 +91,11 @@ def quality_text(results: Path) -> str:
 
 def _excess_table(zoo: Report) -> tuple[str, list[str]]:
     found, rows = excesses(zoo.records), []
-    words = [headline(found), "The table has the losses above plain training there, in %: median / mean / worst task."]
+    words = [
+        headline(found),
+        noisiest(found),
+        "The table has the losses above plain training there, in %: median / mean / worst task.",
+    ]
     runs, right, _ = held_out.counts(zoo.records, held_out.read())
     if runs and runs == right:
         words.append("Every task's constants were fitted without the tasks that share its data or its architecture.")
@@ -100,7 +104,7 @@ def _excess_table(zoo: Report) -> tuple[str, list[str]]:
         if any(summaries[1:]):
             cells = [" / ".join(map(percent, (one.median, one.mean, one.worst))) if one else "–" for one in summaries]
             rows.append([start_name(start), *cells])
-    return " ".join(words), table_lines(["start", PLAIN, *MODES], rows)
+    return " ".join(filter(None, words)), table_lines(["start", PLAIN, *MODES], rows)
 
 
 def _losses_table(reports: Sequence[Report]) -> tuple[str, list[str]]:

@@ -2,11 +2,11 @@
 
 The flow, file by file:
 
-    __main__.py   ``python -m bench.quality fetch | run | report``
+    __main__.py   ``python -m bench.quality fetch | run | report | observe | fit | replay``
     data/         download and parse the data sets
     tasks/        the tasks: data, loss and length of a run; models/ has their models, optimizers.py their optimizers
     sizes.py      which tasks, parts and seeds are run; suite.py lists the runs (grid, wrong starts, …) as jobs
-    pool.py       run jobs in several processes
+    pool.py       run jobs in several processes; rows.py trains many plain runs of a task as rows of one stack
     spec.py       description of one run; train.py runs it, methods.py configures HDET
     peers.py      optimizers and schedules of other packages; peer_packages.py finds and downloads these packages
     sweep.py      sweeps at the cost of one run; bayesian.py proposes learning rates for one of them
@@ -14,7 +14,8 @@ The flow, file by file:
     results.py    a results file; selection.py finds records by their entries
     recovery.py   how much of the loss gap between a wrong and the best start is recovered; tables.py has its tables
     yardstick.py  the best learning rate of plain training, and its loss; excess.py measures all runs of the zoo by it
-    held_out.py   constants fitted without the family of a task; designs.py compares designs of the controller
+    held_out.py   constants fitted without the family of a task; replay.py tries a controller on recorded plain runs,
+                  and designs.py compares designs of it that way
     bars.py       limits for the excess over the zoo; zoo_tables.py, zoo_plots.py and zoo_page.py show it
     report.py     write docs/quality.md with plots (figures.py)
 """

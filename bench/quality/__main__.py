@@ -17,7 +17,7 @@ import torch
 
 import hdet_kernels as hk
 
-from . import held_out, observations
+from . import designs, held_out, observations
 from .data import FOLDER, SOURCES, fetch, missing
 from .fit import write_fit
 from .methods import controller
@@ -59,7 +59,6 @@ def main() -> None:
     running.add_argument(
         "--constants", type=Path, default=held_out.CONSTANTS, help="constants of the zoo's HDET runs, by task"
     )
-    running.add_argument("--design", default="", help="name of the design of the controller, for a plot of designs")
     running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     running.add_argument("--workers", type=int, default=None, help="number of processes; default: 2, on a GPU 14")
     running.add_argument(
@@ -82,6 +81,8 @@ def main() -> None:
     replaying.add_argument("--observations", type=Path, default=observations.OBSERVATIONS)
     replaying.add_argument("--constants", type=Path, default=held_out.CONSTANTS, help="a file that is not there: none")
     replaying.add_argument("--trust", type=float, default=3.0, help="0: the learning rate is not trusted at all")
+    replaying.add_argument("--designs", action="store_true", help="try all designs of designs.py, for the page")
+    replaying.add_argument("--out", type=Path, default=designs.DESIGNS, help="file of the outcomes of --designs")
     arguments = parser.parse_args()
     if arguments.command == "fetch":
         if "peers" in arguments.data:
@@ -105,6 +106,9 @@ def _read(path: Path) -> Report:
 
 def replay(arguments: argparse.Namespace) -> None:
     seen, constants = observations.read(arguments.observations), held_out.read(arguments.constants)
+    if arguments.designs:
+        designs.write(arguments.out, designs.outcomes(seen, constants))
+        return
     given = {"trust": arguments.trust or None}
     print(replay_table(seen, {task: controller({**constants.get(task, {}), **given}) for task in seen}))
 
@@ -141,7 +145,7 @@ def run(arguments: argparse.Namespace) -> None:
     workers = arguments.workers or (2 if arguments.device == "cpu" else 14)
     before = _read(arguments.after) if arguments.after else Report("", "", "", 0.0, arguments.size, {}, [])
     start = time.monotonic()
-    records = _kept(before, size, arguments.design)
+    records = _kept(before, size)
 
     def run_missing(jobs: list[Job]) -> int:
         """Run the jobs that no record is of, and return how many were run."""
@@ -160,7 +164,6 @@ def run(arguments: argparse.Namespace) -> None:
             best=best_rates(records),
             records=records,
             earlier=before.sources if arguments.after else [],
-            design=arguments.design,
         )
 
     try:
@@ -191,17 +194,16 @@ def selected(arguments: argparse.Namespace) -> Size:
     )
 
 
-def _kept(before: Report, size: Size, design: str) -> list[Record]:
+def _kept(before: Report, size: Size) -> list[Record]:
     """Return the records that are not run again.
 
-    Failed runs are and, where a size takes constants, HDET runs of another design or with other constants.
+    Failed runs are and, where a size takes constants, HDET runs with other constants.
     """
     kept = [record for record in before.records if "error" not in record]
     if size.leave_out:
         kept = held_out.current(kept, size.options)
-        kept = [record for record in kept if before.design == design or not held_out.takes_constants(record)]
     if lost := len(before.records) - len(kept):
-        print(f"{lost} runs that failed or had other constants or another design are not kept", file=sys.stderr)
+        print(f"{lost} runs that failed or had other constants are not kept", file=sys.stderr)
     return kept
 
 

@@ -93,6 +93,12 @@ class Excesses:
         first = [way for way in (PLAIN, *MODES) if way in found]
         return first + sorted(found.difference(first))
 
+    @property
+    def single_seeds(self) -> bool:
+        """Return whether no HDET run from any start has a second seed."""
+        counts = [len(seeds) for (way, _), tasks in self.cells.items() if way in MODES for seeds in tasks.values()]
+        return bool(counts) and max(counts) == 1
+
     def of_runs(self, records: Sequence[Record]) -> Excesses:
         """Return the excess of other runs over the same yardsticks."""
         result = Excesses(self.yardsticks, self.caps)

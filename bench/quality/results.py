@@ -18,8 +18,8 @@ TIME_SERIES = ("curve", "rates", "values")
 class Report:
     """Content of a results file.
 
-    ``earlier`` describes the runs that records were taken over from. ``design`` names the design of a controller that
-    was tried; it is empty for the default.
+    ``earlier`` describes the runs that records were taken over from. ``notes`` are sentences on how they were made that
+    the records do not tell; the page has them.
     """
 
     command: str
@@ -30,7 +30,7 @@ class Report:
     best: dict[str, float]
     records: list[Record]
     earlier: list[str] = field(default_factory=list)
-    design: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def sources(self) -> list[str]:
@@ -77,7 +77,8 @@ def joined(reports: Sequence[Report]) -> Report:
     records = [record for report in reports for record in report.records]
     best = {task: rate for report in reports for task, rate in report.best.items()}
     sources = [source for report in reports[:-1] for source in report.sources]
-    return replace(last, records=records, best=best, earlier=[*sources, *last.earlier])
+    notes = [note for report in reports for note in report.notes]
+    return replace(last, records=records, best=best, earlier=[*sources, *last.earlier], notes=notes)
 
 
 def _place(entries: Record) -> tuple[object, ...]:

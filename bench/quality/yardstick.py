@@ -73,7 +73,7 @@ def yardsticks(records: Iterable[Record]) -> dict[str, Yardstick]:
             grid = (coarse if record["kind"] == "grid" else near).setdefault(record["task"], {})
             grid.setdefault(_digits(record["lr"]), {})[record["seed"]] = record["val"]
     finest = coarse | near
-    return {task: measured(grid, coarse.get(task, grid)) for task, grid in finest.items() if _sound(grid)}
+    return {task: measured(grid, coarse.get(task, grid)) for task, grid in finest.items() if _usable(grid)}
 
 
 def best_rates(records: Iterable[Record]) -> dict[str, float]:
@@ -83,9 +83,7 @@ def best_rates(records: Iterable[Record]) -> dict[str, float]:
 
 def measured(grid: Grid, coarse: Grid) -> Yardstick:
     """Return the yardstick by ``grid``; ``coarse`` is the grid that was made first."""
-    most = max(len(losses) for losses in grid.values())
-    grid = {lr: losses for lr, losses in grid.items() if 2 * len(losses) > most}  # a time limit left seeds out
-    grid = _sound(grid)
+    grid = _usable(grid)
     best = _best(grid)
     losses: dict[int, float] = {}
     for parity in (0, 1):
@@ -97,9 +95,15 @@ def measured(grid: Grid, coarse: Grid) -> Yardstick:
     return Yardstick(best, losses, claimed, len(every) > 1 and best in (min(every), max(every)))
 
 
-def _sound(grid: Grid) -> Grid:
-    """Return the learning rates at which no seed diverges. Others are not the best, however well the rest ends."""
-    return {lr: losses for lr, losses in grid.items() if np.isfinite(list(losses.values())).all()}
+def _usable(grid: Grid) -> Grid:
+    """Return the learning rates at which no seed diverges, and of which a time limit did not leave out half the seeds.
+
+    Where a seed diverges is not the best, however well the others end.
+    """
+    most = max(len(losses) for losses in grid.values())
+    return {
+        lr: losses for lr, losses in grid.items() if 2 * len(losses) > most and np.isfinite(list(losses.values())).all()
+    }
 
 
 def _best(grid: Mapping[float, Mapping[int, float]]) -> float:

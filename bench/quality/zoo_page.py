@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from . import designs, held_out
 from .designs import Outcome
 from .excess import MODES, PLAIN, PROBE, TRAINING, Excesses, excesses
 from .held_out import Constants
 from .results import Report
-from .spec import Record
 from .zoo_plots import FRONTIER_PLOT, SENSITIVITY_PLOT, STARTS_PLOT, plots
 from .zoo_tables import (
     bars_met,
@@ -25,18 +22,22 @@ from .zoo_tables import (
     yardsticks_table,
 )
 
-EXPLANATION = """Numbers are the *excess* over plain training at its best learning rate, in % of its loss: the mean over
-the seeds of a task, seed by seed where both have the seed. The best learning rate is that of a grid of powers of two,
-and then of one half as far apart around the best. The lowest of several means flatters itself: so the yardstick is the
-loss of the odd seeds at the learning rate that the even seeds choose, and the other way round. *Flattery* is how far
-the best of the first grid, by the few seeds that chose it, is below that. σ is the standard deviation over seeds.
+EXPLANATION = """Numbers are the *excess* over plain training at its best learning rate, in % of its loss: the mean
+over the seeds of a task, seed by seed where both have the seed. The starts are factors of the best learning rate of
+an earlier grid, of powers of two. There, and half an octave below and above it, plain training was run with ten seeds
+(two for the large transformer). The lowest of several means flatters itself: so the yardstick is the loss of the odd
+seeds at the learning rate that the even seeds choose, and the other way round. *Flattery* is how far the lowest mean,
+by the seeds that chose it, is below that. σ is the standard deviation over seeds. Where the yardstick's learning rate
+is not that of the earlier grid, the starts are half an octave off it.
 
 A run that raised an error, is not finite or ends above the level of the untrained model counts as one at that level,
-and none counts with more than 100 %. *Worse than plain*: by more than two standard errors of the differences to plain
-training from the same start with the same seed. Their variance on a task, from few seeds, is averaged with the one to
-be expected: σ² of the task times the median over tasks of the ratio of the two, which counts like four more seeds. In
-a simulation without any difference 4 % of tasks with five seeds were worse, and 6 % of those with three. Behind a mean
-over tasks is the standard error of the mean difference."""
+and none counts with more than 100 %. *Worse than plain*: by more than two standard errors of the difference to plain
+training from the same start with the same seed. Behind a mean over tasks is the standard error of the mean
+difference."""
+
+ONE_SEED = """**There is one seed from each start.** A task has then no standard error of its own: the variance of a
+difference is taken as twice that of plain training at the best over ten seeds, as for independent runs. So one task
+says little, and the mean over tasks has the error beside it."""
 
 SENSITIVITY = """The *learning-rate sensitivity* is the mean excess over starts from 1/30 to 30 times the best learning
 rate (arXiv 2309.14322). A method that does not depend on a start has one excess, and one without runs from all seven
@@ -48,26 +49,34 @@ LEFT_OUT = (
 
 BOLD = "Excess in %; **bold** where it is worse than plain training from the same start."
 
-FRONTIER = """Each point is a design of the controller: its mean excess at the best learning rate, and its median excess
-from ten times too low and too high. The line joins designs that no other beats in both."""
+FRONTIER = """Each point is a design of the controller: its mean excess at the best learning rate, and its median
+excess from ten times too low and too high together. The line joins designs that no other beats in both. **These are
+not real runs**: each design was played through logs of plain runs (`python -m bench.quality replay --designs`). It
+sees what was logged at the learning rate nearest to its own, and ends with the loss of plain training at its last
+learning rate, so that what training lost before a learning rate fell is not counted."""
 
 
-def zoo_section(
-    report: Report, constants: Constants | None = None, tried: Mapping[str, Sequence[Record]] | None = None
-) -> str:
+def zoo_section(report: Report, constants: Constants | None = None, tried: Sequence[Outcome] | None = None) -> str:
     """Return the text of the zoo, without its heading.
 
     Args:
         report: The results of ``--size zoo``.
         constants: Constants by task; None: those of ``results/constants.json``.
-        tried: Records of designs by name; None: those of ``results/designs``.
+        tried: Outcomes of designs; None: those of ``results/designs.json``.
     """
     constants = held_out.read() if constants is None else constants
-    found, outcomes = _compared(report, tried)
+    found, outcomes = excesses(report.records), designs.read() if tried is None else tried
     images = {name: f"![{caption}]({name})" for name, (caption, _) in plots(found, outcomes).items()}
-    parts = [*report.sources, EXPLANATION, held_out.verdict(report.records, constants)]
+    parts = [
+        *report.sources,
+        *report.notes,
+        EXPLANATION,
+        ONE_SEED if found.single_seeds else "",
+        left_out(report, found),
+    ]
+    parts.append(held_out.verdict(report.records, constants))
     if any(found.means(mode, 1.0) for mode in MODES):
-        parts += [headline(found), "### The bars", bars_table(found), bars_met(found)]
+        parts += [f"{headline(found)} {noisiest(found)}".strip(), "### The bars", bars_table(found), bars_met(found)]
         parts += ["### From every start", summary_table(found), images.get(STARTS_PLOT, "")]
     parts += ["### Sensitivity to the learning rate", SENSITIVITY, sensitivity_table(found)]
     parts.append(images.get(SENSITIVITY_PLOT, ""))
@@ -84,25 +93,41 @@ def zoo_section(
 
 def zoo_plots(report: Report) -> dict[str, tuple[str, Callable[[Path], None]]]:
     """Return caption and function of each plot, by file name."""
-    return plots(*_compared(report, None))
+    return plots(excesses(report.records), designs.read())
 
 
-def _compared(report: Report, tried: Mapping[str, Sequence[Record]] | None) -> tuple[Excesses, list[Outcome]]:
-    found = excesses(report.records)
-    return found, designs.outcomes(found, designs.read() if tried is None else tried)
+def left_out(report: Report, found: Excesses) -> str:
+    """Name the tasks that have runs and no yardstick; nothing where there are none."""
+    names = sorted({record["task"] for record in report.records} - found.yardsticks.keys())
+    if not names:
+        return ""
+    return (
+        f"Left out: {', '.join(names)}. At every learning rate of its grid some seed of plain training diverges, so "
+        "that there is nothing to measure by."
+    )
 
 
 def headline(found: Excesses) -> str:
-    """Return one sentence on the harm at the best learning rate: mean and worst over the zoo, in both modes."""
+    """Return the harm at the best learning rate in a few words: mean, median and worst over the zoo, in both modes."""
     said = []
     for mode, name in ((PROBE, "with a probe"), (TRAINING, "with training losses only")):
         one = found.summary(mode, 1.0)
         if one is not None:
-            mean, worst = (f"{value:.1f} %".replace("-", "−") for value in (one.mean, one.worst))
-            said.append(f"{mean} on average and {worst} at worst ({one.worst_task}) {name}")
-    tasks = max(len(found.means(mode, 1.0)) for mode in MODES)
-    error = float(np.median([100 * ruler.error / ruler.mean for ruler in found.yardsticks.values()]))
+            mean, median, worst = (f"{value:.1f} %".replace("-", "−") for value in (one.mean, one.median, one.worst))
+            error = f" ± {one.error:.1f}" if one.error is not None else ""
+            said.append(
+                f"{name} by {mean.removesuffix(' %')}{error} % on average (median {median}, worst {worst}: "
+                f"{one.worst_task}), worse than plain by two standard errors on {one.worse} of {one.compared} tasks"
+            )
+    return f"Started at the best learning rate, HDET ends above plain training {'; and '.join(said)}."
+
+
+def noisiest(found: Excesses) -> str:
+    """Say which task has the largest deviation over seeds, where it is a tenth of the loss or more."""
+    task, ruler = max(found.yardsticks.items(), key=lambda item: item[1].relative_deviation)
+    if ruler.relative_deviation < 10:
+        return ""
     return (
-        f"Started at the best learning rate, HDET ends above plain training by {', and by '.join(said)}, over {tasks} "
-        f"tasks; the standard error of plain training is {error:.1f} % in the median."
+        f"Much of these means is noise of one task: over seeds, plain training on {task} has a standard deviation of "
+        f"{ruler.relative_deviation:.0f} % of its loss."
     )

@@ -16,7 +16,7 @@ from .suite import STARTS
 from .zoo_tables import sensitivities
 
 STARTS_PLOT, SENSITIVITY_PLOT = "quality_zoo_starts.png", "quality_zoo_sensitivity.png"
-FRONTIER_PLOT = "quality_zoo_frontier.png"
+FRONTIER_PLOT = "quality_frontier.png"
 
 COLOURS = {PLAIN: "0.45", PROBE: "C0", TRAINING: "C1"}
 
@@ -34,7 +34,7 @@ def plots(found: Excesses, outcomes: Sequence[Outcome]) -> dict[str, tuple[str, 
     if len(sensitivities(found)) > 1:
         caption = "Learning-rate sensitivity of every method"
         made[SENSITIVITY_PLOT] = caption, lambda path: plot_sensitivity(found, path)
-    if any(one.design != DEFAULT for one in outcomes):
+    if outcomes:
         caption = "Harm at the best learning rate against recovery from ten times off"
         made[FRONTIER_PLOT] = caption, lambda path: plot_frontier(outcomes, path)
     return made

@@ -141,11 +141,12 @@ def designs_table(found: Sequence[Outcome]) -> str:
     """Return the designs that were tried, the least harmful first; those on the frontier are marked."""
     best = [one for mode in MODES for one in frontier([one for one in found if one.mode == mode])]
     rows = [
-        [one.design, one.mode, f"{one.tasks}", f"{one.harm:.2f}", percent(one.worst), f"{one.recovery:.2f}",
-         "yes" if one in best else ""]
+        [one.design, one.mode, f"{one.tasks}", f"{one.harm:.2f}", percent(one.worst), f"{one.low:.1f}",
+         f"{one.high:.1f}", f"{one.recovery:.1f}", "yes" if one in best else ""]
         for one in sorted(found, key=lambda one: (MODES.index(one.mode), one.harm))
     ]  # fmt: skip
-    head = ["design", "", "tasks", "at the best: mean", "at the best: worst", "10× off: median", "on the frontier"]
+    head = ["design", "", "tasks", "at the best: mean", "at the best: worst", "10× too low: median",
+            "10× too high: median", "both: median", "on the frontier"]  # fmt: skip
     return _table(head, rows, left=2)
 
 

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pytest
-
 from bench.quality import designs
-from bench.quality.excess import PROBE, excesses
-from tests.bench.quality.made_up_zoo import hdet_runs, zoo
+from bench.quality.excess import MODES, PROBE
+from tests.bench.quality.scripted_runs import scripted
+
+SEEN = {"census": scripted(breaks_from=8.0, too_low=2.0, too_high=8.0)}
 
 
-def test_designs_are_compared_with_the_zoos_plain_runs(tmp_path: Path) -> None:
-    for name, harm in (("careful", -0.4), ("rash", 3.0)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"design": name, "records": hdet_runs(harm=harm)}))
-    found = designs.outcomes(excesses(zoo().records), designs.read(tmp_path))
-    harms = {one.design: one.harm for one in found if one.mode == PROBE}
-    assert list(harms) == ["default", "careful", "rash"]
-    assert harms["careful"] == pytest.approx(harms["default"] - 0.4)
-    assert harms["rash"] == pytest.approx(harms["default"] + 3)
-    assert {one.tasks for one in found} == {3}
-    assert all(one.recovery > one.harm for one in found)
+def test_designs_are_played_through_recorded_runs() -> None:
+    found = {(one.design, one.mode): one for one in designs.outcomes(SEEN, {})}
+    assert set(found) == {(design, mode) for design in designs.TRIED for mode in MODES}
+    plain, own = found["trust=1: plain training", PROBE], found[designs.DEFAULT, PROBE]
+    assert own.high < plain.high, "what breaks is lowered"
+    assert (own.low, own.harm) == (plain.low, plain.harm), "and nothing else is changed"
+    assert found["edge only, no returns", PROBE].high == plain.high, "nothing here is at the edge"
+    assert found["returns only, no edge", PROBE].high == own.high
 
 
-def test_file_without_a_name_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(json.dumps({"records": []}))
-    with pytest.raises(ValueError, match=r"x\.json has no name of a design: expected an entry 'design'"):
-        designs.read(tmp_path)
+def test_outcomes_are_kept_in_a_file(tmp_path: Path) -> None:
+    made = [designs.Outcome("trust=3", PROBE, 3, 0.1, 0.2, 10.0, 5.0, 7.5)]
+    designs.write(tmp_path / "designs.json", made)
+    assert designs.read(tmp_path / "designs.json") == made
+    assert designs.read(tmp_path / "none.json") == []
 
 
 def test_frontier_has_those_that_no_other_beats() -> None:
     points = {"a": (0.1, 9.0), "b": (0.5, 2.0), "c": (0.6, 3.0), "d": (2.0, 1.0), "e": (3.0, 1.0)}
-    found = [designs.Outcome(name, PROBE, 3, harm, harm, recovery) for name, (harm, recovery) in points.items()]
+    found = [designs.Outcome(name, PROBE, 3, harm, harm, 0.0, 0.0, end) for name, (harm, end) in points.items()]
     assert [one.design for one in designs.frontier(found)] == ["a", "b", "d"]

@@ -43,10 +43,15 @@ def test_run_that_raised_counts_as_diverged() -> None:
     assert excesses([*plain_runs(), record]).means(PROBE, 1.0) == {"digits": 100.0}
 
 
-def test_starts_are_factors_of_the_yardsticks_best() -> None:
-    """A record's own factor, of a best learning rate that was replaced, does not count."""
-    moved = [run("start", "digits", "hdet", BEST * 2, 0, 1.0, factor=1.0)]
-    assert excesses([*plain_runs(), *moved]).means(PROBE, 1.0) == {}
+def test_starts_are_factors_of_the_learning_rate_they_were_run_around() -> None:
+    """The finer grid may choose another best learning rate than the one that the starts are factors of."""
+    moved = [
+        run("start", "digits", "hdet", 1.4 * BEST * start, 0, 1.0, factor=start) for start in (1.0, 10.0)
+    ]  # fmt: skip
+    found = excesses([*(record for record in plain_runs() if record["kind"] != "start"), *moved])
+    assert found.yardsticks["digits"].best == pytest.approx(BEST)
+    assert found.means(PROBE, 1.0) == pytest.approx({"digits": 0.2})
+    assert set(found.cells) == {(PROBE, 1.0), (PROBE, 10.0), *((PLAIN, start) for start in (1.0,))}
     assert set(excesses(zoo().records).cells) >= {(PLAIN, start) for start in STARTS}
 
 
@@ -75,6 +80,24 @@ def test_differences_are_those_of_pairs() -> None:
         for record in (*plain_runs(), *hdet_runs())
     ]
     assert excesses(shifted).differences(PROBE, 3.0)["digits"].mean == pytest.approx(base["digits"].mean)
+
+
+def test_difference_of_one_seed_has_the_noise_of_two_runs() -> None:
+    """The yardstick has a deviation of 0.149 % over its ten seeds, and the difference √2 times that."""
+    records = [*plain_runs(), *(record for record in hdet_runs() if record["seed"] == 0)]
+    found = excesses(records)
+    deviation = found.yardsticks["digits"].relative_deviation
+    assert deviation == pytest.approx(0.149, abs=1e-3)
+    difference = found.differences(PROBE, 1.0)["digits"]
+    assert difference.error == pytest.approx(math.sqrt(2) * deviation)
+    assert difference.mean == pytest.approx(0.45)
+    assert found.single_seeds
+    assert not excesses(zoo().records).single_seeds
+
+
+def test_nothing_is_known_of_the_noise_of_one_seed_everywhere() -> None:
+    records = [record for record in (*plain_runs(), *hdet_runs()) if record["seed"] == 0]
+    assert excesses(records).differences(PROBE, 1.0) == {}
 
 
 def test_two_standard_errors_are_rare_without_a_difference() -> None:

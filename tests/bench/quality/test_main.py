@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.quality import __main__ as quality
-from bench.quality import observations
+from bench.quality import designs, observations
 from bench.quality.peers import packages
 from bench.quality.sizes import SIZES
 from tests.bench.quality.made_up_zoo import run, zoo
@@ -44,10 +44,10 @@ def test_recorded_command_has_no_paths() -> None:
 def test_selection_of_the_zoo(tmp_path: Path) -> None:
     constants = tmp_path / "constants.json"
     constants.write_text(json.dumps({"digits": {"slack": 0.9}}))
-    given = {"tasks": ["digits"], "parts": ["grid", "starts"], "start_seeds": 2, "best_seeds": None, "most_seeds": 30}
+    given = {"tasks": ["digits"], "parts": ["grid", "starts"], "start_seeds": 2, "best_seeds": None}
     size = quality.selected(Namespace(size="zoo", constants=constants, **given))
     assert (size.tasks, size.parts) == (("digits",), ("starts",))
-    assert (size.seeds_of("digits", 0.1), size.seeds_of("digits", 1.0), size.most_seeds) == (2, 5, 30)
+    assert (size.seeds_of("digits", 0.1), size.seeds_of("digits", 1.0)) == (2, 5)
     assert size.options == {"digits": {"slack": 0.9}}
     assert quality.selected(Namespace(size="ci", constants=constants, **given)).options == {}
 
@@ -58,10 +58,9 @@ def test_runs_that_failed_or_had_other_constants_are_run_again(capsys: pytest.Ca
     others = [{**good, "options": {}}, {**good, "error": "raised"}]
     size = replace(SIZES["zoo"], options={"digits": {"slack": 0.9}})
     before = zoo([plain, good, *others])
-    assert quality._kept(before, size, design="") == [plain, good]
+    assert quality._kept(before, size) == [plain, good]
     assert "2 runs that failed or had other constants" in capsys.readouterr().err
-    assert quality._kept(before, size, design="other") == [plain], "the same constants mean something else there"
-    assert quality._kept(before, SIZES["ci"], design="") == [plain, good, others[0]]
+    assert quality._kept(before, SIZES["ci"]) == [plain, good, others[0]]
 
 
 def test_observations_are_replayed(
@@ -71,3 +70,11 @@ def test_observations_are_replayed(
     monkeypatch.setattr(sys, "argv", ["", "replay", "--observations", str(tmp_path / "seen.npz"), "--trust", "0"])
     quality.main()
     assert capsys.readouterr().out.startswith("| start | mode |")
+
+
+def test_designs_are_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    observations.write(tmp_path / "seen.npz", {"census": scripted()}, "made up")
+    paths = ["--observations", str(tmp_path / "seen.npz"), "--out", str(tmp_path / "designs.json")]
+    monkeypatch.setattr(sys, "argv", ["", "replay", "--designs", *paths])
+    quality.main()
+    assert {one.design for one in designs.read(tmp_path / "designs.json")} == set(designs.TRIED)

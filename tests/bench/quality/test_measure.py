@@ -36,7 +36,7 @@ def test_clear_signs_on_the_wrong_side_are_counted() -> None:
 def test_costs_breaks_and_edges() -> None:
     found = measure(scripted(too_low=3.0, too_high=3.0, edge_cost=0.08, breaks_from=8.0), SETTINGS)
     assert (found.too_high, found.too_low) == (pytest.approx(4.5, rel=1e-2), pytest.approx(4.5, rel=1e-2))
-    certain = 1 - 0.1**2
+    certain = 1 - (2 * 0.1) ** 2  # of slopes with a standard error of a tenth
     assert max(found.edge_costs) == pytest.approx(0.08 * certain, rel=1e-6)
     small, large = BREAK_SHARES.index(0.3), BREAK_SHARES.index(0.6)
     assert found.broken[TEN_HIGH][:, small, 1].all()

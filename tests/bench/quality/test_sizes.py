@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from bench.quality import suite
-from bench.quality.sizes import SIZES
+from bench.quality.sizes import COSTLY, SIZES
 
 
-def test_noisy_tasks_have_more_seeds_at_the_best() -> None:
-    """A standard error of 0.5 % needs four seeds for a deviation of 1 %, sixteen for 2 %, and too many for 19 %."""
-    size = SIZES["zoo"].with_noise({"images": 1.0, "flights": 2.0, "digits": 19.0})
-    assert [size.seeds_of(task, 1.0) for task in ("images", "flights", "digits", "language")] == [5, 16, 20, 5]
-    assert {size.seeds_of(task, 0.1) for task in size.tasks} == {3}
-    jobs = suite.near_jobs(size, dict.fromkeys(("images", "flights", "digits"), 1.0))
-    seeds = {
-        task: 1 + max(job["spec"]["seed"] for job in jobs if job["task"] == task) for task in ("images", "flights")
-    }
-    assert seeds == {"images": 10, "flights": 16}
+def test_costly_tasks_have_few_seeds() -> None:
+    size, (costly, most) = SIZES["zoo"], next(iter(COSTLY.items()))
+    assert (size.seeds_of("digits", 0.1), size.seeds_of("digits", 1.0), size.seeds_near("digits")) == (3, 5, 10)
+    assert {size.seeds_of(costly, 1.0), size.seeds_near(costly)} == {most}
 
 
-def test_small_part_has_no_noisy_tasks() -> None:
-    size = SIZES["ci"].with_noise({"digits": 19.0})
-    assert size.seeds_of("digits", 1.0) == 10
-    assert suite.near_jobs(size, {"digits": 1.0}) == []
+def test_small_part_has_no_finer_grid() -> None:
+    assert SIZES["ci"].seeds_of("digits", 1.0) == 10
+    assert suite.near_jobs(SIZES["ci"], {"digits": 1.0}) == []

@@ -61,11 +61,10 @@ def test_parts() -> None:
 def test_zoo_has_every_task_and_near_runs_around_the_best() -> None:
     size = SIZES["zoo"]
     assert set(size.tasks) == set(TASKS) - {"few digits"}
-    grid = [job["spec"] for job in suite.grid_jobs(size) if job["task"] == "digits"]
-    assert sorted({spec["lr"] / TASKS["digits"].lr for spec in grid}) == [2.0**power for power in range(-6, 7)]
+    assert suite.grid_jobs(size) == [], "each task's lr is the best of an earlier grid"
     near = [job["spec"] for job in suite.near_jobs(size, {"digits": 1.0})]
     assert {spec["seed"] for spec in near} == set(range(10))
-    assert sorted({spec["lr"] for spec in near}) == [0.5, 2.0**-0.5, 1.0, 2.0**0.5, 2.0]
+    assert sorted({spec["lr"] for spec in near}) == [2.0**-0.5, 1.0, 2.0**0.5]
     assert suite.near_jobs(SIZES["ci"], {"digits": 1.0}) == []
 
 

@@ -60,6 +60,18 @@ def test_diverged_runs_are_not_best() -> None:
     assert measured(grid, grid).best == 1.0
 
 
+def test_task_that_diverges_everywhere_has_no_yardstick() -> None:
+    """One seed that diverges is enough: on average over seeds, nobody would choose such a learning rate."""
+    losses = {1.0: (0.5, math.inf), 2.0: (math.nan, 0.5)}
+    runs = [
+        run("near", "digits", "plain", lr, seed, loss) for lr, two in losses.items() for seed, loss in enumerate(two)
+    ]
+    assert yardsticks(runs) == {}
+    assert yardsticks([*runs, run("near", "digits", "plain", 4.0, 0, 1.0)]) == {}, "one seed of two is too few"
+    sound = [run("near", "digits", "plain", 4.0, seed, 1.0) for seed in (0, 1)]
+    assert yardsticks([*runs, *sound])["digits"].best == 4.0
+
+
 def test_recorded_and_new_runs_are_at_one_learning_rate() -> None:
     runs = [run("near", "digits", "plain", lr, seed, 1.0) for seed, lr in enumerate((2**0.5, 1.4142))]
     assert len(yardsticks(runs)["digits"].losses) == 2

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from bench.quality.excess import excesses
-from bench.quality.zoo_page import headline, zoo_section
-from tests.bench.quality.made_up_zoo import hdet_runs, plain_runs, zoo
+import math
+import re
+from dataclasses import replace
+
+from bench.quality.designs import DEFAULT, Outcome
+from bench.quality.excess import PROBE, excesses
+from bench.quality.zoo_page import headline, noisiest, zoo_section
+from tests.bench.quality.made_up_zoo import BEST, hdet_runs, plain_runs, run, zoo
 
 
 def test_section_has_every_part() -> None:
     constants = {task: {"slack": 0.9} for task in ("digits", "images", "flights")}
-    text = zoo_section(zoo(), constants, {"careful": hdet_runs(harm=-0.4)})
+    text = zoo_section(zoo(), constants, [Outcome(DEFAULT, PROBE, 3, 0.1, 1.0, 10.0, 3.0, 5.0)])
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("### ")]
     assert titles == [
         "The bars", "From every start", "Sensitivity to the learning rate", "Harm against recovery",
@@ -18,17 +23,41 @@ def test_section_has_every_part() -> None:
     ]  # fmt: skip
     assert "0 of 144 HDET runs had constants" in text
     assert "**144 had the defaults of the package**" in text
-    assert text.count("quality_zoo_") == 3
+    assert text.count("](quality_") == 3
 
 
 def test_section_of_a_grid_alone() -> None:
-    text = zoo_section(zoo(plain_runs()), {}, {})
+    text = zoo_section(zoo(plain_runs()), {}, [])
     assert "### Tasks and yardsticks" in text
     assert "### The bars" not in text
-    assert "quality_zoo_" not in text
+    assert "](quality_" not in text
 
 
-def test_headline_has_mean_and_worst_of_both_modes() -> None:
+def test_headline_has_mean_median_and_worst_of_both_modes() -> None:
     text = headline(excesses([*plain_runs(), *hdet_runs(["digits"]), *hdet_runs(["images"], harm=4.0)]))
-    assert "by 2.5 % on average and 4.5 % at worst (images) with a probe" in text
-    assert "by 3.0 % on average and 5.0 % at worst (images) with training losses only, over 2 tasks" in text
+    assert re.search(r"with a probe by 2\.5 ± 0\.\d % on average \(median 2\.5 %, worst 4\.5 %: images\)", text)
+    assert "worse than plain by two standard errors on 2 of 2 tasks" in text
+    assert re.search(r"with training losses only by 3\.0 ± 0\.\d % on average \(median 3\.0 %, worst 5\.0 %: im", text)
+
+
+def test_noise_of_one_task_is_named() -> None:
+    assert noisiest(excesses(plain_runs())) == ""
+    loud = [
+        record | {"val": record["val"] * (1 + 0.3 * (record["seed"] % 3 - 1))} if record["task"] == "digits" else record
+        for record in plain_runs()
+    ]
+    assert re.search(
+        r"plain training on digits has a standard deviation of 2\d % of its loss", noisiest(excesses(loud))
+    )
+
+
+def test_one_seed_notes_and_tasks_without_a_yardstick_are_told() -> None:
+    lost = [run("near", "weather", "plain", BEST, seed, math.inf) for seed in (0, 1)]
+    report = zoo([*plain_runs(), *lost, *(one for one in hdet_runs() if one["seed"] == 0)])
+    text = zoo_section(replace(report, notes=["Run on a Tuesday."]), {}, [])
+    assert "one seed from each start" in text
+    assert "Run on a Tuesday." in text
+    assert "Left out: weather. At every learning rate of its grid some seed" in text
+    whole = zoo_section(zoo(), {}, [])
+    assert "one seed from each start" not in whole
+    assert "Left out" not in whole

@@ -48,7 +48,7 @@ def test_tasks_that_are_no_longer_in_the_suite_are_shown() -> None:
 
 
 def test_designs_on_the_frontier_are_marked() -> None:
-    found = [Outcome(name, PROBE, 3, harm, harm, recovery) for name, harm, recovery in (("a", 1, 2), ("b", 2, 3))]
+    found = [Outcome(name, PROBE, 3, harm, harm, 0, 0, recovery) for name, harm, recovery in (("a", 1, 2), ("b", 2, 3))]
     assert [(row[0], row[-1]) for row in rows(zoo_tables.designs_table(found))] == [("a", "yes"), ("b", "")]
 
 
