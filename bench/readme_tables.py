@@ -16,7 +16,7 @@ from bench.quality import report as quality_report
 from bench.quality.excess import MODES, PLAIN, excesses
 from bench.quality.results import Report
 from bench.quality.selection import select
-from bench.quality.zoo_page import headline, noisiest
+from bench.quality.zoo_page import headline, noisy
 from bench.quality.zoo_tables import EVERY_START, percent, start_name
 from bench.records import Entry
 
@@ -92,8 +92,8 @@ def quality_text(results: Path) -> str:
 def _excess_table(zoo: Report) -> tuple[str, list[str]]:
     found, rows = excesses(zoo.records), []
     words = [
-        headline(found),
-        noisiest(found),
+        headline(found, zoo.records),
+        noisy(found),
         "The table has the losses above plain training there, in %: median / mean / worst task.",
     ]
     runs, right, _ = held_out.counts(zoo.records, held_out.read())

@@ -87,7 +87,8 @@ def plot_sensitivity(found: Excesses, path: Path) -> None:
         axis.plot([median], [row], "|", color="k", markersize=12, markeredgewidth=1.6)
         axis.annotate(f"{mean:.1f}", (max(mean, median, 0.0), row), (6, 0), textcoords="offset points", va="center",
                       fontsize=8)  # fmt: skip
-    axis.set_yticks(range(len(shown)), list(shown), fontsize=8)
+    names = [f"{name} ({len(by_task)} tasks)" for name, by_task in shown.items()]
+    axis.set_yticks(range(len(shown)), names, fontsize=8)
     axis.invert_yaxis()
     _scale_excess(axis, "x")
     lowest = min(float(np.median(list(by_task.values()))) for by_task in shown.values())
