@@ -80,7 +80,7 @@ def zoo_section(report: Report, constants: Constants | None = None, tried: Seque
     if any(found.means(mode, 1.0) for mode in MODES):
         parts += [
             f"{headline(found, report.records)} {noisy(found)}".strip(),
-            "### The bars",
+            "### The goals",
             bars_table(found),
             bars_met(found),
         ]
@@ -127,15 +127,16 @@ def headline(found: Excesses, records: Sequence[Record]) -> str:
             if difference.worse
         ]
         error = f" ± {one.error:.1f}" if one.error is not None else ""
+        sigma = found.yardsticks[one.worst_task].relative_deviation
         said.append(
-            f"by {percent(one.mean)}{error} % on average {name} (median {percent(one.median)} %, worst "
-            f"{percent(one.worst)} %: {one.worst_task}; worse by two standard errors on {len(worse)} of {one.compared} "
-            f"tasks{': ' if worse else ''}{'; '.join(worse)})"
+            f"by {percent(one.mean)}{error} % on average {name} (median {percent(one.median)} %; worst "
+            f"{percent(one.worst)} %: {one.worst_task}, whose σ over seeds is {percent(sigma)} %; worse by two "
+            f"standard errors on {len(worse)} of {one.compared} tasks{': ' if worse else ''}{'; '.join(worse)})"
         )
-        acted.append(f"{len(touched(records, mode) & found.yardsticks.keys())} ({name})")
+        acted.append(str(len(touched(records, mode) & found.yardsticks.keys())))
     return (
-        f"Started at the best learning rate, HDET ends above plain training {', and '.join(said)}. There the controller "
-        f"changed the learning rate on {' and '.join(acted)} of these tasks, and did nothing on the others."
+        f"Started at the best learning rate, HDET ends above plain training {', and '.join(said)}. The controller "
+        f"changed it on {' and '.join(acted)} of these tasks."
     )
 
 
@@ -153,6 +154,6 @@ def noisy(found: Excesses) -> str:
     """Name the tasks whose deviation over seeds is a tenth of the loss or more; nothing where there are none."""
     loud = {task: ruler.relative_deviation for task, ruler in found.yardsticks.items()}
     names = [
-        f"{task} ({percent(loud[task])} %)" for task in sorted(loud, key=lambda task: -loud[task]) if loud[task] >= 10
+        f"{task} {percent(loud[task])} %" for task in sorted(loud, key=lambda task: -loud[task]) if loud[task] >= 10
     ]
-    return f"Over seeds, plain training deviates by a tenth of its loss or more on {', '.join(names)}." if names else ""
+    return f"Plain training's σ over seeds is large on some: {', '.join(names)} of the loss." if names else ""

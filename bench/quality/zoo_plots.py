@@ -119,7 +119,7 @@ def plot_frontier(outcomes: Sequence[Outcome], path: Path) -> None:
     figure.tight_layout()
     for axis, mode in zip(axes[0], MODES, strict=True):
         _number(axis, {numbers[one.design]: (one.harm, one.recovery) for one in outcomes if one.mode == mode})
-    names = "\n".join([*(f"{number}  {design}" for design, number in numbers.items()), "dotted: the bars"])
+    names = "\n".join([*(f"{number}  {design}" for design, number in numbers.items()), "dotted: the goals"])
     figure.text(1.0, 0.5, names, fontsize=9, va="center")
     save(figure, path)
 

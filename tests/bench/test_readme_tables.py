@@ -35,7 +35,7 @@ def test_quality_text_has_the_harm_of_both_modes() -> None:
         "worst",
     ):
         assert said in " ".join(words.split())
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]][3] == "at the best"
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]][1] == "at the best"
 
 
 def test_tasks_are_listed_without_a_zoo(tmp_path: Path) -> None:
@@ -55,6 +55,5 @@ def test_zoo_replaces_the_table_of_losses(tmp_path: Path) -> None:
     assert "on average" in words
     assert "worst" in words
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
-        "30× too low", "10× too low", "3× too low", "at the best", "3× too high", "10× too high", "30× too high",
-        "no learning rate",
+        "10× too low", "at the best", "3× too high", "10× too high", "no learning rate",
     ]  # fmt: skip
