@@ -11,13 +11,12 @@ import numpy as np
 from bench import records
 from bench.comparison_table import short
 from bench.markdown import table_lines
-from bench.quality import held_out
 from bench.quality import report as quality_report
-from bench.quality.excess import MODES, PLAIN, excesses
+from bench.quality.excess import MODES, PLAIN, Start, excesses
 from bench.quality.results import Report
 from bench.quality.selection import select
-from bench.quality.zoo_page import headline, noisiest
-from bench.quality.zoo_tables import EVERY_START, percent, start_name
+from bench.quality.zoo_page import headline
+from bench.quality.zoo_tables import bars_met, percent, start_name
 from bench.records import Entry
 
 STEP_MODELS = ("gpt2-124M", "llama-1.2B", "recsys-mix", "many-small-10k")
@@ -26,10 +25,10 @@ SYNC_EVERY = "1000"
 # Starts of the quality table, as factors of the best learning rate of plain training.
 STARTS = {0.1: "10× too low", 1.0: "at the best", 10.0: "10× too high"}
 
-MORE = (
-    "All numbers, also those without a probe and beside other methods: "
-    "[does it find the learning rate?](docs/quality.md)."
-)
+# Starts of the table of the zoo. Below the best the controller does nothing by default: one row shows it.
+SHOWN: tuple[Start, ...] = (0.1, 1.0, 3.0, 10.0, None)
+
+MORE = "[All starts, tasks and other methods](docs/quality.md)."
 
 
 def speed_table(results: Path) -> str:
@@ -86,20 +85,17 @@ def quality_text(results: Path) -> str:
     reports = quality_report.read(results)
     zoo = quality_report.zoo_of(reports)
     words, lines = _losses_table(reports) if zoo is None else _excess_table(zoo)
-    return "\n".join([*textwrap.wrap(f"{words} {MORE}", 120, break_long_words=False), "", *lines])
+    return "\n".join([*textwrap.wrap(f"{MORE} {words}", 120, break_long_words=False), "", *lines])
 
 
 def _excess_table(zoo: Report) -> tuple[str, list[str]]:
     found, rows = excesses(zoo.records), []
     words = [
-        headline(found),
-        noisiest(found),
-        "The table has the losses above plain training there, in %: median / mean / worst task.",
+        headline(found, zoo.records),
+        bars_met(found),
+        "In %, median / mean / worst task:",
     ]
-    runs, right, _ = held_out.counts(zoo.records, held_out.read())
-    if runs and runs == right:
-        words.append("Every task's constants were fitted without the tasks that share its data or its architecture.")
-    for start in EVERY_START:
+    for start in SHOWN:
         summaries = [found.summary(way, start) for way in (PLAIN, *MODES)]
         if any(summaries[1:]):
             cells = [" / ".join(map(percent, (one.median, one.mean, one.worst))) if one else "–" for one in summaries]

@@ -7,15 +7,17 @@ from pathlib import Path
 
 from . import designs, held_out
 from .designs import Outcome
-from .excess import MODES, PLAIN, PROBE, TRAINING, Excesses, excesses
+from .excess import MODES, PLAIN, PROBE, TRAINING, Excesses, excesses, way_of
 from .held_out import Constants
 from .results import Report
+from .spec import Record
 from .zoo_plots import FRONTIER_PLOT, SENSITIVITY_PLOT, STARTS_PLOT, plots
 from .zoo_tables import (
     bars_met,
     bars_table,
     constants_table,
     designs_table,
+    percent,
     sensitivity_table,
     summary_table,
     tasks_table,
@@ -76,7 +78,12 @@ def zoo_section(report: Report, constants: Constants | None = None, tried: Seque
     ]
     parts.append(held_out.verdict(report.records, constants))
     if any(found.means(mode, 1.0) for mode in MODES):
-        parts += [f"{headline(found)} {noisiest(found)}".strip(), "### The bars", bars_table(found), bars_met(found)]
+        parts += [
+            f"{headline(found, report.records)} {noisy(found)}".strip(),
+            "### The goals",
+            bars_table(found),
+            bars_met(found),
+        ]
         parts += ["### From every start", summary_table(found), images.get(STARTS_PLOT, "")]
     parts += ["### Sensitivity to the learning rate", SENSITIVITY, sensitivity_table(found)]
     parts.append(images.get(SENSITIVITY_PLOT, ""))
@@ -107,27 +114,46 @@ def left_out(report: Report, found: Excesses) -> str:
     )
 
 
-def headline(found: Excesses) -> str:
+def headline(found: Excesses, records: Sequence[Record]) -> str:
     """Return the harm at the best learning rate in a few words: mean, median and worst over the zoo, in both modes."""
-    said = []
+    said, acted = [], []
     for mode, name in ((PROBE, "with a probe"), (TRAINING, "with training losses only")):
         one = found.summary(mode, 1.0)
-        if one is not None:
-            mean, median, worst = (f"{value:.1f} %".replace("-", "−") for value in (one.mean, one.median, one.worst))
-            error = f" ± {one.error:.1f}" if one.error is not None else ""
-            said.append(
-                f"{name} by {mean.removesuffix(' %')}{error} % on average (median {median}, worst {worst}: "
-                f"{one.worst_task}), worse than plain by two standard errors on {one.worse} of {one.compared} tasks"
-            )
-    return f"Started at the best learning rate, HDET ends above plain training {'; and '.join(said)}."
-
-
-def noisiest(found: Excesses) -> str:
-    """Say which task has the largest deviation over seeds, where it is a tenth of the loss or more."""
-    task, ruler = max(found.yardsticks.items(), key=lambda item: item[1].relative_deviation)
-    if ruler.relative_deviation < 10:
-        return ""
+        if one is None:
+            continue
+        worse = [
+            f"{task}, by {percent(difference.mean)} %"
+            for task, difference in found.differences(mode, 1.0).items()
+            if difference.worse
+        ]
+        error = f" ± {one.error:.1f}" if one.error is not None else ""
+        sigma = found.yardsticks[one.worst_task].relative_deviation
+        said.append(
+            f"by {percent(one.mean)}{error} % on average {name} (median {percent(one.median)} %; worst "
+            f"{percent(one.worst)} %: {one.worst_task}, whose σ over seeds is {percent(sigma)} %; worse by two "
+            f"standard errors on {len(worse)} of {one.compared} tasks{': ' if worse else ''}{'; '.join(worse)})"
+        )
+        acted.append(str(len(touched(records, mode) & found.yardsticks.keys())))
     return (
-        f"Much of these means is noise of one task: over seeds, plain training on {task} has a standard deviation of "
-        f"{ruler.relative_deviation:.0f} % of its loss."
+        f"Started at the best learning rate, HDET ends above plain training {', and '.join(said)}. The controller "
+        f"changed it on {' and '.join(acted)} of these tasks."
     )
+
+
+def touched(records: Sequence[Record], mode: str) -> set[str]:
+    """Return the tasks with a run at the best learning rate in which the controller changed it, went back or failed."""
+    return {
+        record["task"]
+        for record in records
+        if record["kind"] == "start" and record.get("factor") == 1.0 and way_of(record) == mode
+        if "error" in record or any(record.get("mu", ())) or record.get("returns")
+    }
+
+
+def noisy(found: Excesses) -> str:
+    """Name the tasks whose deviation over seeds is a tenth of the loss or more; nothing where there are none."""
+    loud = {task: ruler.relative_deviation for task, ruler in found.yardsticks.items()}
+    names = [
+        f"{task} {percent(loud[task])} %" for task in sorted(loud, key=lambda task: -loud[task]) if loud[task] >= 10
+    ]
+    return f"Plain training's σ over seeds is large on some: {', '.join(names)} of the loss." if names else ""

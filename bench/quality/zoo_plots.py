@@ -87,7 +87,8 @@ def plot_sensitivity(found: Excesses, path: Path) -> None:
         axis.plot([median], [row], "|", color="k", markersize=12, markeredgewidth=1.6)
         axis.annotate(f"{mean:.1f}", (max(mean, median, 0.0), row), (6, 0), textcoords="offset points", va="center",
                       fontsize=8)  # fmt: skip
-    axis.set_yticks(range(len(shown)), list(shown), fontsize=8)
+    names = [f"{name} ({len(by_task)} tasks)" for name, by_task in shown.items()]
+    axis.set_yticks(range(len(shown)), names, fontsize=8)
     axis.invert_yaxis()
     _scale_excess(axis, "x")
     lowest = min(float(np.median(list(by_task.values()))) for by_task in shown.values())
@@ -118,7 +119,7 @@ def plot_frontier(outcomes: Sequence[Outcome], path: Path) -> None:
     figure.tight_layout()
     for axis, mode in zip(axes[0], MODES, strict=True):
         _number(axis, {numbers[one.design]: (one.harm, one.recovery) for one in outcomes if one.mode == mode})
-    names = "\n".join([*(f"{number}  {design}" for design, number in numbers.items()), "dotted: the bars"])
+    names = "\n".join([*(f"{number}  {design}" for design, number in numbers.items()), "dotted: the goals"])
     figure.text(1.0, 0.5, names, fontsize=9, va="center")
     save(figure, path)
 

@@ -28,7 +28,7 @@ def bars_table(excesses: Excesses) -> str:
         [start_name(start), *(cell for mode in MODES for cell in _bar(found.get(mode)))]
         for start, found in verdicts(excesses)
     ]
-    head = ["start", *(cell for mode in MODES for cell in (f"bar, {mode}", "measured", ""))]
+    head = ["start", *(cell for mode in MODES for cell in (f"goal, {mode}", "measured", ""))]
     return _table(head, rows)
 
 
@@ -38,7 +38,7 @@ def bars_met(excesses: Excesses) -> str:
     for mode in MODES:
         found = [modes[mode].met for _, modes in verdicts(excesses) if mode in modes]
         counts.append(f"{sum(found)} of {len(found)} ({mode})")
-    return f"Bars met: {', '.join(counts)}."
+    return f"Goals met: {', '.join(counts)}."
 
 
 def _bar(found: Verdict | None) -> list[str]:
