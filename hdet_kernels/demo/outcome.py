@@ -50,8 +50,8 @@ class Run:
 
     @property
     def peak(self) -> float:
-        """Return the highest base learning rate."""
-        return float(self.base.max())
+        """Return the base learning rate at the peak of the schedule: before it, HDET may have lowered a higher one."""
+        return float(self.base[max(len(self.base) * 3 // 10 - 1, 0) :].max())
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers of the table by name."""

@@ -19,6 +19,12 @@ def test_replicas_are_merged() -> None:
     assert (run.peak, run.last_losses, run.seconds) == (0.6, 1.5, 2.0)
 
 
+def test_a_peak_that_was_lowered_during_the_warm_up_does_not_count() -> None:
+    run = two_runs()["hdet"]
+    run.base[:5], run.base[11] = 9.0, 0.7
+    assert run.peak == 0.7
+
+
 def test_table_has_both_held_out_losses() -> None:
     row = next(line for line in comparison(two_runs(), OPTIONS).splitlines() if "held-out loss" in line)
     assert [cell.strip() for cell in row.split("|")[2:4]] == ["2.0000", "1.5000"]

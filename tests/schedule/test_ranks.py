@@ -265,7 +265,7 @@ def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
         return nn.functional.mse_loss(trainer.module(x), y)
 
     trainer = Trainer(
-        rank, max_lr=1e-4, total_steps=400, sync_every=10, probe=fixed_batch, groups=True,
+        rank, max_lr=1e-4, total_steps=400, sync_every=10, trust=None, probe=fixed_batch, groups=True,
         explore=[hk.Explore("weight_decay", base=0.01)] if explore else [],
     )  # fmt: skip
     trainer.train(400)
@@ -277,13 +277,13 @@ def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("explore", [False, True], ids=["lr", "lr+wd"])
-def test_auto_lr_raises_a_learning_rate_that_is_much_too_low(explore: bool) -> None:
+def test_without_trust_a_learning_rate_that_is_much_too_low_is_raised(explore: bool) -> None:
     results = run_ranks(4, _auto_lr, explore)
     assert all(r["mu"] == results[0]["mu"] for r in results), "every rank computes the same base values"
-    assert all(mu > 1.0 for mu in results[0]["mu"][:2])
+    assert min(results[0]["mu"][:2]) > 1.0
     assert all_equal([r["parameters"] for r in results])
     last = 360 if explore else 120
-    assert [step + 1 for step in results[0]["calls"]] == [1, 2, 5, *range(10, last + 1, 10)], (
+    assert [step + 1 for step in results[0]["calls"]] == list(range(10, last + 1, 10)), (
         "the probe runs where it is read"
     )
     record = results[0]["history"][1]
