@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bench.quality.designs import DEFAULT, Outcome
 from bench.quality.excess import PROBE, excesses
-from bench.quality.zoo_page import headline, noisy, zoo_section
+from bench.quality.zoo_page import choice, headline, noisy, zoo_section
 from tests.bench.quality.made_up_zoo import BEST, hdet_runs, plain_runs, run, zoo
 
 
@@ -31,6 +31,12 @@ def test_section_of_a_grid_alone() -> None:
     assert "### Tasks and yardsticks" in text
     assert "### The goals" not in text
     assert "](quality_" not in text
+
+
+def test_choice_is_the_best_recovery_within_the_goal_for_harm() -> None:
+    points = {"a": (0.1, 9.0), "b": (0.2, 5.0), "c": (2.0, 0.5)}
+    made = [Outcome(name, PROBE, 3, harm, harm, 0.0, 0.0, end) for name, (harm, end) in points.items()]
+    assert choice(made).endswith("HDET, probe: b, which misses the goal for recovery (median ≤ 1 %).")
 
 
 def test_headline_has_mean_median_and_worst_of_both_modes() -> None:
