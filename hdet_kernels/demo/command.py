@@ -29,7 +29,7 @@ def run_demo(options: Options) -> None:
 
     bars = _Bars()
     runs = gathered(run_ranks(options.replicas, train_both, options, on_message=bars.show))
-    print(f"\n{comparison(runs, options)}\n\n{verdict(runs, options)}\n")
+    print(f"\n{comparison(runs, options)}\n\n{verdict(runs)}\n")
 
     out = options.out
     files = {out / "results.json": "all numbers, step by step", out / "syncs.md": "every sync of the HDET run"}

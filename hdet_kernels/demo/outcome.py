@@ -113,10 +113,10 @@ def comparison(runs: dict[RunName, Run], options: Options) -> str:
     return report.format_table(["", *(TITLES[name] for name in RUNS)], rows, left=1)
 
 
-def verdict(runs: dict[RunName, Run], options: Options) -> str:
+def verdict(runs: dict[RunName, Run]) -> str:
     """Summarise the table in one sentence."""
     plain, hdet = runs["plain"].held_out, runs["hdet"].held_out
-    factor = runs["hdet"].peak / options.max_lr
+    factor = runs["hdet"].base[-1] / runs["plain"].base[-1]  # the peak may have been lowered before it was reached
     found = f"HDET changed the peak learning rate by a factor of {factor:.2g}"
     if not (math.isfinite(plain) and math.isfinite(hdet)):
         return f"{found}; a held-out loss is not finite: try a lower --max-lr."

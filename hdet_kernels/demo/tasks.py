@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 class Task(Protocol):
     """Interface of a task: data and a model.
 
-    ``poor_lr`` is about a tenth of a good peak learning rate for ``steps`` steps.
+    ``poor_lr`` is about ten times a good peak learning rate for ``steps`` steps.
     """
 
     title: ClassVar[str]
@@ -59,7 +59,7 @@ class TextTask:
 
     title: ClassVar[str] = "next byte of the Python standard library's source, transformer of 137 000 parameters"
     steps: ClassVar[int] = 400
-    poor_lr: ClassVar[float] = 2e-3
+    poor_lr: ClassVar[float] = 0.2
 
     context = 64
     batch_size = 8
@@ -103,7 +103,7 @@ class DigitsTask:
 
     title: ClassVar[str] = "scikit-learn's handwritten digits, MLP of 26 000 parameters"
     steps: ClassVar[int] = 600
-    poor_lr: ClassVar[float] = 1e-3
+    poor_lr: ClassVar[float] = 0.1
 
     batch_size = 16
 

@@ -116,7 +116,6 @@ def _scheduler(
         optimizer,
         options.max_lr,
         total_steps=options.steps,
-        trust=None,  # the demo begins with a poor learning rate
         probe=lambda: loss_of(model, same_for_all),
         seed=options.seed,
     )

@@ -36,6 +36,8 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
     state = {**state, "format": FORMAT, "version": "0.1 or 0.2"}
     run = cycle.run
     state["undo"] = cycle.undoing and {"returns": 0, "kept": None}
+    if isinstance(pending := state.get("pending"), dict) and isinstance(pending.get("outcome"), dict):
+        state["pending"] = {**pending, "outcome": {"kept": None, **pending["outcome"]}}
     state["run"] = {"peak": run.peak, "peaks": list(run.peaks), "end": run.end}
     if isinstance(state.get("history"), list):
         state_schema.HISTORY.check(state["history"], "hdet.history")

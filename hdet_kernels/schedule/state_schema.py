@@ -177,7 +177,7 @@ def pending(
             "placed": Fields({"base": Items(Number(), (count,)), "values": by_replica, "applied": by_replica}),
             "acting": Flag(),
             "correction": Fields(correction),
-            "outcome": Fields(outcome, optional=frozenset(("kept",))),  # formats 1 and 2 do not have it
+            "outcome": Fields(outcome),
         }
     )
 

@@ -35,8 +35,8 @@ def test_table_has_both_held_out_losses() -> None:
     [(1.5, "ended 0.500 below"), (2.25, "ended 0.250 ABOVE"), (math.nan, "is not finite: try a lower --max-lr")],
 )
 def test_verdict(hdet: float, text: str) -> None:
-    assert text in verdict(two_runs(hdet=hdet), OPTIONS)
-    assert "by a factor of 2" in verdict(two_runs(hdet=hdet), OPTIONS)
+    assert text in verdict(two_runs(hdet=hdet))
+    assert "by a factor of 2" in verdict(two_runs(hdet=hdet))
 
 
 def test_json_has_null_for_nan(tmp_path: Path) -> None:
