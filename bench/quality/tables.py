@@ -106,7 +106,9 @@ def verdict(report: Report, task: str, start: float) -> str:
     if start not in (1 / 30, 30.0):
         return f"{GOALS[start]:.0%}: {met}"
     lost = int((~(compared.gained >= LOST * gap)).sum())  # NaN counts as lost
-    return f"{GOALS[start]:.0%}, no run below {LOST:.0%}: {f'missed, {lost} of {len(compared.gaps)} below' if lost else met}"
+    if lost:
+        met = f"missed, {lost} of {len(compared.gaps)} below"
+    return f"{GOALS[start]:.0%}, no run below {LOST:.0%}: {met}"
 
 
 def peers_table(report: Report) -> str:
