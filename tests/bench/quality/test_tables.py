@@ -26,9 +26,9 @@ def test_share_of_the_gap() -> None:
         (3.0, 2.0, 1.5, "70%: missed"),
         (3.0, 1.2, 1.25, "not worse than plain by σ: met"),
         (3.0, 1.2, 1.5, "not worse than plain by σ: missed"),
-        (30.0, 3.0, 1.5, "70%, none diverged: met"),
-        (30.0, 3.0, 2.9, "none diverged: missed, 2 of 2 diverged"),
-        (30.0, 3.0, math.nan, "none diverged: missed, 2 of 2 diverged"),
+        (30.0, 3.0, 1.5, "70%, no run below 10%: met"),
+        (30.0, 3.0, 2.9, "no run below 10%: missed, 2 of 2 below"),
+        (30.0, 3.0, math.nan, "no run below 10%: missed, 2 of 2 below"),
         (0.1, 0.9, 0.95, "no gap; not worse than plain by σ: met"),
     ],
 )
