@@ -305,7 +305,7 @@ def test_a_killed_shard_leaves_no_replica_averaged_in_part(after: int) -> None:
 
 def _hsdp_runs(rank: int) -> list[dict[str, Any]]:
     """A run that saves after 6 and 8 steps, and the two that resume from there."""
-    controller = hk.RegressionController(start_at=0.0, stop_at=1.0)
+    controller = hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None)
     runs = [Sharded(rank, "hsdp", auto_lr=controller, total_steps=16) for _ in range(3)]
     for at, resumed in zip((6, 8), runs[1:], strict=True):
         file = io.BytesIO()
@@ -335,7 +335,7 @@ def test_a_resumed_hsdp_run_is_the_uninterrupted_one() -> None:
 AUTO_LR: dict[str, Any] = {
     "total_steps": 16,
     "spread": 0.3,
-    "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0),
+    "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None),
 }
 
 
