@@ -3,16 +3,14 @@
 A small model leaves most of a GPU idle, and a grid of learning rates is the same computation with other numbers. Rows
 are never averaged: row r is plain training with learning rate ``lrs[r]`` on the batches of seed ``seeds[r]``.
 
-The same loop emulates HDET with shared gradients: the mean of its replicas follows the base learning rate, and the
-slope of their losses is the product of the next gradients with the last displacement (``docs/controller.md``). So a
-design of a controller can be tried on a whole task, from all starts, in the time of a few runs. Results that are
-reported come from runs of HDET itself (``train.py``).
+With ``sync_every`` the loop also looks at all rows as a controller would: levels, and slopes of the loss in the
+logarithm of the learning rate, from gradients and from the probe. Fits and replays read these (``observe.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,15 +21,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet_kernels as hk
 from hdet_kernels.optim.group_entries import write_per_replica
+from hdet_kernels.schedule.cycle import SLOPE_STEPS
 
 from .optimizers import replica_optimizer
 from .tasks import Batch, Task
 from .train import validation_loss
 
 Array = NDArray[np.float64]
-
-# Steps after a sync whose gradients are multiplied with the last displacement.
-SLOPE_STEPS = 8
 
 
 @dataclass
@@ -57,22 +53,11 @@ class Seen:
 
 
 @dataclass
-class Moves:
-    """What a controller answers: μ of every row, and which rows go back to their last sound parameters or keep them."""
-
-    mu: Array
-    undo: NDArray[np.bool_] | None = None
-    keep: NDArray[np.bool_] | None = None
-
-
-@dataclass
 class Rows:
-    """Outcome: validation losses [rows], mean training losses of the last fifth, and everything that was seen."""
+    """Outcome: validation losses [rows] and everything that was seen."""
 
     val: Array
-    last: Array = field(default_factory=lambda: np.zeros(0))
     seen: list[Seen] = field(default_factory=list)
-    mu: list[Array] = field(default_factory=list)
 
 
 def one_cycle(steps: int) -> Array:
@@ -94,9 +79,7 @@ def train_rows(
     device: torch.device,
     *,
     steps: int | None = None,
-    examples: int | None = None,
     sync_every: int | None = None,
-    control: Callable[[Seen], Moves] | None = None,
 ) -> Rows:
     """Train ``len(lrs)`` runs.
 
@@ -106,46 +89,32 @@ def train_rows(
         seeds: seed of each run, of its initial parameters and its batches.
         device: where.
         steps: steps of each run; default: the task's.
-        examples: examples of each step; default: those of all replicas of the task.
         sync_every: steps between two looks; None: nothing is looked at.
-        control: called at every look; returns μ, by which learning rates are multiplied as exp(μ).
     """
     steps = steps or task.steps
-    count = examples or task.replicas * task.batch
+    count = task.replicas * task.batch
     stack = _stack(task, seeds, device)
     optimizer = replica_optimizer(task.optimizer, [{"params": list(stack.parameters())}], lrs[0])
-    group, peaks, mu = optimizer.param_groups[0], np.array(lrs), np.zeros(len(lrs))
+    group, peaks = optimizer.param_groups[0], np.array(lrs)
     distinct = sorted(set(seeds))
     generators = [Generator(device).manual_seed(1000 + seed) for seed in distinct]
     places = torch.tensor([distinct.index(seed) for seed in seeds], device=device)
     schedule = one_cycle(steps)
     found, watch = Rows(np.zeros(0)), None
-    late = torch.zeros(len(lrs), device=device)
-    fifth = max(steps // 5, 1)
     if sync_every is not None:
-        watch = _Watch(task, stack, optimizer, sync_every)
+        watch = _Watch(task, stack)
     for step in range(steps):
-        values = tuple((peaks * np.exp(mu) * schedule[step]).tolist())
+        values = tuple((peaks * schedule[step]).tolist())
         group["lr"] = values[0]
         write_per_replica(group, "lr", values[0], values)
         losses = stack.backward(task.loss, *_batch(task, generators, places, count))
-        if step >= steps - fifth:
-            late += losses / fifth
         if watch is not None:
             watch.before_step(losses)
         optimizer.step()
         stack.zero_grad()
         if watch is not None and (step + 1) % sync_every == 0:  # type: ignore[operator]
-            rate = schedule[step] * np.exp(mu)
-            found.seen.append(watch.look(step + 1, rate))
-            if control is not None:
-                moves = control(found.seen[-1])
-                mu = moves.mu
-                watch.apply(moves)
-            found.mu.append(mu.copy())
-            watch.turn()
-    found.last = late.double().cpu().numpy()
-    found.val = np.array([_validation(task, stack, row) for row in range(len(lrs))])
+            found.seen.append(watch.look(step + 1, np.full(len(lrs), schedule[step])))
+    found.val = np.array([validation_loss(task, stack.replica(row)) for row in range(len(lrs))])
     return found
 
 
@@ -170,16 +139,11 @@ def _batch(task: Task, generators: Sequence[Generator], places: Tensor, count: i
     return tuple(torch.stack(parts)[places].flatten(0, 1) for parts in zip(*drawn, strict=True))
 
 
-def _validation(task: Task, stack: hk.ReplicaStack, row: int) -> float:
-    loss = validation_loss(task, stack.replica(row))
-    return loss if math.isfinite(loss) else math.inf
-
-
 class _Watch:
     """Losses, displacements and slopes of all rows between two looks."""
 
-    def __init__(self, task: Task, stack: hk.ReplicaStack, optimizer: torch.optim.Optimizer, every: int) -> None:
-        self.task, self.stack, self.optimizer, self.every = task, stack, optimizer, every
+    def __init__(self, task: Task, stack: hk.ReplicaStack) -> None:
+        self.task, self.stack = task, stack
         self.params = [param.data for param in stack.parameters()]
         self.stacked = list(stack.parameters())
         self.probe = task.probe()
@@ -187,8 +151,6 @@ class _Watch:
         self.moved: list[Tensor] | None = None
         self.dots: list[Tensor] = []
         self.losses: list[Tensor] = []
-        self.kept: list[Tensor] | None = None
-        self.start = [tensor.clone() for tensor in (*self.params, *stack.buffers())]
 
     def before_step(self, losses: Tensor) -> None:
         self.losses.append(losses.clone())
@@ -215,6 +177,7 @@ class _Watch:
         slope_of_probe = (at[2] - at[0]) / 0.4
         numbers = torch.stack([level, at[1], dots.mean(0), error, slope_of_probe]).double().cpu().numpy()
         self.moved, self.dots, self.losses = moved, [], []
+        self.last = [param.clone() for param in self.params]
         return Seen(step, *numbers, rate=rate)
 
     def _probe_at(self, moved: list[Tensor], shift: float) -> Tensor:
@@ -224,27 +187,3 @@ class _Watch:
         for param, move in zip(self.params, moved, strict=True):
             param.sub_(move, alpha=shift)
         return losses
-
-    def _everything(self) -> list[Tensor]:
-        state = [value for param in self.stacked for value in self.optimizer.state[param].values()]
-        return [*self.params, *self.stack.buffers(), *state]
-
-    @torch.no_grad()
-    def apply(self, moves: Moves) -> None:
-        """Restore and keep the rows that a controller says."""
-        if moves.undo is None or moves.keep is None:
-            return
-        device = self.params[0].device
-        if self.kept is None:
-            state = self._everything()[len(self.start) :]
-            self.kept = [*self.start, *(torch.zeros_like(tensor) for tensor in state)]
-        for kept, now in zip(self.kept, self._everything(), strict=True):
-            shape = (-1,) + (1,) * (now.dim() - 1)
-            undo = torch.tensor(moves.undo, device=device).view(shape)
-            keep = torch.tensor(moves.keep, device=device).view(shape)
-            now.copy_(torch.where(undo, kept, now))
-            kept.copy_(torch.where(keep, now, kept))
-
-    @torch.no_grad()
-    def turn(self) -> None:
-        self.last = [param.clone() for param in self.params]

@@ -38,12 +38,6 @@ def without_outliers(losses: Array, settings: RegressionSettings) -> Array:
     return np.where(clipped_losses(losses, settings) == losses, losses, np.nan)
 
 
-def has_explosion(losses: Array, settings: RegressionSettings) -> bool:
-    """Return whether a loss is not finite, or is clipped by more than the range of the clipped losses."""
-    clipped = clipped_losses(losses, settings)
-    return not bool((losses - clipped <= np.ptp(clipped)).all())
-
-
 def mean_level(losses: Array, settings: RegressionSettings) -> float | None:
     """Return the mean of the clipped losses; None if no loss is finite."""
     return float(clipped_losses(losses, settings).mean()) if np.isfinite(losses).any() else None

@@ -14,7 +14,7 @@ A sync of it, in :meth:`RegressionController.update`:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -229,20 +229,17 @@ class RegressionController(SlopeController):
     def _rate_entries(self, run: Run, state: State, seen: Observation, slopes: Slopes, moved: State) -> State:
         """Return the entries of all learning rates after a sync, and those that they share."""
         kept = {name: state[name] for name in ("log_likelihood", "path_length", "ceiling", "soundness")}
-        kept["mu"] = [m if peak is None else before for m, before, peak in self._all_mu(run, state, moved)]
+        rates, kept["mu"] = _rates(run), list(moved["mu"])
+        for index in rates:  # they do not follow their slopes, as other scalars do
+            kept["mu"][index] = state["mu"][index]
         if not self._moves_rates_at(run, seen.step):
             return kept
-        rates = _rates(run)
         state = {**moved, **kept, **self._judged(seen, state, slopes, rates)}
         course = state["soundness"]
         if course is not None and Soundness.of(course).near_edge(self.settings):
             state |= self._lowered(run, state, self.settings.edge_cut)
         followed = self._followed(run, state, seen, slopes, rates)
         return {name: state[name] for name in kept} | followed
-
-    def _all_mu(self, run: Run, state: State, moved: State) -> Iterable[tuple[float, float, float | None]]:
-        peaks = run.peaks or (None,) * len(state["mu"])
-        return zip(moved["mu"], state["mu"], peaks, strict=True)
 
     def _judged(self, seen: Observation, state: State, slopes: Slopes, rates: Sequence[int]) -> State:
         """Return the course of the losses after this sync."""
