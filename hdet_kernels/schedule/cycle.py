@@ -31,6 +31,7 @@ from hdet_kernels.schedule.history_file import HistoryFile
 from hdet_kernels.schedule.loss_window import Loss, LossWindow, run_probe
 from hdet_kernels.schedule.options import GradientMode, Probe
 from hdet_kernels.schedule.overlapping import Overlapping
+from hdet_kernels.schedule.step_count import StepCount
 from hdet_kernels.schedule.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
@@ -74,6 +75,7 @@ class Cycle:
         self.buffers = buffers
         self.before = before  # steps that were made before step 0: those of a scouting phase
         self.window = LossWindow(ensemble.rows)
+        self.steps = StepCount()
         self.history = History()
         self.history_file = history_file
         self.shared: bool | None = None  # whether gradients were shared at the last sync; None: not known
@@ -159,6 +161,7 @@ class Cycle:
                 self.window.reset(mark)
                 raise
         self.step = step
+        self.steps.scheduler_stepped(self.optimizer.param_groups)
         if syncs:
             self.window.clear()
             self.fan_out()
@@ -181,6 +184,7 @@ class Cycle:
                 f"step {self.before + self.step + 1} is past the end: total_steps is {self.before + last_step}; stop "
                 "there, or build the scheduler with the number of steps that you mean to make"
             )
+        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
 
     def _check_losses(self) -> None:
         """Raise if losses decide at a sync and none was ever recorded."""

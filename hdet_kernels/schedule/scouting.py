@@ -67,6 +67,7 @@ class Scouting:
             seed=cycle.spread.seed,
             scheduled=cycle.spread.scheduled,
         )
+        self.steps = cycle.steps
         self.replaced = self.in_consensus = False
         self._fresh = False  # the optimizer had no state before the first step
         # Of the first step: the loss on the probe before it, or why there is none, and the gradients' fingerprint.
@@ -75,6 +76,10 @@ class Scouting:
         self._fingerprint: Tensor | None = None
         #: Whether it is known that the replicas have different gradients.
         self.certain = own.certain
+
+    def take_start(self, before: Scouting) -> None:
+        """Take the copies made at construction from the phase that this one replaces before its first step."""
+        self._buffers, self._digest = before._buffers, before._digest
 
     @property
     def length(self) -> int:
@@ -191,6 +196,7 @@ class Scouting:
             raise
         if not ends:
             self.step += 1
+        self.steps.scheduler_stepped(self.optimizer.param_groups)
         return ends
 
     def _check_step(self) -> None:
@@ -200,6 +206,7 @@ class Scouting:
             )
         if self.in_consensus:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
+        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         if self.start.step is None and self._unmoved():
             self._keep_start()  # GradScaler may leave the first steps out
         if self.start.step is None:
