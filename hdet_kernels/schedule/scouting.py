@@ -23,7 +23,7 @@ from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradient_hooks import fingerprint
 from hdet_kernels.schedule.last_sound import LastSound
-from hdet_kernels.schedule.loss_window import Loss, run_probe
+from hdet_kernels.schedule.loss_window import Loss, checked_loss, run_probe
 from hdet_kernels.schedule.round_losses import RoundLosses
 from hdet_kernels.schedule.scout_round import compare, gather_numbers, raise_failed_probe, scout_record
 from hdet_kernels.schedule.scouted import Scouted
@@ -180,6 +180,9 @@ class Scouting:
             with :attr:`.Scouted.found`, the run.
         """
         self._check_step()
+        if loss is not None:
+            loss = checked_loss(loss, "the loss", self.ensemble.rows)
+        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         unsure, ends = not self.certain or self.made == 0, self.step + 1 == self.length
         mark = self.losses.mark() if unsure or ends else None
         if loss is not None:
@@ -206,7 +209,6 @@ class Scouting:
             )
         if self.in_consensus:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
-        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         if self.start.step is None and self._unmoved():
             self._keep_start()  # GradScaler may leave the first steps out
         if self.start.step is None:
