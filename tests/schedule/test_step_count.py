@@ -1,4 +1,4 @@
-"""Steps of the scheduler against those of the optimizer: too many raise, too few are said, skipped ones are no mistake."""
+"""Steps of the scheduler against those of the optimizer: too many raise, too few are said, skipped ones may be."""
 
 from __future__ import annotations
 
@@ -63,13 +63,17 @@ def test_a_second_scheduler_step_for_one_gradient_raises_at_once_and_changes_not
 def test_several_scheduler_steps_for_an_optimizer_step_raise_although_gradients_are_gone(each: int, most: int) -> None:
     optimizer = adam()
     scheduler = one_cycle(optimizer)
-    with pytest.raises(RuntimeError, match=ONCE):
+
+    def train() -> None:
         for _ in range(400 // each):
             backward(optimizer)
             optimizer.step()
             optimizer.zero_grad()
             for _ in range(each):
                 scheduler.step(1.0)
+
+    with pytest.raises(RuntimeError, match=ONCE):
+        train()
     assert scheduler.last_epoch <= most
 
 
@@ -84,7 +88,7 @@ def test_a_grad_scaler_may_skip_steps(set_to_none: bool) -> None:
     optimizer.register_step_post_hook(lambda *_: made.append(True))
     for step in range(60):
         optimizer.zero_grad(set_to_none=set_to_none)
-        size = 2.0 ** (11 + (min(max(step, 28), 40) - 28) // 2)
+        size = 2.0 ** (10 + (min(max(step, 28), 40) - 28) // 2)
         scaler.scale((size * param).sum()).backward()
         scaler.step(optimizer)
         if len(made) == step:
