@@ -22,7 +22,7 @@ class WithCycle:
 
     _cycle: Cycle | None = None
     _phase: Scouting | None = None
-    #: Whether a process group may still come; None while the scheduler is being built.
+    #: Whether a process group may still come; None while the scheduler is built, and after a group came.
     _late: LateEnsemble | None = None
     optimizer: Optimizer
 
@@ -32,7 +32,7 @@ class WithCycle:
         if self._cycle is None:
             raise RuntimeError("the scheduler is still being built")
         if self._late is not None and self._late.arrived:
-            self._take_processes(self._late)
+            self._take_processes()
         return self._cycle
 
     @property
@@ -58,7 +58,7 @@ class WithCycle:
         if late is None:
             return
         if late.arrived:
-            self._take_processes(late)
+            self._take_processes()
         elif late.open:
             late.check_arrived()
             late.open = False
@@ -66,13 +66,13 @@ class WithCycle:
         else:
             late.check_none_arrived()
 
-    def _take_processes(self, late: LateEnsemble) -> None:
+    def _take_processes(self) -> None:
         """Build the cycle again, with the processes of the default group as replicas."""
-        late.open = False
+        late, self._late = self._late, None
         try:
             self._build_again()
         except BaseException:
-            late.open = True
+            self._late = late
             raise
         self._announce()
 
