@@ -14,8 +14,10 @@ from torch.optim import lr_scheduler
 import hdet_kernels as hk
 from hdet_kernels.schedule import step_count
 from hdet_kernels.schedule.step_count import MOST_BEHIND, StepCount
+from tests.ranks import Cases
 from tests.schedule.cases import Place, adam
 from tests.schedule.scout_runs import QUICK
+from tests.training import Trainer
 
 ONCE = r"rank 0: scheduler.step\(\) was called .*: call scheduler.step\(\) once after each optimizer.step\(\)"
 
@@ -202,3 +204,50 @@ def test_a_compiled_step_runs_the_hooks_and_is_compiled_once() -> None:
     assert counter.frame_count <= 3, "not once for every value of a counter"
     with pytest.raises(RuntimeError, match=ONCE):
         scheduler.step(1.0)
+
+
+# One rank alone
+
+
+def _too_often(rank: int, how: str) -> str | None:
+    """Rank 1 calls ``scheduler.step()`` once too often in the first cycle."""
+    trainer = Trainer(rank, ddp=False, auto_lr=False)
+    extra = rank == 1
+    try:
+        trainer.train(2)
+        if extra and how == "at once":
+            trainer.scheduler.step(0.5)
+        if how != "at once":
+            trainer.optimizer.zero_grad()
+        if extra and how == "after zero_grad":
+            trainer.scheduler.step()
+        if extra and how == "with a loss":
+            trainer.scheduler.step(0.5)
+        if how == "at once":
+            return None
+        trainer.train(2 - extra)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+TOO_OFTEN = Cases(2, _too_often, [("at once",), ("after zero_grad",), ("with a loss",)])
+
+
+def test_a_scheduler_step_too_many_on_one_rank_names_it() -> None:
+    first, second = TOO_OFTEN[("at once",)]
+    assert first is None
+    assert "rank 1: scheduler.step() was called 2 times after one optimizer.step(), with no new gradient" in str(second)
+
+
+def test_one_without_a_gradient_and_a_loss_is_noticed_at_the_sync() -> None:
+    for message in TOO_OFTEN[("after zero_grad",)]:
+        assert (
+            "the replicas disagree on the steps since the last sync (rank 0: optimizer steps 4, losses 4; rank 1: "
+            "optimizer steps 3, losses 3): call scheduler.step() once after each optimizer.step(), on every rank"
+        ) in str(message)
+
+
+def test_one_that_may_be_an_overflow_is_no_error() -> None:
+    """A GradScaler skips steps on one rank of local gradients, and a loss is recorded for them."""
+    assert TOO_OFTEN[("with a loss",)] == [None, None]
