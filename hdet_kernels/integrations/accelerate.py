@@ -11,8 +11,10 @@ import contextlib
 import functools
 import logging
 import math
+import os
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -88,7 +90,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 
     Raises:
         TypeError: if there is no HDET scheduler among the objects.
-        ValueError: if the processes of the accelerator are parts of one replica (FSDP, DeepSpeed).
+        ValueError: if the processes are not replicas: parts of one model (FSDP, DeepSpeed), or not the accelerator's.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -125,6 +127,13 @@ class _Hidden:
 
 
 def _check_replicas(accelerator: Accelerator) -> None:
+    """Raise ValueError unless every process of the run has a model of its own."""
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"{started} processes were started, but the Accelerator has {accelerator.num_processes}: each would train "
+            "alone. On CPUs, pass Accelerator(cpu=True) or start it with accelerate launch --cpu"
+        )
     kind = accelerator.distributed_type
     parallel = getattr(accelerator, "parallelism_config", None)
     within = 1 if parallel is None else parallel.total_size // parallel.dp_replicate_size

@@ -156,6 +156,9 @@ def _refused(rank: int) -> list[str]:
         message(accelerator, model, optimizer),
         message(accelerator, accelerator.prepare_scheduler(scheduler)),
     ]
+    accelerator.state.num_processes = 1  # as after Accelerator() on CPUs, without cpu=True
+    messages.append(message(accelerator, model, optimizer, scheduler))
+    accelerator.state.num_processes = 2
     # Accelerate takes these on GPUs only. Here its state is given what it would note of them.
     accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
     messages.append(message(accelerator, model, optimizer, scheduler))
@@ -287,10 +290,11 @@ def test_a_schedule_that_was_counted_with_the_whole_loader_is_named(runs: Runs) 
 
 def test_refusals_say_what_to_do(runs: Runs) -> None:
     for results in runs[1]:
-        no_accelerator, no_scheduler, prepared, divided, sharded = results["refused"]
+        no_accelerator, no_scheduler, prepared, alone, divided, sharded = results["refused"]
         assert no_accelerator.startswith("TypeError: prepare() begins with an accelerate.Accelerator, got a Sequential")
         assert "no HDET scheduler among ['Sequential', 'AdamW']" in no_scheduler
         assert "pass the HDET scheduler itself" in prepared
+        assert alone.startswith("ValueError: 2 processes were started, but the Accelerator has 1")
         assert divided.startswith(
             "ValueError: Accelerate is set up for 2 processes a model: the 2 processes hold parts"
         )
