@@ -62,11 +62,11 @@ def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int) -> None:
         if (step + 1) % scheduler.sync_every == 0 and rank == 0:
             save(checkpoint, model, optimizer, scheduler, step + 1)
     with scheduler.consensus(), torch.no_grad():  # the average, also where the run was stopped between two syncs
-        inputs, targets = task.held_out()
-        held_out = loss_of(model, (inputs.to(device), targets.to(device)))
-    if rank == 0:
-        print(hk.report.table(scheduler.history))
-        print(f"\nheld-out loss of the averaged model: {float(held_out):.3f}")
+        if rank == 0:
+            inputs, targets = task.held_out()
+            held_out = loss_of(model, (inputs.to(device), targets.to(device)))
+            print(hk.report.table(scheduler.history))
+            print(f"\nheld-out loss of the averaged model: {float(held_out):.3f}")
 
 
 def save(
