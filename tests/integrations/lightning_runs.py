@@ -1,0 +1,348 @@
+"""Runs of Lightning's Trainer that tests look at. Imported in the ranks only: the import of Lightning takes seconds."""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import hdet_kernels as hk
+import tests.integrations._shim
+from hdet_kernels.integrations.lightning import HDET, check_strategy
+
+# Lightning advises on numbers of workers and on logging intervals, which tests choose for speed.
+warnings.filterwarnings("ignore", module="lightning")
+
+T = 4  # steps between syncs
+WIDTH = 6
+CLIP = 0.05
+
+
+class World(LightningEnvironment):
+    """The ranks that the tests started, in the process group that they have."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+
+class CountingOneCycle(hk.HDETOneCycleLR):
+    """Notes how many losses were recorded before each step."""
+
+    def step(self, *args: Any) -> None:  # type: ignore[override]
+        if self._cycle is not None:
+            self.__dict__.setdefault("seen", []).append(self.cycle.window.count)
+        super().step(*args)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "seen"}
+
+
+class Net(pl.LightningModule):
+    """A small network that notes what Lightning shows it."""
+
+    def __init__(
+        self,
+        *,
+        steps: int,
+        optimizer: Callable[..., torch.optim.Optimizer] = hk.FusedAdamW,
+        make: Callable[..., Any] = CountingOneCycle,
+        config: dict[str, Any] | None = None,
+        max_lr: float | None = 0.02,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.steps, self.make_optimizer, self.make, self.max_lr = steps, optimizer, make, max_lr
+        self.config = {"interval": "step"} if config is None else config
+        self.options = {"sync_every": T, "auto_lr": False, **options}
+        self.losses: list[float] = []
+        self.validated: list[Tensor] = []
+        self.trained: list[Tensor] = []
+        self.norms: list[float] = []
+        self.scheduler: Any = None
+        self.fails_in = ""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(x).float(), y)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trained.append(flat(self))
+        if self.fails_in == "training_step" and self.global_step == 6:
+            raise ZeroDivisionError
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated.append(flat(self))
+        if self.fails_in == "validation_step" and self.global_step == 6:
+            raise ZeroDivisionError
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if gradients:  # those of the step before
+            self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    def moments(self) -> Tensor:
+        state = self.optimizers(use_pl_optimizer=False).state
+        return torch.cat([state[p]["exp_avg"].reshape(-1) for p in self.parameters()])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters(), lr=0.01)
+        self.scheduler = self.make(optimizer, self.max_lr, self.steps, model=self.trainer.model, **self.options)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, **self.config}}
+
+
+class Manual(Net):
+    """The same with manual optimization."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step(loss)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).clone()
+
+
+def data(batches: int, seed: int = 0, size: int = 8) -> DataLoader[Any]:
+    """Return a loader with this many batches for each of two ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2 * batches * size, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(x, (x.sum(1, keepdim=True) / 2).sin()), batch_size=size)
+
+
+def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    """Return a trainer on the ranks that the tests started."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "num_sanity_val_steps": 1}
+    strategy = DDPStrategy(cluster_environment=World())
+    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+        quiet["enable_checkpointing"] = False
+    options = {"strategy": strategy, "accelerator": "cpu", "devices": dist.get_world_size(), **quiet, **options}
+    return pl.Trainer(callbacks=[HDET(), *callbacks], **options)
+
+
+def everyones(own: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks."""
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return found
+
+
+def saved(path: Path) -> Tensor:
+    """Return the parameters in a checkpoint."""
+    state = torch.load(path, weights_only=False)["state_dict"]
+    return torch.cat([value.reshape(-1) for value in state.values()])
+
+
+def everything(rank: int, folder: Path) -> dict[str, Any]:
+    """Train with accumulation, mixed precision, clipping, validation and checkpoints at all places in a cycle."""
+    net = Net(steps=12)
+    steps = ModelCheckpoint(folder / "steps", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    weights = ModelCheckpoint(folder / "weights", every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
+    weights.filename = "{step}"
+    best = ModelCheckpoint(folder / "best", filename="{step}", monitor="val_loss", save_top_k=-1)
+    logger = CSVLogger(folder, name="logs", version="", flush_logs_every_n_steps=1)
+    fit = trainer(
+        steps,
+        weights,
+        best,
+        LearningRateMonitor(),
+        logger=logger,
+        log_every_n_steps=1,
+        max_steps=12,
+        accumulate_grad_batches=2,
+        val_check_interval=3,
+        precision="bf16-mixed",
+        gradient_clip_val=CLIP,
+    )
+    fit.fit(net, data(12), data(2, seed=1))
+    files = {name: sorted((folder / name).iterdir()) for name in ("steps", "weights", "best")}
+    with open(folder / "logs/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        "losses": net.losses,
+        "windows": [record.losses[rank] for record in net.scheduler.history],
+        "steps": [record.step for record in net.scheduler.history],
+        "gradients": [record.gradients for record in net.scheduler.history],
+        "seen": net.scheduler.seen,
+        "norms": net.norms,
+        "trained": net.trained,
+        "validated": net.validated,
+        "saved": {name: {int(path.stem.split("=")[1]): saved(path) for path in paths} for name, paths in files.items()},
+        "parameters": flat(net),
+        "tested": fit.test(net, data(2, seed=1), verbose=False),
+        "rows": rows,
+        "save": "save_checkpoint" in vars(fit),
+    }
+
+
+def scaled(rank: int, folder: Path) -> dict[str, Any]:
+    """Train in fp16 with a GradScaler, with clipping and without."""
+    found = {}
+    for clip in (CLIP, None):
+        net = Net(steps=8)
+        precision = MixedPrecision("16-mixed", "cpu")
+        trainer(plugins=precision, max_steps=8, gradient_clip_val=clip, limit_val_batches=0).fit(net, data(8))
+        assert precision.scaler is not None
+        windows = [record.losses[rank] for record in net.scheduler.history]
+        found["clip" if clip else "plain"] = {
+            "losses": net.losses,
+            "windows": windows,
+            "norms": net.norms,
+            "scale": precision.scaler.get_scale(),
+            "parameters": flat(net),
+        }
+    return found
+
+
+def early_stop(rank: int, folder: Path) -> dict[str, Any]:
+    """Stop in the middle of a cycle: by EarlyStopping, by max_steps, by should_stop."""
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step == 6
+
+    ends = {
+        "EarlyStopping": ([EarlyStopping("val_loss", mode="max", patience=1)], {"val_check_interval": 3}),
+        "max_steps": ([], {"max_steps": 6}),
+        "should_stop": ([Stop()], {"limit_val_batches": 0}),
+    }
+    found = {}
+    for name, (callbacks, options) in ends.items():
+        net = Net(steps=24)
+        trainer(*callbacks, **{"max_epochs": 2, **options}).fit(net, data(12), data(2, seed=1))
+        record = net.scheduler.history[-1]
+        found[name] = {"parameters": flat(net), "steps": net.scheduler.last_epoch, "kind": record.kind}
+    return found
+
+
+def resume(rank: int, folder: Path) -> dict[str, Any]:
+    """Train 4 epochs, and again from the checkpoints of the second: at a sync, and one step after."""
+    found = {}
+    for name, epoch in (("at a sync", T), ("in a cycle", T + 1)):
+        whole, resumed = (Net(steps=4 * epoch, auto_lr=True) for _ in range(2))
+        keep = ModelCheckpoint(folder / name, filename="{epoch}", save_top_k=-1)
+        trainer(keep, max_epochs=4).fit(whole, data(epoch), data(2, seed=1))
+        path = folder / name / "epoch=1.ckpt"
+        trainer(max_epochs=4).fit(resumed, data(epoch), data(2, seed=1), ckpt_path=path)
+        found[name] = [
+            {
+                "parameters": flat(net),
+                "losses": net.losses[-2 * epoch :],
+                "trained": net.trained[-2 * epoch :],
+                "base": [record.base for record in net.scheduler.history],
+                "moments": net.moments(),
+                "steps": net.scheduler.last_epoch,
+            }
+            for net in (whole, resumed)
+        ]
+        found[name][1]["saved"] = saved(path)
+    return found
+
+
+def failures(rank: int, folder: Path) -> dict[str, Any]:
+    """Raise in training and in validation, on both ranks, in the middle of a cycle."""
+    found = {}
+    for where in ("training_step", "validation_step"):
+        net = Net(steps=24)
+        net.fails_in = where
+        fit = trainer(max_steps=24, val_check_interval=6)
+        try:
+            fit.fit(net, data(12), data(2, seed=1))
+        except ZeroDivisionError:
+            held = net.scheduler.cycle.in_consensus
+            found[where] = {"parameters": flat(net), "held": held, "save": "save_checkpoint" in vars(fit)}
+    return found
+
+
+def refusals(rank: int, folder: Path) -> dict[str, str]:
+    """Return the messages for what cannot work."""
+    nets = {
+        "epoch": Net(steps=8, config={}),
+        "frequency": Net(steps=8, config={"interval": "step", "frequency": 2}),
+        "none": Net(steps=8, make=lambda optimizer, *_, **__: torch.optim.lr_scheduler.StepLR(optimizer, 2)),
+        "zero": Net(
+            steps=8,
+            optimizer=lambda params, lr: ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=lr),
+        ),
+    }
+    found = {}
+    for name, net in nets.items():
+        try:
+            trainer(max_steps=8).fit(net, data(8))
+        except (ValueError, RuntimeError, TypeError) as error:
+            found[name] = str(error)
+    for kind in (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy):
+        try:
+            check_strategy(kind.__new__(kind))  # some cannot be built on this machine
+        except ValueError as error:
+            found[kind.__name__] = str(error)
+    return found
+
+
+def manual(rank: int, folder: Path) -> dict[str, Any]:
+    """Step optimizer and scheduler in training_step."""
+    net = Manual(steps=6)
+    trainer(max_steps=6, val_check_interval=3).fit(net, data(12), data(2, seed=1))
+    return {
+        "losses": net.losses,
+        "windows": [record.losses[rank] for record in net.scheduler.history],
+        "parameters": flat(net),
+        "validated": net.validated,
+        "trained": net.trained,
+    }

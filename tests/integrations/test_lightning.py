@@ -1,0 +1,191 @@
+"""Lightning's Trainer with the callback: what is recorded, validated, saved, logged, refused, and how a run ends."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import Cases
+from tests.training import same
+
+T, CLIP = 4, 0.05
+
+
+def in_rank(rank: int, name: str) -> Any:
+    """Run a function of ``lightning_runs`` on a folder that all ranks share. Lightning is imported in the ranks only."""
+    import torch.distributed as dist
+
+    from tests.integrations import lightning_runs
+
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        result = getattr(lightning_runs, name)(rank, Path(folder[0]))
+        dist.barrier()
+    return result
+
+
+DEFAULT = ("everything", "scaled", "early_stop", "resume", "failures", "refusals", "manual")
+RUNS = Cases(2, in_rank, {name: (name,) for name in DEFAULT})
+
+
+def mean(zero: Tensor, one: Tensor) -> Tensor:
+    return (zero + one) / 2
+
+
+class TestOneRun:
+    """Twelve steps of two micro-batches in bf16, clipped, validated after every third micro-batch, saved everywhere."""
+
+    @pytest.fixture
+    def ranks(self) -> list[dict[str, Any]]:
+        return RUNS["everything"]
+
+    def test_losses_of_this_process_are_recorded_before_the_scheduler_steps(self, ranks: list[dict[str, Any]]) -> None:
+        for rank in ranks:
+            # Two micro-batches are recorded at each step, and forgotten after a sync.
+            assert rank["seen"] == [2, 4, 6, 8] * 3
+            expected = np.reshape(rank["losses"], (3, 2 * T)).mean(1)
+            np.testing.assert_allclose(rank["windows"], expected, rtol=1e-6)
+        assert ranks[0]["windows"] != ranks[1]["windows"]
+
+    def test_syncs_and_gradients(self, ranks: list[dict[str, Any]]) -> None:
+        for rank in ranks:
+            assert rank["steps"] == [4, 8, 12]
+            assert rank["gradients"] == ["shared"] * 3
+
+    def test_gradients_are_clipped(self, ranks: list[dict[str, Any]]) -> None:
+        for rank in ranks:
+            assert len(rank["norms"]) == 11
+            assert max(rank["norms"]) == pytest.approx(CLIP, rel=1e-3)
+
+    def test_validation_sees_the_average_and_the_replicas_come_back(self, ranks: list[dict[str, Any]]) -> None:
+        zero, one = ranks
+        assert len(zero["validated"]) == 1 + 24 // 3  # and the sanity check
+        assert same(zero["validated"], one["validated"])
+        differ = 0
+        for number, average in enumerate(zero["validated"][:-1]):
+            own = zero["trained"][3 * number], one["trained"][3 * number]  # of the micro-batch that comes next
+            assert torch.equal(average, mean(*own))
+            differ += not torch.equal(*own)
+        assert differ >= 4
+
+    @pytest.mark.parametrize(("name", "steps"), [("steps", range(1, 13)), ("weights", (3, 6, 9, 12))])
+    def test_checkpoints_have_the_average(self, ranks: list[dict[str, Any]], name: str, steps: range) -> None:
+        zero, one = ranks
+        assert sorted(zero["saved"][name]) == list(steps)
+        for step, saved in zero["saved"][name].items():
+            if step < 12:
+                assert torch.equal(saved, mean(zero["trained"][2 * step], one["trained"][2 * step]))
+        assert torch.equal(zero["saved"][name][12], zero["parameters"])
+
+    def test_what_is_saved_after_a_validation_was_validated(self, ranks: list[dict[str, Any]]) -> None:
+        zero, one = ranks
+        validated = zero["validated"][1:]
+        found = list(zero["saved"]["best"].values())
+        assert len(found) >= 6  # a validation between two micro-batches of a step saves under the same step again
+        assert all(any(torch.equal(saved, average) for average in validated) for saved in found)
+
+    def test_the_end_is_one_model(self, ranks: list[dict[str, Any]]) -> None:
+        zero, one = ranks
+        assert torch.equal(zero["parameters"], one["parameters"])
+        assert zero["tested"] == one["tested"]
+        assert not zero["save"]
+
+    def test_logs(self, ranks: list[dict[str, Any]]) -> None:
+        """Every sync is logged under Lightning's number of its step, beside Lightning's own metrics."""
+        rows = ranks[0]["rows"]
+        assert [int(row["step"]) for row in rows if row["hdet/base/lr"]] == [3, 7, 11]
+        for other in ("train_loss", "val_loss", "lr-FusedAdamW"):
+            assert [row for row in rows if row[other]]
+
+
+@pytest.mark.parametrize("clip", ["clip", "plain"])
+def test_fp16_with_a_scaler(clip: str) -> None:
+    for rank in RUNS["scaled"]:
+        found = rank[clip]
+        np.testing.assert_allclose(found["windows"], np.reshape(found["losses"], (2, T)).mean(1), rtol=1e-6)
+        assert found["scale"] > 1.0
+        if clip == "clip":
+            assert max(found["norms"]) == pytest.approx(CLIP, rel=1e-3)
+        else:
+            assert min(found["norms"]) > 100 * CLIP  # the step unscales them, and leaves them as they are
+
+
+@pytest.mark.parametrize("reason", ["EarlyStopping", "max_steps", "should_stop"])
+def test_a_run_that_ends_within_a_cycle_leaves_one_model(reason: str) -> None:
+    zero, one = (rank[reason] for rank in RUNS["early_stop"])
+    assert zero["steps"] == one["steps"] == 6
+    assert zero["kind"] == "manual"
+    assert torch.equal(zero["parameters"], one["parameters"])
+
+
+def test_resume_at_a_sync_is_exact() -> None:
+    for rank in RUNS["resume"]:
+        whole, resumed = rank["at a sync"]
+        assert resumed.pop("saved") is not None
+        assert whole["steps"] == 16
+        assert same(whole, resumed)
+
+
+def test_resume_within_a_cycle_begins_with_the_average() -> None:
+    zero, one = (rank["in a cycle"] for rank in RUNS["resume"])
+    assert not torch.equal(zero[0]["trained"][0], one[0]["trained"][0])
+    for _, resumed in (zero, one):
+        assert torch.equal(resumed["trained"][0], resumed["saved"])
+        assert torch.equal(resumed["saved"], mean(zero[0]["trained"][0], one[0]["trained"][0]))
+        assert resumed["steps"] == 20
+    assert torch.equal(zero[1]["parameters"], one[1]["parameters"])
+
+
+@pytest.mark.parametrize("where", ["training_step", "validation_step"])
+def test_an_exception_brings_the_replicas_back(where: str) -> None:
+    """Nothing is averaged: the other processes may be anywhere."""
+    zero, one = (rank[where] for rank in RUNS["failures"])
+    assert not torch.equal(zero["parameters"], one["parameters"])
+    assert not zero["held"]
+    assert not zero["save"]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("epoch", "got interval='epoch'.*\"interval\": \"step\""),
+        ("frequency", "frequency=2"),
+        ("none", r"found no HDET scheduler.*StepLR"),
+        ("zero", "ZeroRedundancyOptimizer"),
+        *((name, "one whole replica") for name in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")),
+        *((name, "one whole replica") for name in ("XLAStrategy", "SingleDeviceXLAStrategy")),
+    ],
+)
+def test_refusals(what: str, text: str) -> None:
+    import re
+
+    for rank in RUNS["refusals"]:
+        assert re.search(text, rank[what])
+
+
+def test_manual_optimization() -> None:
+    zero, one = ranks = RUNS["manual"]
+    for rank in ranks:
+        np.testing.assert_allclose(rank["windows"][0], np.mean(rank["losses"][:T]), rtol=1e-6)
+        assert math.isclose(rank["windows"][1], float(np.mean(rank["losses"][T:])), rel_tol=1e-6)
+    assert same(zero["validated"], one["validated"])
+    assert not torch.equal(zero["trained"][3], one["trained"][3])
+    assert torch.equal(zero["parameters"], one["parameters"])
+
+
+def test_without_lightning_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lightning", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "hdet_kernels.integrations.lightning", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hdet_kernels\[lightning\]'"):
+        importlib.import_module("hdet_kernels.integrations.lightning")
