@@ -3,7 +3,8 @@
 The LightningModule returns an HDET scheduler from ``configure_optimizers``, with ``"interval": "step"``. The callback
 does the rest, at these points of Lightning's loop:
 
-- ``setup``, ``on_fit_start``: refuse what cannot work (:func:`check_strategy`, :func:`check_config`).
+- ``setup``, ``on_fit_start``: refuse what cannot work (``lightning_checks.py``).
+- ``on_train_start``: take the batch of the probe, if one is asked for (``lightning_probe.py``).
 - ``on_before_backward``: record the loss of this process. Lightning steps the scheduler before ``on_train_batch_end``.
 - ``on_validation_start`` to the next training batch, and in ``trainer.save_checkpoint``: hold the averaged model.
 - ``on_train_end``: average for good, wherever in the cycle training ended.
@@ -23,23 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet_kernels.checks import check_flag
+from hdet_kernels.integrations.lightning_checks import check_optimizer, check_strategy, checked_schedulers
+from hdet_kernels.integrations.lightning_probe import ModuleProbe, ProbeChoice
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule import SyncRecord
 
 log = logging.getLogger("hdet_kernels")
-
-#: Strategies whose processes do not hold one whole replica each, and the reason.
-_REFUSED = {
-    "FSDPStrategy": "shards one replica over the processes",
-    "ModelParallelStrategy": "shards one replica over the processes",
-    "DeepSpeedStrategy": "keeps parameters and optimizer state of its own",
-    "XLAStrategy": "traces whole steps, and averages through torch.distributed do not run in them",
-    "SingleDeviceXLAStrategy": "traces whole steps, and averages through torch.distributed do not run in them",
-}
-_ACCEPTED = ("DDPStrategy", "SingleDeviceStrategy")
-
-#: Optimizers that make the parameters of all processes equal again.
-_EQUALISERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 
 
 def find_lightning() -> Any:
@@ -75,15 +66,20 @@ class HDET(_Callback):
     in every checkpoint, the parameters are the average of all replicas.
 
     Args:
+        probe: ``"eval"``: compare replicas on the first batch of the validation loader; ``"train"``: on the first of
+            the training loader; a function of the LightningModule that returns a loss on a batch that is the same for
+            all; or None: by the training losses. See ``docs/usage/lightning.md``.
         log: write :meth:`.metrics` of the scheduler to the trainer's loggers at every sync, under ``hdet/``.
     """
 
-    def __init__(self, *, log: bool = True) -> None:
+    def __init__(self, *, probe: ProbeChoice | None = None, log: bool = True) -> None:
         super().__init__()
-        if not isinstance(log, bool):
-            raise TypeError(f"log must be True or False, got {log!r}")
-        self._log = log
+        if not (probe is None or probe in ("eval", "train") or callable(probe)):
+            raise ValueError(f"probe must be 'eval', 'train', a function of the LightningModule or None, got {probe!r}")
+        check_flag("log", log)
+        self._choice, self._log = probe, log
         self._schedulers: list[Any] = []
+        self._probe: ModuleProbe | None = None
         self._held = contextlib.ExitStack()
         self._holds = False
         self._at_end = contextlib.ExitStack()
@@ -97,23 +93,17 @@ class HDET(_Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the schedulers, refuse what cannot work, and take part in saving and in the syncs."""
-        self._schedulers = []
-        configs = [config for config in trainer.lr_scheduler_configs if is_hdet(config.scheduler)]
-        if not configs:
-            found = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs] or "none"
-            raise ValueError(
-                f"HDET() found no HDET scheduler (learning rate schedulers of {type(pl_module).__name__}: {found}): "
-                'return hk.HDETOneCycleLR or hk.HDETScheduler from configure_optimizers, as in {"optimizer": '
-                'optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}'
-            )
-        for config in configs:
-            check_config(config, automatic=pl_module.automatic_optimization)
+        found = checked_schedulers(trainer.lr_scheduler_configs, automatic=pl_module.automatic_optimization)
         for optimizer in trainer.optimizers:
             check_optimizer(optimizer)
             if trainer.gradient_clip_val and _scaler(trainer) is not None and isinstance(optimizer, FusedOptimizer):
                 # Lightning clips gradients that it unscaled itself, and refuses optimizers that unscale in step().
                 optimizer._step_supports_amp_scaling = False
-        self._schedulers = [config.scheduler for config in configs]
+        if self._choice is not None:
+            self._probe = ModuleProbe(self._choice, trainer, pl_module)
+            for scheduler in found:
+                scheduler.use_probe(self._probe)  # before a checkpoint is loaded, which tells whether there was one
+        self._schedulers = found
         self._take_part_in_saving(trainer)
         if self._log:
             for number, scheduler in enumerate(self._schedulers):
@@ -121,6 +111,11 @@ class HDET(_Callback):
                 write = functools.partial(write_metrics, trainer, scheduler, name)
                 handle = scheduler.on_sync(write, every_process=False)
                 self._at_end.callback(handle.remove)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take the batch of the probe."""
+        if self._probe is not None:
+            self._probe.begin()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave one model, and not one for each replica, wherever in the cycle training ended."""
@@ -133,7 +128,8 @@ class HDET(_Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Bring this replica's own parameters back. The other processes may be anywhere: nothing is averaged."""
-        apart = any(not scheduler.in_sync for scheduler in self._schedulers)
+        self._leave()
+        apart = not all(scheduler.in_sync for scheduler in self._schedulers)
         self._end()
         if apart:
             log.warning(
@@ -149,7 +145,7 @@ class HDET(_Callback):
     def _end(self) -> None:
         self._leave()
         self._at_end.close()
-        self._schedulers = []
+        self._schedulers, self._probe = [], None
 
     # Losses
 
@@ -157,14 +153,11 @@ class HDET(_Callback):
         """Record the loss of this process before the scheduler is stepped, as ``training_step`` returned it."""
         if not pl_module.automatic_optimization:
             return
-        with torch.no_grad():
-            loss = loss.detach()
-            if (scaler := _scaler(trainer)) is not None:
-                loss = loss / scaler.scale(torch.ones((), device=loss.device))  # without waiting for the device
-            if trainer.accumulate_grad_batches != 1:
-                loss = loss * trainer.accumulate_grad_batches
+        loss = loss.detach()
+        if (scaler := _scaler(trainer)) is not None:
+            loss = loss / scaler.scale(torch.ones((), device=loss.device))  # without waiting for the device
         for scheduler in self._schedulers:
-            scheduler.record_loss(loss)
+            scheduler.record_loss(loss, divided_by=trainer.accumulate_grad_batches)
 
     # The averaged model
 
@@ -222,53 +215,9 @@ class HDET(_Callback):
             save(*args, **kwargs)
 
 
-def is_hdet(scheduler: object) -> bool:
-    """Return whether a scheduler averages replicas: one of this package."""
-    return all(callable(getattr(scheduler, name, None)) for name in ("record_loss", "converge", "consensus"))
-
-
 def is_scouting(scheduler: Any) -> bool:
     """Return whether a scheduler still looks for a learning rate (``max_lr=None``)."""
     return bool(getattr(scheduler, "scouting", False))
-
-
-def check_strategy(strategy: object) -> None:
-    """Raise ValueError unless every process of a strategy holds one whole replica that may differ from the others."""
-    name, kinds = type(strategy).__name__, [kind.__name__ for kind in type(strategy).__mro__]
-    reason = next((reason for kind, reason in _REFUSED.items() if kind in kinds), None)
-    if reason is None and not set(_ACCEPTED).intersection(kinds):
-        reason = "is not known to give every process one whole replica"
-    if reason is not None:
-        raise ValueError(
-            f"HDET needs one whole replica in every process, whose parameters may differ from the others', but {name} "
-            f'{reason}. Pass strategy="ddp" (or a subclass of DDPStrategy), train on one device, or train sharded '
-            "replicas in a loop of your own with ensemble=hk.ProcessEnsemble(mesh)"
-        )
-    if getattr(strategy, "_model_averaging_period", None) is not None:
-        raise ValueError(
-            "DDPStrategy(model_averaging_period=...) averages the parameters itself, and HDET does too: leave it out"
-        )
-
-
-def check_config(config: Any, *, automatic: bool) -> None:
-    """Raise ValueError unless Lightning steps a scheduler at every step; with manual optimization the user does."""
-    if automatic and (config.interval, config.frequency) != ("step", 1):
-        raise ValueError(
-            f"{type(config.scheduler).__name__} must be stepped after every step of the optimizer, got "
-            f"interval={config.interval!r} (Lightning's default is 'epoch') and frequency={config.frequency}: return "
-            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}} from '
-            "configure_optimizers"
-        )
-
-
-def check_optimizer(optimizer: object) -> None:
-    """Raise ValueError if an optimizer makes the parameters of all processes equal at every step."""
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _EQUALISERS:
-            raise ValueError(
-                f"{kind.__name__} makes the parameters of all processes equal, and replicas could not differ: use a "
-                "plain optimizer, such as hk.FusedAdamW"
-            )
 
 
 def write_metrics(trainer: Any, scheduler: Any, name: str, record: SyncRecord) -> None:

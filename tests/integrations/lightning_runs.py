@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hdet_kernels as hk
 import tests.integrations._shim
-from hdet_kernels.integrations.lightning import HDET, check_strategy
+from hdet_kernels.integrations.lightning import HDET
+from hdet_kernels.integrations.lightning_checks import check_strategy
 
 # Lightning advises on numbers of workers and on logging intervals, which tests choose for speed.
 warnings.filterwarnings("ignore", module="lightning")
@@ -275,7 +276,7 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
     """Train 4 epochs, and again from the checkpoints of the second: at a sync, and one step after."""
     found = {}
     for name, epoch in (("at a sync", T), ("in a cycle", T + 1)):
-        whole, resumed = (Net(steps=4 * epoch, auto_lr=True) for _ in range(2))
+        whole, resumed = (Net(steps=4 * epoch, auto_lr=True, pct_start=0.7) for _ in range(2))
         keep = ModelCheckpoint(folder / name, filename="{epoch}", save_top_k=-1)
         trainer(keep, max_epochs=4).fit(whole, data(epoch), data(2, seed=1))
         path = folder / name / "epoch=1.ckpt"
@@ -319,6 +320,7 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
         "zero": Net(
             steps=8,
             optimizer=lambda params, lr: ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=lr),
+            cycle_momentum=False,
         ),
     }
     found = {}

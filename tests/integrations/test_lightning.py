@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -64,7 +65,7 @@ class TestOneRun:
 
     def test_gradients_are_clipped(self, ranks: list[dict[str, Any]]) -> None:
         for rank in ranks:
-            assert len(rank["norms"]) == 11
+            assert len(rank["norms"]) == 8  # a validation after a step clears the gradients before they are looked at
             assert max(rank["norms"]) == pytest.approx(CLIP, rel=1e-3)
 
     def test_validation_sees_the_average_and_the_replicas_come_back(self, ranks: list[dict[str, Any]]) -> None:
@@ -158,7 +159,7 @@ def test_an_exception_brings_the_replicas_back(where: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("epoch", "got interval='epoch'.*\"interval\": \"step\""),
+        ("epoch", 'got interval=\'epoch\'.*"interval": "step"'),
         ("frequency", "frequency=2"),
         ("none", r"found no HDET scheduler.*StepLR"),
         ("zero", "ZeroRedundancyOptimizer"),
@@ -167,8 +168,6 @@ def test_an_exception_brings_the_replicas_back(where: str) -> None:
     ],
 )
 def test_refusals(what: str, text: str) -> None:
-    import re
-
     for rank in RUNS["refusals"]:
         assert re.search(text, rank[what])
 
