@@ -1,4 +1,5 @@
-"""HDET in the frameworks that people train with. Each module needs an extra of its own.
+"""HDET where people already train: one module for each framework, imported only where it is used.
 
-``lightning.py`` is a callback of Lightning's Trainer.
+``probe.py`` makes a probe of one stored batch, for all of them and for plain loops.
+``lightning.py`` is a callback of Lightning's Trainer; ``lightning_checks.py`` and ``lightning_probe.py`` belong to it.
 """

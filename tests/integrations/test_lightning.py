@@ -22,7 +22,7 @@ T, CLIP = 4, 0.05
 
 
 def in_rank(rank: int, name: str) -> Any:
-    """Run a function of ``lightning_runs`` on a folder that all ranks share. Lightning is imported in the ranks only."""
+    """Run a function of ``lightning_runs``, which imports Lightning, on a folder that all ranks share."""
     import torch.distributed as dist
 
     from tests.integrations import lightning_runs
@@ -89,9 +89,8 @@ class TestOneRun:
         assert torch.equal(zero["saved"][name][12], zero["parameters"])
 
     def test_what_is_saved_after_a_validation_was_validated(self, ranks: list[dict[str, Any]]) -> None:
-        zero, one = ranks
-        validated = zero["validated"][1:]
-        found = list(zero["saved"]["best"].values())
+        validated = ranks[0]["validated"][1:]
+        found = list(ranks[0]["saved"]["best"].values())
         assert len(found) >= 6  # a validation between two micro-batches of a step saves under the same step again
         assert all(any(torch.equal(saved, average) for average in validated) for saved in found)
 
