@@ -121,7 +121,7 @@ class HDET(_Callback):
         """Leave one model, and not one for each replica, wherever in the cycle training ended."""
         self._leave()
         for scheduler in self._schedulers:
-            if is_scouting(scheduler):
+            if getattr(scheduler, "scouting", False):
                 leave_start(scheduler, pl_module)
             elif not scheduler.in_sync:
                 scheduler.converge()
@@ -168,13 +168,8 @@ class HDET(_Callback):
                 self._held.enter_context(self._average())
             self._holds = True
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Go on holding it for those who save and stop now, unless there is no average yet."""
-        if any(map(is_scouting, self._schedulers)):
-            self._leave()
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Bring this replica's own parameters back."""
+        """Bring this replica's own parameters back. Until now, whoever saved after a validation saved the average."""
         if self._holds:
             self._leave()
 
@@ -209,15 +204,8 @@ class HDET(_Callback):
         self._at_end.callback(restore)
 
     def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        # While a learning rate is looked for there is no average, and the state of the search cannot be saved with it.
-        holds = self._holds or any(map(is_scouting, self._schedulers))
-        with contextlib.nullcontext() if holds else self._average():
+        with contextlib.nullcontext() if self._holds else self._average():
             save(*args, **kwargs)
-
-
-def is_scouting(scheduler: Any) -> bool:
-    """Return whether a scheduler still looks for a learning rate (``max_lr=None``)."""
-    return bool(getattr(scheduler, "scouting", False))
 
 
 def write_metrics(trainer: Any, scheduler: Any, name: str, record: SyncRecord) -> None:

@@ -27,9 +27,9 @@ from lightning.pytorch.strategies import (
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 import hdet_kernels as hk
-import tests.integrations._shim
 from hdet_kernels.integrations.lightning import HDET
 from hdet_kernels.integrations.lightning_checks import check_strategy
 
@@ -95,10 +95,12 @@ class Net(pl.LightningModule):
         self.steps, self.make_optimizer, self.make, self.max_lr = steps, optimizer, make, max_lr
         self.config = {"interval": "step"} if config is None else config
         self.options = {"sync_every": T, "auto_lr": False, **options}
+        self.error = MeanMetric()
         self.losses: list[float] = []
         self.validated: list[Tensor] = []
         self.trained: list[Tensor] = []
         self.norms: list[float] = []
+        self.errors: list[float] = []
         self.scheduler: Any = None
         self.fails_in = ""
 
@@ -115,12 +117,19 @@ class Net(pl.LightningModule):
         self.log("train_loss", loss, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 0:
             self.validated.append(flat(self))
         if self.fails_in == "validation_step" and self.global_step == 6:
             raise ZeroDivisionError
-        self.log("val_loss", self.loss(batch), sync_dist=True)
+        loss = self.loss(batch)
+        self.error(loss)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("val_error", self.error)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.errors.append(self.error.compute().item())
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch), sync_dist=True)
@@ -167,14 +176,14 @@ def data(batches: int, seed: int = 0, size: int = 8) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, (x.sum(1, keepdim=True) / 2).sin()), batch_size=size)
 
 
-def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+def trainer(*callbacks: pl.Callback, hdet: HDET | None = None, **options: Any) -> pl.Trainer:
     """Return a trainer on the ranks that the tests started."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "num_sanity_val_steps": 1}
     strategy = DDPStrategy(cluster_environment=World())
     if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         quiet["enable_checkpointing"] = False
     options = {"strategy": strategy, "accelerator": "cpu", "devices": dist.get_world_size(), **quiet, **options}
-    return pl.Trainer(callbacks=[HDET(), *callbacks], **options)
+    return pl.Trainer(callbacks=[hdet or HDET(), *callbacks], **options)
 
 
 def everyones(own: Tensor) -> list[Tensor]:
@@ -348,3 +357,36 @@ def manual(rank: int, folder: Path) -> dict[str, Any]:
         "validated": net.validated,
         "trained": net.trained,
     }
+
+
+def probes(rank: int, folder: Path) -> dict[str, Any]:
+    """Compare replicas on a batch of the validation loader, of the training loader, or by a function."""
+    x, y = (part[:8] for part in data(2, seed=1).dataset.tensors)
+    choices = {"eval": "eval", "train": "train", "function": lambda module: module.loss([x, y])}
+    found = {}
+    for name, choice in choices.items():
+        net = Net(steps=16, auto_lr=True, pct_start=0.7)
+        keep = ModelCheckpoint(folder / name, filename="{epoch}", save_top_k=-1)
+        trainer(keep, hdet=HDET(probe=choice), max_epochs=4).fit(net, data(4), data(2, seed=1))
+        found[name] = {
+            "probes": [record.probes for record in net.scheduler.history],
+            "errors": net.errors,
+            "validated": len(net.validated),
+            "training": net.training,
+            "parameters": flat(net),
+        }
+        if name == "train":
+            again = Net(steps=16, auto_lr=True, pct_start=0.7)
+            fit, path = trainer(hdet=HDET(probe=choice), max_epochs=4), folder / name / "epoch=1.ckpt"
+            fit.fit(again, data(4), data(2, seed=1), ckpt_path=path)
+            found[name]["resumed"] = flat(again)
+    found["messages"] = {}
+    for name, (choice, options) in {"no loader": ("eval", {"limit_val_batches": 0}), "no loss": ("eval", {})}.items():
+        net = Net(steps=16, auto_lr=True)
+        if name == "no loss":
+            net.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+        try:
+            trainer(hdet=HDET(probe=choice), max_epochs=4, **options).fit(net, data(4), data(2, seed=1))
+        except ValueError as error:
+            found["messages"][name] = str(error)
+    return found

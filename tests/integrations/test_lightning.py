@@ -35,7 +35,7 @@ def in_rank(rank: int, name: str) -> Any:
     return result
 
 
-DEFAULT = ("everything", "scaled", "early_stop", "resume", "failures", "refusals", "manual")
+DEFAULT = ("everything", "scaled", "early_stop", "resume", "failures", "refusals", "manual", "probes")
 RUNS = Cases(2, in_rank, {name: (name,) for name in DEFAULT})
 
 
@@ -179,6 +179,37 @@ def test_manual_optimization() -> None:
     assert same(zero["validated"], one["validated"])
     assert not torch.equal(zero["trained"][3], one["trained"][3])
     assert torch.equal(zero["parameters"], one["parameters"])
+
+
+@pytest.mark.parametrize("choice", ["eval", "train", "function"])
+def test_probes(choice: str) -> None:
+    """Both ranks know both losses, which differ, and nothing else changes: not even a metric."""
+    zero, one = (rank[choice] for rank in RUNS["probes"])
+    assert zero["probes"] == one["probes"]
+    compared = [probes for probes in zero["probes"] if probes is not None]
+    assert compared
+    assert all(first != second for first, second in compared)
+    assert zero["validated"] == 5
+    assert torch.equal(zero["parameters"], one["parameters"])
+
+
+def test_a_probe_of_the_validation_loader_is_that_of_the_function_on_its_first_batch() -> None:
+    for rank in RUNS["probes"]:
+        eval_, function = rank["eval"], rank["function"]
+        assert same(eval_["probes"], function["probes"])
+        assert same(eval_["parameters"], function["parameters"])
+        assert eval_["errors"] == function["errors"]
+
+
+def test_resume_with_a_probe_is_exact() -> None:
+    for rank in RUNS["probes"]:
+        assert torch.equal(rank["train"]["parameters"], rank["train"]["resumed"])
+
+
+@pytest.mark.parametrize(("what", "text"), [("no loader", "this run has none"), ("no loss", "returns none")])
+def test_probes_that_cannot_be(what: str, text: str) -> None:
+    for rank in RUNS["probes"]:
+        assert text in rank["messages"][what]
 
 
 def test_without_lightning_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
