@@ -361,7 +361,7 @@ def manual(rank: int, folder: Path) -> dict[str, Any]:
 
 def probes(rank: int, folder: Path) -> dict[str, Any]:
     """Compare replicas on a batch of the validation loader, of the training loader, or by a function."""
-    x, y = (part[:8] for part in data(2, seed=1).dataset.tensors)
+    x, y = (part[:16:2] for part in data(2, seed=1).dataset.tensors)  # those of the first rank
     choices = {"eval": "eval", "train": "train", "function": lambda module: module.loss([x, y])}
     found = {}
     for name, choice in choices.items():
@@ -371,8 +371,6 @@ def probes(rank: int, folder: Path) -> dict[str, Any]:
         found[name] = {
             "probes": [record.probes for record in net.scheduler.history],
             "errors": net.errors,
-            "validated": len(net.validated),
-            "training": net.training,
             "parameters": flat(net),
         }
         if name == "train":
