@@ -106,7 +106,7 @@ class Net(pl.LightningModule):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         x, y = batch
-        return F.mse_loss(self.net(x).float(), y)
+        return F.mse_loss(self.net(x).float(), y.float())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.trained.append(flat(self))
@@ -338,6 +338,10 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
             trainer(max_steps=8).fit(net, data(8))
         except (ValueError, RuntimeError, TypeError) as error:
             found[name] = str(error)
+    try:
+        check_strategy(DDPStrategy(model_averaging_period=2))
+    except ValueError as error:
+        found["model averaging"] = str(error)
     for kind in (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy):
         try:
             check_strategy(kind.__new__(kind))  # some cannot be built on this machine
@@ -388,3 +392,100 @@ def probes(rank: int, folder: Path) -> dict[str, Any]:
         except ValueError as error:
             found["messages"][name] = str(error)
     return found
+
+
+def precisions(rank: int, folder: Path) -> dict[str, Any]:
+    """Train in full precision with an optimizer of torch, and with parameters in bf16."""
+    found = {}
+    for precision, optimizer in (("32-true", torch.optim.AdamW), ("bf16-true", hk.FusedAdamW)):
+        net = Net(steps=12, optimizer=optimizer)
+        options = {"max_steps": 6, "val_check_interval": 3, "gradient_clip_val": CLIP}
+        trainer(precision=precision, **options).fit(net, data(12), data(2, seed=1))
+        found[precision] = {
+            "losses": net.losses,
+            "windows": [record.losses[rank] for record in net.scheduler.history],
+            "norms": net.norms,
+            "trained": net.trained,
+            "validated": net.validated,
+            "parameters": flat(net),
+        }
+    return found
+
+
+def one_replica(rank: int, folder: Path) -> dict[str, Any]:
+    """Train on one device, in a group of one process."""
+    own, _ = dist.new_subgroups(1)
+    net = Net(steps=6, ensemble=hk.ProcessEnsemble(own))
+    rates = Rates()
+    trainer(rates, strategy="auto", devices=1, max_steps=6).fit(net, data(12), data(2, seed=1))
+    optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=0.01)
+    plain = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, 6)
+    expected = []
+    for _ in range(6):
+        expected.append(plain.get_last_lr()[0])
+        optimizer.step()
+        plain.step()
+    return {"rates": rates.found, "expected": expected, "replicas": net.scheduler.cycle.ensemble.size}
+
+
+class Rates(pl.Callback):
+    """Notes the learning rate of every batch."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.found.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def scouting(rank: int, folder: Path) -> dict[str, Any]:
+    """Train without a learning rate, to the end and only into the search for one."""
+    settings = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-5, highest=1.0)  # 20 of 50 steps
+    found = {}
+    for name, steps in (("whole", 50), ("short", 7)):
+        net = Net(steps=50, max_lr=None, auto_lr=True, scout=settings)
+        start = flat(net)
+        keep = ModelCheckpoint(folder / name, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+        trainer(keep, max_steps=steps, val_check_interval=7).fit(net, data(50), data(2, seed=1))
+        found[name] = {
+            "start": start,
+            "validated": net.validated,
+            "saved": {step: saved(folder / name / f"step={step}.ckpt") for step in range(5, steps + 1, 5)},
+            "found": net.scheduler.scouted,
+            "parameters": flat(net),
+        }
+    return found
+
+
+class Digits(Net):
+    """Real data: handwritten digits."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        out = self.net(x)
+        self.right = (out.argmax(1) == y).float().mean().item()
+        return F.cross_entropy(out, y)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().validation_step(batch, batch_idx)
+        self.log("accuracy", self.right, sync_dist=True, prog_bar=False)
+        return loss
+
+
+def digits(rank: int, folder: Path) -> dict[str, Any]:
+    """Train on handwritten digits from a learning rate that is right, and from one that is far too high."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
+    train = DataLoader(TensorDataset(x[:1400], y[:1400]), batch_size=32, shuffle=True)
+    held_out = DataLoader(TensorDataset(x[1400:], y[1400:]), batch_size=64)
+    net = Digits(steps=4 * 22, auto_lr=True, max_lr=0.01)
+    fit = trainer(hdet=HDET(probe="eval"), max_epochs=4)
+    fit.fit(net, train, held_out)
+    return {"accuracy": fit.callback_metrics["accuracy"].item(), "parameters": flat(net)}

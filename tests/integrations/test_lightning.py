@@ -35,7 +35,8 @@ def in_rank(rank: int, name: str) -> Any:
     return result
 
 
-DEFAULT = ("everything", "scaled", "early_stop", "resume", "failures", "refusals", "manual", "probes")
+DEFAULT = ("everything", "scaled", "precisions", "early_stop", "resume", "failures", "refusals", "manual", "probes")
+DEFAULT += ("one_replica", "scouting", "digits")
 RUNS = Cases(2, in_rank, {name: (name,) for name in DEFAULT})
 
 
@@ -120,6 +121,44 @@ def test_fp16_with_a_scaler(clip: str) -> None:
             assert min(found["norms"]) > 100 * CLIP  # the step unscales them, and leaves them as they are
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_true_precisions(precision: str) -> None:
+    zero, one = ranks = [rank[precision] for rank in RUNS["precisions"]]
+    for rank in ranks:
+        np.testing.assert_allclose(rank["windows"][0], np.mean(rank["losses"][:T]), rtol=1e-6)
+        assert max(rank["norms"]) == pytest.approx(CLIP, rel=1e-2)
+    own = zero["trained"][3], one["trained"][3]
+    assert not torch.equal(*own)
+    assert same(zero["validated"], one["validated"])
+    torch.testing.assert_close(zero["validated"][1], mean(*own), rtol=2**-7, atol=0)
+    assert torch.equal(zero["parameters"], one["parameters"])
+
+
+def test_real_data() -> None:
+    zero, one = RUNS["digits"]
+    assert zero["accuracy"] == one["accuracy"] > 0.85
+    assert torch.equal(zero["parameters"], one["parameters"])
+
+
+def test_one_device_is_one_replica_with_the_plain_schedule() -> None:
+    for rank in RUNS["one_replica"]:
+        assert rank["replicas"] == 1
+        assert rank["rates"] == rank["expected"]
+
+
+def test_without_a_learning_rate_one_is_found() -> None:
+    zero, one = (rank["whole"] for rank in RUNS["scouting"])
+    assert zero["found"] == one["found"] is not None
+    assert torch.equal(zero["parameters"], one["parameters"])
+
+
+def test_while_a_learning_rate_is_looked_for_the_model_is_that_of_the_start() -> None:
+    for rank in (rank["short"] for rank in RUNS["scouting"]):
+        assert rank["found"] is None
+        for seen in (*rank["validated"], *rank["saved"].values(), rank["parameters"]):
+            assert torch.equal(seen, rank["start"])
+
+
 @pytest.mark.parametrize("reason", ["EarlyStopping", "max_steps", "should_stop"])
 def test_a_run_that_ends_within_a_cycle_leaves_one_model(reason: str) -> None:
     zero, one = (rank[reason] for rank in RUNS["early_stop"])
@@ -162,6 +201,7 @@ def test_an_exception_brings_the_replicas_back(where: str) -> None:
         ("frequency", "frequency=2"),
         ("none", r"found no HDET scheduler.*StepLR"),
         ("zero", "ZeroRedundancyOptimizer"),
+        ("model averaging", "averages the parameters itself"),
         *((name, "one whole replica") for name in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")),
         *((name, "one whole replica") for name in ("XLAStrategy", "SingleDeviceXLAStrategy")),
     ],
