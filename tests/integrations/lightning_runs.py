@@ -110,8 +110,8 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.trained.append(flat(self))
-        if self.fails_in == "training_step" and self.global_step == 6:
-            raise ZeroDivisionError
+        if self.fails_in in ("training_step", "interrupt") and self.global_step == 6:
+            raise ZeroDivisionError if self.fails_in == "training_step" else KeyboardInterrupt
         loss = self.loss(batch)
         self.losses.append(loss.item())
         self.log("train_loss", loss, sync_dist=True)
@@ -308,13 +308,13 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
 def failures(rank: int, folder: Path) -> dict[str, Any]:
     """Raise in training and in validation, on both ranks, in the middle of a cycle."""
     found = {}
-    for where in ("training_step", "validation_step"):
+    for where in ("training_step", "validation_step", "interrupt"):
         net = Net(steps=24)
         net.fails_in = where
         fit = trainer(max_steps=24, val_check_interval=6)
         try:
             fit.fit(net, data(12), data(2, seed=1))
-        except ZeroDivisionError:
+        except (ZeroDivisionError, SystemExit):  # Lightning exits when it is interrupted
             held = net.scheduler.cycle.in_consensus
             found[where] = {"parameters": flat(net), "held": held, "save": "save_checkpoint" in vars(fit)}
     return found
@@ -489,3 +489,96 @@ def digits(rank: int, folder: Path) -> dict[str, Any]:
     fit = trainer(hdet=HDET(probe="eval"), max_epochs=4)
     fit.fit(net, train, held_out)
     return {"accuracy": fit.callback_metrics["accuracy"].item(), "parameters": flat(net)}
+
+
+def other_package(rank: int, folder: Path) -> dict[str, Any]:
+    """Train with the Trainer of ``pytorch_lightning``, while the callback is that of ``lightning.pytorch``."""
+    import pytorch_lightning
+    from lightning_fabric.plugins.environments import LightningEnvironment as OtherEnvironment
+
+    class OtherWorld(OtherEnvironment):
+        creates_processes_externally = World.creates_processes_externally
+        world_size, global_rank, local_rank = World.world_size, World.global_rank, World.local_rank
+        set_world_size, set_global_rank = World.set_world_size, World.set_global_rank
+
+    class OtherNet(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(WIDTH, 1)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return F.mse_loss(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("val_loss", F.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = hk.FusedAdamW(self.parameters(), lr=0.01)
+            self.scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 12, sync_every=T)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
+
+    strategy = pytorch_lightning.strategies.DDPStrategy(cluster_environment=OtherWorld())
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    net = OtherNet()
+    keep = pytorch_lightning.callbacks.ModelCheckpoint(folder, every_n_train_steps=3)
+    fit = pytorch_lightning.Trainer(
+        callbacks=[HDET(), keep], strategy=strategy, accelerator="cpu", devices=2, max_steps=6, **quiet
+    )
+    fit.fit(net, data(12), data(2, seed=1))
+    return {"steps": net.scheduler.last_epoch, "parameters": flat(net)}
+
+
+def tensorboard(rank: int, folder: Path) -> dict[str, Any]:
+    """Log to TensorBoard, and read its files back."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(folder, name="", version="")
+    fit = trainer(LearningRateMonitor(), logger=logger, log_every_n_steps=1, max_steps=8)
+    fit.fit(Net(steps=8), data(8), data(2, seed=1))
+    if rank:
+        return {}
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()["scalars"]
+    base = next(tag for tag in tags if tag.startswith("hdet/base/lr"))
+    return {"tags": tags, "steps": [event.step for event in events.Scalars(base)]}
+
+
+class Stacked(pl.LightningModule):
+    """Four replicas on one device, with manual optimization."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.group = group
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        self.stack = hk.ReplicaStack(self.net, 4, ensemble=hk.ProcessEnsemble(self.group))
+        optimizer = hk.FusedAdamW(self.stack.parameters(), lr=0.01)
+        self.scheduler = hk.HDETOneCycleLR(optimizer, 0.02, 30, sync_every=T, ensemble=self.stack.ensemble)
+        return [optimizer], [self.scheduler]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        losses = self.stack.backward(lambda net, x, y: F.mse_loss(net(x), y), *batch)
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.lr_schedulers().step(losses)
+        self.losses.append(losses.mean().item())
+
+
+def stack(rank: int, folder: Path) -> dict[str, Any]:
+    """Train a stack on one device, to the middle of a cycle."""
+    own, _ = dist.new_subgroups(1)
+    net = Stacked(own)
+    trainer(strategy="auto", devices=1, max_steps=26).fit(net, data(30))
+    rows = torch.cat([param.detach().flatten(1) for param in net.stack.parameters()], dim=1)
+    return {
+        "replicas": net.scheduler.cycle.ensemble.size,
+        "losses": net.losses,
+        "spread": float((rows - rows[0]).abs().max()),
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -37,7 +38,8 @@ def in_rank(rank: int, name: str) -> Any:
 
 DEFAULT = ("everything", "scaled", "precisions", "early_stop", "resume", "failures", "refusals", "manual", "probes")
 DEFAULT += ("one_replica", "scouting", "digits")
-RUNS = Cases(2, in_rank, {name: (name,) for name in DEFAULT})
+FULL = ("other_package", "tensorboard", "stack")
+RUNS = Cases(2, in_rank, {name: (name,) for name in DEFAULT}, full={name: (name,) for name in FULL})
 
 
 def mean(zero: Tensor, one: Tensor) -> Tensor:
@@ -130,7 +132,9 @@ def test_true_precisions(precision: str) -> None:
     own = zero["trained"][3], one["trained"][3]
     assert not torch.equal(*own)
     assert same(zero["validated"], one["validated"])
-    torch.testing.assert_close(zero["validated"][1], mean(*own), rtol=2**-7, atol=0)
+    rounding = 0.0 if precision == "32-true" else 2**-7  # parameters are rounded from an average of masters
+    distance = (zero["validated"][1] - mean(*own)).abs()
+    assert (distance <= rounding * torch.maximum(own[0].abs(), own[1].abs())).all()
     assert torch.equal(zero["parameters"], one["parameters"])
 
 
@@ -185,7 +189,7 @@ def test_resume_within_a_cycle_begins_with_the_average() -> None:
     assert torch.equal(zero[1]["parameters"], one[1]["parameters"])
 
 
-@pytest.mark.parametrize("where", ["training_step", "validation_step"])
+@pytest.mark.parametrize("where", ["training_step", "validation_step", "interrupt"])
 def test_an_exception_brings_the_replicas_back(where: str) -> None:
     """Nothing is averaged: the other processes may be anywhere."""
     zero, one = (rank[where] for rank in RUNS["failures"])
@@ -258,3 +262,80 @@ def test_without_lightning_the_message_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "hdet_kernels.integrations.lightning", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hdet_kernels\[lightning\]'"):
         importlib.import_module("hdet_kernels.integrations.lightning")
+
+
+@pytest.mark.full
+def test_a_trainer_of_the_other_package() -> None:
+    """Lightning has two packages, with classes of their own. The callback is built on those of one of them."""
+    zero, one = RUNS["other_package"]
+    assert zero["steps"] == 6
+    assert torch.equal(zero["parameters"], one["parameters"])
+
+
+@pytest.mark.full
+def test_tensorboard() -> None:
+    zero, _ = RUNS["tensorboard"]
+    assert zero["steps"] == [3, 7]
+    assert {"val_loss", "lr-FusedAdamW"} <= set(zero["tags"])
+
+
+@pytest.mark.full
+def test_a_stack_on_one_device() -> None:
+    for rank in RUNS["stack"]:
+        assert rank["replicas"] == 4
+        assert rank["losses"][-1] < rank["losses"][0]
+        assert rank["spread"] == 0.0
+
+
+SCRIPT = """
+import sys
+import torch
+import {package} as pl
+import hdet_kernels as hk
+from hdet_kernels.integrations.lightning import HDET
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(6, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = hk.FusedAdamW(self.parameters(), lr=0.01)
+        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, self.trainer.estimated_stepping_batches, sync_every=4, seed=1)
+        self.scheduler = scheduler
+        return {{"optimizer": optimizer, "lr_scheduler": {{"scheduler": scheduler, "interval": "step"}}}}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(96, 6))
+    net = Net()
+    quiet = dict(enable_progress_bar=False, enable_model_summary=False, logger=False, enable_checkpointing=False)
+    trainer = pl.Trainer(
+        callbacks=[HDET()], accelerator="cpu", strategy="{strategy}", devices=2, max_epochs=2, max_steps=10, **quiet
+    )
+    trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=8))
+    if "{strategy}" == "ddp":
+        every = trainer.strategy.all_gather(torch.nn.utils.parameters_to_vector(net.parameters()).detach())
+        print(trainer.global_rank, isinstance(HDET(), pl.Callback), bool((every[0] == every[1]).all()),
+              net.scheduler.cycle.ensemble.size, [record.step for record in net.scheduler.history])
+    else:
+        print(trainer.global_step)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_lightning_starts_the_processes_itself(tmp_path: Path, package: str, strategy: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(package=package, strategy=strategy))
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if strategy == "ddp":
+        assert "0 True True 2 [4, 8, 10]" in done.stdout
+        assert "1 True True 2 [4, 8, 10]" in done.stdout
+    else:
+        assert done.stdout.strip().endswith("10")

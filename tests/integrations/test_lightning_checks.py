@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hdet_kernels as hk
@@ -23,10 +22,9 @@ def test_the_schedulers_of_this_package_are_told_from_others() -> None:
     assert not is_hdet(CosineAnnealingLR(optimizer(), 10))
 
 
-def test_optimizers_that_make_replicas_equal_are_refused() -> None:
+def test_plain_optimizers_are_accepted() -> None:
     check_optimizer(optimizer())
-    with pytest.raises(ValueError, match="PostLocalSGDOptimizer makes the parameters of all processes equal"):
-        check_optimizer(PostLocalSGDOptimizer.__new__(PostLocalSGDOptimizer))
+    check_optimizer(hk.FusedAdamW(nn.Linear(2, 2).parameters()))
 
 
 def test_a_strategy_of_an_unknown_kind_is_refused() -> None:
