@@ -96,7 +96,7 @@ def loss_of(output: Any) -> Tensor | None:
 def unnoticed(module: nn.Module) -> Iterator[None]:
     """Log nothing inside the block, and have the metrics in the module as before after it."""
     own = vars(module)
-    replaced = {name: own[name] for name in ("log", "log_dict") if name in own}
+    replaced: dict[str, Any] = {name: own[name] for name in ("log", "log_dict") if name in own}
     metrics = [part for part in module.modules() if _is_metric(part)]
     before = [{key: _copied(value) for key, value in vars(metric).items()} for metric in metrics]
     own["log"] = own["log_dict"] = _nothing

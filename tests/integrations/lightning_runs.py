@@ -554,7 +554,7 @@ class Stacked(pl.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
         self.group = group
-        self.losses: list[float] = []
+        self.losses: list[list[float]] = []
 
     def configure_optimizers(self) -> Any:
         self.stack = hk.ReplicaStack(self.net, 4, ensemble=hk.ProcessEnsemble(self.group))
@@ -563,22 +563,38 @@ class Stacked(pl.LightningModule):
         return [optimizer], [self.scheduler]
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        losses = self.stack.backward(lambda net, x, y: F.mse_loss(net(x), y), *batch)
+        losses = self.stack.backward(self.loss, *batch)
         optimizer = self.optimizers()
         optimizer.step()
         optimizer.zero_grad()
         self.lr_schedulers().step(losses)
-        self.losses.append(losses.mean().item())
+        self.losses.append(losses.tolist())
+
+    @staticmethod
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(net(x), y)
+
+    def rows(self) -> Tensor:
+        return torch.cat([param.detach().flatten(1) for param in self.stack.parameters()], dim=1)
 
 
 def stack(rank: int, folder: Path) -> dict[str, Any]:
-    """Train a stack on one device, to the middle of a cycle."""
+    """Train a stack on one device, by Lightning and in a loop, to the middle of a cycle."""
     own, _ = dist.new_subgroups(1)
-    net = Stacked(own)
-    trainer(strategy="auto", devices=1, max_steps=26).fit(net, data(30))
-    rows = torch.cat([param.detach().flatten(1) for param in net.stack.parameters()], dim=1)
+    net, loop = Stacked(own), Stacked(own)
+    trainer(strategy="auto", devices=1, max_steps=10).fit(net, data(30))
+    (optimizer,), (scheduler,) = loop.configure_optimizers()
+    for _, (x, y) in zip(range(10), data(30), strict=False):
+        losses = loop.stack.backward(loop.loss, x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(losses)
+        loop.losses.append(losses.tolist())
+    scheduler.converge()
     return {
         "replicas": net.scheduler.cycle.ensemble.size,
         "losses": net.losses,
-        "spread": float((rows - rows[0]).abs().max()),
+        "expected": loop.losses,
+        "rows": net.rows(),
+        "average": loop.rows(),
     }

@@ -283,12 +283,11 @@ def test_tensorboard() -> None:
 def test_a_stack_on_one_device() -> None:
     for rank in RUNS["stack"]:
         assert rank["replicas"] == 4
-        assert rank["losses"][-1] < rank["losses"][0]
-        assert rank["spread"] == 0.0
+        assert rank["losses"] == rank["expected"]
+        assert torch.equal(rank["rows"], rank["average"])
 
 
 SCRIPT = """
-import sys
 import torch
 import {package} as pl
 import hdet_kernels as hk
@@ -304,9 +303,18 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = hk.FusedAdamW(self.parameters(), lr=0.01)
-        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, self.trainer.estimated_stepping_batches, sync_every=4, seed=1)
+        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, self.trainer.estimated_stepping_batches, sync_every=4)
         self.scheduler = scheduler
         return {{"optimizer": optimizer, "lr_scheduler": {{"scheduler": scheduler, "interval": "step"}}}}
+
+    def on_train_end(self):
+        found = {{
+            "base": isinstance(HDET(), pl.Callback),
+            "parameters": torch.nn.utils.parameters_to_vector(self.parameters()).detach(),
+            "replicas": self.scheduler.cycle.ensemble.size,
+            "steps": [record.step for record in self.scheduler.history],
+        }}
+        torch.save(found, f"rank{{self.global_rank}}.pt")
 
 if __name__ == "__main__":
     torch.manual_seed(0)
@@ -317,25 +325,21 @@ if __name__ == "__main__":
         callbacks=[HDET()], accelerator="cpu", strategy="{strategy}", devices=2, max_epochs=2, max_steps=10, **quiet
     )
     trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=8))
-    if "{strategy}" == "ddp":
-        every = trainer.strategy.all_gather(torch.nn.utils.parameters_to_vector(net.parameters()).detach())
-        print(trainer.global_rank, isinstance(HDET(), pl.Callback), bool((every[0] == every[1]).all()),
-              net.scheduler.cycle.ensemble.size, [record.step for record in net.scheduler.history])
-    else:
-        print(trainer.global_step)
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize(
+    ("package", "strategy"),
+    [("lightning.pytorch", "ddp"), ("pytorch_lightning", "ddp"), ("pytorch_lightning", "ddp_spawn")],
+)
 def test_lightning_starts_the_processes_itself(tmp_path: Path, package: str, strategy: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(package=package, strategy=strategy))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    if strategy == "ddp":
-        assert "0 True True 2 [4, 8, 10]" in done.stdout
-        assert "1 True True 2 [4, 8, 10]" in done.stdout
-    else:
-        assert done.stdout.strip().endswith("10")
+    zero, one = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert zero["base"]
+    assert zero["replicas"] == 2
+    assert zero["steps"] == [4, 8, 10]
+    assert same(zero, one)
