@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 
+from hdet_kernels.integrations.probe import BatchProbe
 from hdet_kernels.integrations.transformers.callback import HDETCallback
 from hdet_kernels.integrations.transformers.losses import predicted_labels, shifts_labels
 from hdet_kernels.integrations.transformers.schedule import build_scheduler, trainer_options
@@ -49,6 +50,8 @@ class HDETTrainerMixin(_Base):
         self._hdet_options = trainer_options(hdet)
         super().__init__(*args, **kwargs)
         check_replicas(self.args, self.model)
+        if self._hdet_options.eval_probe and self.eval_dataset is None:
+            raise ValueError("probe='eval' takes a batch of the evaluation dataset, got none: pass eval_dataset=")
         if any(isinstance(one, HDETCallback) for one in self.callback_handler.callbacks):
             raise ValueError("the trainer has its HDETCallback already: leave it out of callbacks=")
         if self.lr_scheduler is not None and hdet:
@@ -68,9 +71,16 @@ class HDETTrainerMixin(_Base):
                 num_training_steps,
                 self._hdet_options,
                 model=wrapped[-1] if wrapped else self.model,
+                probe=self._eval_probe() if self._hdet_options.eval_probe else None,
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def _eval_probe(self) -> BatchProbe:
+        """Return a probe on the first batch of the evaluation dataset, of the first one if there are several."""
+        several = isinstance(self.eval_dataset, dict)
+        loader = self.get_eval_dataloader(next(iter(self.eval_dataset)) if several else None)
+        return BatchProbe.of_loader(self.model, lambda model, batch: self.compute_loss(model, batch), loader)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None

@@ -1,4 +1,4 @@
-"""A tiny language model, tokens to train it on, and a trainer's arguments, for ranks in a gloo group and for one process."""
+"""A tiny language model, tokens to train it on, and a trainer's arguments, for the ranks of a gloo group."""
 
 from __future__ import annotations
 
