@@ -45,6 +45,7 @@ def ended(trainer: Any) -> dict[str, Any]:
     return {
         "parameters": tiny.flat(trainer.model),
         "moments": torch.cat(moments),
+        "base": trainer.lr_scheduler.get_base_lr(),
         "logged": [logs["loss"] for logs in trainer.state.log_history if "loss" in logs],
         "losses": [record.losses for record in trainer.lr_scheduler.history],
     }
@@ -58,6 +59,7 @@ def resumed(rank: int, kind: str, optimizer: str, bf16: bool, smoothing: float) 
     settings: dict[str, Any] = {
         "kind": kind,
         "max_steps": STEPS,
+        "warmup_steps": STEPS - 2,  # the controller acts until the peak, and replicas differ as long
         "gradient_accumulation_steps": 2,
         "bf16": bf16,
         "label_smoothing_factor": smoothing,
@@ -83,7 +85,6 @@ def resumed(rank: int, kind: str, optimizer: str, bf16: bool, smoothing: float) 
             "saved": watch.saved,
             "logs": [logs for logs in watch.logs if "loss" in logs],
             "groups": len(first.optimizer.param_groups),
-            "own": first.lr_scheduler.history[0].values["lr"],
         }
 
 
@@ -104,8 +105,9 @@ def test_a_run_resumed_at_a_sync_is_the_uninterrupted_run(
         assert torch.equal(first["parameters"], second["parameters"])
         assert torch.equal(first["moments"], second["moments"])
         assert first["logged"] == second["logged"]
+        assert first["base"] == second["base"]
         assert first["losses"] == second["losses"]
-        assert result["apart"][STEPS // 2 - 1] > 0 == result["apart"][STEPS // 2]
+        assert result["apart"][STEPS // 2 + 1] > 0 == result["apart"][STEPS // 2]
 
 
 @pytest.mark.parametrize(("kind", "optimizer", "bf16", "smoothing"), RESUMED.params())
@@ -138,7 +140,8 @@ def stopped(rank: int, save: str) -> dict[str, Any]:
     from tests.integrations.transformers.watch import Watch
 
     settings: dict[str, Any] = {
-        "max_steps": 24,
+        "max_steps": 10,
+        "warmup_steps": 8,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "save_strategy": "steps",
@@ -146,7 +149,7 @@ def stopped(rank: int, save: str) -> dict[str, Any]:
         "load_best_model_at_end": True,
         "metric_for_best_model": "never_better",
         "greater_is_better": True,
-        "hdet": {"sync_every": 5, "save": save, "probe": "eval"},
+        "hdet": {"sync_every": 3, "save": save, "probe": "eval"},
     }
     with tiny.shared_folder(rank) as folder:
         watch = Watch()
@@ -154,15 +157,16 @@ def stopped(rank: int, save: str) -> dict[str, Any]:
         stop = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)]}
         trainer = make_trainer(folder, watch, **{**settings, "options": {**settings["options"], **stop}})
         trainer.train()
-        best = os.path.join(folder, "checkpoint-2" if save == "consensus" else "checkpoint-5")
+        watched = {name: dict(getattr(watch, name)) for name in ("apart", "evaluated", "saved", "returned")}
+        best = os.path.join(folder, "checkpoint-2" if save == "consensus" else "checkpoint-3")
         loaded = type(trainer.model).from_pretrained(best)
         after = tiny.of_all_ranks(tiny.flat(trainer.model))
         evaluated = trainer.evaluate()["eval_loss"]
-        again = make_trainer(folder, Watch(), seed=5, **{**settings, "max_steps": 24, "load_best_model_at_end": False})
+        again = make_trainer(folder, Watch(), seed=5, **settings)
         again.train(resume_from_checkpoint=best)
-        final = tiny.of_all_ranks(tiny.flat(again.model))
+        final = tiny.of_all_ranks(tiny.flat(again.model))  # the best of the resumed run
         return {
-            **{name: getattr(watch, name) for name in ("apart", "evaluated", "saved", "returned")},
+            **watched,
             "step": trainer.state.global_step,
             "best": torch.equal(after[0], after[1]) and torch.equal(after[0], tiny.flat(loaded)),
             "checkpoint": trainer.state.best_model_checkpoint == best,
@@ -176,9 +180,8 @@ def stopped(rank: int, save: str) -> dict[str, Any]:
 STOPPED = Cases(2, stopped, [("consensus",)], full=[("sync",)])
 
 
-@pytest.mark.parametrize("save", [param.values[0] for param in STOPPED.params()][:1])
-def test_an_early_stop_loads_the_best_average_and_resumes(save: str) -> None:
-    results = STOPPED[(save,)]
+def test_an_early_stop_loads_the_best_average_and_resumes() -> None:
+    results = STOPPED[("consensus",)]
     for result in results:
         assert result["step"] == 4
         assert result["apart"][2] > 0
@@ -187,7 +190,7 @@ def test_an_early_stop_loads_the_best_average_and_resumes(save: str) -> None:
         assert result["returned"] == {2: True}
         assert result["best"]
         assert result["checkpoint"]
-        assert result["resumed"] == 24
+        assert result["resumed"] == 10
         assert result["one"]
         assert result["probed"][0]
     assert results[0]["saved"].keys() == {2, 4}
@@ -199,11 +202,11 @@ def test_an_early_stop_loads_the_best_average_and_resumes(save: str) -> None:
 def test_checkpoints_and_the_evaluations_that_choose_among_them_wait_for_a_sync() -> None:
     results = STOPPED[("sync",)]
     for result in results:
-        assert result["evaluated"].keys() == {5, 10}
-        assert result["step"] == 10
+        assert result["evaluated"].keys() == {3, 6}
+        assert result["step"] == 6
         assert result["best"]
         assert result["checkpoint"]
-    assert results[0]["saved"].keys() == {5, 10}
+    assert results[0]["saved"].keys() == {3, 6}
 
 
 def compared(rank: int) -> dict[str, Any]:
@@ -216,10 +219,10 @@ def compared(rank: int) -> dict[str, Any]:
     with tiny.shared_folder(rank) as folder:
         for name, schedule in (("linear", {}), ("cosine", {"lr_scheduler_type": "cosine", "warmup_steps": 2})):
             given = {"max_steps": STEPS, "gradient_accumulation_steps": 2, **schedule}
-            plain = Trainer(tiny.model(), tiny.arguments(folder, **given), train_dataset=tiny.rows(64))
             hdet = {"spread": 0.0, "sync_every": 3} | ({"schedule": "linear"} if name == "linear" else {})
-            ours = HDETTrainer(tiny.model(), tiny.arguments(folder, **given), train_dataset=tiny.rows(64), hdet=hdet)
+            plain = Trainer(tiny.model(), tiny.arguments(folder, **given), train_dataset=tiny.rows(64))
             plain.train()
+            ours = HDETTrainer(tiny.model(), tiny.arguments(folder, **given), train_dataset=tiny.rows(64), hdet=hdet)
             ours.train()
             logged = [
                 [(logs["loss"], logs["learning_rate"]) for logs in trainer.state.log_history if "loss" in logs]
