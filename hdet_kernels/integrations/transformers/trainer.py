@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
@@ -45,6 +44,7 @@ class HDETTrainerMixin(_Base):
     """
 
     lr_scheduler: LRScheduler | None
+    _hdet_wrapped: nn.Module | None = None
 
     def __init__(self, *args: Any, hdet: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._hdet_options = trainer_options(hdet)
@@ -59,18 +59,28 @@ class HDETTrainerMixin(_Base):
         self._hdet = HDETCallback(save=self._hdet_options.save, record_losses=False)
         self.add_callback(self._hdet)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, and note what it wraps: the trainer keeps that only after it has a scheduler."""
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
+
+        def noting(*args: Any, **kwargs: Any) -> nn.Module:
+            self._hdet_wrapped = prepare(*args, **kwargs)
+            return self._hdet_wrapped
+
+        self.accelerator.prepare_model = noting
+
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Build the HDET scheduler, unless one was passed to the trainer."""
         if self.lr_scheduler is None:
             given = self.optimizer if optimizer is None else optimizer
-            # The trainer keeps the model that accelerate wrapped only after it has a scheduler.
-            wrapped = [one for one in self.accelerator._models if isinstance(one, DistributedDataParallel)]
+            wrapped = self.model_wrapped if self.model_wrapped is not self.model else self._hdet_wrapped
             self.lr_scheduler = build_scheduler(
                 self.args,
                 getattr(given, "optimizer", given),  # accelerate's wrapper
                 num_training_steps,
                 self._hdet_options,
-                model=wrapped[-1] if wrapped else self.model,
+                model=self.model if wrapped is None else wrapped,
                 probe=self._eval_probe() if self._hdet_options.eval_probe else None,
             )
             self._created_lr_scheduler = True

@@ -88,51 +88,6 @@ def resumed(rank: int, kind: str, optimizer: str, bf16: bool, smoothing: float) 
         }
 
 
-RESUMED = Cases(
-    2,
-    resumed,
-    [("gpt2", "torch", True, SMOOTHING)],
-    full=[("gpt2", "fused", False, 0.0), ("llama", "fused", True, SMOOTHING), ("llama", "torch", False, 0.0)],
-)
-
-
-@pytest.mark.parametrize(("kind", "optimizer", "bf16", "smoothing"), RESUMED.params())
-def test_a_run_resumed_at_a_sync_is_the_uninterrupted_run(
-    kind: str, optimizer: str, bf16: bool, smoothing: float
-) -> None:
-    for result in RESUMED[kind, optimizer, bf16, smoothing]:
-        first, second = result["first"], result["second"]
-        assert torch.equal(first["parameters"], second["parameters"])
-        assert torch.equal(first["moments"], second["moments"])
-        assert first["logged"] == second["logged"]
-        assert first["base"] == second["base"]
-        assert first["losses"] == second["losses"]
-        assert result["apart"][STEPS // 2 + 1] > 0 == result["apart"][STEPS // 2]
-
-
-@pytest.mark.parametrize(("kind", "optimizer", "bf16", "smoothing"), RESUMED.params())
-def test_losses_are_those_of_this_process_with_smoothing_accumulation_and_autocast(
-    kind: str, optimizer: str, bf16: bool, smoothing: float
-) -> None:
-    for rank, result in enumerate(RESUMED[kind, optimizer, bf16, smoothing]):
-        found = [losses[rank] for losses in result["first"]["losses"]]
-        steps = np.array(result["watched"]).reshape(-1, 2).mean(1)
-        assert found == pytest.approx(steps.tolist(), rel=1e-5)
-        assert max(result["norms"]) < 0.1001
-
-
-@pytest.mark.parametrize(("kind", "optimizer", "bf16", "smoothing"), RESUMED.params())
-def test_loggers_see_the_base_learning_rate_and_metrics(
-    kind: str, optimizer: str, bf16: bool, smoothing: float
-) -> None:
-    results = RESUMED[kind, optimizer, bf16, smoothing]
-    rates = [[logs["learning_rate"] for logs in result["logs"]] for result in results]
-    assert rates[0] == rates[1]
-    assert rates[0][0] == pytest.approx(1e-2 / 25)
-    assert results[0]["groups"] == 2  # decayed and not decayed
-    assert "hdet/base/lr" in results[0]["logs"][-1]
-
-
 def stopped(rank: int, save: str) -> dict[str, Any]:
     """Stop early between two syncs, load the best model, and resume from a checkpoint between two syncs."""
     from transformers import EarlyStoppingCallback
@@ -177,11 +132,61 @@ def stopped(rank: int, save: str) -> dict[str, Any]:
         }
 
 
-STOPPED = Cases(2, stopped, [("consensus",)], full=[("sync",)])
+def either(rank: int, function: Any, *arguments: Any) -> dict[str, Any]:
+    """Let one group of ranks run both."""
+    return function(rank, *arguments)
+
+
+DEFAULT = [("gpt2", "torch", True, SMOOTHING)]
+FULL = [("gpt2", "fused", False, 0.0), ("llama", "fused", True, SMOOTHING), ("llama", "torch", False, 0.0)]
+CASES = Cases(
+    2,
+    either,
+    {**{case: (resumed, *case) for case in DEFAULT}, "consensus": (stopped, "consensus")},
+    full={**{case: (resumed, *case) for case in FULL}, "sync": (stopped, "sync")},
+)
+RESUMED = [pytest.param(*case) for case in DEFAULT] + [pytest.param(*case, marks=pytest.mark.full) for case in FULL]
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "bf16", "smoothing"), RESUMED)
+def test_a_run_resumed_at_a_sync_is_the_uninterrupted_run(
+    kind: str, optimizer: str, bf16: bool, smoothing: float
+) -> None:
+    for result in CASES[kind, optimizer, bf16, smoothing]:
+        first, second = result["first"], result["second"]
+        assert torch.equal(first["parameters"], second["parameters"])
+        assert torch.equal(first["moments"], second["moments"])
+        assert first["logged"] == second["logged"]
+        assert first["base"] == second["base"]
+        assert first["losses"] == second["losses"]
+        assert result["apart"][STEPS // 2 + 1] > 0 == result["apart"][STEPS // 2]
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "bf16", "smoothing"), RESUMED)
+def test_losses_are_those_of_this_process_with_smoothing_accumulation_and_autocast(
+    kind: str, optimizer: str, bf16: bool, smoothing: float
+) -> None:
+    for rank, result in enumerate(CASES[kind, optimizer, bf16, smoothing]):
+        found = [losses[rank] for losses in result["first"]["losses"]]
+        steps = np.array(result["watched"]).reshape(-1, 2).mean(1)
+        assert found == pytest.approx(steps.tolist(), rel=1e-5)
+        assert max(result["norms"]) < 0.1001
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "bf16", "smoothing"), RESUMED)
+def test_loggers_see_the_base_learning_rate_and_metrics(
+    kind: str, optimizer: str, bf16: bool, smoothing: float
+) -> None:
+    results = CASES[kind, optimizer, bf16, smoothing]
+    rates = [[logs["learning_rate"] for logs in result["logs"]] for result in results]
+    assert rates[0] == rates[1]
+    assert rates[0][0] == pytest.approx(1e-2 / 25)
+    assert results[0]["groups"] == 2  # decayed and not decayed
+    assert "hdet/base/lr" in results[0]["logs"][-1]
 
 
 def test_an_early_stop_loads_the_best_average_and_resumes() -> None:
-    results = STOPPED[("consensus",)]
+    results = CASES["consensus"]
     for result in results:
         assert result["step"] == 4
         assert result["apart"][2] > 0
@@ -200,7 +205,7 @@ def test_an_early_stop_loads_the_best_average_and_resumes() -> None:
 
 @pytest.mark.full
 def test_checkpoints_and_the_evaluations_that_choose_among_them_wait_for_a_sync() -> None:
-    results = STOPPED[("sync",)]
+    results = CASES["sync"]
     for result in results:
         assert result["evaluated"].keys() == {3, 6}
         assert result["step"] == 6
@@ -260,3 +265,68 @@ def test_sharded_models_are_refused_before_they_are_sharded() -> None:
     for messages in run_ranks(2, refused):
         assert all("FSDP" in message and "torchrun" in message for message in messages)
         assert len(messages) == 2
+
+
+def asked_otherwise(rank: int) -> dict[str, Any]:
+    """Evaluate and save at the ends of epochs, from the user's own code, and without a learning rate."""
+    from transformers import TrainerCallback
+
+    from tests.integrations.transformers.watch import Watch
+
+    class Asks(TrainerCallback):
+        trainer: Any = None
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                self.trainer.evaluate()
+                self.trainer.save_model(os.path.join(args.output_dir, "own"))
+
+    found: dict[str, Any] = {}
+    with tiny.shared_folder(rank) as folder:
+        epochs = {"num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch", "warmup_steps": 14}
+        for save in ("consensus", "sync"):
+            watch = Watch()
+            trainer = make_trainer(os.path.join(folder, save), watch, hdet={"sync_every": 5, "save": save}, **epochs)
+            trainer.train()
+            found[save] = watch.evaluated, watch.saved, watch.apart
+        watch, asks = Watch(), Asks()
+        trainer = make_trainer(
+            folder, watch, max_steps=8, hdet={"sync_every": 5, "auto_lr": False}, options={"callbacks": [asks]}
+        )
+        asks.trainer = trainer
+        trainer.train()
+        found["own"] = watch.evaluated, watch.returned, watch.apart
+        options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+        watch = Watch()
+        trainer = make_trainer(
+            os.path.join(folder, "none"), watch, max_steps=80, hdet={"max_lr": None, "sync_every": 8}, **options
+        )
+        trainer.train()
+        scheduler = trainer.lr_scheduler
+        every = tiny.of_all_ranks(tiny.flat(trainer.model))
+        found["scouted"] = scheduler.scouted, scheduler.cycle.before, watch.saved, torch.equal(every[0], every[1])
+    return found
+
+
+@pytest.mark.full
+def test_whatever_asks_for_an_evaluation_or_a_checkpoint_gets_the_average() -> None:
+    for rank, found in enumerate(run_ranks(2, asked_otherwise)):
+        evaluated, saved, apart = found["consensus"]
+        assert apart[8] > 0
+        assert evaluated.keys() == {8, 16}
+        assert max(evaluated.values()) < 1e-7
+        if rank == 0:
+            assert saved.keys() == {8, 16}
+            assert max(saved.values()) < 1e-7
+            assert found["sync"][1].keys() == {10, 16}
+            assert max(found["sync"][1].values()) < 1e-7
+        evaluated, returned, apart = found["own"]
+        assert apart[2] > 0
+        assert evaluated[2] < 1e-7
+        assert returned[2]
+        rate, scouting, saved, equal = found["scouted"]
+        assert rate is not None
+        assert equal
+        if rank == 0:
+            assert min(saved) >= scouting > 4  # nothing is saved while a learning rate is looked for
+            assert max(saved.values()) < 1e-6
