@@ -11,8 +11,7 @@ from hdet_kernels.schedule.history import History, SyncRecord
 from hdet_kernels.version import __version__
 
 #: Raised when a key changes its name or its meaning. Format 1 is that of version 0.1.
-FORMAT = 3
-
+FORMAT = 4
 
 #: Keys of the controllers' states and what they were called in format 1.
 _RENAMED = {"observations": "looks", "caps": "ceilings"}
@@ -23,7 +22,7 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
     saved = state.get("format", 1)
     if "format" not in state and "version" in state:
         raise ValueError("the checkpoint has no hdet.format: load an undamaged checkpoint")
-    if isinstance(saved, bool) or not isinstance(saved, int) or saved not in (1, 2, FORMAT):
+    if isinstance(saved, bool) or not isinstance(saved, int) or saved not in range(1, FORMAT + 1):
         known = state_schema.names(cycle)
         unknown = ", ".join(f"hdet.{name}" for name in state if name not in known)
         raise ValueError(
@@ -33,7 +32,24 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
         )
     if saved == FORMAT:
         return state
-    state = {**state, "format": FORMAT, "version": "0.1 or 0.2"}
+    return _of_format_3(cycle, state if saved == 3 else _of_format_1_or_2(cycle, state))
+
+
+def _of_format_3(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of format 3 in format 4, which tells more about the process that saved it."""
+    step, run = state.get("step"), cycle.run
+    at_a_sync = isinstance(step, int) and (step % run.sync_every == 0 or step == run.total_steps)
+    return {
+        **state,
+        "format": FORMAT,
+        "part": [cycle.ensemble.part, cycle.ensemble.parts],
+        "averaged": at_a_sync and state.get("pending") is None,
+        "optimizer_state": False,  # not known
+    }
+
+
+def _of_format_1_or_2(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
+    state = {**state, "format": 3, "version": "0.1 or 0.2"}
     run = cycle.run
     state["undo"] = cycle.undoing and {"returns": 0, "kept": None}
     if isinstance(pending := state.get("pending"), dict) and isinstance(pending.get("outcome"), dict):

@@ -19,6 +19,7 @@ from hdet_kernels.schedule.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
 from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
+from hdet_kernels.schedule.packed import packed, unpacked
 from hdet_kernels.schedule.rehearsal import rehearse
 from hdet_kernels.schedule.with_cycle import WithCycle
 
@@ -220,14 +221,17 @@ class HDETScheduler(WithCycle, LRScheduler):
         return self.cycle.spread.rates(self.cycle.spread.scheduled)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"base_scheduler": self.base_scheduler.state_dict(), "hdet": checkpoint.state_of(self.cycle)}
+        return {
+            "base_scheduler": packed(self.base_scheduler.state_dict()),
+            "hdet": packed(checkpoint.state_of(self.cycle)),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         hdet = checked(self.cycle, state_dict)
         base, here = self.base_scheduler, self.base_scheduler.state_dict()
         of_torch = type(base).__module__.startswith("torch.")
         schedule = checked_schedule(
-            here, state_dict.get("base_scheduler"), hdet["step"], "base_scheduler", of_torch=of_torch
+            here, unpacked(state_dict.get("base_scheduler")), hdet["step"], "base_scheduler", of_torch=of_torch
         )
         with checkpoint.undone_on_error(self.cycle, self), checkpoint.schedule_loaded(base, schedule):
             write_momentum(base)

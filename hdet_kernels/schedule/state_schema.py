@@ -41,15 +41,17 @@ from hdet_kernels.schedule.schema import (
 _ANY = Number(finite=False)  # a loss may be NaN
 _COUNT = Whole(0, 2**63 - 1)
 _NOT_NEGATIVE = Number(0)
+_PART = InOrder((_COUNT, Whole(1, 2**31)))  # number of a part of a replica, and how many there are
 
 
 #: Entries that tell who saved the state, and when. The schema of the others depends on them.
-HEAD = ("size", "replica", "rows", "step")
+HEAD = ("size", "replica", "rows", "part", "step", "averaged")
 
 
 def head(cycle: Cycle) -> Fields:
     """Return the schema of the entries ``HEAD``."""
-    return Fields({**dict.fromkeys(("size", "rows"), Whole(1, 2**31)), "replica": _COUNT, "step": _step(cycle)})
+    counts = {**dict.fromkeys(("size", "rows"), Whole(1, 2**31)), "replica": _COUNT}
+    return Fields({**counts, "part": _PART, "step": _step(cycle), "averaged": Flag()})
 
 
 def names(cycle: Cycle) -> frozenset[str]:
@@ -82,7 +84,10 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "size": Whole(1),
             "replica": Whole(0, size - 1),
             "rows": Whole(1, size),
+            "part": _PART,
             "step": _step(cycle),
+            "averaged": Flag(),
+            "optimizer_state": Flag(),
             "run": Fields(
                 {
                     "peak": Number(0, 1),
@@ -223,7 +228,7 @@ def kept_copy(rows: int, step: int) -> Fields:
         {
             "step": Whole(0, step),
             "level": Maybe(Number()),
-            "part": InOrder((_COUNT, Whole(1, 2**31))),
+            "part": _PART,
             "rows": Whole(rows, rows),
             "params": Items(TensorOf(finite=False)),
             "buffers": Items(AnyTensor()),

@@ -179,7 +179,7 @@ def test_without_undo_nothing_is_kept(controller: Any) -> None:
     run = stack(auto_lr=controller).train(2 * SYNC)
     undoing = run.scheduler.cycle.undoing
     assert undoing is None or controller is True
-    assert controller is True or run.scheduler.state_dict()["hdet"]["undo"] is None
+    assert controller is True or run.scheduler.state_dict()["hdet"][0]["undo"] is None
     assert run.scheduler.history_summary.undone == 0
 
 
@@ -297,7 +297,7 @@ def test_the_copy_goes_through_a_distributed_checkpoint(tmp_path: Path) -> None:
     run = stack(auto_lr=Scripted(SOUND_THEN_BROKEN)).train(SYNC + 1)
     dcp.save({"scheduler": run.scheduler.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     found = _load_state_dict_from_keys(checkpoint_id=tmp_path)["scheduler"]
-    assert same(found["hdet"]["undo"], run.scheduler.state_dict()["hdet"]["undo"])
+    assert same(found["hdet"][0]["undo"], run.scheduler.state_dict()["hdet"][0]["undo"])
 
 
 def test_another_number_of_replicas_resumes_without_the_copy(caplog: pytest.LogCaptureFixture) -> None:
@@ -325,7 +325,7 @@ def test_another_number_of_replicas_resumes_without_the_copy(caplog: pytest.LogC
 def test_a_damaged_copy_is_refused_with_nothing_changed(damage: Any, message: str) -> None:
     run = stack(auto_lr=Scripted(SOUND_THEN_BROKEN)).train(SYNC)
     state = copy.deepcopy(run.scheduler.state_dict())
-    damage(state["hdet"]["undo"]["kept"])
+    damage(state["hdet"][0]["undo"]["kept"])
     before = run.everything()
     with pytest.raises(ValueError, match=message):
         run.scheduler.load_state_dict(state)
@@ -345,7 +345,7 @@ def test_a_checkpoint_that_cannot_be_applied_leaves_the_copy() -> None:
     options = {"auto_lr": Scripted(SOUND_THEN_BROKEN), "explore": [hk.Explore("x", base=1.0, apply=apply)]}
     run = Undoable("stack local", "FusedAdamW", **options).train(SYNC)
     state = copy.deepcopy(run.scheduler.state_dict())
-    state["hdet"]["undo"] = {"returns": 2, "kept": None}
+    state["hdet"][0]["undo"] = {"returns": 2, "kept": None}
     allowed[0] = False
     with pytest.raises(ArithmeticError):
         run.scheduler.load_state_dict(state)
