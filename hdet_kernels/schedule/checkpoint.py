@@ -40,7 +40,7 @@ def state_of(cycle: Cycle) -> dict[str, Any]:
         "part": [cycle.ensemble.part, cycle.ensemble.parts],
         "step": cycle.step,
         "averaged": cycle.in_sync,
-        "optimizer_state": any(cycle.optimizer.state.values()),
+        "optimizer_state": cycle.expects_state or any(cycle.optimizer.state.values()),
         "run": {"peak": run.peak, "peaks": list(run.peaks), "end": run.end},
         "shared": cycle.shared,
         "spread": cycle.spread.state_dict(),

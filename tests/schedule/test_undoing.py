@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import hdet_kernels as hk
 from tests.ranks import Cases, run_ranks
@@ -290,14 +288,6 @@ def _from_rank_0(rank: int) -> bool:
 @pytest.mark.full
 def test_rank_0s_file_at_a_sync_restores_the_copy_of_all_ranks() -> None:
     assert run_ranks(2, _from_rank_0) == [True, True]
-
-
-@pytest.mark.full
-def test_the_copy_goes_through_a_distributed_checkpoint(tmp_path: Path) -> None:
-    run = stack(auto_lr=Scripted(SOUND_THEN_BROKEN)).train(SYNC + 1)
-    dcp.save({"scheduler": run.scheduler.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    found = _load_state_dict_from_keys(checkpoint_id=tmp_path)["scheduler"]
-    assert same(found["hdet"][0]["undo"], run.scheduler.state_dict()["hdet"][0]["undo"])
 
 
 def test_another_number_of_replicas_resumes_without_the_copy(caplog: pytest.LogCaptureFixture) -> None:
