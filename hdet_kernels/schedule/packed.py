@@ -1,9 +1,9 @@
 """A part of a checkpoint as one object.
 
-``torch.distributed.checkpoint`` (DCP) takes dicts and lists apart: it saves every leaf under its path, drops empty dicts,
-and loads only into entries that the scheduler which loads has already. History and state of a controller grow during a
-run, so that a scheduler which is built anew has fewer entries. A tuple is a leaf to DCP. It is saved whole, and what is
-loaded takes its place, whatever is in it.
+``torch.distributed.checkpoint`` (DCP) takes dicts and lists apart. It saves every leaf under its path, drops empty
+dicts, and loads only into entries that the scheduler which loads has already. History and state of a controller grow
+during a run, so that a scheduler which is built anew has fewer entries. A tuple is a leaf to DCP: it is saved whole,
+and what is loaded takes its place, whatever is in it.
 """
 
 from __future__ import annotations

@@ -88,10 +88,10 @@ def _check_config(scouted: Scouted, saved: Any) -> None:
 def _check_not_in_consensus(scouted: Scouted, phase: dict[str, Any]) -> None:
     if phase.get("consensus"):
         raise ValueError(
-            f"the checkpoint was saved inside scheduler.consensus() at step "
-            f"{scouted.plan.before(phase['round']) + phase['step']}, while a learning rate was looked for: its model is "
-            f"the one that the run begins with. Begin the run anew, or load a checkpoint of step {scouted.plan.steps} "
-            "or later"
+            "the checkpoint was saved inside scheduler.consensus() at step "
+            f"{scouted.plan.before(phase['round']) + phase['step']}, while a learning rate was looked for: its model "
+            "is the one that the run begins with. Begin the run anew, or load a checkpoint of step "
+            f"{scouted.plan.steps} or later"
         )
 
 

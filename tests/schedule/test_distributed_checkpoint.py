@@ -102,7 +102,7 @@ def of_its_own(run: Any, folder: Path) -> Any:
 
 
 def _two_ranks(rank: int, folder: Path) -> dict[str, Any]:
-    """Save at a sync, in the middle of a cycle, and there inside consensus(); resume each in runs that are built anew."""
+    """Save at a sync, in the middle of a cycle, and there inside consensus(); resume all in runs built anew."""
     found: dict[str, Any] = {}
     run = trainer(rank).train(AT)
     dcp.save(entries(run), checkpoint_id=folder / "sync")
