@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, MultiStepLR, SequentialLR
 
 import hdet_kernels as hk
 from hdet_kernels.optim import FusedAdamW
 from tests.ranks import run_ranks
 from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, result
+from tests.schedule.distributed import Logged, entries, loaded
 from tests.schedule.scout_runs import PHASE, ROUNDS, RankRun, StackRun
 from tests.schedule.undo_runs import SOUND_THEN_BROKEN, Scripted, Undoable
 from tests.schedule.undo_runs import SYNC as UNDO_SYNC
@@ -32,41 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 AT = 2 * SYNC
 
 
-class Logged(logging.Handler):
-    """The messages that the package logs, from warnings on."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("hdet_kernels").addHandler(self)
-        return self.texts
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("hdet_kernels").removeHandler(self)
-
-
 def trainer(rank: int, **options: Any) -> Trainer:
     warnings.simplefilter("ignore")
     return Trainer(rank, **{**SETTINGS, "make_optimizer": FusedAdamW, **options})
-
-
-def entries(run: Any) -> dict[str, Any]:
-    """Return model and optimizer as torch advises to save them, and the scheduler itself, which DCP asks for both."""
-    model, optimizer = get_state_dict(run.module, run.optimizer)
-    return {"model": model, "optimizer": optimizer, "scheduler": run.scheduler}
-
-
-def loaded(run: Any, folder: Path) -> Any:
-    """Load into a run that is built anew."""
-    state = entries(run)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(run.module, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return run
 
 
 def finished(run: Trainer) -> dict[str, Any]:
