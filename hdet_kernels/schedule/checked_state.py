@@ -49,10 +49,6 @@ def checked(cycle: Cycle, state_dict: object) -> dict[str, Any]:
     if isinstance(state["window"]["sum"], list) is not (rows > 1) and state["window"]["count"]:
         raise refuse("hdet.window.sum", f"{rows} numbers" if rows > 1 else "a number", state["window"]["sum"])
     _check_history(state)
-    moved = state["displacement"]
-    if moved is not None and (moved["sums"] is None) is not (moved["count"] == 0):
-        expected = "0 without sums" if moved["sums"] is None else "the number of gradients in its sums"
-        raise refuse("hdet.displacement.count", expected, moved["count"])
     if state["pending"] is not None:
         _check_pending(cycle, state["pending"]["correction"])
     cycle.converger.check_state_dict(state["compression"])

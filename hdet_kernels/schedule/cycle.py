@@ -313,11 +313,16 @@ class Cycle:
         """Return the slopes that were measured since the last sync, if gradients are shared; end it after the last."""
         if self.displacement is None:
             return None
-        slopes = self.displacement.turn()
+        slopes = self.displacement.turn(self._of_all_parts if self.ensemble.parts > 1 else None)
         following = (step // self.run.sync_every + 1) * self.run.sync_every
         if shared is False or not self._acting(following):
             self.displacement.end()
         return None if shared is False else slopes
+
+    def _of_all_parts(self, row: Tensor) -> Tensor:
+        """Return the row of every process that holds a part of this replica, [parts, columns]. Collective."""
+        ensemble = self.ensemble
+        return ensemble.gather(row.expand(ensemble.rows, -1))[ensemble.replica]
 
     def _recover(self, step: int, landed: int, placed: Placement, none: NoneSound) -> None:
         """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""

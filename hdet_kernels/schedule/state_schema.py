@@ -15,7 +15,7 @@ from hdet_kernels.controller.softmax import SoftmaxController
 from hdet_kernels.controller.soundness import CHANGES
 from hdet_kernels.converge.payload import Payload
 from hdet_kernels.ops.wire import FORMATS
-from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.cycle import SLOPE_STEPS, Cycle
 from hdet_kernels.schedule.history import POINTS, WINDOW, Kind
 from hdet_kernels.schedule.schema import (
     RATE,
@@ -132,8 +132,7 @@ def displacement(cycle: Cycle) -> Fields:
         {
             "last": OneOf(tensors, ended),
             "moved": Maybe(tensors),
-            "sums": Maybe(Items(Items(_ANY, (groups,)), (2,))),
-            "count": _COUNT,
+            "slopes": Items(Items(_ANY, (groups,)), longest=SLOPE_STEPS),
             "apart": Flag(),
         }
     )

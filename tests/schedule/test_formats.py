@@ -113,7 +113,7 @@ def test_settings_of_today_hold_for_older_checkpoints(version: int) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("measured", [[0.5], None], ids=["measured", "not yet"])
-def test_one_measured_slope_becomes_sums_over_one_gradient(version: int, measured: list[float] | None) -> None:
+def test_one_measured_slope_is_that_of_one_gradient(version: int, measured: list[float] | None) -> None:
     def made() -> hk.HDETOneCycleLR:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
         controller = hk.HypergradientController()
@@ -121,7 +121,7 @@ def test_one_measured_slope_becomes_sums_over_one_gradient(version: int, measure
 
     state = made().state_dict()
     (state["hdet"],) = state["hdet"]
-    moved = {key: value for key, value in state["hdet"]["displacement"].items() if key not in ("sums", "count")}
+    moved = {key: value for key, value in state["hdet"]["displacement"].items() if key != "slopes"}
     state["hdet"]["displacement"] = {**moved, "measured": measured}
     for name in ("version", "run", "summary", "undo", *ADDED):
         del state["hdet"][name]
@@ -131,8 +131,28 @@ def test_one_measured_slope_becomes_sums_over_one_gradient(version: int, measure
     scheduler = made()
     scheduler.load_state_dict(state)
     found = scheduler.state_dict()["hdet"][0]["displacement"]
-    expected = (None, 0) if measured is None else ([[0.5], [0.25]], 1)
-    assert (found["sums"], found["count"]) == expected
+    assert found["slopes"] == ([] if measured is None else [[0.5]])
+
+
+@pytest.mark.parametrize("slopes", [[], [[0.5]], [[1.0], [-3.0]], [[1.0], [4.0], [2.0]], [[2.0]] * 3], ids=str)
+def test_sums_of_slopes_become_slopes_of_the_same_mean_and_error(slopes: list[list[float]]) -> None:
+    def made() -> hk.HDETOneCycleLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        controller = hk.HypergradientController()
+        return hk.HDETOneCycleLR(optimizer, 0.1, 20, sync_every=4, auto_lr=controller, cycle_momentum=False)
+
+    (hdet,) = made().state_dict()["hdet"]
+    values = [value for (value,) in slopes]
+    sums = [[sum(values)], [sum(value * value for value in values)]] if values else None
+    moved = {key: value for key, value in hdet["displacement"].items() if key != "slopes"}
+    old = {**{key: value for key, value in hdet.items() if key not in ADDED}, "format": 3}
+    old["displacement"] = {**moved, "sums": sums, "count": len(values)}
+    scheduler = made()
+    scheduler.load_state_dict({**scheduler.state_dict(), "hdet": old})
+    found = [value for (value,) in scheduler.state_dict()["hdet"][0]["displacement"]["slopes"]]
+    assert len(found) == len(values)
+    if values:
+        np.testing.assert_allclose([np.mean(found), np.std(found)], [np.mean(values), np.std(values)], atol=1e-12)
 
 
 def test_a_format_from_the_future_is_refused_and_changes_nothing() -> None:
