@@ -45,13 +45,15 @@ def checked(cycle: Cycle, state_dict: object) -> dict[str, Any]:
     size, rows, step = state["size"], state["rows"], state["step"]
     _check_replicas(cycle, state)
     with _versions_named(state):
-        state_schema.body(cycle, size=size, rows=rows, step=step).check(state, "hdet")
+        schema = state_schema.body(cycle, size=size, rows=rows, step=step, own_part=holds_part(cycle, state))
+        schema.check(state, "hdet")
     if isinstance(state["window"]["sum"], list) is not (rows > 1) and state["window"]["count"]:
         raise refuse("hdet.window.sum", f"{rows} numbers" if rows > 1 else "a number", state["window"]["sum"])
     _check_history(state)
     if state["pending"] is not None:
         _check_pending(cycle, state["pending"]["correction"])
-    cycle.converger.check_state_dict(state["compression"])
+    if holds_part(cycle, state):
+        cycle.converger.check_state_dict(state["compression"])
     cycle.converger.check_outer_state_dict(state["outer"])
     if cycle.undoing is not None and state["undo"] is not None:
         cycle.undoing.last_sound.check_state_dict(state["undo"]["kept"])
@@ -86,6 +88,11 @@ def checked_schedule(
     return known
 
 
+def holds_part(cycle: Cycle, state: dict[str, Any]) -> bool:
+    """Return whether this process holds the part of its replica that the process which saved the state held."""
+    return list(state["part"]) == [cycle.ensemble.part, cycle.ensemble.parts]
+
+
 def run_of(cycle: Cycle, state: dict[str, Any]) -> Run:
     """Return the run as the controller prepared it in the saved run.
 
@@ -113,7 +120,7 @@ def _check_replicas(cycle: Cycle, state: dict[str, Any]) -> None:
     saved, here = (state["size"], state["rows"]), (cycle.ensemble.size, cycle.ensemble.rows)
     if saved[0] % saved[1] or state["replica"] % saved[1]:
         raise refuse("hdet.rows", f"a divisor of size={saved[0]} and of replica={state['replica']}", saved[1])
-    if state.get("pending") is not None and list(state["part"]) != [cycle.ensemble.part, cycle.ensemble.parts]:
+    if state.get("pending") is not None and not holds_part(cycle, state):
         raise ValueError(
             f"the checkpoint has part {state['part'][0]} of {state['part'][1]} of a replica and an overlapped average "
             f"under way, this process holds part {cycle.ensemble.part} of {cycle.ensemble.parts}: load the file of a "

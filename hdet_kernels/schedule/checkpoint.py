@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet_kernels.schedule.build import untouched_on_error
-from hdet_kernels.schedule.checked_state import run_of
+from hdet_kernels.schedule.checked_state import holds_part, run_of
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.formats import FORMAT
 from hdet_kernels.schedule.history import History
@@ -61,7 +61,7 @@ def restore(cycle: Cycle, state: dict[str, Any]) -> None:
     """Bring ``cycle`` to a state that was checked, at this replica's own place in the spread."""
     ensemble = cycle.ensemble
     same_replicas = (state["replica"], state["size"]) == (ensemble.replica, ensemble.size)
-    same_part = list(state["part"]) == [ensemble.part, ensemble.parts]
+    same_part = holds_part(cycle, state)
     own = same_replicas and same_part
     if not same_replicas and not state["averaged"]:
         log.warning(

@@ -59,7 +59,7 @@ def names(cycle: Cycle) -> frozenset[str]:
     return frozenset(body(cycle, size=1, rows=1, step=0).fields)
 
 
-def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
+def body(cycle: Cycle, *, size: int, rows: int, step: int, own_part: bool = True) -> Fields:
     """Return the schema of the whole state.
 
     Args:
@@ -67,6 +67,8 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
         size: replicas of the saved run, which may be others than here.
         rows: replicas in a process of the saved run.
         step: the saved step.
+        own_part: whether the process that saved it held the same part of its replica. Tensors of another part are left
+            out, whatever their shapes.
     """
     names = [hyper.name for hyper in cycle.spread.hyperparameters]
     groups = len(cycle.optimizer.param_groups)
@@ -105,9 +107,11 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "window": Fields(
                 {"sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))), "count": _COUNT, "ever": Flag()}
             ),
-            "displacement": Maybe(displacement(cycle)),
+            "displacement": Maybe(displacement(cycle, own_part=own_part)),
             "pending": Maybe(pending(len(names), size, rows, step, cycle.run.sync_every, tensors)),
-            "compression": Maybe(compression(_elements(cycle, payload) if cycle.converger.compress else None)),
+            "compression": Maybe(
+                compression(_elements(cycle, payload) if cycle.converger.compress and own_part else None)
+            ),
             "outer": outer(rows) if cycle.config["outer"] is not None else Missing("outer=None here"),
             "begun": Flag(),
             "history": Items(record(cycle.before + step, tuple(names)), longest=WINDOW),
@@ -117,14 +121,14 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
     )
 
 
-def displacement(cycle: Cycle) -> Fields:
+def displacement(cycle: Cycle, *, own_part: bool) -> Fields:
     """Return the schema of the displacement by which slopes are measured from gradients.
 
     A run that measures none, because it has one replica for example, leaves it out, whatever its shapes.
     """
     groups = len(cycle.optimizer.param_groups)
     tensors: Schema = Items(Items(AnyTensor()), (groups,))
-    if cycle.displacement is not None:
+    if cycle.displacement is not None and own_part:
         shapes = cycle.displacement.shapes
         tensors = InOrder(tuple(InOrder(tuple(TensorOf(shape) for shape in group)) for group in shapes))
     ended = InOrder(tuple(InOrder(()) for _ in range(groups)))

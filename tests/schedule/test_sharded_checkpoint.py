@@ -26,14 +26,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 class Sharded:
     """One of four ranks of two HSDP replicas, or a plain replica with the same settings."""
 
-    def __init__(self, rank: int, *, shards: int = 2, **options: Any) -> None:
+    def __init__(self, rank: int, *, shards: int = 2, total_steps: int = 16, **options: Any) -> None:
         self.rank, self.module = rank, network()
         if shards > 1:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             fully_shard(self.module, mesh=mesh)
             options["ensemble"] = hk.ProcessEnsemble(mesh)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.01, 16, sync_every=4, **options)
+        self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.01, total_steps, sync_every=4, **options)
 
     def train(self, until: int) -> Sharded:
         for step in range(self.scheduler.last_epoch, until):
@@ -61,6 +61,12 @@ FAN_OUT: dict[str, Any] = {"auto_lr": False}
 UNDOES: dict[str, Any] = {"auto_lr": Scripted(SOUND_THEN_BROKEN), "spread": 0.5}
 
 
+MOVES: dict[str, Any] = {
+    "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None),
+    "total_steps": 32,
+}
+
+
 def _sharded(rank: int, folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
@@ -79,6 +85,11 @@ def _sharded(rank: int, folder: Path) -> dict[str, Any]:
     again = loaded(Sharded(rank, **UNDOES), folder / "undo")
     found["kept"] = [each.scheduler.cycle.undoing.kept for each in (keeps, again)]
     found["undone"] = [record.undone for record in again.train(16).scheduler.history]
+    moves = Sharded(rank, **MOVES).train(8)
+    dcp.save(entries(moves), checkpoint_id=folder / "controller")
+    moves = loaded(Sharded(rank, **MOVES), folder / "controller")
+    scheduler = moves.train(24).scheduler
+    found["controller"] = [scheduler.cycle.spread.controller_state, scheduler.get_base_lr()]
     outer = Sharded(rank, auto_lr=False, outer=hk.Outer()).train(4)
     dcp.save({"scheduler": outer.scheduler}, checkpoint_id=folder / "outer")
     try:
@@ -101,6 +112,13 @@ def test_hsdp_resumes_on_the_same_mesh(sharded: Any) -> None:
     first, second = ([found["restarted"] for found in sharded[1]][part::2] for part in (0, 1))
     assert same(*first)
     assert same(*second)
+
+
+def test_the_controllers_of_all_shards_go_on_alike(sharded: Any) -> None:
+    """Only the shards whose state was written know the displacement, so that no shard has slopes for two cycles."""
+    first, *others = [found["controller"] for found in sharded[1]]
+    assert first[0]["observations"][0] > 0
+    assert all(same(other, first) for other in others)
 
 
 def test_hsdp_resumes_unsharded(sharded: Any) -> None:
