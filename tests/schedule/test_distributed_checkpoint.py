@@ -178,7 +178,7 @@ def test_another_number_of_processes(n: int, saved: Any) -> None:
         assert all(len(found[name]["history"][-1]["losses"]) == n for found in results)
         assert all(torch.equal(found[name]["parameters"], results[0][name]["parameters"]) for found in results)
     for found in results:
-        assert not any("replica" in text for text in found["texts"])
+        assert not any("checkpoint" in text for text in found["texts"])
         assert found["untouched"] == 0
 
 
