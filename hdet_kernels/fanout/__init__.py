@@ -2,7 +2,7 @@
 
 ``multipliers.py`` has the multipliers ρ, symmetric around 1, and the permutations π that deal them to the replicas.
 ``explore.py`` says which scalars are explored: the learning rate of every parameter group, and what the user adds with
-``Explore``. ``spread.py`` multiplies the base values, as the controller moved them, with the multipliers, and writes
+``Explore``. ``ties.py`` finds the groups that share a learning rate. ``spread.py`` multiplies the base values, as the controller moved them, with the multipliers, and writes
 the results to the optimizer.
 """
 

@@ -81,7 +81,10 @@ class Cycle:
         self.started = False  # whether a step was made; the outer optimizer starts from the parameters before it
         self.in_consensus = False  # the parameters are the average now, and not this replica's own
         self.replaced = False  # another scheduler was built on the optimizer
-        self.displacement = Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS) if run.slopes else None
+        tied = [hyper.groups for hyper in spread.hyperparameters if hyper.base is None]
+        self.displacement = (
+            Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied) if run.slopes else None
+        )
         self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None

@@ -48,7 +48,7 @@ def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
 
 
 class Displacement:
-    """The hypergradient's slopes b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩, one for each parameter group.
+    """The hypergradient's slopes b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩, one for each learning rate.
 
     ḡ is the mean of the first gradients of the next cycle. Each of them sees other examples, so their scatter tells the
     error of the mean. :meth:`turn` is called at every sync, with the averaged parameters in place. :meth:`measure` is
@@ -59,13 +59,22 @@ class Displacement:
         apart: whether replicas may start apart (warm noisy initialisation). Then none knows θ̄(0), and the first
             displacement is that of the second cycle.
         steps: the most gradients of a cycle that are taken.
+        tied: the parameter groups of each learning rate. None: every group has one of its own.
     """
 
-    def __init__(self, optimizer: Optimizer, *, apart: bool = False, steps: int = 1) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        apart: bool = False,
+        steps: int = 1,
+        tied: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.optimizer, self.apart, self.steps = optimizer, apart, steps
+        self.tied = [(index,) for index in range(len(optimizer.param_groups))] if tied is None else list(tied)
         self.last = self._copy()
         self.moved: list[list[Tensor]] | None = None
-        self.sums: Tensor | None = None  # [2, groups]: of the products and of their squares
+        self.sums: Tensor | None = None  # [2, learning rates]: of the products and of their squares
         self.count = 0
 
     def begin(self) -> None:
@@ -128,9 +137,9 @@ class Displacement:
             return
         device = self._device()
         wide = wide_dtype(device)
-        products = []
-        for group, moved in zip(self.optimizer.param_groups, self.moved, strict=True):
-            pairs = zip(group["params"], moved, strict=True)
+        groups, products = self.optimizer.param_groups, []
+        for tied in self.tied:
+            pairs = [pair for index in tied for pair in zip(groups[index]["params"], self.moved[index], strict=True)]
             dots = [
                 (local(one_replica(p, p.grad)) * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None
             ]

@@ -127,7 +127,7 @@ def displacement(cycle: Cycle) -> Fields:
         {
             "last": OneOf(tensors, ended),
             "moved": Maybe(tensors),
-            "sums": Maybe(Items(Items(_ANY, (groups,)), (2,))),
+            "sums": Maybe(Items(Items(_ANY, (len(set(cycle.spread.rate_of.values())),)), (2,))),
             "count": _COUNT,
             "apart": Flag(),
         }
