@@ -74,7 +74,9 @@ class Spread:
     ) -> None:
         self.hyperparameters = tuple(hyperparameters)
         #: The learning rate, as an index of hyperparameters, of every parameter group.
-        self.rate_of = {g: i for i, hyper in enumerate(self.hyperparameters) if hyper.base is None for g in hyper.groups}
+        self.rate_of = {
+            g: i for i, hyper in enumerate(self.hyperparameters) if hyper.base is None for g in hyper.groups
+        }
         self._shares = {g: _share(peaks, self.hyperparameters[i].groups[0], g) for g, i in self.rate_of.items()}
         self.controller = controller
         self.controller_state: State = controller.start(len(self.hyperparameters), run) if controller else {}
@@ -127,9 +129,9 @@ class Spread:
     def base(self, index: int, group: int | None = None) -> Any:
         """Return the base value η of a hyperparameter now, in one of its groups: by default the first."""
         hyper = self.hyperparameters[index]
-        if hyper.base is not None:
-            start, share = hyper.base, 1.0
-        else:
+        start: Any = hyper.base
+        share = 1.0
+        if start is None:
             group = hyper.groups[0] if group is None else group
             start, share = self.scheduled[group], self._shares[group]
         if self.controller is None or not share:  # a group whose schedule is always 0 stays at 0

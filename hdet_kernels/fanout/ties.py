@@ -30,10 +30,13 @@ def check_tie_groups(tie_groups: object) -> None:
     what = "'auto', True, False or a list of lists of parameter groups, such as [[0, 1], [2, 3]]"
     if isinstance(tie_groups, str):
         raise ValueError(f"tie_groups must be {what}, got {spell(tie_groups)}")
-    named: list[int] = []
-    for index, tied in enumerate(check_sequence("tie_groups", tie_groups, what)):
-        for group in check_sequence(f"tie_groups[{index}]", tied, "a list of parameter groups, counted from 0"):
-            named.append(check_whole("a parameter group in tie_groups", group, at_least=0))
+    sets = check_sequence("tie_groups", tie_groups, what)
+    listed = [
+        group
+        for index, tied in enumerate(sets)
+        for group in check_sequence(f"tie_groups[{index}]", tied, "a list of parameter groups, counted from 0")
+    ]
+    named = [check_whole("a parameter group in tie_groups", group, at_least=0) for group in listed]
     if twice := sorted({group for group in named if named.count(group) > 1}):
         raise ValueError(f"tie_groups={spell(tie_groups)} names parameter group {twice[0]} twice: tie a group once")
 
@@ -73,6 +76,15 @@ def tied_groups(
 def peak_of(group: Group) -> float:
     """Return the peak of a group's schedule: OneCycleLR's, or the value that others begin or warm up to."""
     return float(group[next(key for key in ("max_lr", "initial_lr", "lr") if key in group)])
+
+
+def saved_ties(hyperparameters: object) -> list[tuple[int, ...]] | None:
+    """Return the sets of tied groups of a checkpoint, from its ``config.hyperparameters``; None if it is damaged."""
+    try:
+        named = [(entry["name"].split("/"), entry.get("tied", [])) for entry in hyperparameters]  # type: ignore[attr-defined]
+        return [(int(name[1]), *map(int, tied)) for name, tied in named if name[0] == "lr" and len(name) == 2]
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return None
 
 
 def _check_set(tied: tuple[int, ...], count: int, frozen: set[int], covered: Mapping[int, object]) -> None:

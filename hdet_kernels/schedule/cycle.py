@@ -70,7 +70,7 @@ class Cycle:
         self.gradients = gradients
         self.average_state = average_state
         self.overlap_steps = overlap_steps
-        self.step = step
+        self.step = self.first = step
         self.buffers = buffers
         self.before = before  # steps that were made before step 0: those of a scouting phase
         self.window = LossWindow(ensemble.rows)
@@ -95,6 +95,11 @@ class Cycle:
     def number(self) -> int:
         """The number of the current cycle, from 0."""
         return self.step // self.run.sync_every
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step was made, here or in the run of a checkpoint."""
+        return self.started or self.step != self.first
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.checks import spell
+from hdet_kernels.checks import check_positive, spell
 from hdet_kernels.tensors import wide_dtype
 
 #: The loss of one replica, or the losses of several in one process.
@@ -29,18 +29,23 @@ class LossWindow:
         self.count = 0
         self.ever = False
 
-    def record(self, loss: Loss) -> None:
-        """Add a loss; raise if it is not a real number, or not one for each replica."""
+    def record(self, loss: Loss, divided_by: float = 1) -> None:
+        """Add a loss; raise if it is not a real number, or not one for each replica.
+
+        ``divided_by``: what it was divided by before. The sum is that of the losses as they were.
+        """
         loss = checked_loss(loss, "the loss", self.rows)
+        if divided_by != 1:
+            divided_by = checked_divisor(divided_by)
         if not isinstance(loss, Tensor):
-            self.sum += loss
+            self.sum += loss * divided_by
         elif isinstance(self.sum, Tensor) and self.sum.device == loss.device:
-            self.sum.add_(loss)
+            self.sum.add_(loss, alpha=divided_by)
         else:
             # A sum that is made in inference mode could not be added to outside of it.
             with torch.inference_mode(False):
                 before = self.sum.to(loss.device) if isinstance(self.sum, Tensor) else self.sum
-                self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(before)
+                self.sum = loss.to(wide_dtype(loss.device), copy=True).mul_(divided_by).add_(before)
         self.count += 1
         self.ever = True
 
@@ -100,6 +105,12 @@ def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} must be a number or a scalar tensor, got {type(value).__name__}") from error
+
+
+def checked_divisor(divided_by: float) -> float:
+    """Return the number that a loss was divided by; raise unless it is positive."""
+    remedy = "pass the number of micro-batches that the loss was divided by"
+    return check_positive("divided_by", divided_by, remedy=remedy)
 
 
 def run_probe(probe: Callable[[], Loss], rows: int) -> tuple[float | Tensor | None, Exception | None]:

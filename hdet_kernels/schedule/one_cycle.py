@@ -5,9 +5,7 @@ The schedule is torch's own. It is begun anew for every scouting round, and once
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +20,6 @@ from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, ensemble_of,
 from hdet_kernels.schedule.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.loss_window import Loss
-from hdet_kernels.schedule.options import HDETOptions
 from hdet_kernels.schedule.rehearsal import built_state
 from hdet_kernels.schedule.scout_state import checked_scout, scout_state
 from hdet_kernels.schedule.scouted import Scouted, ratios_of
@@ -32,7 +29,7 @@ from hdet_kernels.scout import OwnGradients, ScoutSettings, make_plan
 from hdet_kernels.scout.plan import first_bracket, middle
 
 #: Attributes that are not part of torch's schedule.
-_OWN = ("_cycle", "_phase", "_scouted", "_arguments", "_options")
+_OWN = ("_cycle", "_phase", "_scouted", "_arguments", "_options", "_follows_ties")
 
 
 class ScoutingOneCycleLR(WithCycle, OneCycleLR):
@@ -40,13 +37,11 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     Attributes:
         _arguments: those of torch's OneCycleLR, checked.
-        _options: the keywords of the schedulers, checked.
         _scouted: the plan of a run with ``max_lr=None``, and what was found; None where ``max_lr`` was given.
         _phase: the scouting phase; None before and after it.
     """
 
     _arguments: dict[str, Any]
-    _options: HDETOptions
     _scouted: Scouted | None = None
 
     @property
@@ -100,6 +95,16 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         facts = ScheduleFacts("OneCycleLR", self.last_epoch, total_steps, peak, cycle_momentum, before=before)
         return build_cycle(optimizer, facts, self._options)
 
+    def _new_cycle(self) -> Cycle:
+        return self._cycle_of(self.optimizer, self.total_steps)
+
+    def _attach(self, phase: Scouting | None, cycle: Cycle) -> None:
+        if phase is None:
+            attach(cycle, self)
+        else:
+            attach(phase, self, phase.own.end)
+            phase.own.begin()
+
     # The scouting phase
 
     def _planned(self, optimizer: Optimizer) -> Scouted:
@@ -120,9 +125,16 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         self._cycle = cycle
         return phase
 
-    def _attach_phase(self, phase: Scouting) -> None:
-        attach(phase, self, phase.own.end)
-        phase.own.begin()
+    def _build_again(self) -> None:
+        if self._phase is None or self._scouted is None:
+            super()._build_again()
+            return
+        before = self.cycle
+        own_values_back(self.optimizer)
+        self._phase = self._scout(self.optimizer, self._scouted)
+        self.cycle.history = before.history
+        self._last_lr = learning_rates(self.optimizer)
+        self._attach(self._phase, self.cycle)
 
     def _step_phase(self, phase: Scouting, loss: Loss | None) -> None:
         """End a step of the scouting phase, and begin the next round or the run if it was the last of a round."""
@@ -145,16 +157,12 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     def _begin_run(self, scouted: Scouted) -> None:
         """Begin the run at the learning rate that was found."""
-        history = self.cycle.history
+        before = self.cycle
         own_values_back(self.optimizer)
         self._phase = None
         cycle = self._build(self.optimizer, **one_cycle(scouted.rates(scouted.found or 0.0), scouted.plan.run))
-        cycle.history = history
-        cycle.write()
-        self._cycle = cycle
-        self._last_lr = learning_rates(self.optimizer)
-        attach(cycle, self)
-        cycle.publish()
+        self._cycle = before
+        self._take(cycle)
 
     # Checkpoints
 
@@ -163,6 +171,10 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         return state if self._scouted is None else {**state, "scout": scout_state(self._scouted, self._phase)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with self._tied_as_in(state_dict):
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         scout = checked_scout(self._scouted, self.cycle, state_dict)
         hdet = checked(self.cycle, state_dict)
         if scout is None or self._scouted is None:
@@ -215,20 +227,9 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         if self._phase is None:
             own_values_back(self.optimizer)
             self._phase = self._scout(self.optimizer, scouted)
-            self._attach_phase(self._phase)
+            self._attach(self._phase, self.cycle)
         self._phase.scouted = scouted
         return self._phase
-
-    @contextlib.contextmanager
-    def _attached_again_on_error(self) -> Iterator[None]:
-        """Attach the phase or the cycle of before again if the block raises after another took its place."""
-        phase, cycle = self._phase, self.cycle
-        try:
-            yield
-        except BaseException:
-            if self._phase is not phase or self._cycle is not cycle:
-                attach(cycle, self) if phase is None else self._attach_phase(phase)
-            raise
 
 
 def one_cycle(max_lr: list[float], total_steps: int) -> dict[str, Any]:

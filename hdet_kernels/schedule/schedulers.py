@@ -16,10 +16,12 @@ from hdet_kernels.schedule.arguments import check_no_epoch, check_scout_used, ch
 from hdet_kernels.schedule.attachment import attach, check_schedule_is_own, own_values_back
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, untouched_on_error
 from hdet_kernels.schedule.checked_state import checked, checked_schedule
+from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
 from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
 from hdet_kernels.schedule.rehearsal import rehearse
+from hdet_kernels.schedule.scouting import Scouting
 from hdet_kernels.schedule.with_cycle import WithCycle
 
 
@@ -50,6 +52,10 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
             replaces the training loss there. With shared gradients slopes of learning rates come from the gradients,
             and need none.
         explore: more :class:`hdet_kernels.Explore`.
+        tie_groups: which parameter groups have one learning rate: one multiplier, one slope and one decision of the
+            controller, named after the first of them. ``"auto"``: those whose hyperparameters are equal, except for
+            weight decay, and with a checkpoint those that were tied when it was saved. True: all, at the ratios of
+            their learning rates. False: none. Or a list of lists of groups, ``[[0, 1], [2, 3]]``.
         gradients: ``"shared"`` (averaged at every step, as DDP does), ``"local"``, or ``"auto"``: found out at every
             sync by comparing the replicas' gradients. A stack knows.
         ensemble: who the replicas are: ``stack.ensemble`` of a :class:`hdet_kernels.ReplicaStack`, or processes.
@@ -125,11 +131,9 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
                 self._cycle = self._build(optimizer, max_lr=arguments["max_lr"])
                 self._cycle.write()
             self._last_lr = learning_rates(optimizer)
-        if self._phase is None:
-            attach(self.cycle, self)
-        else:
+        if self._phase is not None:
             self._phase.announce()
-            self._attach_phase(self._phase)
+        self._attach(self._phase, self.cycle)
 
 
 class HDETScheduler(WithCycle, LRScheduler):
@@ -170,23 +174,30 @@ class HDETScheduler(WithCycle, LRScheduler):
         # torch's constructor would take a first step, which the wrapped scheduler has done.
         self.base_scheduler = base_scheduler
         self.optimizer = base_scheduler.optimizer
-        one_cycle = isinstance(base_scheduler, OneCycleLR)
-        facts = ScheduleFacts(
-            f"HDETScheduler around {type(base_scheduler).__name__}",
-            getattr(base_scheduler, "last_epoch", 0),
-            _run_length(base_scheduler) if total_steps is None else total_steps,
-            _peak(base_scheduler),
-            getattr(base_scheduler, "cycle_momentum", False),
-            # OneCycleLR tells its peak, and it anneals.
-            None if one_cycle else partial(rehearse, base_scheduler),
-        )
+        self._options, self._given_steps = complete, total_steps
         with untouched_on_error(self.optimizer):
             check_schedule_is_own(self.optimizer, base_scheduler)
             own_values_back(self.optimizer)
-            self._cycle = build_cycle(self.optimizer, facts, complete)
+            self._cycle = self._new_cycle()
             self._cycle.write()
         self._last_lr = learning_rates(self.optimizer)
-        attach(self._cycle, base_scheduler)
+        self._attach(None, self._cycle)
+
+    def _new_cycle(self) -> Cycle:
+        base = self.base_scheduler
+        facts = ScheduleFacts(
+            f"HDETScheduler around {type(base).__name__}",
+            getattr(base, "last_epoch", 0),
+            _run_length(base) if self._given_steps is None else self._given_steps,
+            _peak(base),
+            getattr(base, "cycle_momentum", False),
+            # OneCycleLR tells its peak, and it anneals.
+            None if isinstance(base, OneCycleLR) else partial(rehearse, base),
+        )
+        return build_cycle(self.optimizer, facts, self._options)
+
+    def _attach(self, phase: Scouting | None, cycle: Cycle) -> None:
+        attach(cycle, self.base_scheduler)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -223,6 +234,10 @@ class HDETScheduler(WithCycle, LRScheduler):
         return {"base_scheduler": self.base_scheduler.state_dict(), "hdet": checkpoint.state_of(self.cycle)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with self._tied_as_in(state_dict):
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         hdet = checked(self.cycle, state_dict)
         base, here = self.base_scheduler, self.base_scheduler.state_dict()
         of_torch = type(base).__module__.startswith("torch.")
