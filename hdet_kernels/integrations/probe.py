@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import partial
@@ -120,33 +121,39 @@ def first_batch(loader: Iterable[Any]) -> Any:
 
 
 def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """Return what ``make()`` returns in the first process of the group. Collective, without a group a plain call.
+    """Return what ``make()`` returns in the first process of the group. Collective; without a group a plain call.
 
     Every process calls ``make``. Where it raises in the first, all raise.
 
     Raises:
-        RuntimeError: if the processes do not have the same tensors and numbers in the end.
+        RuntimeError: if the processes do not have the same tensors, numbers and texts in the end.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return make()
+    first, failure = dist.get_rank(group) == 0, None
+    sent: list[Any] = [None, None]
     try:
-        made, failure = make(), None
+        made = make()
+        sent[0] = pickle.dumps(made) if first else None
     except Exception as error:  # the others wait for the batch, and must learn of it
-        made, failure = None, error
-    first = dist.get_rank(group) == 0
-    sent: list[Any] = [made if first else None, repr(failure) if failure is not None and first else None]
+        failure = error
+        sent[1] = repr(error) if first else None
     dist.broadcast_object_list(sent, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     if sent[1] is not None:
         raise RuntimeError(f"the first process has no batch for a probe: {sent[1]}") from failure
-    digests: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest(sent[0]), group=group)
-    if len(set(digests)) > 1:
-        differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    try:
+        made = made if first else pickle.loads(sent[0])
+        own = digest(made)
+    except Exception as error:
+        own = repr(error)
+    digests: list[str] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(digests, own, group=group)
+    if differing := [f"{rank} ({found})" for rank, found in enumerate(digests) if found != digests[0]]:
         raise RuntimeError(
-            f"processes {differing} have another batch than process 0 after it was sent to them: pass a batch that "
-            "pickle restores as it was, as tensors in dicts, lists or tuples"
+            f"processes {', '.join(differing)} have another batch than process 0 ({digests[0]}) after it was sent to "
+            "them: pass a batch that pickle restores as it was, such as tensors in dicts, lists or tuples"
         )
-    return sent[0]
+    return made
 
 
 def placed(batch: Any, device: torch.device) -> Any:

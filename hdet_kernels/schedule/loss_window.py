@@ -26,27 +26,27 @@ class LossWindow:
     def __init__(self, rows: int = 1) -> None:
         self.rows = rows
         self.sum: float | Tensor = 0.0
-        self.count = 0
+        self.count: float = 0
         self.ever = False
 
     def record(self, loss: Loss, divided_by: float = 1) -> None:
         """Add a loss; raise if it is not a real number, or not one for each replica.
 
-        ``divided_by``: what it was divided by before. The sum is that of the losses as they were.
+        ``divided_by``: what it was divided by before. It counts as that part of a loss: the k micro-batches of a step,
+        each divided by k, are one.
         """
         loss = checked_loss(loss, "the loss", self.rows)
-        if divided_by != 1:
-            divided_by = checked_divisor(divided_by)
+        count = 1 if divided_by == 1 else 1 / checked_divisor(divided_by)
         if not isinstance(loss, Tensor):
-            self.sum += loss * divided_by
+            self.sum += loss
         elif isinstance(self.sum, Tensor) and self.sum.device == loss.device:
-            self.sum.add_(loss, alpha=divided_by)
+            self.sum.add_(loss)
         else:
             # A sum that is made in inference mode could not be added to outside of it.
             with torch.inference_mode(False):
                 before = self.sum.to(loss.device) if isinstance(self.sum, Tensor) else self.sum
-                self.sum = loss.to(wide_dtype(loss.device), copy=True).mul_(divided_by).add_(before)
-        self.count += 1
+                self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(before)
+        self.count += count
         self.ever = True
 
     def clear(self) -> None:
@@ -57,12 +57,12 @@ class LossWindow:
             self.sum = 0.0
         self.count = 0
 
-    def mark(self) -> tuple[float | Tensor, int, bool]:
+    def mark(self) -> tuple[float | Tensor, float, bool]:
         """Return a copy of the current sums, to which :meth:`reset` goes back."""
         with torch.inference_mode(False):
             return self.sum.clone() if isinstance(self.sum, Tensor) else self.sum, self.count, self.ever
 
-    def reset(self, mark: tuple[float | Tensor, int, bool]) -> None:
+    def reset(self, mark: tuple[float | Tensor, float, bool]) -> None:
         """Go back to the sums that :meth:`mark` returned."""
         saved, self.count, self.ever = mark
         with torch.inference_mode(False):

@@ -98,7 +98,11 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
                 }
             ),
             "window": Fields(
-                {"sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))), "count": _COUNT, "ever": Flag()}
+                {
+                    "sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))),
+                    "count": _NOT_NEGATIVE,
+                    "ever": Flag(),
+                }
             ),
             "displacement": Maybe(displacement(cycle)),
             "pending": Maybe(pending(len(names), size, rows, step, cycle.run.sync_every, tensors)),

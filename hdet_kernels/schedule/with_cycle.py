@@ -70,9 +70,9 @@ class WithCycle:
 
         Args:
             loss: a number or a scalar tensor; with a stack, the losses of its replicas.
-            divided_by: what the loss was divided by before its backward pass: the number of micro-batches where
-                gradients are accumulated by ``(loss / k).backward()``. The mean is then that of the losses as they
-                were, also where a step has fewer micro-batches. Leave it out for a loss that was not divided.
+            divided_by: what the loss was divided by before its backward pass: k where gradients are accumulated by
+                ``(loss / k).backward()``. The k losses of a step then count as one, and the mean is that of whole
+                batches, also where the last step of an epoch has fewer. Leave it out for losses that were not divided.
         """
         if self._phase is None:
             self.cycle.window.record(loss, divided_by)
