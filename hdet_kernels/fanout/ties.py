@@ -6,6 +6,7 @@ confounded. Groups that exist for the sake of their weight decay ("decay" and "n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -80,11 +81,16 @@ def peak_of(group: Group) -> float:
 
 def saved_ties(hyperparameters: object) -> list[tuple[int, ...]] | None:
     """Return the sets of tied groups of a checkpoint, from its ``config.hyperparameters``; None if it is damaged."""
-    try:
-        named = [(entry["name"].split("/"), entry.get("tied", [])) for entry in hyperparameters]  # type: ignore[attr-defined]
-        return [(int(name[1]), *map(int, tied)) for name, tied in named if name[0] == "lr" and len(name) == 2]
-    except (TypeError, KeyError, AttributeError, ValueError):
+    if not isinstance(hyperparameters, list):
         return None
+    found: list[tuple[int, ...]] = []
+    for entry in hyperparameters:
+        name, tied = (entry.get("name"), entry.get("tied", [])) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(tied, list):
+            return None
+        if (match := re.fullmatch(r"lr/(\d+)", name)) is not None:
+            found.append((int(match[1]), *tied))
+    return found if all(type(group) is int for tied in found for group in tied) else None
 
 
 def _check_set(tied: tuple[int, ...], count: int, frozen: set[int], covered: Mapping[int, object]) -> None:

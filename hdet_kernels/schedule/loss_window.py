@@ -36,7 +36,7 @@ class LossWindow:
         each divided by k, are one.
         """
         loss = checked_loss(loss, "the loss", self.rows)
-        count = 1 if divided_by == 1 else 1 / checked_divisor(divided_by)
+        divisor = checked_divisor(divided_by)
         if not isinstance(loss, Tensor):
             self.sum += loss
         elif isinstance(self.sum, Tensor) and self.sum.device == loss.device:
@@ -46,7 +46,7 @@ class LossWindow:
             with torch.inference_mode(False):
                 before = self.sum.to(loss.device) if isinstance(self.sum, Tensor) else self.sum
                 self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(before)
-        self.count += count
+        self.count += 1 if divisor == 1 else 1 / divisor
         self.ever = True
 
     def clear(self) -> None:
@@ -109,6 +109,8 @@ def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
 
 def checked_divisor(divided_by: float) -> float:
     """Return the number that a loss was divided by; raise unless it is positive."""
+    if type(divided_by) is int and divided_by > 0:
+        return divided_by  # most are, and every step of a run is checked
     remedy = "pass the number of micro-batches that the loss was divided by"
     return check_positive("divided_by", divided_by, remedy=remedy)
 

@@ -129,9 +129,10 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         if self._phase is None or self._scouted is None:
             super()._build_again()
             return
-        before = self.cycle
+        before, phase = self.cycle, self._phase
         own_values_back(self.optimizer)
         self._phase = self._scout(self.optimizer, self._scouted)
+        self._phase.own.take_over(phase.own)  # moments of the replicas that were loaded already stay their own
         self.cycle.history = before.history
         self._last_lr = learning_rates(self.optimizer)
         self._attach(self._phase, self.cycle)

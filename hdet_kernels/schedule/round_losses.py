@@ -41,8 +41,8 @@ class RoundLosses:
             divided_by: what the loss was divided by before.
         """
         value = checked_loss(loss, "the loss", self.rows)
-        if divided_by != 1:
-            value = value * checked_divisor(divided_by)
+        if (divisor := checked_divisor(divided_by)) != 1:
+            value = value * divisor
         self.ever = True
         if step == 0:
             self.first.record(value)

@@ -100,7 +100,7 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "window": Fields(
                 {
                     "sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))),
-                    "count": _NOT_NEGATIVE,
+                    "count": Number(0, 2**63 - 1),
                     "ever": Flag(),
                 }
             ),

@@ -235,8 +235,8 @@ def _use_probe(probe: Any) -> Callable[[Any], object]:
 METHODS: list[Row] = [
     *(Row(f"step with {kind}", _step(value), error, message) for kind, (value, error, message) in LOSSES.items()),
     *(Row(f"record {kind}", _record(value), error, message) for kind, (value, error, message) in LOSSES.items()),
-    *wrong_kinds("divided_by", _divided, "a finite number above 0"),
-    *out_of_range("divided_by", _divided, "a finite number above 0", 0, -2, NAN, INF),
+    *wrong_kinds("divided_by", _divided, "a positive number"),
+    *out_of_range("divided_by", _divided, "a positive number", 0, -2, NAN, INF),
     *(
         Row(f"use_probe({probe!r})", _use_probe(probe), TypeError, r"probe must be callable as probe\(\), got ")
         for probe in (None, 1.0, "loss")

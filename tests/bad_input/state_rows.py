@@ -74,7 +74,7 @@ SCHEDULER: list[Row] = [
     *of("scheduler", ("hdet", "spread"), None, [], {}, MISSING),
     *of("scheduler", ("hdet", "spread", "scheduled"), None, [], [1.0], ["a", "b"], [NAN, 1.0], HUGE, MISSING),
     *of("scheduler", ("hdet", "window"), None, [], {}, MISSING),
-    *of("scheduler", ("hdet", "window", "count"), -1, "x", 1.5, None, MISSING, True),
+    *of("scheduler", ("hdet", "window", "count"), -1, "x", 1e30, None, MISSING, True),
     *of("scheduler", ("hdet", "window", "sum"), "x", None, [[1.0]], MISSING),
     *of("scheduler", ("hdet", "begun"), "x", None, 3, MISSING),
     *of("scheduler", ("hdet", "history"), None, 3, "x", {}, [3], [{}], MISSING, range(10**9)),
