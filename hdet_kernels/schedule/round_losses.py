@@ -42,7 +42,7 @@ class RoundLosses:
         """
         value = checked_loss(loss, "the loss", self.rows)
         if (divisor := checked_divisor(divided_by)) != 1:
-            value = value * divisor
+            value = (value.to(wide_dtype(value.device)) if isinstance(value, Tensor) else value) * divisor
         self.ever = True
         if step == 0:
             self.first.record(value)

@@ -158,6 +158,8 @@ RANKS = Cases(
         "equal": ([{}, {}], {}),
         "apart": ([{}, {}], {"tie_groups": False}),
         "ratio": ([{}, {}], {"max_lr": [0.05, 0.005], "tie_groups": True}),
+    },
+    full={
         "one wrapped": ([{}], {"wrapped": True}),
         "equal wrapped": ([{}, {}], {"wrapped": True}),
         "softmax": (
@@ -190,7 +192,7 @@ def test_decay_and_no_decay_have_one_multiplier_in_every_cycle() -> None:
     assert apart["history"][0]["values"].keys() == {"lr/0", "lr/1"}
 
 
-@pytest.mark.parametrize("around", ["", " wrapped"])
+@pytest.mark.parametrize("around", ["", pytest.param(" wrapped", marks=pytest.mark.full)])
 def test_tied_groups_train_as_one_group(around: str) -> None:
     for one, tied in zip(RANKS["one" + around], RANKS["equal" + around], strict=True):
         assert moved(one), "a controller that does nothing proves nothing"
@@ -199,7 +201,7 @@ def test_tied_groups_train_as_one_group(around: str) -> None:
         assert one["rates"] == [[first] for first, second in tied["rates"] if first == second]
 
 
-@pytest.mark.parametrize("case", ["ratio", "softmax"])
+@pytest.mark.parametrize("case", ["ratio", pytest.param("softmax", marks=pytest.mark.full)])
 def test_tied_groups_keep_the_ratio_of_their_peaks(case: str) -> None:
     for result in RANKS[case]:
         assert moved(result)
