@@ -166,6 +166,16 @@ class TestBatchProbe:
             BatchProbe(network(), loss, batch(0, 0)[0], autocast=autocast)()
         assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
 
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_the_batch_goes_to_the_device_of_the_model(self) -> None:
+        model = network(batch_norm=True).cuda()
+        probe = BatchProbe(model, lambda m, d: loss_of(m, *d) + 0 * torch.randn((), device="cuda"), batch(0, 0))
+        before = torch.cuda.get_rng_state()
+        assert probe().device.type == "cuda"
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+        assert probe.batch[0].device.type == "cpu"
+
     def test_wrappers_are_left_out(self) -> None:
         model = network()
         assert bare(nn.DataParallel(model)) is model

@@ -140,7 +140,8 @@ class TestRecord:
         window.mark()
         window.clear()
         window.record(loss)
-        assert window.count == 1
+        window.record(loss, 2)
+        assert window.count == 1.5
         assert isinstance(window.sum, Unread)
 
     @pytest.mark.gpu
