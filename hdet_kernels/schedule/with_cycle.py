@@ -10,15 +10,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.checks import check_callable
+from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.ties import saved_ties
 from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.attachment import own_values_back
 from hdet_kernels.schedule.build import learning_rates
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord
+from hdet_kernels.schedule.late_ensemble import LateEnsemble, name_one_replica
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.options import HDETOptions, Probe
 from hdet_kernels.schedule.scouting import Scouting
+from hdet_kernels.schedule.wrapped import unwrapped
 
 
 class WithCycle:
@@ -33,6 +36,8 @@ class WithCycle:
     _last_lr: list[float | Tensor]
     _cycle: Cycle | None = None
     _phase: Scouting | None = None
+    #: Whether a process group may still come; None while the scheduler is built, and after a group came.
+    _late: LateEnsemble | None = None
     _options: HDETOptions
     _follows_ties = False
 
@@ -41,7 +46,58 @@ class WithCycle:
         """The cycle that this scheduler drives."""
         if self._cycle is None:
             raise RuntimeError("the scheduler is still being built")
+        if self._late is not None and self._late.arrived:
+            self._take_processes()
         return self._cycle
+
+    @property
+    def _inner(self) -> Optimizer:
+        """The optimizer inside its wrappers."""
+        return unwrapped(self.optimizer)
+
+    # Who the replicas are
+
+    def _built(self, given: Ensemble | None) -> None:
+        """End the construction with ``ensemble=given``."""
+        self._late = LateEnsemble(given, self.cycle.ensemble)
+        if not self._late.open:
+            self._announce()
+
+    def _settle(self) -> None:
+        """Decide who the replicas are, before the first use: the process group that exists by now, or one replica.
+
+        Raises:
+            RuntimeError: a group should exist, or was initialised after the decision.
+        """
+        late = self._late
+        if late is None:
+            return
+        if late.arrived:
+            self._take_processes()
+        elif late.open:
+            late.check_arrived()
+            late.open = False
+            self._announce()
+        else:
+            late.check_none_arrived()
+
+    def _take_processes(self) -> None:
+        """Build the cycle again, with the processes of the default group as replicas."""
+        late, self._late = self._late, None
+        try:
+            self._build_again()
+        except BaseException:
+            self._late = late
+            raise
+        self._announce()
+
+    def _build_again(self) -> None:
+        raise NotImplementedError
+
+    def _announce(self) -> None:
+        name_one_replica(self.cycle)
+        if self._phase is not None:
+            self._phase.announce()
 
     @property
     def history(self) -> list[SyncRecord]:
@@ -57,6 +113,11 @@ class WithCycle:
     def sync_every(self) -> int:
         """T, in steps."""
         return self.cycle.run.sync_every
+
+    @property
+    def scouting(self) -> bool:
+        """Whether the run still looks for a learning rate (``max_lr=None``)."""
+        return self._phase is not None
 
     def get_base_lr(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
@@ -74,6 +135,7 @@ class WithCycle:
                 ``(loss / k).backward()``. The k losses of a step then count as one, and the mean is that of whole
                 batches, also where the last step of an epoch has fewer. Leave it out for losses that were not divided.
         """
+        self._settle()
         if self._phase is None:
             self.cycle.window.record(loss, divided_by)
         else:
@@ -114,6 +176,7 @@ class WithCycle:
         probe or the losses since the last sync decide; without any loss it is the mean. With ``max_lr=None`` it raises
         while a learning rate is looked for: the replicas are not to be averaged then.
         """
+        self._settle()
         if self._phase is not None:
             raise RuntimeError(
                 f"scheduler.converge() at step {self._phase.made}: until step {self._phase.scouted.plan.steps} every "
@@ -129,6 +192,7 @@ class WithCycle:
         the mean where no loss is known. With ``max_lr=None``, while a learning rate is looked for, it is the model that
         the run begins with.
         """
+        self._settle()
         return self.cycle.consensus() if self._phase is None else self._phase.consensus()
 
     # Building the cycle again
@@ -137,12 +201,13 @@ class WithCycle:
         """Return a cycle by the present options, for an optimizer that has its own values."""
         raise NotImplementedError
 
-    def _attach(self, phase: Scouting | None, cycle: Cycle) -> None:
+    def _attach(self) -> None:
         """Hook the phase, or the cycle if there is none, to the optimizer."""
         raise NotImplementedError
 
-    def _build_again(self) -> None:
-        own_values_back(self.optimizer)
+    def _replace_phase(self) -> None:
+        """Build the cycle, or the phase before it, by the present options in the place of the one before."""
+        own_values_back(self._inner)
         self._take(self._new_cycle())
 
     def _take(self, cycle: Cycle) -> None:
@@ -151,8 +216,8 @@ class WithCycle:
         cycle.history, cycle.window = before.history, before.window
         cycle.write()
         self._cycle = cycle
-        self._last_lr = learning_rates(self.optimizer)
-        self._attach(None, cycle)
+        self._last_lr = learning_rates(self._inner)
+        self._attach()
         cycle.publish()
 
     @contextlib.contextmanager
@@ -161,7 +226,7 @@ class WithCycle:
         parts = [] if self._phase is None else self._phase.parts()
         with checkpoint.undone_on_error(self.cycle, self, *parts), self._attached_again_on_error():
             self._options = cast(HDETOptions, {**self._options, **changed})
-            self._build_again()
+            self._replace_phase()
             yield
 
     @contextlib.contextmanager
@@ -172,7 +237,8 @@ class WithCycle:
             yield
         except BaseException:
             if self._phase is not phase or self._cycle is not cycle:
-                self._attach(phase, cycle)
+                self._phase, self._cycle = phase, cycle
+                self._attach()
             raise
 
     @contextlib.contextmanager
