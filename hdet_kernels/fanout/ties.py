@@ -88,7 +88,8 @@ def saved_ties(hyperparameters: object) -> list[tuple[int, ...]] | None:
         name, tied = (entry.get("name"), entry.get("tied", [])) if isinstance(entry, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(tied, list):
             return None
-        if (match := re.fullmatch(r"lr/(\d+)", name)) is not None:
+        match = re.fullmatch(r"lr/(\d+)", name)
+        if match is not None and entry.get("base") is None:  # a scalar of the user may have such a name too
             found.append((int(match[1]), *tied))
     return found if all(type(group) is int for tied in found for group in tied) else None
 

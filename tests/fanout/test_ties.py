@@ -66,7 +66,7 @@ def test_a_group_with_an_explore_of_its_own_is_not_tied_to_others() -> None:
 
 def test_ties_of_a_checkpoint() -> None:
     saved = [{"name": "lr/0", "tied": [2]}, {"name": "lr/1"}, {"name": "weight_decay/0"}, {"name": "dropout"}]
-    assert saved_ties(saved) == [(0, 2), (1,)]
+    assert saved_ties([*saved, {"name": "lr/3", "base": 1.0}]) == [(0, 2), (1,)]
     entries = ({}, {"name": None}, {"name": "lr/0", "tied": 1}, {"name": "lr/0", "tied": ["1"]})
     for damaged in (None, 3, [3], torch.ones(2), *([entry] for entry in entries)):
         assert saved_ties(damaged) is None

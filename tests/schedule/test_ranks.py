@@ -265,7 +265,7 @@ def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
         return nn.functional.mse_loss(trainer.module(x), y)
 
     trainer = Trainer(
-        rank, max_lr=1e-4, total_steps=400, sync_every=10, trust=None, probe=fixed_batch, groups=True,
+        rank, max_lr=1e-4, total_steps=400, sync_every=10, trust=None, probe=fixed_batch, groups=True, tie_groups=False,
         explore=[hk.Explore("weight_decay", base=0.01)] if explore else [],
     )  # fmt: skip
     trainer.train(400)
