@@ -101,6 +101,7 @@ class OneCycleAutoLR(HDETOneCycleLR):
             sync_every=model_sync_interval,
             auto_lr=controller if enable_auto_lr else False,
             ensemble=ensemble if ensemble.size > 1 else None,
+            tie_groups=False,  # as published: every group has a permutation of its own
         )
 
     @property

@@ -72,7 +72,7 @@ class Cycle:
         self.gradients = gradients
         self.average_state = average_state
         self.overlap_steps = overlap_steps
-        self.step = step
+        self.step = self.first = step
         self.buffers = buffers
         self.before = before  # steps that were made before step 0: those of a scouting phase
         self.window = LossWindow(ensemble.rows)
@@ -87,7 +87,10 @@ class Cycle:
         self.averaged = True  # no step was made since the last average
         self.expects_state = False  # a checkpoint was loaded whose optimizer had state
         self.replaced = False  # another scheduler was built on the optimizer
-        self.displacement = Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS) if run.slopes else None
+        tied = [hyper.groups for hyper in spread.hyperparameters if hyper.base is None]
+        self.displacement = (
+            Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied) if run.slopes else None
+        )
         self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
@@ -107,6 +110,11 @@ class Cycle:
         # Replicas that were averaged once, and have equal values and gradients since then, stay equal.
         stays = not self.spread.diverges and self._known_shared() is True and self.overlapping is None
         return stays and self.history.last_step is not None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step was made, here or in the run of a checkpoint."""
+        return self.started or self.step != self.first
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -105,7 +105,11 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int, own_part: bool = True
                 }
             ),
             "window": Fields(
-                {"sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))), "count": _COUNT, "ever": Flag()}
+                {
+                    "sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))),
+                    "count": Number(0, 2**63 - 1),
+                    "ever": Flag(),
+                }
             ),
             "displacement": Maybe(displacement(cycle, own_part=own_part)),
             "pending": Maybe(pending(len(names), size, rows, step, cycle.run.sync_every, tensors)),
@@ -136,7 +140,7 @@ def displacement(cycle: Cycle, *, own_part: bool) -> Fields:
         {
             "last": OneOf(tensors, ended),
             "moved": Maybe(tensors),
-            "slopes": Items(Items(_ANY, (groups,)), longest=SLOPE_STEPS),
+            "slopes": Items(Items(_ANY, (len(set(cycle.spread.rate_of.values())),)), longest=SLOPE_STEPS),
             "apart": Flag(),
         }
     )
