@@ -84,6 +84,8 @@ class Cycle:
         self.overlapping: Overlapping | None = None
         self.started = False  # whether a step was made; the outer optimizer starts from the parameters before it
         self.in_consensus = False  # the parameters are the average now, and not this replica's own
+        self.averaged = True  # no step was made since the last average
+        self.expects_state = False  # a checkpoint was loaded whose optimizer had state
         self.replaced = False  # another scheduler was built on the optimizer
         self.displacement = Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS) if run.slopes else None
         self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
@@ -96,6 +98,15 @@ class Cycle:
     def number(self) -> int:
         """The number of the current cycle, from 0."""
         return self.step // self.run.sync_every
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters in this process are the average of all replicas now."""
+        if self.in_consensus or self.averaged or self.ensemble.size == 1:
+            return True
+        # Replicas that were averaged once, and have equal values and gradients since then, stay equal.
+        stays = not self.spread.diverges and self._known_shared() is True and self.overlapping is None
+        return stays and self.history.last_step is not None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -166,6 +177,7 @@ class Cycle:
                 self.window.reset(mark)
                 raise
         self.step = step
+        self.averaged = syncs and self.overlapping is None
         self.steps.scheduler_stepped(self.optimizer.param_groups)
         if syncs:
             self.window.clear()
@@ -214,10 +226,24 @@ class Cycle:
                 self.displacement.begin()
             if self.undoing is not None:
                 self.undoing.keep_start(self.run, self.step)
+        self.averaged = False
+        if self.expects_state:
+            self._check_state()
         if self.displacement is not None:
             self.displacement.measure()
         if self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
             self._fingerprint = fingerprint(self.optimizer.param_groups)
+
+    def _check_state(self) -> None:
+        """Warn, once after a checkpoint was loaded, if the optimizer's part of it did not arrive."""
+        self.expects_state = False
+        if not any(self.optimizer.state.values()):
+            log.warning(
+                "the scheduler was resumed at step %d, and the optimizer has no state, which it had there: its moments "
+                "begin at zero. Load its state_dict() too. torch.distributed.checkpoint loads only into state that "
+                "exists: take the optimizer's state_dict from torch.distributed.checkpoint.state_dict.get_state_dict",
+                self.before + self.step,
+            )
 
     # A sync
 
@@ -307,11 +333,16 @@ class Cycle:
         """Return the slopes that were measured since the last sync, if gradients are shared; end it after the last."""
         if self.displacement is None:
             return None
-        slopes = self.displacement.turn()
+        slopes = self.displacement.turn(self._of_all_parts if self.ensemble.parts > 1 else None)
         following = (step // self.run.sync_every + 1) * self.run.sync_every
         if shared is False or not self._acting(following):
             self.displacement.end()
         return None if shared is False else slopes
+
+    def _of_all_parts(self, row: Tensor) -> Tensor:
+        """Return the row of every process that holds a part of this replica, [parts, columns]. Collective."""
+        ensemble = self.ensemble
+        return ensemble.gather(row.expand(ensemble.rows, -1))[ensemble.replica]
 
     def _recover(self, step: int, landed: int, placed: Placement, none: NoneSound) -> None:
         """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
@@ -425,6 +456,7 @@ class Cycle:
         report, failure = self._report(self.step, compares=self._takes_best)
         with _caused_by(failure):
             outcome = self.converger.converge(report, request)
+        self.averaged = True
         self._record(self.step, self.step, "manual", self.spread.placement(), outcome)
 
     @contextlib.contextmanager

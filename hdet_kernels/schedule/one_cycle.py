@@ -6,6 +6,7 @@ The schedule is torch's own. It is begun anew for every scouting round, and once
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +24,7 @@ from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.late_ensemble import LateEnsemble, announced_size
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.options import HDETOptions
+from hdet_kernels.schedule.packed import packed
 from hdet_kernels.schedule.rehearsal import built_state
 from hdet_kernels.schedule.scout_state import checked_scout, scout_state
 from hdet_kernels.schedule.scouted import Scouted, ratios_of
@@ -192,8 +194,8 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may begin another schedule
-        state = {**self._schedule_state(), "hdet": checkpoint.state_of(cycle)}
-        return state if self._scouted is None else {**state, "scout": scout_state(self._scouted, self._phase)}
+        state = {**self._schedule_state(), "hdet": packed(checkpoint.state_of(cycle))}
+        return state if self._scouted is None else {**state, "scout": packed(scout_state(self._scouted, self._phase))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
@@ -208,8 +210,8 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         self.cycle.steps.begin_anew()
 
     def _schedule_state(self) -> dict[str, Any]:
-        """Return the state of torch's schedule alone."""
-        return {key: value for key, value in super().state_dict().items() if key not in _OWN}
+        """Return a copy of the state of torch's schedule alone: DCP writes into lists and tensors when it loads."""
+        return copy.deepcopy({key: value for key, value in super().state_dict().items() if key not in _OWN})
 
     def _load_schedule(self, schedule: dict[str, Any], hdet: dict[str, Any]) -> None:
         super().load_state_dict(schedule)

@@ -19,6 +19,7 @@ from hdet_kernels.schedule.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
 from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
+from hdet_kernels.schedule.packed import packed, unpacked
 from hdet_kernels.schedule.rehearsal import rehearse
 from hdet_kernels.schedule.with_cycle import WithCycle
 from hdet_kernels.schedule.wrapped import outermost, unwrapped
@@ -221,7 +222,7 @@ class HDETScheduler(WithCycle, LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may write other learning rates
-        return {"base_scheduler": self.base_scheduler.state_dict(), "hdet": checkpoint.state_of(cycle)}
+        return {"base_scheduler": packed(self.base_scheduler.state_dict()), "hdet": packed(checkpoint.state_of(cycle))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
@@ -229,7 +230,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         base, here = self.base_scheduler, self.base_scheduler.state_dict()
         of_torch = type(base).__module__.startswith("torch.")
         schedule = checked_schedule(
-            here, state_dict.get("base_scheduler"), hdet["step"], "base_scheduler", of_torch=of_torch
+            here, unpacked(state_dict.get("base_scheduler")), hdet["step"], "base_scheduler", of_torch=of_torch
         )
         with checkpoint.undone_on_error(self.cycle, self), checkpoint.schedule_loaded(base, schedule):
             write_momentum(base)

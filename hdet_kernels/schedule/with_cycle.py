@@ -99,6 +99,23 @@ class WithCycle:
         """T, in steps."""
         return self.cycle.run.sync_every
 
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters in this process are the average of all replicas now.
+
+        True before the first step, after a sync or :meth:`converge` until the next step of the optimizer, inside
+        :meth:`consensus`, and for a single replica. Also between syncs once replicas no longer differ: with shared
+        gradients, after the controller stops. A checkpoint of one process stands for all where it is True. With
+        ``max_lr=None``, while a learning rate is looked for, it is True where the model is the one that the run begins
+        with. Replicas that begin apart (warm noisy initialisation) are not told from others before the first sync.
+        """
+        return self.cycle.in_sync if self._phase is None else self._phase.in_sync
+
+    @property
+    def scouting(self) -> bool:
+        """Whether the run still looks for a learning rate (``max_lr=None``)."""
+        return self._phase is not None
+
     def get_base_lr(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
         return self.cycle.spread.base_rates() if self._phase is None else self._phase.spread.base_rates()

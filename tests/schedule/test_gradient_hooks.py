@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hdet_kernels as hk
 from hdet_kernels.controller.protocol import MeasuredSlopes
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, look_at_gradients
-from tests.ranks import Cases
+from tests.ranks import Cases, run_ranks
 from tests.schedule.cases import Place
 from tests.schedule.scout_runs import PHASE, QUICK, STEPS
 from tests.training import Trainer, batch, loss_of, network, same
@@ -179,7 +181,7 @@ def test_a_saved_state_goes_on(before: int) -> None:
     torch.save(straight.state_dict(), saved)
     resumed = Displacement(straight.optimizer, steps=3)
     resumed.load_state_dict(torch.load(io.BytesIO(saved.getvalue()), weights_only=True))
-    assert resumed.count == before
+    assert len(resumed.slopes) == before
     for each in (straight, resumed):
         measure(param, each, *gradients[before:])
     assert resumed.turn() == straight.turn() is not None
@@ -195,6 +197,60 @@ def test_without_a_saved_state_the_first_displacement_is_not_known() -> None:
         assert displacement.turn() is None
     measure(param, displacement, 2.0)
     assert only_value(displacement.turn()) == 2.0
+
+
+def test_the_parts_of_a_replica_measure_what_the_whole_does() -> None:
+    moves, gradients = torch.tensor([0.5, -0.25]), [[2.0, 4.0], [1.0, -3.0], [0.5, 8.0]]
+
+    def moved(chosen: list[int], count: int = 3) -> Displacement:
+        param = nn.Parameter(torch.zeros(len(chosen)))
+        displacement = Displacement(torch.optim.SGD([param], lr=0.1), steps=4)
+        with torch.no_grad():
+            param.add_(moves[chosen])
+        displacement.turn()
+        for gradient in gradients[:count]:
+            param.grad = torch.tensor(gradient)[chosen]
+            displacement.measure()
+        return displacement
+
+    def row_of(part: Displacement) -> Tensor:
+        rows: list[Tensor] = []
+
+        def keep(row: Tensor) -> Tensor:
+            rows.append(row)
+            return row[None]
+
+        part.turn(keep)
+        return rows[0]
+
+    other = row_of(moved([1]))
+    assert moved([0]).turn(lambda row: torch.stack([row, other])) == moved([0, 1]).turn()
+    assert moved([0], count=2).turn(lambda row: torch.stack([row, other])) is None, "a part has missed one"
+    assert moved([0], count=0).turn(lambda row: torch.stack([row, row])) is None
+
+
+def _shards(rank: int) -> dict[str, Any]:
+    """Ranks 0 and 1 hold replica 0, ranks 2 and 3 replica 1."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = network()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    controller = hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None)
+    ensemble = hk.ProcessEnsemble(mesh)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 64, sync_every=4, auto_lr=controller, ensemble=ensemble)
+    for step in range(24):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(rank, step))
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+    return dict(scheduler.cycle.spread.controller_state)
+
+
+def test_all_shards_come_to_the_same_learning_rate() -> None:
+    first, *others = run_ranks(4, _shards)
+    assert first["observations"][0] > 3
+    assert all(other == first for other in others)
 
 
 # Closures
