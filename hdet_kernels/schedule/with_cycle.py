@@ -99,6 +99,11 @@ class WithCycle:
         """T, in steps."""
         return self.cycle.run.sync_every
 
+    @property
+    def scouting(self) -> bool:
+        """Whether the run still looks for a learning rate (``max_lr=None``)."""
+        return self._phase is not None
+
     def get_base_lr(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
         return self.cycle.spread.base_rates() if self._phase is None else self._phase.spread.base_rates()
