@@ -18,7 +18,10 @@ With ``max_lr=None``, ``scouting.py`` comes before the first cycle: rounds in wh
 ``checkpoint.py`` saves and restores all of it; ``packed.py`` makes one object of it, which distributed checkpoints save
 whole. ``formats.py`` converts what earlier versions saved, and ``checked_state.py`` checks it by ``state_schema.py``,
 the schema of a checkpoint in the terms of ``schema.py``.
-``attachment.py`` hooks a cycle to its optimizer, and takes the one before off it.
+``attachment.py`` hooks a cycle to its optimizer, which ``wrapped.py`` finds inside its wrappers, and takes the one before
+off it. Three files notice what frameworks do wrong: ``late_ensemble.py`` a process group that is initialised after the
+scheduler was built, ``step_count.py`` steps of the scheduler without one of the optimizer, ``equal_losses.py`` losses
+that were averaged before they came here.
 """
 
 from hdet_kernels.schedule.attachment import release
