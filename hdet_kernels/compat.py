@@ -100,7 +100,7 @@ class OneCycleAutoLR(HDETOneCycleLR):
             spread=ensemble_lr_spread_ratio,
             sync_every=model_sync_interval,
             auto_lr=controller if enable_auto_lr else False,
-            ensemble=ensemble,
+            ensemble=ensemble if ensemble.size > 1 else None,
         )
 
     @property

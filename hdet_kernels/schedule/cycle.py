@@ -25,12 +25,14 @@ from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneS
 from hdet_kernels.converge.converger import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread, observation
+from hdet_kernels.schedule.equal_losses import EqualLosses
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
 from hdet_kernels.schedule.history import History, Kind, SyncRecord
 from hdet_kernels.schedule.history_file import HistoryFile
-from hdet_kernels.schedule.loss_window import Loss, LossWindow, run_probe
+from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss, run_probe
 from hdet_kernels.schedule.options import GradientMode, Probe
 from hdet_kernels.schedule.overlapping import Overlapping
+from hdet_kernels.schedule.step_count import StepCount
 from hdet_kernels.schedule.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
@@ -74,6 +76,8 @@ class Cycle:
         self.buffers = buffers
         self.before = before  # steps that were made before step 0: those of a scouting phase
         self.window = LossWindow(ensemble.rows)
+        self.steps = StepCount()
+        self.equal_losses = EqualLosses()
         self.history = History()
         self.history_file = history_file
         self.shared: bool | None = None  # whether gradients were shared at the last sync; None: not known
@@ -143,6 +147,9 @@ class Cycle:
             Whether values changed: then :meth:`write` is due once the schedule has moved on.
         """
         self._check_step(last_step)
+        if loss is not None:
+            loss = checked_loss(loss, "the loss", self.ensemble.rows)
+        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         step = self.step + 1
         syncs = self.run.syncs_at(step)
         lands = self.overlapping is not None and (syncs or step >= self.overlapping.due)
@@ -159,8 +166,10 @@ class Cycle:
                 self.window.reset(mark)
                 raise
         self.step = step
+        self.steps.scheduler_stepped(self.optimizer.param_groups)
         if syncs:
             self.window.clear()
+            self.steps.synced()
             self.fan_out()
         return mark is not None
 
@@ -260,6 +269,7 @@ class Cycle:
             # Six digits: the last ones may differ between machines of different kinds.
             bases={hyper.name: f"{value:.6e}" for hyper, value in zip(hyperparameters, base, strict=True)},
             kept=self.undoing.kept if self.undoing else None,
+            stepped=self.steps.since_sync if self.steps.counts else None,
         )
         return report, failure
 
@@ -270,6 +280,7 @@ class Cycle:
             The step of the earlier average that was taken again; None if there was no return.
         """
         slopes = self._turn(step, outcome.shared)
+        self._look_at_losses(step, placed, outcome)
         undone = None
         if acting:  # before anything is recorded, because a controller may raise
             losses = np.where(outcome.healthy, compared(outcome.losses, outcome.probes), np.nan)
@@ -282,6 +293,15 @@ class Cycle:
         self.shared = outcome.shared
         self._record(step, landed, self._kind(step), placed, outcome, undone)
         return undone
+
+    def _look_at_losses(self, step: int, placed: Placement, outcome: Outcome) -> None:
+        """Warn if losses that are compared were averaged before. The rows of a stack cannot be, by mistake."""
+        if not (self.spread.reads_losses or self._takes_best) or self.ensemble.rows > 1:
+            return
+        if self.probe is None:
+            self.equal_losses.look(step, outcome.losses, placed.values, "the training losses")
+        else:
+            self.equal_losses.look(step, outcome.probes, placed.values, "the losses on the probe")
 
     def _turn(self, step: int, shared: bool | None) -> MeasuredSlopes | None:
         """Return the slopes that were measured since the last sync, if gradients are shared; end it after the last."""

@@ -1,13 +1,12 @@
 """Read the gradients before a step: whether all replicas have the same ones, and the hypergradient's slopes.
 
-Both run in a hook of the optimizer just before its step, when the gradients are certainly there. The results stay on
-their device until the next sync.
+Both run in a hook of the optimizer just before its step, when the gradients are certainly there; with a closure, when
+it has made them. The results stay on their device until the next sync.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,15 +18,35 @@ from hdet_kernels.controller.protocol import MeasuredSlopes
 from hdet_kernels.tensors import local, one_replica, wide_dtype
 
 
-def weakly(call: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook for an optimizer that calls the bound method ``call`` as long as its object lives."""
-    method = weakref.WeakMethod(call)
+def look_at_gradients(
+    look: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Call ``look`` when the gradients of an optimizer step are there: now, or once its closure has made them.
 
-    def hook(*_: Any) -> None:
-        if (alive := method()) is not None:
-            alive()
+    Args:
+        look: reads the gradients.
+        args, kwargs: those of ``optimizer.step``, the optimizer first, as a pre-hook of it gets them.
 
-    return hook
+    Returns:
+        The arguments with another closure, for the optimizer to go on with; None where there is no closure.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        look()
+        return None
+    looked = False
+
+    def looked_after() -> Any:
+        nonlocal looked
+        loss = closure()
+        if not looked:  # some optimizers call it again after they have moved the parameters
+            looked = True
+            look()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], looked_after, *args[2:]), kwargs
+    return args, {**kwargs, "closure": looked_after}
 
 
 def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:

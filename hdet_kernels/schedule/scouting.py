@@ -23,7 +23,7 @@ from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradient_hooks import fingerprint
 from hdet_kernels.schedule.last_sound import LastSound
-from hdet_kernels.schedule.loss_window import Loss, run_probe
+from hdet_kernels.schedule.loss_window import Loss, checked_loss, run_probe
 from hdet_kernels.schedule.round_losses import RoundLosses
 from hdet_kernels.schedule.scout_round import compare, gather_numbers, raise_failed_probe, scout_record
 from hdet_kernels.schedule.scouted import Scouted
@@ -67,6 +67,7 @@ class Scouting:
             seed=cycle.spread.seed,
             scheduled=cycle.spread.scheduled,
         )
+        self.steps = cycle.steps
         self.replaced = self.in_consensus = False
         self._fresh = False  # the optimizer had no state before the first step
         # Of the first step: the loss on the probe before it, or why there is none, and the gradients' fingerprint.
@@ -75,6 +76,10 @@ class Scouting:
         self._fingerprint: Tensor | None = None
         #: Whether it is known that the replicas have different gradients.
         self.certain = own.certain
+
+    def take_start(self, before: Scouting) -> None:
+        """Take the copies made at construction from the phase that this one replaces before its first step."""
+        self._buffers, self._digest = before._buffers, before._digest
 
     @property
     def length(self) -> int:
@@ -175,6 +180,9 @@ class Scouting:
             with :attr:`.Scouted.found`, the run.
         """
         self._check_step()
+        if loss is not None:
+            loss = checked_loss(loss, "the loss", self.ensemble.rows)
+        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         unsure, ends = not self.certain or self.made == 0, self.step + 1 == self.length
         mark = self.losses.mark() if unsure or ends else None
         if loss is not None:
@@ -191,6 +199,7 @@ class Scouting:
             raise
         if not ends:
             self.step += 1
+        self.steps.scheduler_stepped(self.optimizer.param_groups)
         return ends
 
     def _check_step(self) -> None:
