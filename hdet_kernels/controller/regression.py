@@ -22,6 +22,7 @@ import numpy as np
 
 from hdet_kernels.checks import check_number, check_positive, check_whole, keep_plain
 from hdet_kernels.controller import peak_posterior
+from hdet_kernels.controller.findings import Findings
 from hdet_kernels.controller.least_squares import (
     mean_level,
     noise_deviation,
@@ -174,13 +175,26 @@ class RegressionController(SlopeController):
         if run.in_pairs:
             equal = ~logs.any(axis=0)  # the replicas that train with the base values: they differ by noise
             noise = updated_noise(noise, without_outliers(seen.losses, settings)[equal], settings)
-        slopes = self._slopes_of_pairs(seen.losses, logs, noise) if run.in_pairs else self._joint_slopes(seen, logs)
-        slopes = _with_measured(run, slopes, seen, settings)
-        slopes, signs = self._with_sign_significance(state, slopes)
+        slopes, signs = self._with_sign_significance(state, self._slopes(run, seen, noise))
         signal = np.sign(slopes.values) * np.minimum(slopes.significance, settings.largest_significance)
         moved = self._moved(run, state, signal, slopes.significance, slopes.explored, seen)
         moved |= self._rate_entries(run, state, seen, slopes, moved)
         return {**moved, "signs": signs.tolist(), "noise": noise}
+
+    def findings(self, run: Run, state: State, seen: Observation) -> Findings:
+        """Return the slopes and posteriors of a sync, for its record; see :class:`.ExplainingController`."""
+        slopes = self._slopes(run, seen, state["noise"])
+        known = slopes.explored & np.isfinite(slopes.significance) & (slopes.significance > 0)
+        errors = np.divide(np.abs(slopes.values), slopes.significance, out=np.full(len(known), np.nan), where=known)
+        found = {i: peak_posterior.moments(state["log_likelihood"][i], self.trust, self.settings) for i in _rates(run)}
+        posterior = {index: moments for index, moments in found.items() if moments is not None}
+        return Findings(np.where(slopes.explored, slopes.values, np.nan), errors, posterior)
+
+    def _slopes(self, run: Run, seen: Observation, noise: list[float]) -> Slopes:
+        """Return the slopes of all hyperparameters: from gradients where they were measured, or else from losses."""
+        logs = np.log(seen.multipliers)
+        slopes = self._slopes_of_pairs(seen.losses, logs, noise) if run.in_pairs else self._joint_slopes(seen, logs)
+        return _with_measured(run, slopes, seen, self.settings)
 
     def _joint_slopes(self, seen: Observation, logs: Array) -> Slopes:
         """Return the slopes of all hyperparameters, found jointly from all replicas."""

@@ -26,6 +26,7 @@ from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
 from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.compress import Compression, Format, check_format
+from hdet_kernels.converge.distance import distance_of
 from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports, row_bytes
 from hdet_kernels.converge.labels import Names
 from hdet_kernels.converge.nonfinite import keep_own
@@ -139,9 +140,10 @@ class Converger:
         agreement, plan = self._agree(self._transport, report, payload, request)
         with self._restore_on_failure(payload, plan):
             cost = self._average(self._transport, payload, plan)
+        distance = self._distance(self._transport, payload, agreement, plan)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.settle(payload, counts=plan.counts)
-        return Outcome.of(agreement, plan, cost, time.perf_counter() - start)
+        return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
 
     def _agree(
         self, transport: Transport, report: Report, payload: Payload, request: AverageRequest
@@ -221,6 +223,9 @@ class Converger:
             self._compression.remember(transport, payload.compressible, keep_errors=healthy)
         return cost
 
+    def _distance(self, transport: Transport, payload: Payload, agreement: Agreement, plan: Plan) -> float | None:
+        return distance_of(self.ensemble, agreement, plan, payload.all_params, transport.checksum)
+
     def _take_outer_step(self, payload: Payload, plan: Plan, *, same_start: bool, advance: bool) -> None:
         if self._outer is None:
             return
@@ -287,8 +292,9 @@ class Converger:
             agreement, plan = self._agree(transport, report, after, request)
             cost = self._average(transport, after, plan)
             own = tuple(plan.healthy[held(self.ensemble)].tolist())
+            distance = self._distance(transport, after, agreement, plan)
             correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
-            return correction, Outcome.of(agreement, plan, cost, 0.0)
+            return correction, Outcome.of(agreement, plan, cost, 0.0, distance)
 
         return OverlappedAverage(average, self._stream, time.perf_counter() - start)
 

@@ -14,6 +14,7 @@ With ``max_lr=None``, ``scouting.py`` comes before the first cycle: rounds in wh
 (folder ``scout/`` plans and chooses), with their losses in ``round_losses.py``, compared by ``scout_round.py``.
 ``scouted.py`` is what remains of it, ``scout_state.py`` its part of a checkpoint.
 ``overlapping.py`` is an average that runs beside the training. ``history_file.py`` writes every record to a file.
+``sync_callbacks.py`` calls the user's functions with it, and ``metrics.py`` gives its numbers flat names for loggers.
 
 ``checkpoint.py`` saves and restores all of it. ``formats.py`` converts what earlier versions saved, and
 ``checked_state.py`` checks it by ``state_schema.py``, the schema of a checkpoint in the terms of ``schema.py``.

@@ -201,6 +201,7 @@ class HDETScheduler(WithCycle, LRScheduler):
     def step(self, loss: Loss | None = None) -> None:
         """Record ``loss``, sync if one is due, and set the next learning rates, as :meth:`HDETOneCycleLR.step`."""
         check_no_epoch(loss)
+        self._check_outside_callbacks("step()")
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
         changed = self.cycle.end_step(loss, last_step)
@@ -215,6 +216,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         if changed:
             self.cycle.write()
         self.cycle.publish()
+        self._call_callbacks()
 
     def get_lr(self) -> list[float | Tensor]:
         return self.cycle.spread.rates(self.cycle.spread.scheduled)
