@@ -1,0 +1,1 @@
+"""HDET where people already train: one module for each framework, imported only where it is used."""
