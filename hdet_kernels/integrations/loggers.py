@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hdet_kernels.checks import check_flag, spell
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger("hdet_kernels")
+
+LogFunction = Callable[[dict[str, float], int | None], object]
 
 
 class HasScalars(Protocol):
@@ -101,8 +103,8 @@ class DictWriter(Writer):
     """Passes every sync, as a dict of numbers, to a logger.
 
     Args:
-        target: an object with ``log(dict)`` or ``log_metrics(dict)``, or such a function itself: a W&B run, the modules
-            ``trackio`` and ``mlflow``, a logger of Lightning.
+        target: an object with ``log(dict)`` or ``log_metrics(dict)`` (a W&B run, the module ``trackio`` or ``mlflow``,
+            a logger of Lightning), or a function of a dict and a step.
         with_step: whether the step is passed too, as ``step=``, to a logger that takes it. False where the step of a
             logger must not be set, because you log without one: W&B drops what comes with a lower step than the last.
             The metric ``hdet/step`` has it in any case.
@@ -117,13 +119,10 @@ class DictWriter(Writer):
     ) -> None:
         super().__init__(replicas=replicas, every_process=every_process)
         self._log = _log_function(target)
-        self._with_step = check_flag("with_step", with_step) and _takes_step(self._log)
+        self._with_step = check_flag("with_step", with_step)
 
     def _write(self, metrics: dict[str, float], step: int) -> None:
-        if self._with_step:
-            self._log(metrics, step=step)
-        else:
-            self._log(metrics)
+        self._log(metrics, step if self._with_step else None)
 
 
 def _summary_writer() -> Callable[[str | None], SummaryWriter]:
@@ -136,36 +135,36 @@ def _summary_writer() -> Callable[[str | None], SummaryWriter]:
     return cast("Callable[[str | None], SummaryWriter]", SummaryWriter)
 
 
-def _log_function(target: object) -> Callable[..., object]:
-    """Return the function of ``target`` that takes a dict; raise TypeError if there is none."""
-    methods = [getattr(target, name, None) for name in ("log", "log_metrics")]
-    for function in [*(method for method in methods if callable(method)), target]:
-        if callable(function) and _fits(function):
-            return cast("Callable[..., object]", function)
+def _log_function(target: object) -> LogFunction:
+    """Return a function of a dict and a step that passes them to ``target``; raise TypeError if it takes no dict."""
+    for name in ("log", "log_metrics"):
+        method = getattr(target, name, None)
+        if callable(method) and (found := _called(method)) is not None:
+            return found
+    if callable(target):
+        if (found := _called(target)) is not None:
+            return found
+        if _accepts(target, {}, 0):
+            return target
     raise TypeError(
-        f"target must have log(dict) or log_metrics(dict), or be such a function, got {spell(target)}: pass for "
-        "example the run that wandb.init() returns, or mlflow.log_metrics"
+        f"target must have log(dict) or log_metrics(dict), or be a function of a dict and a step, got {spell(target)}: "
+        "pass for example the run that wandb.init() returns, or mlflow.log_metrics"
     )
 
 
-def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions written in C do not tell
-        return None
+def _called(function: Callable[..., object]) -> LogFunction | None:
+    """Return ``function`` with the step as ``step=``, or without it; None if it does not take a dict alone."""
+    if _accepts(function, {}, step=0):
+        return lambda metrics, step: function(metrics) if step is None else function(metrics, step=step)
+    return (lambda metrics, _: function(metrics)) if _accepts(function, {}) else None
 
 
-def _fits(function: Callable[..., object]) -> bool:
-    """Return whether ``function`` can be called with one argument, as far as it tells."""
-    if _parameters(function) is None:
-        return True
+def _accepts(function: Callable[..., object], *args: object, **keywords: object) -> bool:
+    """Return whether ``function`` can be called with these arguments."""
     try:
-        inspect.signature(function).bind({})
+        inspect.signature(function).bind(*args, **keywords)
+    except ValueError:  # some functions written in C do not tell
+        return not keywords and len(args) == 1
     except TypeError:
         return False
     return True
-
-
-def _takes_step(function: Callable[..., object]) -> bool:
-    parameters = _parameters(function) or {}
-    return "step" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
