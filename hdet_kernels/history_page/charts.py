@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hdet_kernels.history_page.drawing import Chart, Curve, Number
+from hdet_kernels.history_page.scale import short
 from hdet_kernels.history_page.style import COLOURS
 from hdet_kernels.schedule.history import SyncRecord
 
 #: The most replicas that have a curve of their own; more are a band from the lowest to the highest.
 MOST_CURVES = 16
 
+#: Losses above this multiple of the median are drawn at the edge of their chart.
+LOSS_CEILING = 30.0
+
+#: The most hyperparameters that one chart shows with errors or bands.
+MOST_TOGETHER = 3
+
 #: The most hyperparameters that have a chart.
 MOST_CHARTS = 16
 
 Records = Sequence[SyncRecord]
+
+_VALUES = "Base value and that of every replica in the cycle before a sync. The three highest powers of ten are shown."
 
 
 def sections_of(records: Records) -> list[tuple[str, list[Chart]]]:
@@ -24,15 +34,22 @@ def sections_of(records: Records) -> list[tuple[str, list[Chart]]]:
     sections = [
         ("Learning rates and other values", value_charts(records)),
         ("Losses", [loss_chart(records), probe_chart(records)]),
-        ("Findings of the controller", [slope_chart(records), posterior_chart(records)]),
+        ("Findings of the controller", [*slope_charts(records), posterior_chart(records)]),
         ("Distance and cost", [distance_chart(records), seconds_chart(records), bytes_chart(records)]),
     ]
-    steps, marks = (records[0].step, records[-1].step), _marks(records)
+    marks = _marks(records)
     placed = [
-        (heading, [replace(chart, steps=steps, marks=marks) for chart in charts if not chart.empty])
+        (heading, [_placed(chart, records, marks) for chart in charts if not chart.empty])
         for heading, charts in sections
     ]
-    return [(heading, charts) for heading, charts in placed if charts]
+    alone = [(heading, [replace(charts[0], wide=True)] if len(charts) == 1 else charts) for heading, charts in placed]
+    return [(heading, charts) for heading, charts in alone if charts]
+
+
+def _placed(chart: Chart, records: Records, marks: Sequence[tuple[float, str, str]]) -> Chart:
+    """Return a chart with its steps, those of the run unless it has a part of its own, and the marks that are there."""
+    first, last = chart.steps or (records[0].step, records[-1].step)
+    return replace(chart, steps=(first, last), marks=[mark for mark in marks if first <= mark[0] <= last])
 
 
 def names_of(records: Records) -> list[str]:
@@ -63,10 +80,12 @@ def value_charts(records: Records) -> list[Chart]:
             title_of(name, names),
             name,
             [
+                _line("base", records, [record.base.get(name) for record in records], "base"),
                 *_by_replica(records, lambda record, name=name: record.values.get(name, ()), kind="dots"),  # type: ignore[misc]
-                _line("base", records, [record.base.get(name) for record in records], "base", strong=True),
             ],
             log=True,
+            decades=3,
+            note=_VALUES,
             wide=len(names) == 1,
         )
         for name in names[:MOST_CHARTS]
@@ -81,17 +100,28 @@ def loss_chart(records: Records) -> Chart:
         _line("mean of the finite ones", records, means, "base", strong=True),
     ]
     note = "Mean of each replica since the sync before. Losses that are not finite are gaps."
-    return Chart("Training loss", "loss", curves, note, log=True, wide=True)
+    return _loss_chart("Training loss", curves, note)
 
 
 def probe_chart(records: Records) -> Chart:
     """Return the chart of the losses on the probe."""
     curves = _by_replica(records, lambda record: record.probes or ())
-    return Chart("Loss on the probe", "loss", curves, "The same batch for all replicas.", log=True, wide=True)
+    return _loss_chart("Loss on the probe", curves, "The same batch for all replicas.")
 
 
-def slope_chart(records: Records) -> Chart:
-    """Return the chart of the slopes with their standard errors."""
+def _loss_chart(title: str, curves: Sequence[Curve], note: str) -> Chart:
+    """Return a chart of losses. One that exploded would hide all others: the axis ends above the usual ones."""
+    finite = [value for curve in curves for value in curve.finite()]
+    ceiling = LOSS_CEILING * statistics.median(finite) if finite else math.inf
+    if ceiling > 0 and finite and max(finite) > ceiling:
+        note += f" Those above {short(ceiling)} are drawn at the upper edge."
+    else:
+        ceiling = math.inf
+    return Chart(title, "loss", curves, note, log=True, ceiling=ceiling, wide=True)
+
+
+def slope_charts(records: Records) -> list[Chart]:
+    """Return the slopes with their standard errors: in one chart, or in one each where they are many."""
     names = names_of(records)
     found = [name for name in names if any(name in (record.slopes or {}) for record in records)][:MOST_CHARTS]
     curves = []
@@ -99,10 +129,14 @@ def slope_chart(records: Records) -> Chart:
         seen = [record for record in records if name in (record.slopes or {})]
         slopes = [(record.slopes or {})[name] for record in seen]
         errors = [(record.errors or {}).get(name) for record in seen]
-        steps = [record.step for record in seen]
-        curves.append(Curve(title_of(name, names), steps, slopes, colour(number, len(found)), "errors", errors))
+        at = [record.step for record in seen]
+        curves.append(Curve(title_of(name, names), at, slopes, colour(number, len(found)), "errors", errors))
     note = "Below 0 a larger value lowers the loss. Bars are one standard error."
-    return Chart("Slopes of the loss", "change of the loss for an e-fold larger value", curves, note, zero=True)
+    unit, steps = "change of the loss for an e-fold larger value", _acting(records)
+    if len(curves) <= MOST_TOGETHER:
+        return [Chart("Slopes of the loss", unit, curves, note, zero=True, steps=steps)]
+    each = [(f"Slope: {curve.label}", replace(curve, colour="c0")) for curve in curves]
+    return [Chart(title, unit, [curve], note, zero=True, steps=steps) for title, curve in each]
 
 
 def posterior_chart(records: Records) -> Chart:
@@ -117,12 +151,18 @@ def posterior_chart(records: Records) -> Chart:
             [math.exp(m + side * d) if m is not None and d is not None else None for _, (m, d) in seen]
             for side in (-1, 0, 1)
         )
-        curves += [
-            Curve("", steps, high, shade, "band", lows=low),
-            Curve(title_of(name, names), steps, mean, shade, strong=True),
-        ]
-    note = "The right peak of the schedule over the given one: mean and standard deviation of its logarithm."
-    return Chart("Posterior of the peak", "factor", curves, note, log=True)
+        curves.append(Curve(title_of(name, names), steps, mean, shade, strong=True))
+        if len(found) <= MOST_TOGETHER:
+            curves.insert(0, Curve("", steps, high, shade, "band", lows=low))
+    spread = " and standard deviation" if len(found) <= MOST_TOGETHER else ""
+    note = f"The right peak of the schedule over the given one: mean{spread} of its logarithm."
+    return Chart("Posterior of the peak", "factor", curves, note, log=True, steps=_acting(records))
+
+
+def _acting(records: Records) -> tuple[float, float] | None:
+    """Return the first and the last step at which the controller found something."""
+    steps = [record.step for record in records if record.slopes or record.posterior]
+    return (steps[0], steps[-1]) if steps else None
 
 
 def distance_chart(records: Records) -> Chart:
@@ -154,11 +194,11 @@ def bytes_chart(records: Records) -> Chart:
 
 
 def _line(label: str, records: Records, values: Sequence[Number], shade: str, *, strong: bool = False) -> Curve:
-    """Return a line over the syncs, with a gap where scouting ends and the run begins anew."""
+    """Return a line over the syncs. Scouting rounds are single points: each of them begins anew."""
     steps: list[float] = []
     heights: list[Number] = []
     for number, (record, value) in enumerate(zip(records, values, strict=True)):
-        if number and record.kind != "scout" and records[number - 1].kind == "scout":
+        if number and records[number - 1].kind == "scout":
             steps.append(record.step)
             heights.append(None)
         steps.append(record.step)

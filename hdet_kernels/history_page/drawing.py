@@ -5,21 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from hdet_kernels.history_page.scale import Scale, scale_of
 
-#: Size of a chart in the units of its SVG, and its margins: left, right, top, bottom.
-WIDTH, HEIGHT = 720, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 30, 40
+#: Width and height of a chart, in pixels of a page of full width: half of it, or all of it.
+SIZES = {False: (500, 270), True: (1040, 320)}
+
+#: Space between the edges of a chart and its axes: left, right, top, bottom.
+LEFT, RIGHT, TOP, BOTTOM = 58, 28, 28, 40
 
 #: The most points of one chart. There are no more places for them, and the page stays small.
 MOST_POINTS = 4000
 
 Number = float | None
 Point = tuple[float, float]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,11 @@ class Chart:
         note: a sentence below the title.
         log: whether the vertical axis may be logarithmic.
         zero: whether 0 is on the vertical axis.
+        decades: the most powers of ten that a logarithmic axis spans, from the highest value down.
+        ceiling: where the vertical axis ends; higher values are drawn at its end.
         marks: vertical lines: the step, a class of the style sheet, and its name in the legend.
         wide: whether it is as wide as the page.
+        steps: first and last step of the horizontal axis. None: 0 and 1.
     """
 
     title: str
@@ -73,9 +79,11 @@ class Chart:
     note: str = ""
     log: bool = False
     zero: bool = False
+    decades: float = math.inf
+    ceiling: float = math.inf
     marks: Sequence[tuple[float, str, str]] = ()
     wide: bool = False
-    steps: tuple[float, float] = field(default=(0.0, 1.0))
+    steps: tuple[float, float] | None = None
 
     @property
     def empty(self) -> bool:
@@ -83,21 +91,47 @@ class Chart:
         return not any(curve.finite() for curve in self.curves)
 
 
+@dataclass(frozen=True)
+class Frame:
+    """The axes of a chart, and where they are in its picture."""
+
+    steps: Scale
+    heights: Scale
+    width: int
+    height: int
+
+    @property
+    def right(self) -> int:
+        return self.width - RIGHT
+
+    @property
+    def bottom(self) -> int:
+        return self.height - BOTTOM
+
+    def x(self, step: float) -> float:
+        return round(LEFT + self.steps.place(step) * (self.right - LEFT), 1)
+
+    def y(self, value: float) -> float:
+        return round(self.bottom - self.heights.place(value) * (self.bottom - TOP), 1)
+
+
 def draw(chart: Chart, number: int) -> str:
     """Return a figure with its caption, legend and SVG. ``number`` makes its ids differ from those of other charts."""
-    low, high = chart.steps
-    x = Scale(low, high) if high > low else Scale(low - 1, low + 1)
-    y = scale_of((value for curve in chart.curves for value in curve.finite()), log=chart.log, zero=chart.zero)
-    scale_name = ", logarithmic" if y.log else ""
-    body = [_axes(x, y), *(_mark(x, *mark) for mark in chart.marks)]
+    (low, high), (width, height) = chart.steps or (0.0, 1.0), SIZES[chart.wide]
+    values = (min(value, chart.ceiling) for curve in chart.curves for value in curve.finite())
+    heights = scale_of(values, log=chart.log, zero=chart.zero, decades=chart.decades)
+    steps = Scale(low, high, whole=True) if high > low else Scale(low - 1, low + 1, whole=True)
+    frame = Frame(steps, heights, width, height)
     most = max(MOST_POINTS // max(len(chart.curves), 1), 60)
-    body += [_curve(curve, x, y, most) for curve in chart.curves]
-    unit = f'<text class="unit" x="{LEFT - 52}" y="16">{escape(chart.unit)}{scale_name}</text>'
-    step = f'<text class="unit end" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">step</text>'
+    body = [_axes(frame), *(_mark(frame, *mark) for mark in chart.marks)]
+    body += [_curve(curve, frame, most) for curve in chart.curves]
+    unit = f"{chart.unit}, logarithmic" if heights.log else chart.unit
     svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t{number} d{number}">'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="t{number} d{number}">'
         f'<title id="t{number}">{escape(chart.title)}</title>'
-        f'<desc id="d{number}">{escape(_description(chart))}</desc>{unit}{step}{"".join(body)}</svg>'
+        f'<desc id="d{number}">{escape(_description(chart))}</desc>'
+        f'<text x="4" y="14">{escape(unit)}</text>'
+        f'<text class=end x="{frame.right}" y="{height - 4}">step</text>{"".join(body)}</svg>'
     )
     note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
     return (
@@ -109,11 +143,9 @@ def draw(chart: Chart, number: int) -> str:
 def _description(chart: Chart) -> str:
     """Return the chart in words: what is drawn, and between which values."""
     values = [value for curve in chart.curves for value in curve.finite()]
+    low, high = chart.steps or (0.0, 1.0)
     names = ", ".join(curve.label for curve in chart.curves if curve.label)
-    return (
-        f"{chart.unit} over steps {chart.steps[0]:.0f} to {chart.steps[1]:.0f}, from {min(values):.4g} to "
-        f"{max(values):.4g}: {names}"
-    )
+    return f"{chart.unit} over steps {low:.0f} to {high:.0f}, from {min(values):.4g} to {max(values):.4g}: {names}"
 
 
 def _legend(chart: Chart) -> str:
@@ -136,34 +168,38 @@ def _key(kind: str, colour: str) -> str:
     return f'<path{_paint(colour, kind if kind != "errors" else "line")} d="{path}"/>'
 
 
-def _axes(x: Scale, y: Scale) -> str:
+def _axes(frame: Frame) -> str:
     parts = []
-    for value, label in y.ticks():
-        at = _y(y, value)
-        parts.append(f'<path class=grid d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
+    for value, label in frame.heights.ticks():
+        at = frame.y(value)
+        parts.append(f'<path class=grid d="M{LEFT} {at}H{frame.right}"/>')
         parts.append(f'<text class=end x="{LEFT - 7}" y="{at + 4:g}">{label}</text>')
-    for value, label in x.ticks():
-        at = _x(x, value)
-        parts.append(f'<path class=axis d="M{at} {HEIGHT - BOTTOM}v4"/>')
-        parts.append(f'<text class=middle x="{at}" y="{HEIGHT - BOTTOM + 18}">{label}</text>')
-    if not y.log and y.low < 0 < y.high:
-        parts.append(f'<path class=zero d="M{LEFT} {_y(y, 0.0)}H{WIDTH - RIGHT}"/>')
-    parts.append(f'<path class=axis d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
+    for value, label in frame.steps.ticks():
+        at = frame.x(value)
+        parts.append(f'<path class=axis d="M{at} {frame.bottom}v4"/>')
+        parts.append(f'<text class=middle x="{at}" y="{frame.bottom + 18}">{label}</text>')
+    heights = frame.heights
+    if not heights.log and heights.low < 0 < heights.high:
+        parts.append(f'<path class=zero d="M{LEFT} {frame.y(0.0)}H{frame.right}"/>')
+    parts.append(f'<path class=axis d="M{LEFT} {frame.bottom}H{frame.right}"/>')
     return "".join(parts)
 
 
-def _mark(x: Scale, step: float, colour: str, label: str) -> str:
-    line = f"M{_x(x, step)} {TOP}V{HEIGHT - BOTTOM}"
+def _mark(frame: Frame, step: float, colour: str, label: str) -> str:
+    line = f"M{frame.x(step)} {TOP}V{frame.bottom}"
     return f'<path{_paint(colour, "mark")} d="{line}"><title>{escape(label)}: step {step:.0f}</title></path>'
 
 
-def _curve(curve: Curve, x: Scale, y: Scale, most: int) -> str:
+def _curve(curve: Curve, frame: Frame, most: int) -> str:
     if curve.kind == "band":
-        return _band(curve, x, y, most)
+        return _band(curve, frame, most)
     if curve.kind == "errors":
-        return _error_bars(curve, x, y, most)
-    runs = [thinned(run, most) for run in _runs(curve.xs, curve.ys)]
-    points = [[(_x(x, a), _y(y, b)) for a, b in run] for run in runs]
+        return _error_bars(curve, frame, most)
+    shown = [y if _known(y) and y >= frame.heights.low else None for y in curve.ys]
+    # Dots that touch each other tell nothing.
+    thin = _every_nth if curve.kind == "dots" else thinned
+    runs = [thin(run, frame.width // 5 if curve.kind == "dots" else most) for run in _runs(curve.xs, shown)]
+    points = [[(frame.x(a), frame.y(b)) for a, b in run] for run in runs]
     count = sum(map(len, points))
     if not count:
         return ""
@@ -177,32 +213,32 @@ def _curve(curve: Curve, x: Scale, y: Scale, most: int) -> str:
     return drawn + (f'<path{_paint(curve.colour, "dots")} d="{lonely}"/>' if lonely else "")
 
 
-def _band(curve: Curve, x: Scale, y: Scale, most: int) -> str:
+def _band(curve: Curve, frame: Frame, most: int) -> str:
     known = [
         (a, low, high)
         for a, low, high in zip(curve.xs, curve.lows, curve.ys, strict=True)
         if _known(low) and _known(high)
     ]
-    every = max(math.ceil(len(known) / most), 1)
-    known = [*known[::every], *known[-1:]] if every > 1 else known
+    known = _every_nth(known, most)
     if not known:
         return ""
     if len(known) == 1:
         a, low, high = known[0]
-        return f'<path{_paint(curve.colour, "bar")} d="M{_x(x, a)} {_y(y, low)}V{_y(y, high)}"/>'
-    edge = [(_x(x, a), _y(y, high)) for a, _, high in known] + [(_x(x, a), _y(y, low)) for a, low, _ in reversed(known)]
+        return f'<path{_paint(curve.colour, "bar")} d="M{frame.x(a)} {frame.y(low)}V{frame.y(high)}"/>'
+    edge = [(frame.x(a), frame.y(high)) for a, _, high in known] + [
+        (frame.x(a), frame.y(low)) for a, low, _ in reversed(known)
+    ]
     return f'<path{_paint(curve.colour, "band")} d="{_polyline(edge)}z"/>'
 
 
-def _error_bars(curve: Curve, x: Scale, y: Scale, most: int) -> str:
+def _error_bars(curve: Curve, frame: Frame, most: int) -> str:
     points = [(a, b, error) for a, b, error in zip(curve.xs, curve.ys, curve.errors, strict=True) if _known(b)]
-    every = max(math.ceil(len(points) / min(most, 300)), 1)
     bars, dots = "", ""
-    for a, b, error in points[::every]:
-        at = _x(x, a)
-        dots += f"M{at} {_y(y, b)}h0"
+    for a, b, error in _every_nth(points, frame.width // 4):
+        at = frame.x(a)
+        dots += f"M{at} {frame.y(b)}h0"
         if _known(error):
-            bars += f"M{at} {_y(y, b - error)}V{_y(y, b + error)}"
+            bars += f"M{at} {frame.y(b - error)}V{frame.y(b + error)}"
     return f'<path{_paint(curve.colour, "bar")} d="{bars}"/><path{_paint(curve.colour, "dots")} d="{dots}"/>'
 
 
@@ -217,6 +253,12 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
         ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
         found += sorted(ends)
     return [*found, points[-1]] if found[-1] != points[-1] else found
+
+
+def _every_nth(points: Sequence[Item], most: int) -> list[Item]:
+    """Return at most ``most`` of the points, at equal distances, and the last one."""
+    every = math.ceil(len(points) / most)
+    return [*points[::every], *points[-1:]] if every > 1 else list(points)
 
 
 def _runs(xs: Sequence[float], ys: Sequence[Number]) -> Iterable[list[Point]]:
@@ -246,11 +288,3 @@ def _paint(colour: str, kind: str) -> str:
     if colour.startswith("hsl"):
         return f' class="{kind}" style="--c:{colour}"'
     return f' class="{kind} {colour}"'
-
-
-def _x(scale: Scale, value: float) -> float:
-    return round(LEFT + scale.place(value) * (WIDTH - LEFT - RIGHT), 1)
-
-
-def _y(scale: Scale, value: float) -> float:
-    return round(HEIGHT - BOTTOM - scale.place(value) * (HEIGHT - TOP - BOTTOM), 1)

@@ -63,8 +63,9 @@ def _of_lines(text: str, path: Path) -> list[tuple[str, Any]]:
 def _record(path: Path, place: str, entry: Any) -> SyncRecord:
     try:
         record = record_of(place, entry)
-        record.metrics()
         complete = record.base.keys() == record.values.keys() and len(record.losses) > 0
+        if complete:
+            record.metrics()
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(f"{path}, {place} is not the record of a sync: {error}") from error
     if not complete:

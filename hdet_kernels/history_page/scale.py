@@ -6,17 +6,21 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+#: Values beyond this are drawn at the end of an axis: their differences might overflow.
+LARGEST = 1e250
+
 #: From this ratio of the largest to the smallest value on, an axis that may be logarithmic is.
 LOG_RATIO = 8.0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis from ``low`` to ``high``, linear or logarithmic."""
+    """An axis from ``low`` to ``high``, linear or logarithmic; ``whole``: it has whole numbers only."""
 
     low: float
     high: float
     log: bool = False
+    whole: bool = False
 
     def place(self, value: float) -> float:
         """Return where ``value`` lies between the ends, 0 to 1; values beyond them are at the ends."""
@@ -38,23 +42,28 @@ class Scale:
             if len(values) >= 2:
                 return [(value, short(value)) for value in values]
         step = _round_step((self.high - self.low) / 5)
+        step = max(step, 1.0) if self.whole else step
         first = math.ceil(self.low / step - 1e-9)
         values = [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
         return [(value, short(value, step)) for value in values]
 
 
-def scale_of(values: Iterable[float], *, log: bool = False, zero: bool = False) -> Scale:
+def scale_of(values: Iterable[float], *, log: bool = False, zero: bool = False, decades: float = math.inf) -> Scale:
     """Return an axis for some finite values, with a little room at both ends.
 
     Args:
         values: those to show.
         log: logarithmic, if all are positive and they span a factor of ``LOG_RATIO``.
         zero: whether 0 is on a linear axis.
+        decades: the most powers of ten that a logarithmic axis spans, from the highest value down.
     """
-    known = [value for value in values if math.isfinite(value)]
+    known = [min(max(value, -LARGEST), LARGEST) for value in values if math.isfinite(value)]
+    if log and min(known, default=0.0) > 0:
+        known = [max(value, 1 / LARGEST) for value in known]
     if log and known and min(known) > 0 and max(known) >= LOG_RATIO * min(known):
-        room = (max(known) / min(known)) ** 0.04
-        return Scale(min(known) / room, max(known) * room, log=True)
+        low = max(min(known), max(known) / 10 ** min(decades, 300))
+        room = (max(known) / low) ** 0.04
+        return Scale(low / room, max(known) * room, log=True)
     low, high = min(known, default=0.0), max(known, default=1.0)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)

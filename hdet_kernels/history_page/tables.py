@@ -22,7 +22,7 @@ def cards(records: Records) -> str:
     """Return the totals of the run."""
     totals, last = summary(records), records[-1]
     kinds = Counter(_KINDS[record.kind] for record in records)
-    by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    by_kind = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
     entries = [
         ("Steps", f"{last.step:,}", f"from the first sync at {records[0].step:,}"),
         ("Syncs", f"{len(records):,}", by_kind),
@@ -78,8 +78,8 @@ def events(records: Records) -> str:
             rows.append([f"{record.step:,}", f"training broke: return to the average of step {record.undone:,}"])
     if not rows:
         return ""
-    left = f"The last {MOST_ROWS} of {len(rows)}" if len(rows) > MOST_ROWS else "All of them"
-    return _table(left, ["step", "what happened"], rows[-MOST_ROWS:])
+    left = f"The last {MOST_ROWS} of {len(rows)}" if len(rows) > MOST_ROWS else ""
+    return _table(left, ["step", "what happened"], rows[-MOST_ROWS:], text=True)
 
 
 def all_syncs(records: Records) -> str:
@@ -105,15 +105,16 @@ def all_syncs(records: Records) -> str:
                 f"{1000 * record.seconds:.1f}",
             ]
         )
-    text = "All syncs" if every == 1 else f"Every {every}th of {len(records):,} syncs"
+    text = "All syncs" if every == 1 else f"1 in {every} of {len(records):,} syncs, and those with a return"
     return f"<details class=box><summary>{text}</summary>{_table('', header, rows)}</details>"
 
 
-def _table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, text: bool = False) -> str:
     head = "".join(f"<th scope=col>{escape(cell)}" for cell in header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in rows)
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f"<div class=scroll><table>{named}<thead><tr>{head}</thead><tbody>{body}</tbody></table></div>"
+    aligned = " class=text" if text else ""
+    return f"<div class=scroll><table{aligned}>{named}<thead><tr>{head}</thead><tbody>{body}</tbody></table></div>"
 
 
 def _number(value: float | None) -> str:
