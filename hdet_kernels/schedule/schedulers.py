@@ -74,7 +74,8 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
             since the last one): the exploit step of population-based training.
         seed: of the permutations.
         history_file: a path; the first process appends the record of every sync to it, as a line of JSON. A resumed run
-            continues the file. Without it only the last 1000 records are kept, and a summary of all.
+            continues the file, and ``hdet-kernels report`` makes a page of it. Without it only the last 1000 records
+            are kept, and a summary of all.
         scout: :class:`hdet_kernels.ScoutSettings`, the constants of the search with ``max_lr=None``.
     """
 
