@@ -140,7 +140,7 @@ class Converger:
         agreement, plan = self._agree(self._transport, report, payload, request)
         with self._restore_on_failure(payload, plan):
             cost = self._average(self._transport, payload, plan)
-        distance = self._distance(self._transport, payload, agreement, plan)
+        distance = distance_of(self._transport, agreement, plan, payload.all_params)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.settle(payload, counts=plan.counts)
         return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
@@ -223,9 +223,6 @@ class Converger:
             self._compression.remember(transport, payload.compressible, keep_errors=healthy)
         return cost
 
-    def _distance(self, transport: Transport, payload: Payload, agreement: Agreement, plan: Plan) -> float | None:
-        return distance_of(self.ensemble, agreement, plan, payload.all_params, transport.checksum)
-
     def _take_outer_step(self, payload: Payload, plan: Plan, *, same_start: bool, advance: bool) -> None:
         if self._outer is None:
             return
@@ -292,7 +289,7 @@ class Converger:
             agreement, plan = self._agree(transport, report, after, request)
             cost = self._average(transport, after, plan)
             own = tuple(plan.healthy[held(self.ensemble)].tolist())
-            distance = self._distance(transport, after, agreement, plan)
+            distance = distance_of(transport, agreement, plan, after.all_params)
             correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
             return correction, Outcome.of(agreement, plan, cost, 0.0, distance)
 

@@ -17,36 +17,35 @@ from torch import Tensor
 
 from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.plan import Plan
-from hdet_kernels.converge.summary import Checksum
-from hdet_kernels.ensemble import Ensemble
+from hdet_kernels.converge.transport import Transport
 from hdet_kernels.tensors import wide_dtype
 
 
-def distance_of(
-    ensemble: Ensemble, agreement: Agreement, plan: Plan, averaged: Sequence[Tensor], checksum: Checksum
-) -> float | None:
+def distance_of(transport: Transport, agreement: Agreement, plan: Plan, averaged: Sequence[Tensor]) -> float | None:
     """Return how far the replicas that were averaged lay apart: see :func:`relative_distance`.
 
     Of sharded replicas it is the distance in the shard that this process holds.
 
     Args:
-        ensemble: the replicas.
+        transport: of the average; it has the replicas, and takes the norm.
         agreement: the conclusions from the handshake, with the norms before the average.
         plan: of the average.
         averaged: the parameters, after the average and before an outer step.
-        checksum: takes their norm.
 
     Returns:
         None where it cannot be told: of a single replica, where all became a copy of one, and where the checksum is no
         plain norm because parameters are of several devices, or of fp64 and others.
     """
+    ensemble = transport.ensemble
     if ensemble.size == 1 or plan.taken is not None or not plan.params:
         return 0.0 if ensemble.size > 1 and not plan.params else None
     present = [tensor for tensor in averaged if tensor.numel()]
     kinds = {(tensor.device, tensor.dtype == torch.float64) for tensor in present}
     if len(kinds) != 1 or wide_dtype(present[0].device) != torch.float64:
         return None
-    mean = float(checksum(present, present[0].device)[0])
+    # Where a process holds several replicas, all rows are the mean now.
+    one = [tensor[0] for tensor in present] if ensemble.rows > 1 else present
+    mean = float(transport.checksum_of_one(one, present[0].device))
     return relative_distance(agreement.norms[plan.included, ensemble.part], mean)
 
 
