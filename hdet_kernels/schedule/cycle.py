@@ -20,7 +20,8 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import MeasuredSlopes, Run
+from hdet_kernels.controller.findings import ExplainingController, Findings
+from hdet_kernels.controller.protocol import MeasuredSlopes, Observation, Run
 from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report, compared
 from hdet_kernels.converge.converger import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
@@ -315,17 +316,18 @@ class Cycle:
         """
         slopes = self._turn(step, outcome.shared)
         self._look_at_losses(step, placed, outcome)
-        undone = None
+        undone, findings = None, None
         if acting:  # before anything is recorded, because a controller may raise
             losses = np.where(outcome.healthy, compared(outcome.losses, outcome.probes), np.nan)
             move = partial(self.spread.move, self.run, placed, losses, step, slopes)
+            seen = observation(placed, losses, step, slopes)
             if self.undoing is None:
                 move()
             else:
-                seen = observation(placed, losses, step, slopes)
                 undone = self.undoing.act(self.run, seen, outcome, move, landed=landed)
+            findings = self._findings(seen)
         self.shared = outcome.shared
-        self._record(step, landed, self._kind(step), placed, outcome, undone)
+        self._record(step, landed, self._kind(step), placed, outcome, undone, findings)
         return undone
 
     def _look_at_losses(self, step: int, placed: Placement, outcome: Outcome) -> None:
@@ -336,6 +338,13 @@ class Cycle:
             self.equal_losses.look(step, outcome.losses, placed.values, "the training losses")
         else:
             self.equal_losses.look(step, outcome.probes, placed.values, "the losses on the probe")
+
+    def _findings(self, seen: Observation) -> Findings | None:
+        """Return slopes and posteriors for the record of the sync that the controller acted on, if it tells any."""
+        controller = self.spread.controller
+        if not isinstance(controller, ExplainingController):
+            return None
+        return controller.findings(self.run, self.spread.controller_state, seen)
 
     def _turn(self, step: int, shared: bool | None) -> MeasuredSlopes | None:
         """Return the slopes that were measured since the last sync, if gradients are shared; end it after the last."""
@@ -407,7 +416,14 @@ class Cycle:
         return (None, None) if self.probe is None else run_probe(self.probe, self.ensemble.rows)
 
     def _record(
-        self, step: int, landed: int, kind: Kind, placed: Placement, outcome: Outcome, undone: int | None = None
+        self,
+        step: int,
+        landed: int,
+        kind: Kind,
+        placed: Placement,
+        outcome: Outcome,
+        undone: int | None = None,
+        findings: Findings | None = None,
     ) -> None:
         names = [hyper.name for hyper in self.spread.hyperparameters]
         excluded = np.flatnonzero(~outcome.healthy).tolist()
@@ -434,6 +450,8 @@ class Cycle:
             landed=self.before + landed,
             taken=outcome.taken,
             undone=None if undone is None else self.before + undone,
+            distance=outcome.distance,
+            **(findings.by_name(names) if findings else {}),
         )
         self.add_record(record)
 

@@ -205,7 +205,7 @@ class Displacement:
 
 
 def _mean_and_error(measured: list[list[float]]) -> MeasuredSlopes:
-    """Return the mean of slopes of several gradients, by learning rate, and its standard error; NaN for one gradient."""
+    """Return the mean of the slopes of several gradients, and its standard error: NaN for one gradient."""
     n, values, errors = len(measured), [], []
     for slopes in zip(*measured, strict=True):
         total = squares = 0.0

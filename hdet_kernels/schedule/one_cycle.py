@@ -31,7 +31,7 @@ from hdet_kernels.scout import OwnGradients, ScoutSettings, make_plan
 from hdet_kernels.scout.plan import first_bracket, middle
 
 #: Attributes that are not part of torch's schedule.
-_OWN = ("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options", "_follows_ties")
+_OWN = ("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options", "_follows_ties", "_callbacks")
 
 
 class ScoutingOneCycleLR(WithCycle, OneCycleLR):
@@ -65,14 +65,19 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
             return
         check_no_epoch(loss)
         self._settle()
-        if self._phase is not None:
+        self._check_outside_callbacks("step()")
+        if self._phase is None:
+            self._step_run(self._cycle, loss)
+        else:
             self._step_phase(self._phase, loss)
-            return
-        changed = self._cycle.end_step(loss, self.total_steps)
+        self._call_callbacks()
+
+    def _step_run(self, cycle: Cycle, loss: Loss | None) -> None:
+        changed = cycle.end_step(loss, self.total_steps)
         super().step()
         if changed:
-            self._cycle.write()
-        self._cycle.publish()
+            cycle.write()
+        cycle.publish()
 
     def get_lr(self) -> list[float | Tensor]:
         scheduled = super().get_lr()

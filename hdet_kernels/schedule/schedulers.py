@@ -81,7 +81,8 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
             since the last one): the exploit step of population-based training.
         seed: of the permutations.
         history_file: a path; the first process appends the record of every sync to it, as a line of JSON. A resumed run
-            continues the file. Without it only the last 1000 records are kept, and a summary of all.
+            continues the file, and ``hdet-kernels report`` makes a page of it. Without it only the last 1000 records
+            are kept, and a summary of all.
         scout: :class:`hdet_kernels.ScoutSettings`, the constants of the search with ``max_lr=None``.
     """
 
@@ -213,6 +214,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         """Record ``loss``, sync if one is due, and set the next learning rates, as :meth:`HDETOneCycleLR.step`."""
         check_no_epoch(loss)
         self._settle()
+        self._check_outside_callbacks("step()")
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
         changed = self.cycle.end_step(loss, last_step)
@@ -227,6 +229,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         if changed:
             self.cycle.write()
         self.cycle.publish()
+        self._call_callbacks()
 
     def get_lr(self) -> list[float | Tensor]:
         return self.cycle.spread.rates(self.cycle.spread.scheduled)

@@ -44,6 +44,9 @@ _NOT_NEGATIVE = Number(0)
 _PART = InOrder((_COUNT, Whole(1, 2**31)))  # number of a part of a replica, and how many there are
 
 
+#: Entries of a record that earlier files of this format do not have.
+ADDED = ("slopes", "errors", "posterior", "distance")
+
 #: Entries that tell who saved the state, and when. The schema of the others depends on them.
 HEAD = ("size", "replica", "rows", "part", "step", "averaged")
 
@@ -181,6 +184,7 @@ def pending(
         "collectives": _COUNT,
         "seconds": _NOT_NEGATIVE,
         "kept": Maybe(Whole(0, step)),
+        "distance": Maybe(_NOT_NEGATIVE),
     }
     return Fields(
         {
@@ -189,7 +193,7 @@ def pending(
             "placed": Fields({"base": Items(Number(), (count,)), "values": by_replica, "applied": by_replica}),
             "acting": Flag(),
             "correction": Fields(correction),
-            "outcome": Fields(outcome),
+            "outcome": Fields(outcome, optional=frozenset(("distance",))),
         }
     )
 
@@ -270,8 +274,17 @@ def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
         "landed": Maybe(Whole(0, step)),
         "taken": Maybe(_COUNT),
         "undone": Maybe(Whole(0, step)),
+        "slopes": Maybe(_some(Number(), names)),
+        "errors": Maybe(_some(_NOT_NEGATIVE, names)),
+        "posterior": Maybe(_some(InOrder((Number(), _NOT_NEGATIVE)), names)),
+        "distance": Maybe(_NOT_NEGATIVE),
     }
-    return Fields(fields, optional=frozenset(("landed", "taken", "undone")))
+    return Fields(fields, optional=frozenset(("landed", "taken", "undone", *ADDED)))
+
+
+def _some(inner: Schema, names: tuple[str, ...] | None) -> Schema:
+    """Return the schema of a dict with some of the names; None: any."""
+    return ByName(inner) if names is None else Fields(dict.fromkeys(names, inner), optional=frozenset(names))
 
 
 def summary(step: int, names: tuple[str, ...]) -> Fields:

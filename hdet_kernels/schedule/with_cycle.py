@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_callable
 from hdet_kernels.ensemble import Ensemble
@@ -19,8 +20,10 @@ from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord
 from hdet_kernels.schedule.late_ensemble import LateEnsemble, name_one_replica
 from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.schedule.metrics import flat, value_metrics
 from hdet_kernels.schedule.options import HDETOptions, Probe
 from hdet_kernels.schedule.scouting import Scouting
+from hdet_kernels.schedule.sync_callbacks import SyncCallback, SyncCallbacks
 from hdet_kernels.schedule.wrapped import unwrapped
 
 
@@ -40,6 +43,7 @@ class WithCycle:
     _late: LateEnsemble | None = None
     _options: HDETOptions
     _follows_ties = False
+    _callbacks: SyncCallbacks | None = None
 
     @property
     def cycle(self) -> Cycle:
@@ -135,6 +139,68 @@ class WithCycle:
         """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
         return self.cycle.spread.base_rates() if self._phase is None else self._phase.spread.base_rates()
 
+    def on_sync(self, callback: SyncCallback, *, every_process: bool | None = None) -> RemovableHandle:
+        """Call ``callback(record)`` after every sync, with its :class:`.SyncRecord`.
+
+        It is called at the end of :meth:`step` or :meth:`converge`, when everything is in place for the next cycle, so
+        that it may evaluate or save. Scouting rounds and returns to an earlier average are such syncs too. An average
+        that overlaps with training is told where it lands. All callbacks are called, in the order in which they came;
+        then the exception of one that raised is raised, with the sync complete: catch it and training goes on.
+        Callbacks are not part of a checkpoint.
+
+        Args:
+            callback: is called with the record.
+            every_process: False: only the first process calls it. Default: True, or as the callback's own attribute
+                ``every_process`` says: the writers of :mod:`hdet_kernels.integrations.loggers` have it.
+
+        Returns:
+            A handle whose ``remove()`` ends this.
+        """
+        if self._callbacks is None:
+            self._callbacks = SyncCallbacks()
+        return self._callbacks.add(callback, every_process)
+
+    def _call_callbacks(self) -> None:
+        """Call the callbacks with the records that they have not seen."""
+        if self.cycle.history.untold:
+            records = self.cycle.history.take_untold()
+            if self._callbacks is not None:
+                ensemble = self.cycle.ensemble
+                self._callbacks.call(records, first=(ensemble.replica, ensemble.part) == (0, 0))
+
+    def _check_outside_callbacks(self, method: str) -> None:
+        if self._callbacks is not None and self._callbacks.running:
+            raise RuntimeError(
+                f"scheduler.{method} inside a callback of on_sync(): the replicas are averaged already, and a sync "
+                "here would call it again; use consensus() or state_dict() there"
+            )
+
+    def metrics(self, *, replicas: bool = True) -> dict[str, float]:
+        """Return the numbers of the run under flat names, for a logger. ``docs/usage/loggers.md`` lists them.
+
+        Base values and values of the replicas are those of now, totals are over all syncs, and everything else is of
+        the last sync (:meth:`.SyncRecord.metrics`). What is not known, or not finite, is left out. It communicates with
+        nobody; where learning rates are tensors on a GPU it waits for them.
+
+        Args:
+            replicas: whether every replica has entries of its own.
+        """
+        spread, summary = (self.cycle if self._phase is None else self._phase).spread, self.history_summary
+        names, placed = [hyper.name for hyper in spread.hyperparameters], spread.placement()
+        base = dict(zip(names, placed.base.tolist(), strict=True))
+        values = dict(zip(names, placed.values.tolist(), strict=True))
+        totals = {
+            "syncs": summary.syncs,
+            "excluded": summary.excluded,
+            "returns": summary.undone,
+            "seconds": summary.seconds,
+            "bytes": summary.bytes,
+            "collectives": summary.collectives,
+        }
+        found = self.history[-1].metrics(replicas=replicas) if self.history else {}
+        found |= flat(value_metrics(base, values, replicas=replicas))
+        return found | flat({f"total/{name}": value for name, value in totals.items()})
+
     def record_loss(self, loss: Loss, *, divided_by: float = 1) -> None:
         """Add a training loss to those since the last sync, without waiting for the device.
 
@@ -194,7 +260,9 @@ class WithCycle:
                 f"scheduler.converge() at step {self._phase.made}: until step {self._phase.scouted.plan.steps} every "
                 "replica tries another learning rate, and there is nothing to average; call it later"
             )
+        self._check_outside_callbacks("converge()")
         self.cycle.converge()
+        self._call_callbacks()
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
         """Hold the averaged model inside a ``with`` block, to evaluate or save it. Collective.

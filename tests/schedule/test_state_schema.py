@@ -74,6 +74,9 @@ HARMLESS = [
     (r".*_schedulers\[\d\]\.last_epoch", "negative"),
     (r".*\.(undo|kept|others|state|undone)", "None"),
     (r".*\.undone", "deleted"),
+    (r".*\.(slopes|errors|posterior|distance)", "deleted|None|dict"),
+    (r".*\.(slopes|errors)\..*|.*posterior\..*\[\d\]|.*\.distance", NUMBERS),
+    (r".*\.(slopes|errors|posterior)\..*", "deleted"),
     (r".*\.others", "dict"),
     (r".*controller\.moved", NUMBERS),
 ]
