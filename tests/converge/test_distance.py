@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import hdet_kernels as hk
 from hdet_kernels.converge import Converger, Report
@@ -113,3 +114,20 @@ def test_a_single_replica_has_none() -> None:
         optimizer.step()
         scheduler.step(1.0)
     assert [record.distance for record in scheduler.history] == [None, None]
+
+
+def _sharded(rank: int) -> tuple[Tensor, float | None]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    own = nn.Parameter(torch.linspace(1, 2, 50) + rank)
+    before = own.detach().clone()
+    return before, Converger([own], ProcessEnsemble(mesh)).converge(Report(1)).distance
+
+
+@pytest.mark.full
+def test_of_sharded_replicas_it_is_that_of_the_own_shard() -> None:
+    results = run_ranks(4, _sharded)  # ranks 0 and 2 hold the first shard of two replicas, 1 and 3 the second
+    for part in (0, 1):
+        shards = [results[part], results[part + 2]]
+        assert [distance for _, distance in shards] == [
+            pytest.approx(by_hand([own for own, _ in shards]), rel=1e-4)
+        ] * 2
