@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.controller.protocol import MeasuredSlopes, Run
-from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report, compared
+from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report
 from hdet_kernels.converge.converger import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
-from hdet_kernels.fanout.spread import Placement, Spread, observation
+from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
 from hdet_kernels.schedule.history import History, Kind, SyncRecord
 from hdet_kernels.schedule.history_file import HistoryFile
@@ -34,9 +34,6 @@ from hdet_kernels.schedule.overlapping import Overlapping
 from hdet_kernels.schedule.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
-
-#: The first gradients of a cycle that are multiplied with the displacement of the cycle before.
-SLOPE_STEPS = 8
 
 
 class Cycle:
@@ -81,7 +78,7 @@ class Cycle:
         self.started = False  # whether a step was made; the outer optimizer starts from the parameters before it
         self.in_consensus = False  # the parameters are the average now, and not this replica's own
         self.replaced = False  # another scheduler was built on the optimizer
-        self.displacement = Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS) if run.slopes else None
+        self.displacement = Displacement.of(optimizer, run, ensemble)
         self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
@@ -111,8 +108,7 @@ class Cycle:
 
     def fan_out(self) -> None:
         """Give every replica its multipliers for the cycle that begins now."""
-        syncs, departs = self.run.syncs_before(self.step), self.run.departs_at(self.step)
-        self.spread.fan_out(self.number, syncs, in_pairs=self.run.in_pairs, departs=departs)
+        self.spread.begin_cycle(self.run, self.step)
         self._fingerprint = None
 
     def write(self) -> None:
@@ -246,7 +242,6 @@ class Cycle:
         runs.
         """
         probe, failure = self._run_probe() if compares else (None, None)
-        hyperparameters, base = self.spread.hyperparameters, self.spread.placement().base
         settings = {"gradients": self.gradients, "average_state": self.average_state}
         report = Report(
             step,
@@ -257,8 +252,7 @@ class Cycle:
             failed=failure is not None,
             gradients=self._fingerprint,
             settings={**self.config, **settings, "overlap_steps": self.overlap_steps},
-            # Six digits: the last ones may differ between machines of different kinds.
-            bases={hyper.name: f"{value:.6e}" for hyper, value in zip(hyperparameters, base, strict=True)},
+            bases=self.spread.bases(),
             kept=self.undoing.kept if self.undoing else None,
         )
         return report, failure
@@ -272,13 +266,11 @@ class Cycle:
         slopes = self._turn(step, outcome.shared)
         undone = None
         if acting:  # before anything is recorded, because a controller may raise
-            losses = np.where(outcome.healthy, compared(outcome.losses, outcome.probes), np.nan)
-            move = partial(self.spread.move, self.run, placed, losses, step, slopes)
+            seen = self.spread.observe(placed, outcome.compared, step, slopes)
             if self.undoing is None:
-                move()
+                self.spread.move(self.run, seen)
             else:
-                seen = observation(placed, losses, step, slopes)
-                undone = self.undoing.act(self.run, seen, outcome, move, landed=landed)
+                undone = self.undoing.act(self.run, seen, outcome, landed=landed)
         self.shared = outcome.shared
         self._record(step, landed, self._kind(step), placed, outcome, undone)
         return undone
@@ -288,8 +280,7 @@ class Cycle:
         if self.displacement is None:
             return None
         slopes = self.displacement.turn()
-        following = (step // self.run.sync_every + 1) * self.run.sync_every
-        if shared is False or not self._acting(following):
+        if not self.displacement.ended and (shared is False or not self._acts_after(step)):
             self.displacement.end()
         return None if shared is False else slopes
 
@@ -300,7 +291,7 @@ class Cycle:
         log.warning("%s", str(none).partition(". Nothing was")[0])
         slopes = self._turn(step, None)
         unknown = np.full(self.ensemble.size, np.nan)
-        undone = self.undoing.go_back(self.run, observation(placed, unknown, step, slopes))
+        undone = self.undoing.go_back(self.run, self.spread.observe(placed, unknown, step, slopes))
         outcome = Outcome.of_none(none.agreement, handshake_cost(self.ensemble), 0.0)
         self._record(step, landed, self._kind(step), placed, outcome, undone)
 
@@ -334,6 +325,9 @@ class Cycle:
 
     def _acting(self, step: int) -> bool:
         return self.spread.controller is not None and self.spread.controller.active(self.run, step)
+
+    def _acts_after(self, step: int) -> bool:
+        return self.spread.controller is not None and self.run.acts_after(self.spread.controller, step)
 
     def _average_state(self) -> AverageState:
         if self.average_state != "auto":

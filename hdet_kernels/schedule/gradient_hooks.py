@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import MeasuredSlopes
+from hdet_kernels.controller.protocol import MeasuredSlopes, Run
+from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.tensors import local, one_replica, wide_dtype
+
+#: The first gradients of a cycle that are multiplied with the displacement of the cycle before.
+SLOPE_STEPS = 8
 
 
 def weakly(call: Callable[[], None]) -> Callable[..., None]:
@@ -67,6 +71,11 @@ class Displacement:
         self.moved: list[list[Tensor]] | None = None
         self.sums: Tensor | None = None  # [2, groups]: of the products and of their squares
         self.count = 0
+
+    @staticmethod
+    def of(optimizer: Optimizer, run: Run, ensemble: Ensemble) -> Displacement | None:
+        """Return one for a run; None if its controller does not ask for slopes."""
+        return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS) if run.slopes else None
 
     def begin(self) -> None:
         """Start from the current parameters."""
