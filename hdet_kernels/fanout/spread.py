@@ -109,7 +109,7 @@ class Spread:
                     f"run.{what} has {len(entries)} entries, expected one for each of {', '.join(names)}: the learning "
                     "rate of every parameter group, then the explored scalars"
                 )
-        return Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=_rates_of(groups), run=run)
+        return Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=rates_of(groups), run=run)
 
     @property
     def diverges(self) -> bool:
@@ -193,7 +193,7 @@ class Spread:
 
     def follow(self, groups: Sequence[Group]) -> None:
         """Take the schedule's learning rates from the groups, and write the values of the replicas held here."""
-        self.scheduled = _rates_of(groups)
+        self.scheduled = rates_of(groups)
         self.write(groups)
 
     def base_rates(self) -> list[float | Tensor]:
@@ -271,6 +271,6 @@ class Spread:
         self.controller_state = copy.deepcopy(state["controller"])
 
 
-def _rates_of(groups: Sequence[Group]) -> list[float | Tensor]:
+def rates_of(groups: Sequence[Group]) -> list[float | Tensor]:
     """Return the learning rates of the groups; tensors as copies."""
     return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
