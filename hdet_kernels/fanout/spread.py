@@ -89,6 +89,8 @@ class Spread:
     ) -> Spread:
         """Return the spread of an optimizer's learning rates, and of scalars that are explored beside them.
 
+        Its first cycle has begun.
+
         Args:
             groups: the optimizer's parameter groups, with the schedule's first learning rates.
             ensemble: the replicas.
@@ -109,7 +111,9 @@ class Spread:
                     f"run.{what} has {len(entries)} entries, expected one for each of {', '.join(names)}: the learning "
                     "rate of every parameter group, then the explored scalars"
                 )
-        return Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=rates_of(groups), run=run)
+        made = Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=rates_of(groups), run=run)
+        made.begin_cycle(run, 0)
+        return made
 
     @property
     def diverges(self) -> bool:

@@ -286,7 +286,7 @@ class Cycle:
 
     def _recover(self, step: int, landed: int, placed: Placement, none: NoneSound) -> None:
         """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
-        if self.undoing is None or not self.undoing.can_go_back(none.agreement.kept):
+        if self.undoing is None or not self.undoing.can_go_back(none.kept):
             raise none
         log.warning("%s", str(none).partition(". Nothing was")[0])
         slopes = self._turn(step, None)

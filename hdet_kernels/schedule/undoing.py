@@ -46,9 +46,17 @@ class Undoing:
         spread: Spread,
         converger: Converger,
         displacement: Displacement | None,
-        buffers: Callable[[], Sequence[Tensor]],
+        buffers: Callable[[], Sequence[Tensor]] = tuple,
     ) -> Undoing | None:
-        """Return one for a scheduler; None if its controller never undoes anything."""
+        """Return one for a scheduler; None if its controller never undoes anything.
+
+        Args:
+            optimizer: its parameters and state are kept.
+            spread: the spread of the scheduler, with its controller.
+            converger: averages the replicas.
+            displacement: measures slopes, if any are measured.
+            buffers: returns the buffers of the model, which are kept too.
+        """
         controller = spread.controller
         if not isinstance(controller, UndoingController) or not returns_allowed(controller):
             return None
