@@ -77,8 +77,8 @@ class Replicas:
                 with torch.no_grad():
                     next(iter(self.model.parameters())).fill_(torch.nan)
             step_scheduler(loss.detach())
-            moments = [self.optimizer.state[p]["exp_avg"].clone() for p in self.model.parameters()]
-            values = [p.detach().clone() for p in self.model.parameters()]
+            moments = [self.optimizer.state[p]["exp_avg"].nan_to_num(nan=77.0) for p in self.model.parameters()]
+            values = [p.detach().nan_to_num(nan=77.0) for p in self.model.parameters()]
             groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
             rates = spread.base_rates(), list(spread.scheduled), spread.placement().values.tolist()
             seen.append((values, moments, groups, *rates))
