@@ -23,6 +23,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from hdet_kernels.checks import check_choice, check_share, check_steps
+
 Array = NDArray[np.float64]
 State = dict[str, Any]
 Judgement = Literal["sound", "unclear", "broken"]
@@ -76,6 +78,13 @@ class Run:
     in_pairs: bool = False
     departs: tuple[tuple[int, int] | None, ...] = ()
     slopes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_steps is not None:
+            check_steps("total_steps", self.total_steps)
+        check_steps("sync_every", self.sync_every)
+        check_share("peak", self.peak)
+        check_choice("gradients", self.gradients, ("auto", "shared", "local"))
 
     @property
     def moves_rates(self) -> bool:

@@ -35,10 +35,12 @@ class Placement:
     applied: Array
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the arrays as lists."""
         return {"base": self.base.tolist(), "values": self.values.tolist(), "applied": self.applied.tolist()}
 
     @staticmethod
     def of(state: dict[str, Any]) -> Placement:
+        """Return the placement that :meth:`state_dict` saved."""
         return Placement(*(np.array(state[name]) for name in ("base", "values", "applied")))
 
 
@@ -263,11 +265,13 @@ class Spread:
         ]
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the scheduled learning rates and the controller's state; multipliers follow from the step."""
         # Tensors stay tensors: the product of an fp32 rate and a multiplier is rounded otherwise than that of floats.
         scheduled = [value.detach().clone() if isinstance(value, Tensor) else float(value) for value in self.scheduled]
         return {"scheduled": scheduled, "controller": copy.deepcopy(self.controller_state)}
 
     def load_state_dict(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
+        """Load a saved state. :meth:`begin_cycle` and :meth:`write` are due then."""
         self.scheduled = [
             value.to(group["lr"].device) if isinstance(value, Tensor) and isinstance(group["lr"], Tensor) else value
             for value, group in zip(state["scheduled"], groups, strict=True)

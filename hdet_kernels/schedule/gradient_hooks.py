@@ -154,6 +154,7 @@ class Displacement:
             self.moved = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the tensors in use."""
         sums = None if self.sums is None else self.sums.tolist()
         return {"last": self.last, "moved": self.moved, "sums": sums, "count": self.count, "apart": self.apart}
 
