@@ -54,6 +54,7 @@ def main() -> None:
         help="run only these parts, in this order; the grid is always run first, as far as it is missing; default: all",
     )
     running.add_argument("--tasks", nargs="+", choices=sorted(TASKS), help="run only these tasks of the size")
+    running.add_argument("--seeds", type=int, help="number of seeds of most parts; default: by size")
     running.add_argument("--start-seeds", type=int, help="number of seeds from each start; default: by size")
     running.add_argument("--best-seeds", type=int, help="number of seeds at the best learning rate; default: by size")
     running.add_argument(
@@ -188,6 +189,7 @@ def selected(arguments: argparse.Namespace) -> Size:
         size,
         tasks=tuple(task for task in size.tasks if task in (arguments.tasks or size.tasks)),
         parts=tuple(part for part in arguments.parts or size.parts if part != "grid"),
+        seeds=size.seeds if arguments.seeds is None else arguments.seeds,
         start_seeds=size.start_seeds if arguments.start_seeds is None else arguments.start_seeds,
         best_seeds=size.best_seeds if arguments.best_seeds is None else arguments.best_seeds,
         options=held_out.read(arguments.constants) if size.leave_out else {},

@@ -149,8 +149,8 @@ def _peers(size: Size, best: dict[str, float]) -> list[Job]:
         for method in (*(name for name, peer in found.items() if not peer.from_lr), "local SGD", "DiLoCo")
     ]
     for seed in seeds:
-        for factor in STARTS:
-            for task, found in peers.items():
+        for task, found in peers.items():  # a time limit leaves tasks with all starts
+            for factor in STARTS:
                 moving = {"PBT": "peer", "hypergradient": "peer", **dict.fromkeys(SWEEPS, "sweep")}
                 moving |= {name: "peer" for name, peer in found.items() if peer.from_lr}
                 jobs += [

@@ -44,7 +44,7 @@ def test_recorded_command_has_no_paths() -> None:
 def test_selection_of_the_zoo(tmp_path: Path) -> None:
     constants = tmp_path / "constants.json"
     constants.write_text(json.dumps({"digits": {"slack": 0.9}}))
-    given = {"tasks": ["digits"], "parts": ["grid", "starts"], "start_seeds": 2, "best_seeds": None}
+    given = {"seeds": None, "tasks": ["digits"], "parts": ["grid", "starts"], "start_seeds": 2, "best_seeds": None}
     size = quality.selected(Namespace(size="zoo", constants=constants, **given))
     assert (size.tasks, size.parts) == (("digits",), ("starts",))
     assert (size.seeds_of("digits", 0.1), size.seeds_of("digits", 1.0)) == (2, 5)
