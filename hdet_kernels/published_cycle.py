@@ -64,9 +64,11 @@ class PublishedCycle:
         optimizer.register_step_pre_hook(_weak_hook(self._before_optimizer_step))
         optimizer.register_load_state_dict_post_hook(_weak_hook(self._write))
 
-    def _before_optimizer_step(self) -> None:
+    def _before_optimizer_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A closure makes the gradients later. Where nothing is known of them, state is averaged, which is always right.
+        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
-            self._gradients = fingerprint(self.optimizer.param_groups)
+            self._gradients = None if has_closure else fingerprint(self.optimizer.param_groups)
 
     def _write(self) -> None:
         self.spread.write(self.optimizer.param_groups)
@@ -75,6 +77,11 @@ class PublishedCycle:
         """Record the loss of a step, and average if a sync is due. Raises with nothing changed."""
         if self.in_consensus:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
+        if self.ensemble.size == 1 and (size := default_ensemble().size) > 1:
+            raise RuntimeError(
+                f"the scheduler was built for a single replica, and there is a process group of {size} now: call "
+                "torch.distributed.init_process_group() before building the scheduler"
+            )
         step, syncs = self.step + 1, self.run.syncs_at(self.step + 1)
         mark = self.window.mark() if syncs else None
         if loss is not None:
@@ -226,12 +233,12 @@ class PublishedCycle:
         self._write()
 
 
-def _weak_hook(method: Callable[[], None]) -> Callable[..., None]:
+def _weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """Return a hook for an optimizer that calls ``method`` as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
-    def hook(*_: Any) -> None:
+    def hook(_: Optimizer, *call: Any) -> None:
         if (alive := reference()) is not None:
-            alive()
+            alive(*call)
 
     return hook

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hdet_kernels as hk
 from hdet_kernels import compat, frontend, published_cycle
-from tests.ranks import Cases
+from tests.ranks import Cases, run_ranks
 from tests.training import Trainer, same
 
 TOTAL, SYNC, WARM = 22, 4, 8
@@ -70,6 +71,20 @@ def resumed(rank: int, ddp: bool, state: dict[str, Any], *, scheduler_first: boo
     return trainer
 
 
+def _with_closures(trainer: Trainer) -> torch.Tensor:
+    """Train by ``optimizer.step(closure)``, which computes the gradients itself."""
+    for _ in range(TOTAL):
+
+        def closure() -> torch.Tensor:
+            trainer.optimizer.zero_grad()
+            loss = trainer.loss()
+            loss.backward()
+            return loss
+
+        trainer.scheduler.step(trainer.optimizer.step(closure).detach())
+    return trainer.parameters()
+
+
 def _compared(rank: int, ddp: bool, enable_auto_lr: bool) -> dict[str, bool]:
     ours = ended(scheduler_of_ours(rank, ddp, enable_auto_lr).train(TOTAL))
     theirs = ended(published(rank, ddp, enable_auto_lr).train(TOTAL))
@@ -86,9 +101,10 @@ def _compared(rank: int, ddp: bool, enable_auto_lr: bool) -> dict[str, bool]:
     # The file of the first rank, saved at a sync, on both.
     at_sync = published(rank, ddp, True).train(12)
     state: list[Any] = [saved(at_sync)]
-    torch.distributed.broadcast_object_list(state)
+    dist.broadcast_object_list(state)
     again = resumed(rank, ddp, state[0]).train(TOTAL - 12)
     found["one file"] = torch.equal(again.parameters(), theirs["parameters"])
+    found["closure"] = same(_with_closures(published(rank, ddp, True)), theirs["parameters"])
     # The average, for a while and for good.
     apart = published(rank, ddp, True).train(5)
     own = apart.parameters()
@@ -110,6 +126,19 @@ CASES = Cases(2, _compared, [(True, True)], full=[(False, True), (True, False)])
 def test_it_is_the_scheduler_with_the_papers_controller_and_resumes_exactly(ddp: bool, enable_auto_lr: bool) -> None:
     for found in CASES[ddp, enable_auto_lr]:
         assert [name for name, equal in found.items() if not equal] == []
+
+
+def _late_group(rank: int, store: str) -> None:
+    dist.destroy_process_group()
+    optimizer, scheduler = alone()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="built for a single replica, and there is a process group of 2 now"):
+        scheduler.step(1.0)
+
+
+def test_a_process_group_that_comes_after_it_is_named(tmp_path: Path) -> None:
+    run_ranks(2, _late_group, str(tmp_path / "store"))
 
 
 def alone(**options: Any) -> tuple[torch.optim.Optimizer, compat.OneCycleAutoLR]:
