@@ -7,12 +7,15 @@ It is a frontend of its own: torch's OneCycleLR here, and a cycle by the names o
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.frontend import (
     Run,
@@ -120,9 +123,11 @@ class OneCycleAutoLR(OneCycleLR):
                 f"step {self._cycle.step + 1} is past the end: total_steps is {self.total_steps}; stop there, or build "
                 "the scheduler with the number of steps that you mean to make"
             )
-        self._cycle.end_step(loss)
+        synced = self._cycle.end_step(loss)
         super().step()
         self._follow(self._cycle)
+        if synced:
+            self._cycle.tell()
 
     def _follow(self, cycle: PublishedCycle) -> None:
         self._last_lr = cycle.follow()
@@ -149,6 +154,17 @@ class OneCycleAutoLR(OneCycleLR):
         """The records of the last 1000 syncs, oldest first."""
         return self.cycle.history
 
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters of this process are the average of all replicas."""
+        return self.cycle.in_sync
+
+    def on_sync(self, callback: Callable[[SyncRecord], None]) -> RemovableHandle:
+        """Call ``callback`` with the record of every sync from now on, until ``remove()`` of the returned handle."""
+        handle = RemovableHandle(self.cycle.callbacks)
+        self.cycle.callbacks[handle.id] = callback
+        return handle
+
     def get_base_lr(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
         return self.cycle.spread.base_rates()
@@ -166,13 +182,18 @@ class OneCycleAutoLR(OneCycleLR):
         return self.cycle.consensus()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._schedule(), "hdet": self.cycle.state_dict()}
+        # A tuple is one object to torch.distributed.checkpoint, which cannot load what has grown entry by entry.
+        return {**self._schedule(), "hdet": (self.cycle.state_dict(),)}
 
     def _schedule(self) -> dict[str, Any]:
-        return {name: value for name, value in super().state_dict().items() if name != "_cycle"}
+        """Return a copy of the state of torch's schedule alone."""
+        state = {name: value for name, value in super().state_dict().items() if name != "_cycle"}
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        hdet = self.cycle.check_state_dict(state_dict.get("hdet"))
+        self.cycle.take_group()
+        hdet = state_dict.get("hdet")
+        hdet = self.cycle.check_state_dict(hdet[0] if isinstance(hdet, tuple) and hdet else hdet)
         super().load_state_dict({name: state_dict[name] for name in self._schedule() if name in state_dict})
         self.cycle.load_state_dict(hdet)
         self._last_lr = self.cycle.rates()

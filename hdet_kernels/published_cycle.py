@@ -8,15 +8,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.frontend import (
     AverageRequest,
+    Ensemble,
     LossWindow,
     Outcome,
     Placement,
@@ -31,6 +35,8 @@ from hdet_kernels.frontend import (
 )
 
 log = logging.getLogger("hdet_kernels")
+
+_REMEDY = "call torch.distributed.init_process_group() before the first step"
 
 #: Records of syncs that are kept.
 MOST_RECORDS = 1000
@@ -50,21 +56,55 @@ class PublishedCycle:
     def __init__(
         self, optimizer: Optimizer, run: Run, controller: SoftmaxController | None, spread: float, step: int
     ) -> None:
-        self.optimizer, self.ensemble, self.step = optimizer, default_ensemble(), step
+        self.optimizer, self.alpha, self.step = optimizer, spread, step
         self.controller = controller if spread else None  # replicas that do not differ cannot be compared
         self.run = run if self.controller is None else self.controller.prepare(run)
-        self.spread = Spread.of(optimizer.param_groups, self.ensemble, self.controller, run=self.run, spread=spread)
-        self.spread.begin_cycle(self.run, step)
-        self.converger = converger_of(optimizer, self.ensemble)
         self.window = LossWindow()
         self.history: list[SyncRecord] = []
+        self.callbacks: OrderedDict[int, Callable[[SyncRecord], None]] = OrderedDict()
         self.shared: bool | None = None  # whether gradients were shared at the last sync
-        self.in_consensus = False
+        self.started = self.in_consensus = False
+        self._moved = False  # whether the optimizer made a step since the last average
+        self._join(default_ensemble())
         self._gradients: Tensor | None = None
         optimizer.register_step_pre_hook(_weak_hook(self._before_optimizer_step))
         optimizer.register_load_state_dict_post_hook(_weak_hook(self._write))
 
+    def _join(self, ensemble: Ensemble) -> None:
+        """Become one of the replicas of ``ensemble``. The groups have the schedule's learning rates."""
+        groups = self.optimizer.param_groups
+        self.ensemble = ensemble
+        self.spread = Spread.of(groups, ensemble, self.controller, run=self.run, spread=self.alpha)
+        self.spread.begin_cycle(self.run, self.step)
+        self.converger = converger_of(self.optimizer, ensemble)
+
+    def take_group(self) -> None:
+        """Take the default process group, if it was initialised after this was built.
+
+        Raises:
+            RuntimeError: if a step was made before, as the only replica, or if there is still no group.
+        """
+        if self.ensemble.size > 1:
+            return
+        if (found := default_ensemble()).size > 1:
+            if self.started:
+                raise RuntimeError(
+                    f"a process group of {found.size} processes was initialised after the first step of a single "
+                    f"replica: {_REMEDY}"
+                )
+            self.spread.give_back(self.optimizer.param_groups)
+            self._join(found)
+            self._write()
+        elif (size := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(size) > 1 and not dist.is_initialized():
+            raise RuntimeError(
+                f"WORLD_SIZE is {size} in the environment, but no process group is initialised, and each process would "
+                f"train one replica for itself: {_REMEDY}"
+            )
+
     def _before_optimizer_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.started:
+            self.take_group()
+        self.started = self._moved = True
         # A closure makes the gradients later. Where nothing is known of them, state is averaged, which is always right.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
@@ -73,15 +113,14 @@ class PublishedCycle:
     def _write(self) -> None:
         self.spread.write(self.optimizer.param_groups)
 
-    def end_step(self, loss: float | Tensor | None) -> None:
-        """Record the loss of a step, and average if a sync is due. Raises with nothing changed."""
+    def end_step(self, loss: float | Tensor | None) -> bool:
+        """Record the loss of a step, and average if a sync is due; return whether it was.
+
+        Raises with nothing changed.
+        """
         if self.in_consensus:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
-        if self.ensemble.size == 1 and (size := default_ensemble().size) > 1:
-            raise RuntimeError(
-                f"the scheduler was built for a single replica, and there is a process group of {size} now: call "
-                "torch.distributed.init_process_group() before building the scheduler"
-            )
+        self.take_group()
         step, syncs = self.step + 1, self.run.syncs_at(self.step + 1)
         mark = self.window.mark() if syncs else None
         if loss is not None:
@@ -97,11 +136,23 @@ class PublishedCycle:
             except BaseException:
                 self.window.reset(mark)
                 raise
-        self.step = step
+        self.step, self.started = step, True
         if syncs:
             self.window.clear()
             self.spread.begin_cycle(self.run, step)
             self._gradients = None
+        return syncs
+
+    def tell(self) -> None:
+        """Call the callbacks with the last record."""
+        for callback in list(self.callbacks.values()):
+            callback(self.history[-1])
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters of this process are the average of all replicas."""
+        averaged = self.history[-1].step == self.step if self.history else not self.step
+        return self.in_consensus or self.ensemble.size == 1 or (averaged and not self._moved)
 
     def follow(self) -> list[float | Tensor]:
         """Give this replica its learning rates, after the schedule has moved on, and return them."""
@@ -159,18 +210,26 @@ class PublishedCycle:
             )
         )
         del self.history[:-MOST_RECORDS]
+        self._moved = False
 
     def converge(self) -> None:
         """Average all replicas now."""
         if self.in_consensus:
             raise RuntimeError("cannot average inside scheduler.consensus(): the parameters are averaged already")
+        self.take_group()
         request = AverageRequest("converge", known_shared=self.shared)
         outcome = self.converger.converge(self._report(self.step), request)
         self._record(self.step, "manual", self.spread.placement(), outcome)
+        self.tell()
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
         """Hold the averaged model inside the block."""
+        if self.in_consensus:
+            raise RuntimeError(
+                "scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already"
+            )
+        self.take_group()
         with self.converger.consensus(self._report(self.step)):
             self.in_consensus = True
             try:
@@ -229,6 +288,7 @@ class PublishedCycle:
         self.spread.load_state_dict(state["spread"], self.optimizer.param_groups)
         self.window.load_state_dict(state["window"])
         self.history = [SyncRecord(**record) for record in state["history"]]
+        self.started, self._moved = True, False
         self.spread.begin_cycle(self.run, self.step)
         self._write()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import copy
 import io
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import hdet_kernels as hk
@@ -106,14 +109,18 @@ def _compared(rank: int, ddp: bool, enable_auto_lr: bool) -> dict[str, bool]:
     found["one file"] = torch.equal(again.parameters(), theirs["parameters"])
     found["closure"] = same(_with_closures(published(rank, ddp, True)), theirs["parameters"])
     # The average, for a while and for good.
-    apart = published(rank, ddp, True).train(5)
+    apart = published(rank, ddp, True)
+    synced = [apart.scheduler.in_sync] + [apart.train(1).scheduler.in_sync for _ in range(5)]
+    found["in sync"] = synced == [True, False, False, False, True, False]
     own = apart.parameters()
     with apart.scheduler.consensus():
         average = apart.parameters()
+        found["in sync inside"] = apart.scheduler.in_sync
         with pytest.raises(RuntimeError, match=r"inside scheduler\.consensus"):
             apart.scheduler.step(1.0)
     found["own again"] = torch.equal(apart.parameters(), own) and not torch.equal(own, average)
     apart.scheduler.converge()
+    found["in sync again"] = apart.scheduler.in_sync
     found["converged"] = torch.equal(apart.parameters(), average)
     found["manual"] = [record.kind for record in apart.scheduler.history] == ["sync", "manual"]
     return found
@@ -128,17 +135,79 @@ def test_it_is_the_scheduler_with_the_papers_controller_and_resumes_exactly(ddp:
         assert [name for name, equal in found.items() if not equal] == []
 
 
-def _late_group(rank: int, store: str) -> None:
+def _late_group(rank: int, folder: Path) -> dict[str, bool]:
+    """A process group that is initialised after the scheduler was built, and after its first step."""
+
+    def begin(number: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{folder / str(number)}", rank=rank, world_size=2)
+
     dist.destroy_process_group()
+    ends = []
+    for late in (False, True):
+        if not late:
+            begin(1)
+        trainer = published(rank, False, True)
+        assert trainer.scheduler.world_size == (1 if late else 2)
+        if late:
+            begin(2)
+        ends.append(ended(trainer.train(TOTAL)) | {"place": (trainer.scheduler.rank, trainer.scheduler.world_size)})
+        dist.barrier()
+        dist.destroy_process_group()
+    found = {name: same(*(end[name] for end in ends)) for name in ends[0] if name != "rates"}
+    # The learning rates that the first step was made with are those before the group was there.
+    found["rates"] = same(ends[0]["rates"][1:], ends[1]["rates"][1:])
     optimizer, scheduler = alone()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="built for a single replica, and there is a process group of 2 now"):
+    begin(3)
+    with pytest.raises(RuntimeError, match="a process group of 2 processes was initialised after the first step"):
         scheduler.step(1.0)
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ["WORLD_SIZE"] = "2"
+    optimizer, scheduler = alone()
+    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2 in the environment, but no process group is initialised"):
+        optimizer.step()
+    begin(4)  # for the end of the rank
+    return found
 
 
-def test_a_process_group_that_comes_after_it_is_named(tmp_path: Path) -> None:
-    run_ranks(2, _late_group, str(tmp_path / "store"))
+def test_a_process_group_may_come_until_the_first_step(tmp_path: Path) -> None:
+    for found in run_ranks(2, _late_group, tmp_path):
+        assert [name for name, equal in found.items() if not equal] == []
+
+
+@pytest.mark.parametrize("stateful", [True, False], ids=["object", "state dict"])
+def test_it_goes_through_a_distributed_checkpoint_into_a_new_one(stateful: bool, tmp_path: Path) -> None:
+    optimizer, scheduler = alone(enable_auto_lr=True, auto_lr_warmup_steps=4)
+    for _ in range(9):
+        optimizer.step()
+        scheduler.step(1.0)
+    other = alone(enable_auto_lr=True, auto_lr_warmup_steps=4)[1]
+    state = {"scheduler": other if stateful else other.state_dict()}
+    before = copy.deepcopy(other.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process
+        dcp.save({"scheduler": scheduler if stateful else scheduler.state_dict()}, checkpoint_id=tmp_path)
+        dcp.load(state, checkpoint_id=tmp_path)
+    if not stateful:
+        assert same(other.state_dict(), before), "loading into a state_dict leaves the scheduler as it is"
+        other.load_state_dict(state["scheduler"])
+    assert same(other.state_dict(), scheduler.state_dict())
+    assert [record.step for record in other.history] == [4, 8]
+
+
+def test_callbacks_hear_of_every_sync_until_they_are_removed() -> None:
+    optimizer, scheduler = alone()
+    told: list[tuple[int, int]] = []
+    handle = scheduler.on_sync(lambda record: told.append((record.step, scheduler.last_epoch)))
+    for _ in range(9):
+        optimizer.step()
+        scheduler.step()
+    scheduler.converge()
+    assert told == [(4, 4), (8, 8), (9, 9)], "the schedule has moved on by then"
+    handle.remove()
+    scheduler.converge()
+    assert len(told) == 3
 
 
 def alone(**options: Any) -> tuple[torch.optim.Optimizer, compat.OneCycleAutoLR]:
@@ -150,12 +219,12 @@ def alone(**options: Any) -> tuple[torch.optim.Optimizer, compat.OneCycleAutoLR]
     ("damage", "message"),
     [
         (lambda state: state.pop("hdet"), "it has no 'hdet' entry"),
-        (lambda state: state["hdet"].pop("window"), "its 'hdet' has no window"),
+        (lambda state: state["hdet"][0].pop("window"), "its 'hdet' has no window"),
         (
-            lambda state: state["hdet"]["config"].update(sync_every=7),
+            lambda state: state["hdet"][0]["config"].update(sync_every=7),
             "the checkpoint has sync_every=7, this scheduler 4",
         ),
-        (lambda state: state["hdet"].update(size=3), "of 3 replicas in the middle of a cycle, and there are 1 here"),
+        (lambda state: state["hdet"][0].update(size=3), "of 3 replicas in the middle of a cycle, and there are 1 here"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(damage: Any, message: str) -> None:
