@@ -3,14 +3,15 @@
     python examples/one_device.py                       # a GPU if there is one, else the CPU
     python examples/one_device.py --gradients local     # one gradient per replica instead of a shared one
 
-The given learning rate is about ten times too low, and HDET raises it while training. At the end the script prints a
+The given learning rate is about ten times too high, and HDET lowers it while training. At the end the script prints a
 table of the syncs and the held-out loss of the averaged model, and writes two plots: the losses, and the learning rate
-of every replica.
+of every replica. Interrupt it and start it again with the same arguments: it continues from the last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -19,14 +20,12 @@ import hdet_kernels as hk
 from hdet_kernels.demo.tasks import Batch, TextTask, loss_of
 
 
-def train(
-    replicas: int, steps: int, max_lr: float, gradients: str, device: torch.device
-) -> tuple[float, list[hk.SyncRecord]]:
+def train(given: argparse.Namespace) -> tuple[float, list[hk.SyncRecord]]:
     """Train a stack; return the held-out loss of the averaged model, and a record of every sync."""
-    task = TextTask()
+    task, device, replicas = TextTask(), torch.device(given.device), given.replicas
     torch.manual_seed(0)
-    stack = hk.ReplicaStack(task.model().to(device), replicas, gradients=gradients)
-    optimizer = hk.FusedAdamW(stack.parameters(), lr=max_lr)
+    stack = hk.ReplicaStack(task.model().to(device), replicas, gradients=given.gradients)
+    optimizer = hk.FusedAdamW(stack.parameters(), lr=given.max_lr)
 
     def move(batch: Batch) -> Batch:
         return batch[0].to(device), batch[1].to(device)
@@ -35,22 +34,34 @@ def train(
     probe = move(task.probe(torch.Generator().manual_seed(12345)))
     scheduler = hk.HDETOneCycleLR(
         optimizer,
-        max_lr,
-        total_steps=steps,
+        given.max_lr,
+        total_steps=given.steps,
+        sync_every=max(2, given.steps // 20),
         ensemble=stack.ensemble,
         probe=lambda: stack.losses(loss_of, probe, same_batch=True),
     )
-    order = torch.Generator().manual_seed(0)
-    for step in range(1, steps + 1):
-        # One batch for the whole stack: replica r trains on the r-th of `replicas` equal parts.
+    parts_of_state = {"stack": stack, "optimizer": optimizer, "scheduler": scheduler}
+    checkpoint, first = given.out / "checkpoint.pt", 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, map_location=device, weights_only=True)
+        for name, part in parts_of_state.items():
+            part.load_state_dict(saved[name])
+        first = saved["step"]
+    for step in range(first + 1, (given.stop_after or given.steps) + 1):
+        # One batch for the whole stack: replica r trains on the r-th of `replicas` equal parts. It depends on the step
+        # only, so that a resumed run trains on the same batches.
+        order = torch.Generator().manual_seed(step)
         parts = [task.batch(order) for _ in range(replicas)]
         batch = move((torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])))
         losses = stack.backward(loss_of, batch)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step(losses)
-        if step % (4 * scheduler.sync_every) == 0:
-            print(f"step {step}/{steps}  loss {losses.mean():.3f}  base lr {float(scheduler.get_base_lr()[0]):.2e}")
+        if step % scheduler.sync_every == 0:
+            # All replicas are in this process: its file resumes between two syncs as well.
+            states = {name: part.state_dict() for name, part in parts_of_state.items()}
+            torch.save({**states, "step": step}, checkpoint.with_suffix(".tmp"))
+            os.replace(checkpoint.with_suffix(".tmp"), checkpoint)  # an interrupt leaves the previous one intact
     with torch.no_grad():
         held_out = loss_of(stack.module(), move(task.held_out()))
     return float(held_out), scheduler.history
@@ -60,15 +71,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="HDET with a stack of replicas on one device")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--max-lr", type=float, default=TextTask.poor_lr, help="deliberately too low by default")
+    parser.add_argument("--max-lr", type=float, default=TextTask.poor_lr, help="about ten times too high by default")
     parser.add_argument("--gradients", choices=("shared", "local"), default="shared")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("one-device-out"), help="folder for the plots")
+    parser.add_argument("--out", type=Path, default=Path("one-device-out"), help="folder for checkpoint and plots")
+    parser.add_argument("--stop-after", type=int, help="end after this step, as an interrupt would")
     given = parser.parse_args()
-    held_out, history = train(given.replicas, given.steps, given.max_lr, given.gradients, torch.device(given.device))
+    given.out.mkdir(parents=True, exist_ok=True)
+    held_out, history = train(given)
     print(hk.report.table(history))
     print(f"\nheld-out loss of the averaged model: {held_out:.3f}")
-    given.out.mkdir(parents=True, exist_ok=True)
     hk.report.plot_losses(history, given.out / "losses.png")
     hk.report.plot_values(history, given.out / "learning_rates.png")
     print(f"plots: {given.out / 'losses.png'}, {given.out / 'learning_rates.png'}")

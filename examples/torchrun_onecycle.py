@@ -20,8 +20,8 @@ import hdet_kernels as hk
 from hdet_kernels.demo.tasks import TextTask, loss_of
 
 
-def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int | None = None) -> float:
-    """Train as one rank of the default process group, and return the last loss of this rank."""
+def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int) -> None:
+    """Train as one rank of the default process group, and print a table in the first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     task = TextTask()
@@ -33,7 +33,12 @@ def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int | None = 
     inputs, targets = task.probe(torch.Generator().manual_seed(12345))
     same_for_all = inputs.to(device), targets.to(device)
     scheduler = hk.HDETOneCycleLR(
-        optimizer, max_lr, total_steps=steps, probe=lambda: loss_of(model, same_for_all), model=model
+        optimizer,
+        max_lr,
+        total_steps=steps,
+        sync_every=max(2, steps // 20),
+        probe=lambda: loss_of(model, same_for_all),
+        model=model,
     )
 
     first = 0
@@ -44,8 +49,7 @@ def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int | None = 
         scheduler.load_state_dict(saved["scheduler"])  # one file serves all ranks; each gets its own learning rate
         first = saved["step"]
 
-    loss = torch.tensor(float("nan"))
-    for step in range(first, steps if stop_after is None else stop_after):
+    for step in range(first, stop_after):
         # A batch depends on step and rank only, so that a resumed run trains on the same batches.
         inputs, targets = task.batch(torch.Generator().manual_seed(step * size + rank))
         loss = loss_of(replicated, (inputs.to(device), targets.to(device)))
@@ -57,8 +61,12 @@ def train(steps: int, max_lr: float, checkpoint: Path, stop_after: int | None = 
         # rank would have to save a file of its own.
         if (step + 1) % scheduler.sync_every == 0 and rank == 0:
             save(checkpoint, model, optimizer, scheduler, step + 1)
-            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  replica 0's lr {scheduler.get_last_lr()[0]:.2e}")
-    return float(loss.detach())
+    with scheduler.consensus(), torch.no_grad():  # the average, also where the run was stopped between two syncs
+        if rank == 0:
+            inputs, targets = task.held_out()
+            held_out = loss_of(model, (inputs.to(device), targets.to(device)))
+            print(hk.report.table(scheduler.history))
+            print(f"\nheld-out loss of the averaged model: {float(held_out):.3f}")
 
 
 def save(
@@ -83,8 +91,9 @@ def save(
 def main() -> None:
     parser = argparse.ArgumentParser(description="DDP with HDETOneCycleLR; start it with torchrun")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--max-lr", type=float, default=TextTask.poor_lr, help="deliberately too low by default")
+    parser.add_argument("--max-lr", type=float, default=TextTask.poor_lr, help="about ten times too high by default")
     parser.add_argument("--checkpoint", type=Path, default=Path("torchrun_onecycle.pt"))
+    parser.add_argument("--stop-after", type=int, help="end after this step, as an interrupt would")
     arguments = parser.parse_args()
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.device_count() >= local_size:
@@ -93,7 +102,7 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-    train(arguments.steps, arguments.max_lr, arguments.checkpoint)
+    train(arguments.steps, arguments.max_lr, arguments.checkpoint, arguments.stop_after or arguments.steps)
     dist.destroy_process_group()
 
 

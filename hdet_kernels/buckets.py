@@ -210,7 +210,8 @@ class Buckets:
             if now != then:
                 raise RuntimeError(
                     f"parameter {index} was {_described(*then)} when the optimizer was built and is "
-                    f"{_described(*now)} now; move or convert the model before building the optimizer"
+                    f"{_described(*now)} now; move or convert the model before building the optimizer, or build the "
+                    "optimizer and its scheduler again after model.to()"
                 )
         # Copied out first: a parameter may use the memory of another one's slot.
         values = [self.params[index].detach().clone() for index in moved]

@@ -20,7 +20,7 @@ from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.fanout.multipliers import multipliers, permutation
 from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.schedule.attachment import release
-from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
+from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, look_at_gradients
 from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.schedule.loss_window import LossWindow, run_probe
 from hdet_kernels.schedule.undoing import Undoing
@@ -57,6 +57,7 @@ __all__ = [
     "converger_of",
     "default_ensemble",
     "fingerprint",
+    "look_at_gradients",
     "multipliers",
     "permutation",
     "release",

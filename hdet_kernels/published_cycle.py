@@ -32,6 +32,7 @@ from hdet_kernels.frontend import (
     converger_of,
     default_ensemble,
     fingerprint,
+    look_at_gradients,
 )
 
 log = logging.getLogger("hdet_kernels")
@@ -101,14 +102,15 @@ class PublishedCycle:
                 f"train one replica for itself: {_REMEDY}"
             )
 
-    def _before_optimizer_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_optimizer_step(self, *call: Any) -> Any:
+        return look_at_gradients(self._look, *call)
+
+    def _look(self) -> None:
         if not self.started:
             self.take_group()
         self.started = self._moved = True
-        # A closure makes the gradients later. Where nothing is known of them, state is averaged, which is always right.
-        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
-            self._gradients = None if has_closure else fingerprint(self.optimizer.param_groups)
+            self._gradients = fingerprint(self.optimizer.param_groups)
 
     def _write(self) -> None:
         self.spread.write(self.optimizer.param_groups)
@@ -293,12 +295,12 @@ class PublishedCycle:
         self._write()
 
 
-def _weak_hook(method: Callable[..., None]) -> Callable[..., None]:
+def _weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook for an optimizer that calls ``method`` as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
-    def hook(_: Optimizer, *call: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*call)
+    def hook(_: Optimizer, *call: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*call)
 
     return hook

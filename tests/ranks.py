@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -50,6 +51,38 @@ def run_ranks(
     if failures:
         raise AssertionError("\n\n".join(failures))
     return [pickle.loads(found[rank][1]) if rank in found else None for rank in range(n)]
+
+
+@contextlib.contextmanager
+def environment_of_torchrun(rank: int) -> Iterator[Callable[[], None]]:
+    """Give a rank the environment that torchrun gives, instead of a process group, for code that makes a group itself.
+
+    Yields:
+        A function to call before each group after the first. A store serves one group only.
+    """
+    import torch.distributed as dist
+
+    size = dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    # Stores exist already, as under torchrun: no port is chosen here that another process might take.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    outer = dist.distributed_c10d._get_default_store()
+    stores = []
+
+    def begin() -> None:
+        key = f"port of store {len(stores)}"
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None)
+        if stores[-1] is not None:
+            outer.set(key, str(stores[-1].port))
+        os.environ["MASTER_PORT"] = outer.get(key).decode()
+
+    dist.destroy_process_group()
+    begin()
+    yield begin
+    if not dist.is_initialized():
+        begin()
+        dist.init_process_group("gloo")
+    dist.barrier()  # rank 0 holds the stores
 
 
 Arguments = Mapping[Any, tuple[Any, ...]] | Sequence[tuple[Any, ...]]

@@ -107,7 +107,9 @@ def _compared(rank: int, ddp: bool, enable_auto_lr: bool) -> dict[str, bool]:
     dist.broadcast_object_list(state)
     again = resumed(rank, ddp, state[0]).train(TOTAL - 12)
     found["one file"] = torch.equal(again.parameters(), theirs["parameters"])
-    found["closure"] = same(_with_closures(published(rank, ddp, True)), theirs["parameters"])
+    by_closures = published(rank, ddp, True)
+    found["closure"] = same(_with_closures(by_closures), theirs["parameters"])
+    found["closure, gradients"] = ended(by_closures)["history"] == theirs["history"]
     # The average, for a while and for good.
     apart = published(rank, ddp, True)
     synced = [apart.scheduler.in_sync] + [apart.train(1).scheduler.in_sync for _ in range(5)]

@@ -111,7 +111,7 @@ class RegressionSettings(SlopeSettings):
     edge_cut: float = 2.0
     #: Loss, over the total gain, that counts as broken.
     break_share: float = 0.1
-    #: The same loss, over the usual change of the level from sync to sync.
+    #: The same loss, over the usual change of the level from sync to sync. A gain counts for an edge above it too.
     break_noise: float = 4.0
     #: Factor by which learning rates are lowered after a return to the last sound average.
     break_cut: float = 3.0

@@ -64,8 +64,11 @@ class Soundness:
         return median(self.changes) if self.changes else math.inf
 
     def near_edge(self, settings: RegressionSettings) -> bool:
-        """Return whether the last cycles were near the edge of stability. A gain that may be noise tells nothing."""
-        if len(self.costs) < settings.edge_cycles or self.gain <= self.usual_change:
+        """Return whether the last cycles were near the edge of stability.
+
+        A gain that may be noise tells nothing: on a plateau the lowest of many levels is below the first one too.
+        """
+        if len(self.costs) < settings.edge_cycles or self.gain <= settings.break_noise * self.usual_change:
             return False
         return median(self.costs) > settings.edge_cost
 

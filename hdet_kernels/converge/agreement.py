@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +104,19 @@ def conclude(columns: Mapping[str, Floats]) -> Agreement:
         may_overflow=_may_overflow(columns, healthy),
         kept=_kept(columns["kept"]),
     )
+
+
+def left_out(columns: Mapping[str, Floats]) -> Literal["no", "maybe", "yes"]:
+    """Return whether some replica made a step of the scheduler without one of the optimizer, by mistake.
+
+    A ``GradScaler`` leaves optimizer steps out too. But it does so on all replicas if they share their gradients, and a
+    loss was recorded for the step. Replicas that lack steps and losses in proportion did not come to these steps.
+    """
+    steps, losses = columns["stepped"], columns["loss_count"]
+    if np.isnan(steps).any() or same(steps):
+        return "no"
+    in_proportion = not same(losses) and bool((losses * steps[:1] == losses[:1] * steps).all())
+    return "yes" if in_proportion or same(columns["gradients"]) else "maybe"
 
 
 def _kept(column: Floats) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import textwrap
 from collections.abc import Mapping
@@ -19,17 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.converge.agreement import Agreement, Floats, conclude, name_ranks, none_sound, same
+from hdet_kernels.converge.agreement import Agreement, Floats, conclude, left_out, name_ranks, none_sound, same
 from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.summary import TensorSummary
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.tensors import wide_dtype
 
+log = logging.getLogger("hdet_kernels")
+
 # The columns of a handshake row. A row is fp64, in which the hashes, of 48 bits, are exact.
 COLUMNS = (
     *("rank", "settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
     *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "nonfinite", "masks", "consensus", "outer"),
-    "kept",
+    *("kept", "stepped"),
 )
 
 
@@ -49,6 +52,7 @@ class Report:
         bases: the same for the current base values.
         failed: whether the probe raised.
         kept: step of the earlier state that this process can return to; None if it keeps none.
+        stepped: optimizer steps since the last sync; None if not all of them are seen.
     """
 
     step: int
@@ -60,6 +64,7 @@ class Report:
     bases: Mapping[str, Any] = field(default_factory=dict)
     failed: bool = False
     kept: int | None = None
+    stepped: int | None = None
 
 
 def exchange_reports(
@@ -94,6 +99,16 @@ def exchange_reports(
     check_same("settings", report.settings, "the settings", same_arguments)
     same_step = "a replica stepped more often, or resumed from another checkpoint"
     check_same("step", {"step": report.step}, "the step", same_step)
+    if (steps_differ := left_out(columns)) == "maybe" and ensemble.rank == 0:
+        log.warning(
+            "step %d: the ranks made %s optimizer steps since the last sync: either a GradScaler found an overflow on "
+            "some of them, or one called scheduler.step() without optimizer.step()",
+            *(report.step, columns["stepped"].astype(int).flatten().tolist()),
+        )
+    if steps_differ == "yes":
+        steps = {"optimizer steps": report.stepped, "losses": report.loss_count}
+        once = "call scheduler.step() once after each optimizer.step(), on every rank"
+        raise disagreement(ensemble, steps, "the steps since the last sync", once, columns["rank"])
     if columns["failed"].any():
         raise RuntimeError(
             f"probe() raised on {name_ranks(columns['failed'] > 0, columns['rank'])}. Nothing was averaged."
@@ -190,6 +205,7 @@ def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) 
         "masks": summary.masks,
         "loss_count": report.loss_count,
         "kept": -1 if report.kept is None else report.kept,
+        "stepped": missing if report.stepped is None else report.stepped,
     }
     values = dict(zip(measured, on_device.double().cpu(), strict=True))
     if report.probe is not None:

@@ -60,6 +60,7 @@ class FusedOptimizer(Optimizer):
     optional_state: ClassVar[bool] = False
 
     #: Makes torch's GradScaler set ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
+    #: False while a closure runs: GradScaler refuses closures, so gradients are unscaled there and may be clipped.
     _step_supports_amp_scaling = True
 
     #: Whether the warning about replaced fixed gradients was logged.
@@ -173,8 +174,7 @@ class FusedOptimizer(Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = self._run(closure)
         # Everything that can fail comes first: a step happens for all parameters or for none.
         self._notice_regrouped_parameters()
         self._notice_moved_parameters()
@@ -194,6 +194,14 @@ class FusedOptimizer(Optimizer):
                 if self.options.advance_versions:
                     flat.advance_versions(present)
         return loss
+
+    def _run(self, closure: Closure) -> float:
+        before, self._step_supports_amp_scaling = self._step_supports_amp_scaling, False
+        try:
+            with torch.enable_grad():
+                return closure()
+        finally:
+            self._step_supports_amp_scaling = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients as torch.optim does; with ``gradients="fixed"`` always by filling them with zeros."""

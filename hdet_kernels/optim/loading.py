@@ -91,8 +91,27 @@ def prepare_state_dict(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) 
     Raises:
         ValueError: if ``optimizer`` cannot continue from it.
     """
+    state_dict = _numbered(state_dict)
     check_state_dict(optimizer, state_dict)
     return wrap_tensors(state_dict)
+
+
+def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict in which parameters have the keys that the groups list.
+
+    ``torch.distributed.checkpoint`` makes text of the numbers ("0"), and torch would take the state for that of no
+    parameter.
+    """
+    state, groups = _parts(state_dict)
+    own = {str(key): key for group in groups for key in group["params"]}
+    if not any(isinstance(key, str) and own.get(key, key) is not key for key in state):
+        return state_dict
+    numbered: dict[Any, Any] = {}
+    for key, entries in state.items():
+        key = own.get(key, key) if isinstance(key, str) else key
+        both = isinstance(entries, Mapping) and isinstance(numbered.get(key), Mapping)
+        numbered[key] = {**numbered[key], **entries} if both else entries
+    return {**state_dict, "state": numbered}
 
 
 def _parts(state_dict: object) -> tuple[Mapping[Any, Any], list[Any]]:

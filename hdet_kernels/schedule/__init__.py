@@ -15,8 +15,9 @@ With ``max_lr=None``, ``scouting.py`` comes before the first cycle: rounds in wh
 ``scouted.py`` is what remains of it, ``scout_state.py`` its part of a checkpoint.
 ``overlapping.py`` is an average that runs beside the training. ``history_file.py`` writes every record to a file.
 
-``checkpoint.py`` saves and restores all of it. ``formats.py`` converts what earlier versions saved, and
-``checked_state.py`` checks it by ``state_schema.py``, the schema of a checkpoint in the terms of ``schema.py``.
+``checkpoint.py`` saves and restores all of it; ``packed.py`` makes one object of it, which distributed checkpoints save
+whole. ``formats.py`` converts what earlier versions saved, and ``checked_state.py`` checks it by ``state_schema.py``,
+the schema of a checkpoint in the terms of ``schema.py``.
 ``attachment.py`` hooks a cycle to its optimizer, and takes the one before off it.
 """
 

@@ -13,13 +13,16 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
-from hdet_kernels.schedule.gradient_hooks import weakly
+from hdet_kernels.schedule.gradient_hooks import look_at_gradients
+from hdet_kernels.schedule.step_count import StepCount
+from hdet_kernels.schedule.wrapped import unwrapped
 
 
 class Writer(Protocol):
@@ -28,6 +31,7 @@ class Writer(Protocol):
     optimizer: Optimizer
     spread: Spread
     replaced: bool
+    steps: StepCount
 
     def before_optimizer_step(self) -> None: ...
 
@@ -35,46 +39,114 @@ class Writer(Protocol):
 
 
 class Attachment:
-    """The part of a run that writes to an optimizer.
+    """The part of a run that writes to an optimizer, and the hooks of that optimizer.
 
-    Args:
-        writer: the cycle, or the scouting phase.
-        schedule: the object whose learning rates are spread; None if that is gone.
-        at_end: called when another takes its place, or it is garbage-collected. It must not refer to ``writer``.
+    Another part can take its place (:meth:`take`) while the hooks stay, also from within one of them.
 
     Attributes:
-        spread: what it writes. It outlives the writer.
-        schedule: a weak reference to the schedule.
+        spread: what the writer writes. It outlives the writer.
+        schedule: a weak reference to the object whose learning rates are spread.
     """
 
-    def __init__(self, writer: Writer, schedule: object, at_end: Callable[[], None] | None = None) -> None:
-        self.spread = writer.spread
-        self.schedule = weakref.ref(schedule)
-        self._writer = weakref.ref(writer)
-        optimizer = writer.optimizer
-        handles = (
-            optimizer.register_step_pre_hook(weakly(writer.before_optimizer_step)),
-            optimizer.register_load_state_dict_post_hook(weakly(writer.write)),
-        )
-        ended = weakref.finalize(writer, _remove, handles, at_end)
-        ended.atexit = False
-        self._remove_hooks: Callable[[], Any] = ended
+    spread: Spread
+    schedule: weakref.ref[Any]
+
+    def __init__(self) -> None:
+        self._writer: Callable[[], Writer | None] = lambda: None
+        self._at_end: Callable[[], None] | None = None
+        self._before: Callable[[], Callable[[], None] | None] = lambda: None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def take(
+        self,
+        writer: Writer,
+        schedule: object,
+        *,
+        before: Callable[[], None] | None = None,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Give the optimizer to ``writer``; the one before refuses to step. The arguments are :func:`attach`'s."""
+        self._leave()
+        self.spread, self.schedule = writer.spread, weakref.ref(schedule)
+        self._writer, self._at_end = weakref.ref(writer), at_end
+        self._before = (lambda: None) if before is None else weakref.WeakMethod(before)
+        if not self._handles:
+            optimizer = writer.optimizer
+            self._handles = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_load_state_dict_post_hook(self._after_load),
+            ]
+        self._finalizer = weakref.finalize(writer, self._finish)
+        self._finalizer.atexit = False
 
     def end(self) -> None:
         """Remove the hooks. The writer, if it still exists, refuses to step."""
+        self._leave()
         self._remove_hooks()
+
+    def _leave(self) -> None:
+        if self._finalizer is None or self._finalizer.detach() is None:
+            return
+        self._call_at_end()
         if (writer := self._writer()) is not None:
             writer.replaced = True
+
+    def _finish(self) -> None:
+        """Remove the hooks after the writer was garbage-collected."""
+        self._remove_hooks()
+        self._call_at_end()
+
+    def _call_at_end(self) -> None:
+        at_end, self._at_end = self._at_end, None  # not kept: it may refer to the optimizer
+        if at_end is not None:
+            at_end()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # The hooks. torch.compile does not look into them: it would compile a step anew for every value of a counter.
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (before := self._before()) is not None:
+            before()
+        writer = self._writer()  # ``before`` may have put another in its place
+        return None if writer is None else look_at_gradients(writer.before_optimizer_step, args, kwargs)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_step(self, *_: Any) -> None:
+        if (writer := self._writer()) is not None:
+            writer.steps.optimizer_stepped()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_load(self, _: Optimizer) -> None:
+        if (writer := self._writer()) is not None:
+            writer.write()
 
 
 _ATTACHED: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()
 
 
-def attach(writer: Writer, schedule: object, at_end: Callable[[], None] | None = None) -> None:
-    """Hook ``writer`` to its optimizer, in the place of the one before. The arguments are those of the attachment."""
-    if (before := _ATTACHED.get(writer.optimizer)) is not None:
-        before.end()
-    _ATTACHED[writer.optimizer] = Attachment(writer, schedule, at_end)
+def attach(
+    writer: Writer,
+    schedule: object,
+    *,
+    before: Callable[[], None] | None = None,
+    at_end: Callable[[], None] | None = None,
+) -> None:
+    """Hook ``writer`` to its optimizer, in the place of the one before.
+
+    Args:
+        writer: the cycle, or the scouting phase.
+        schedule: the object whose learning rates are spread.
+        before: a bound method that is called before each step of the optimizer, as long as its object lives.
+        at_end: called when another takes its place, or it is garbage-collected. It must not refer to ``writer``.
+    """
+    _ATTACHED.setdefault(writer.optimizer, Attachment()).take(writer, schedule, before=before, at_end=at_end)
 
 
 def release(optimizer: Optimizer) -> None:
@@ -82,7 +154,11 @@ def release(optimizer: Optimizer) -> None:
 
     The learning rate becomes that of the schedule, without the controller's factor and this replica's multiplier.
     Values that were changed by somebody else in the meantime stay. The scheduler cannot be stepped any more.
+
+    Args:
+        optimizer: the optimizer, or a wrapper around it.
     """
+    optimizer = unwrapped(optimizer)
     own_values_back(optimizer)
     if (attached := _ATTACHED.pop(optimizer, None)) is not None:
         attached.end()
@@ -114,13 +190,6 @@ def check_schedule_is_own(optimizer: Optimizer, schedule: object) -> None:
         f"the learning rates that {type(schedule).__name__} was built on are one replica's: another HDET scheduler had "
         "spread them. Call hdet_kernels.schedule.release(optimizer) before you build the schedule"
     )
-
-
-def _remove(handles: tuple[RemovableHandle, ...], at_end: Callable[[], None] | None) -> None:
-    for handle in handles:
-        handle.remove()
-    if at_end is not None:
-        at_end()
 
 
 def _has(group: dict[str, Any], key: str, written: Any) -> bool:

@@ -27,6 +27,7 @@ from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history_file import HistoryFile
 from hdet_kernels.schedule.options import GradientMode, HasBuffers, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal
+from hdet_kernels.schedule.wrapped import unwrapped
 from hdet_kernels.scout import ScoutSettings
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
 from hdet_kernels.tensors import replicas_of, share_gradients
@@ -79,7 +80,7 @@ def default_sync_every(total_steps: int, *, compares_losses: bool, rates_alone: 
 
 
 def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOptions) -> Cycle:
-    """Check the options and return the cycle that they describe."""
+    """Check the options and return the cycle that they describe. ``optimizer`` is the innermost one."""
     groups = optimizer.param_groups
     explore = explored(options, cycle_momentum=schedule.cycle_momentum)
     ensemble = ensemble_of(groups, options["ensemble"])
@@ -107,10 +108,8 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         run = controller.prepare(run)
         if controller.reads == "slopes":
             run = replace(run, slopes=True)
-        _check_controller_in(run, controller, options["overlap_steps"])
+        _check_controller_in(run, controller, options["overlap_steps"], ensemble.size)
     _offer_scouting(schedule, options, ensemble)
-    if ensemble.size == 1:
-        log.info("one replica: nothing is fanned out or averaged, and the schedule is the plain one")
     model = stack if options["model"] is None else options["model"]
 
     def buffers() -> list[Tensor]:
@@ -261,9 +260,10 @@ def _offer_scouting(schedule: ScheduleFacts, options: HDETOptions, ensemble: Ens
         log.info("trust=%s: with max_lr=None the first %d %% of the steps find a learning rate", trust, 100 * share)
 
 
-def _check_controller_in(run: Run, controller: Controller, overlap_steps: int) -> None:
+def _check_controller_in(run: Run, controller: Controller, overlap_steps: int, replicas: int) -> None:
     """Raise if the run cannot give the controller what it reads; warn if no sync falls into its part of the run."""
-    if run.total_steps is not None:
+    # One replica has nothing to compare, whenever it syncs. That is said elsewhere.
+    if run.total_steps is not None and (replicas > 1 or controller.reads == "slopes"):
         regular = range(run.sync_every, run.total_steps + 1, run.sync_every)
         looked_at = regular[:: max(len(regular) // MOST_LOOKS, 1)]
         if not any(controller.active(run, step) for step in itertools.chain(run.early, looked_at, regular[-1:])):
@@ -352,12 +352,20 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Restore the optimizer if the block raises: entries of its groups, its hooks, and its own ``step``.
 
     torch's constructor writes the first values of the schedule, and puts a wrapper around ``step`` of the instance.
+
+    Args:
+        optimizer: the optimizer, or a wrapper around it.
     """
+    outside, optimizer = optimizer, unwrapped(optimizer)
     groups = [dict(group) for group in optimizer.param_groups]
     held = [tensor for group in groups for name, value in group.items() if name != "params" for tensor in _in(value)]
     values = [tensor.clone() for tensor in held]  # schedules fill learning rates that are tensors in place
-    wrapped = "step" in vars(optimizer)
-    hooks: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks]
+    stepped = "step" in vars(outside)
+    hooks: list[dict[int, Any]] = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer._optimizer_load_state_dict_post_hooks,
+    ]
     registered = [dict(each) for each in hooks]
     try:
         yield
@@ -370,8 +378,8 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
         for each, known in zip(hooks, registered, strict=True):
             each.clear()
             each.update(known)
-        if not wrapped:
-            vars(optimizer).pop("step", None)
+        if not stepped:
+            vars(outside).pop("step", None)
         raise
 
 

@@ -18,6 +18,7 @@ from hdet_kernels.schedule import state_schema
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.formats import current
 from hdet_kernels.schedule.history import WINDOW
+from hdet_kernels.schedule.packed import unpacked
 from hdet_kernels.schedule.schema import RATE, Fields, Items, Like, Schema, UnknownFields, Whole, equal, refuse
 from hdet_kernels.version import __version__
 
@@ -35,7 +36,7 @@ def checked(cycle: Cycle, state_dict: object) -> dict[str, Any]:
     Raises:
         ValueError: naming the entry that is missing, unknown, damaged or of another run; nothing is modified.
     """
-    own = state_dict.get("hdet") if isinstance(state_dict, dict) else None
+    own = unpacked(state_dict.get("hdet")) if isinstance(state_dict, dict) else None
     if not isinstance(own, dict) or "config" not in own:
         raise ValueError("this is not a checkpoint of an HDET scheduler: it has no 'hdet' entry")
     state = current(cycle, own)
@@ -44,17 +45,15 @@ def checked(cycle: Cycle, state_dict: object) -> dict[str, Any]:
     size, rows, step = state["size"], state["rows"], state["step"]
     _check_replicas(cycle, state)
     with _versions_named(state):
-        state_schema.body(cycle, size=size, rows=rows, step=step).check(state, "hdet")
+        schema = state_schema.body(cycle, size=size, rows=rows, step=step, own_part=holds_part(cycle, state))
+        schema.check(state, "hdet")
     if isinstance(state["window"]["sum"], list) is not (rows > 1) and state["window"]["count"]:
         raise refuse("hdet.window.sum", f"{rows} numbers" if rows > 1 else "a number", state["window"]["sum"])
     _check_history(state)
-    moved = state["displacement"]
-    if moved is not None and (moved["sums"] is None) is not (moved["count"] == 0):
-        expected = "0 without sums" if moved["sums"] is None else "the number of gradients in its sums"
-        raise refuse("hdet.displacement.count", expected, moved["count"])
     if state["pending"] is not None:
         _check_pending(cycle, state["pending"]["correction"])
-    cycle.converger.check_state_dict(state["compression"])
+    if holds_part(cycle, state):
+        cycle.converger.check_state_dict(state["compression"])
     cycle.converger.check_outer_state_dict(state["outer"])
     if cycle.undoing is not None and state["undo"] is not None:
         cycle.undoing.last_sound.check_state_dict(state["undo"]["kept"])
@@ -89,6 +88,11 @@ def checked_schedule(
     return known
 
 
+def holds_part(cycle: Cycle, state: dict[str, Any]) -> bool:
+    """Return whether this process holds the part of its replica that the process which saved the state held."""
+    return list(state["part"]) == [cycle.ensemble.part, cycle.ensemble.parts]
+
+
 def run_of(cycle: Cycle, state: dict[str, Any]) -> Run:
     """Return the run as the controller prepared it in the saved run.
 
@@ -116,17 +120,23 @@ def _check_replicas(cycle: Cycle, state: dict[str, Any]) -> None:
     saved, here = (state["size"], state["rows"]), (cycle.ensemble.size, cycle.ensemble.rows)
     if saved[0] % saved[1] or state["replica"] % saved[1]:
         raise refuse("hdet.rows", f"a divisor of size={saved[0]} and of replica={state['replica']}", saved[1])
+    if state.get("pending") is not None and not holds_part(cycle, state):
+        raise ValueError(
+            f"the checkpoint has part {state['part'][0]} of {state['part'][1]} of a replica and an overlapped average "
+            f"under way, this process holds part {cycle.ensemble.part} of {cycle.ensemble.parts}: load the file of a "
+            "process that held the same part, or call scheduler.converge() before saving, which applies the average"
+        )
     if saved == here:
         return
     into_cycle = state["step"] % cycle.run.sync_every
     several = max(saved[1], here[1]) > 1
     of_saved, of_here = (f", {rows} in a process," if several else "" for _, rows in (saved, here))
     counts = f"the checkpoint has {saved[0]} replicas{of_saved}", f"this run has {here[0]}{of_here.rstrip(',')}"
-    if into_cycle and state["step"] != cycle.run.total_steps:
+    if into_cycle and state["step"] != cycle.run.total_steps and not state["averaged"]:
         raise ValueError(
             f"{counts[0]} and was saved {into_cycle} steps into a cycle, {counts[1]}: another number of replicas"
             f"{' in a process' if saved[0] == here[0] else ''} can resume only where all are equal, at a multiple "
-            f"of sync_every={cycle.run.sync_every}; save there"
+            f"of sync_every={cycle.run.sync_every}; save there, or inside scheduler.consensus()"
         )
     if state.get("pending") is not None and saved[1] != here[1]:
         raise ValueError(

@@ -16,10 +16,11 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet_kernels.schedule.build import untouched_on_error
-from hdet_kernels.schedule.checked_state import run_of
+from hdet_kernels.schedule.checked_state import holds_part, run_of
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.formats import FORMAT
 from hdet_kernels.schedule.history import History
+from hdet_kernels.schedule.loss_window import LossWindow
 from hdet_kernels.schedule.overlapping import Overlapping
 from hdet_kernels.version import __version__
 
@@ -36,11 +37,15 @@ def state_of(cycle: Cycle) -> dict[str, Any]:
         "size": cycle.ensemble.size,
         "replica": cycle.ensemble.replica,
         "rows": cycle.ensemble.rows,
+        "part": [cycle.ensemble.part, cycle.ensemble.parts],
         "step": cycle.step,
+        "averaged": cycle.in_sync,
+        "optimizer_state": cycle.expects_state or any(cycle.optimizer.state.values()),
         "run": {"peak": run.peak, "peaks": list(run.peaks), "end": run.end},
         "shared": cycle.shared,
         "spread": cycle.spread.state_dict(),
-        "window": cycle.window.state_dict(),
+        # The run that goes on from the average has no losses of its own yet.
+        "window": LossWindow.emptied(cycle.window.state_dict()) if cycle.in_consensus else cycle.window.state_dict(),
         "displacement": cycle.displacement.state_dict() if cycle.displacement else None,
         "pending": overlapping and overlapping.state_dict(in_consensus=cycle.in_consensus),
         "compression": cycle.converger.state_dict(),
@@ -54,29 +59,35 @@ def state_of(cycle: Cycle) -> dict[str, Any]:
 
 def restore(cycle: Cycle, state: dict[str, Any]) -> None:
     """Bring ``cycle`` to a state that was checked, at this replica's own place in the spread."""
-    if state["replica"] != cycle.ensemble.replica and state["step"] % cycle.run.sync_every:
-        log.info(
-            "resuming from replica %d's checkpoint, %d steps into a cycle: the parameters of the other replicas at "
-            "that moment are not in it",
-            state["replica"],
-            state["step"] % cycle.run.sync_every,
+    ensemble = cycle.ensemble
+    same_replicas = (state["replica"], state["size"]) == (ensemble.replica, ensemble.size)
+    same_part = holds_part(cycle, state)
+    own = same_replicas and same_part
+    if not same_replicas and not state["averaged"]:
+        log.warning(
+            "the checkpoint was saved by replica %d at step %d, when the replicas differed, and replica %d resumes "
+            "from it: the parameters are not the average of all replicas, and training goes on from other ones than "
+            "it had. Save where scheduler.in_sync is True or inside scheduler.consensus(), or have every rank save "
+            "and load a file of its own",
+            *(state["replica"], cycle.before + state["step"], ensemble.replica),
         )
     cycle.run = run_of(cycle, state)
     cycle.step = state["step"]
     cycle.shared = state["shared"]
     cycle.spread.load_state_dict(state["spread"], cycle.optimizer.param_groups)
-    cycle.window.load_state_dict(state["window"])
+    same_count = (state["size"], state["rows"]) == (ensemble.size, ensemble.rows)
+    cycle.window.load_state_dict(state["window"] if same_count else LossWindow.emptied(state["window"]))
     if cycle.displacement is not None:
-        cycle.displacement.load_state_dict(state["displacement"])
+        cycle.displacement.load_state_dict(state["displacement"] if same_part else None)
     if cycle.overlapping is not None:
         _ = cycle.overlapping.average.failed  # waits for it, so that it cannot write to what is loaded now
     cycle.overlapping = None if state["pending"] is None else Overlapping.of(state["pending"])
-    own = (state["replica"], state["size"]) == (cycle.ensemble.replica, cycle.ensemble.size)
-    cycle.converger.load_state_dict(state["compression"], own=own)
+    cycle.converger.load_state_dict(state["compression"] if same_part else None, own=own)
     cycle.converger.load_outer_state_dict(state["outer"])
     if cycle.undoing is not None:
         cycle.undoing.load_state_dict(state["undo"], own=own)
-    cycle.started = state["begun"]
+    cycle.started, cycle.averaged = state["begun"], state["averaged"]
+    cycle.expects_state = state["optimizer_state"]
     cycle.history = History.of(state["history"], state["summary"])
     if cycle.history_file is not None:
         cycle.history_file.reopen()

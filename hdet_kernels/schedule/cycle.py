@@ -25,12 +25,14 @@ from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneS
 from hdet_kernels.converge.converger import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
+from hdet_kernels.schedule.equal_losses import EqualLosses
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
 from hdet_kernels.schedule.history import History, Kind, SyncRecord
 from hdet_kernels.schedule.history_file import HistoryFile
-from hdet_kernels.schedule.loss_window import Loss, LossWindow, run_probe
+from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss, run_probe
 from hdet_kernels.schedule.options import GradientMode, Probe
 from hdet_kernels.schedule.overlapping import Overlapping
+from hdet_kernels.schedule.step_count import StepCount
 from hdet_kernels.schedule.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
@@ -71,12 +73,16 @@ class Cycle:
         self.buffers = buffers
         self.before = before  # steps that were made before step 0: those of a scouting phase
         self.window = LossWindow(ensemble.rows)
+        self.steps = StepCount()
+        self.equal_losses = EqualLosses()
         self.history = History()
         self.history_file = history_file
         self.shared: bool | None = None  # whether gradients were shared at the last sync; None: not known
         self.overlapping: Overlapping | None = None
         self.started = False  # whether a step was made; the outer optimizer starts from the parameters before it
         self.in_consensus = False  # the parameters are the average now, and not this replica's own
+        self.averaged = True  # no step was made since the last average
+        self.expects_state = False  # a checkpoint was loaded whose optimizer had state
         self.replaced = False  # another scheduler was built on the optimizer
         self.displacement = Displacement.of(optimizer, run, ensemble)
         self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
@@ -89,6 +95,15 @@ class Cycle:
     def number(self) -> int:
         """The number of the current cycle, from 0."""
         return self.step // self.run.sync_every
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters in this process are the average of all replicas now."""
+        if self.in_consensus or self.averaged or self.ensemble.size == 1:
+            return True
+        # Replicas that were averaged once, and have equal values and gradients since then, stay equal.
+        stays = not self.spread.diverges and self._known_shared() is True and self.overlapping is None
+        return stays and self.history.last_step is not None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -139,6 +154,9 @@ class Cycle:
             Whether values changed: then :meth:`write` is due once the schedule has moved on.
         """
         self._check_step(last_step)
+        if loss is not None:
+            loss = checked_loss(loss, "the loss", self.ensemble.rows)
+        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         step = self.step + 1
         syncs = self.run.syncs_at(step)
         lands = self.overlapping is not None and (syncs or step >= self.overlapping.due)
@@ -155,8 +173,11 @@ class Cycle:
                 self.window.reset(mark)
                 raise
         self.step = step
+        self.averaged = syncs and self.overlapping is None
+        self.steps.scheduler_stepped(self.optimizer.param_groups)
         if syncs:
             self.window.clear()
+            self.steps.synced()
             self.fan_out()
         return mark is not None
 
@@ -201,10 +222,24 @@ class Cycle:
                 self.displacement.begin()
             if self.undoing is not None:
                 self.undoing.keep_start(self.run, self.step)
+        self.averaged = False
+        if self.expects_state:
+            self._check_state()
         if self.displacement is not None:
             self.displacement.measure()
         if self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
             self._fingerprint = fingerprint(self.optimizer.param_groups)
+
+    def _check_state(self) -> None:
+        """Warn, once after a checkpoint was loaded, if the optimizer's part of it did not arrive."""
+        self.expects_state = False
+        if not any(self.optimizer.state.values()):
+            log.warning(
+                "the scheduler was resumed at step %d, and the optimizer has no state, which it had there: its moments "
+                "begin at zero. Load its state_dict() too. torch.distributed.checkpoint loads only into state that "
+                "exists: take the optimizer's state_dict from torch.distributed.checkpoint.state_dict.get_state_dict",
+                self.before + self.step,
+            )
 
     # A sync
 
@@ -254,6 +289,7 @@ class Cycle:
             settings={**self.config, **settings, "overlap_steps": self.overlap_steps},
             bases=self.spread.bases(),
             kept=self.undoing.kept if self.undoing else None,
+            stepped=self.steps.since_sync if self.steps.counts else None,
         )
         return report, failure
 
@@ -264,6 +300,7 @@ class Cycle:
             The step of the earlier average that was taken again; None if there was no return.
         """
         slopes = self._turn(step, outcome.shared)
+        self._look_at_losses(step, placed, outcome)
         undone = None
         if acting:  # before anything is recorded, because a controller may raise
             seen = self.spread.observe(placed, outcome.compared, step, slopes)
@@ -275,14 +312,28 @@ class Cycle:
         self._record(step, landed, self._kind(step), placed, outcome, undone)
         return undone
 
+    def _look_at_losses(self, step: int, placed: Placement, outcome: Outcome) -> None:
+        """Warn if losses that are compared were averaged before. The rows of a stack cannot be, by mistake."""
+        if not (self.spread.reads_losses or self._takes_best) or self.ensemble.rows > 1:
+            return
+        if self.probe is None:
+            self.equal_losses.look(step, outcome.losses, placed.values, "the training losses")
+        else:
+            self.equal_losses.look(step, outcome.probes, placed.values, "the losses on the probe")
+
     def _turn(self, step: int, shared: bool | None) -> MeasuredSlopes | None:
         """Return the slopes that were measured since the last sync, if gradients are shared; end it after the last."""
         if self.displacement is None:
             return None
-        slopes = self.displacement.turn()
+        slopes = self.displacement.turn(self._of_all_parts if self.ensemble.parts > 1 else None)
         if not self.displacement.ended and (shared is False or not self._acts_after(step)):
             self.displacement.end()
         return None if shared is False else slopes
+
+    def _of_all_parts(self, row: Tensor) -> Tensor:
+        """Return the row of every process that holds a part of this replica, [parts, columns]. Collective."""
+        ensemble = self.ensemble
+        return ensemble.gather(row.expand(ensemble.rows, -1))[ensemble.replica]
 
     def _recover(self, step: int, landed: int, placed: Placement, none: NoneSound) -> None:
         """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
@@ -399,6 +450,7 @@ class Cycle:
         report, failure = self._report(self.step, compares=self._takes_best)
         with _caused_by(failure):
             outcome = self.converger.converge(report, request)
+        self.averaged = True
         self._record(self.step, self.step, "manual", self.spread.placement(), outcome)
 
     @contextlib.contextmanager

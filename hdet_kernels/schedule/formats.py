@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hdet_kernels.controller import RegressionController
@@ -11,8 +12,7 @@ from hdet_kernels.schedule.history import History, SyncRecord
 from hdet_kernels.version import __version__
 
 #: Raised when a key changes its name or its meaning. Format 1 is that of version 0.1.
-FORMAT = 3
-
+FORMAT = 4
 
 #: Keys of the controllers' states and what they were called in format 1.
 _RENAMED = {"observations": "looks", "caps": "ceilings"}
@@ -23,7 +23,7 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
     saved = state.get("format", 1)
     if "format" not in state and "version" in state:
         raise ValueError("the checkpoint has no hdet.format: load an undamaged checkpoint")
-    if isinstance(saved, bool) or not isinstance(saved, int) or saved not in (1, 2, FORMAT):
+    if isinstance(saved, bool) or not isinstance(saved, int) or saved not in range(1, FORMAT + 1):
         known = state_schema.names(cycle)
         unknown = ", ".join(f"hdet.{name}" for name in state if name not in known)
         raise ValueError(
@@ -33,7 +33,26 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
         )
     if saved == FORMAT:
         return state
-    state = {**state, "format": FORMAT, "version": "0.1 or 0.2"}
+    return _of_format_3(cycle, state if saved == 3 else _of_format_1_or_2(cycle, state))
+
+
+def _of_format_3(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of format 3 in format 4, which tells more about the process that saved it."""
+    step, run = state.get("step"), cycle.run
+    at_a_sync = isinstance(step, int) and (step % run.sync_every == 0 or step == run.total_steps)
+    if isinstance(moved := state.get("displacement"), dict) and "slopes" not in moved:
+        state = {**state, "displacement": _with_slopes(moved)}
+    return {
+        **state,
+        "format": FORMAT,
+        "part": [cycle.ensemble.part, cycle.ensemble.parts],
+        "averaged": at_a_sync and state.get("pending") is None,
+        "optimizer_state": False,  # not known
+    }
+
+
+def _of_format_1_or_2(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
+    state = {**state, "format": 3, "version": "0.1 or 0.2"}
     run = cycle.run
     state["undo"] = cycle.undoing and {"returns": 0, "kept": None}
     if isinstance(pending := state.get("pending"), dict) and isinstance(pending.get("outcome"), dict):
@@ -45,16 +64,33 @@ def current(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
         state["history"] = [record.to_dict() for record in whole.records]
         state["summary"] = whole.summary.to_dict()
     if isinstance(moved := state.get("displacement"), dict) and isinstance(moved.get("measured"), list | None):
-        state["displacement"] = _summed(moved)
+        others = {key: value for key, value in moved.items() if key != "measured"}
+        state["displacement"] = {**others, "slopes": [] if moved.get("measured") is None else [moved["measured"]]}
     return _with_controller_of_today(cycle, state)
 
 
-def _summed(displacement: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a displacement whose slopes come from one gradient as sums over gradients."""
-    others = {key: value for key, value in displacement.items() if key != "measured"}
-    measured = displacement.get("measured")
-    sums = None if measured is None else [measured, [slope * slope for slope in measured]]
-    return {**others, "sums": sums, "count": 0 if sums is None else 1}
+def _with_slopes(displacement: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a displacement that had sums of slopes and of their squares, by group.
+
+    The slopes of each gradient are not known any more. Others with the same mean and the same error stand for them.
+    """
+    others = {key: value for key, value in displacement.items() if key not in ("sums", "count")}
+    sums: Any = displacement.get("sums")
+    count: Any = displacement.get("count")
+    if sums is None and count == 0:
+        return {**others, "slopes": []}
+    try:
+        by_group = [_spread_out(total, squares, int(count)) for total, squares in zip(*sums, strict=True)]
+        return {**others, "slopes": [list(slopes) for slopes in zip(*by_group, strict=True)]}
+    except (TypeError, ValueError, ZeroDivisionError):
+        return displacement  # damaged, which the schema names
+
+
+def _spread_out(total: float, squares: float, count: int) -> list[float]:
+    """Return ``count`` numbers with this sum and this sum of squares."""
+    mean = total / count
+    apart = math.sqrt(max(squares - total * mean, 0.0) / (count // 2 * 2)) if count > 1 else 0.0
+    return [mean] * (count % 2) + [mean - apart, mean + apart] * (count // 2)
 
 
 def _with_controller_of_today(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:

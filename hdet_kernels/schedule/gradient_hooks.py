@@ -1,13 +1,12 @@
 """Read the gradients before a step: whether all replicas have the same ones, and the hypergradient's slopes.
 
-Both run in a hook of the optimizer just before its step, when the gradients are certainly there. The results stay on
-their device until the next sync.
+Both run in a hook of the optimizer just before its step, when the gradients are certainly there; with a closure, when
+it has made them. The results stay on their device until the next sync.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,15 +22,35 @@ from hdet_kernels.tensors import local, one_replica, wide_dtype
 SLOPE_STEPS = 8
 
 
-def weakly(call: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook for an optimizer that calls the bound method ``call`` as long as its object lives."""
-    method = weakref.WeakMethod(call)
+def look_at_gradients(
+    look: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Call ``look`` when the gradients of an optimizer step are there: now, or once its closure has made them.
 
-    def hook(*_: Any) -> None:
-        if (alive := method()) is not None:
-            alive()
+    Args:
+        look: reads the gradients.
+        args, kwargs: those of ``optimizer.step``, the optimizer first, as a pre-hook of it gets them.
 
-    return hook
+    Returns:
+        The arguments with another closure, for the optimizer to go on with; None where there is no closure.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        look()
+        return None
+    looked = False
+
+    def looked_after() -> Any:
+        nonlocal looked
+        loss = closure()
+        if not looked:  # some optimizers call it again after they have moved the parameters
+            looked = True
+            look()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], looked_after, *args[2:]), kwargs
+    return args, {**kwargs, "closure": looked_after}
 
 
 def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
@@ -69,8 +88,7 @@ class Displacement:
         self.optimizer, self.apart, self.steps = optimizer, apart, steps
         self.last = self._copy()
         self.moved: list[list[Tensor]] | None = None
-        self.sums: Tensor | None = None  # [2, groups]: of the products and of their squares
-        self.count = 0
+        self.slopes: list[Tensor] = []  # [groups] of each gradient so far
 
     @staticmethod
     def of(optimizer: Optimizer, run: Run, ensemble: Ensemble) -> Displacement | None:
@@ -84,11 +102,11 @@ class Displacement:
     def begin_anew(self) -> None:
         """Forget the last cycle, because the parameters were replaced, unless nothing is measured any more."""
         if not self.ended:
-            self.last, self.moved, self.sums, self.count = self._copy(), None, None, 0
+            self.last, self.moved, self.slopes = self._copy(), None, []
 
     def end(self) -> None:
         """Free the memory: nothing is measured any more."""
-        self.last, self.moved, self.sums, self.count = [[] for _ in self.last], None, None, 0
+        self.last, self.moved, self.slopes = [[] for _ in self.last], None, []
 
     @property
     def ended(self) -> bool:
@@ -110,10 +128,16 @@ class Displacement:
     def _device(self) -> torch.device:
         return next(param.device for group in self._parameters() for param in group)
 
-    def turn(self) -> MeasuredSlopes | None:
-        """End a cycle: return the slopes that were measured in it, if any, and note its displacement."""
-        slopes = None if self.sums is None else self._slopes(self.sums.tolist())
-        self.sums, self.count = None, 0
+    def turn(self, of_all_parts: Callable[[Tensor], Tensor] | None = None) -> MeasuredSlopes | None:
+        """End a cycle: return the slopes that were measured in it, if any, and note its displacement.
+
+        Args:
+            of_all_parts: where several processes hold one replica, given a row of numbers it returns those of all of
+                them, [parts, columns]. Each has the products with its own part of the gradient. Collective.
+        """
+        measured = self._measured() if of_all_parts is None else self._measured_by_all(of_all_parts)
+        slopes = _mean_and_error(measured) if measured else None
+        self.slopes = []
         if self.ended:
             return slopes
         now = self._parameters()
@@ -122,14 +146,23 @@ class Displacement:
         self.last = self._copy()
         return slopes
 
-    def _slopes(self, sums: list[list[float]]) -> MeasuredSlopes:
-        n, values, errors = self.count, [], []
-        for total, squares in zip(*sums, strict=True):
-            mean = total / n
-            variance = max(squares / n - mean * mean, 0.0) / (n - 1) if n > 1 else math.nan
-            values.append(mean)
-            errors.append(math.sqrt(variance))
-        return MeasuredSlopes(values, errors)
+    def _measured(self) -> list[list[float]]:
+        """Return the slopes of each gradient, by group."""
+        found: list[list[float]] = torch.stack(self.slopes).tolist() if self.slopes else []
+        return found
+
+    def _measured_by_all(self, of_all_parts: Callable[[Tensor], Tensor]) -> list[list[float]]:
+        """Return the sums over the parts of a replica; nothing if one of them did not measure as often as others."""
+        count, groups, device = len(self.slopes), len(self.optimizer.param_groups), self._device()
+        row = torch.zeros(1 + self.steps * groups, dtype=wide_dtype(device), device=device)
+        row[0] = count
+        if count:
+            row[1 : 1 + count * groups] = torch.cat(self.slopes)
+        counts, products = of_all_parts(row).split([1, self.steps * groups], dim=1)
+        if not bool((counts == count).all()):
+            return []
+        found: list[list[float]] = products.sum(dim=0)[: count * groups].view(count, groups).tolist()
+        return found
 
     def measure(self) -> None:
         """Take the product of the gradients with the last displacement, in the first steps of a cycle."""
@@ -147,21 +180,18 @@ class Displacement:
         slopes = torch.stack(products)
         if (scale := getattr(self.optimizer, "grad_scale", None)) is not None:
             slopes = slopes / scale.to(device)  # GradScaler leaves unscaling to a fused optimizer
-        sums = torch.stack([slopes, slopes.square()])
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.count += 1
-        if self.count == self.steps:
+        self.slopes.append(slopes)
+        if len(self.slopes) >= self.steps:
             self.moved = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the tensors in use."""
-        sums = None if self.sums is None else self.sums.tolist()
-        return {"last": self.last, "moved": self.moved, "sums": sums, "count": self.count, "apart": self.apart}
+        return {"last": self.last, "moved": self.moved, "slopes": self._measured(), "apart": self.apart}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Load a saved state. None: the saved run measured no slopes, so that the last average is not known."""
         if state is None:
-            self.last, self.moved, self.sums, self.count, self.apart = self._copy(), None, None, 0, True
+            self.last, self.moved, self.slopes, self.apart = self._copy(), None, [], True
             return
         device, like = self._device(), self._parameters()
         self.apart = state["apart"]
@@ -171,9 +201,22 @@ class Displacement:
             self.end()
         moved = state["moved"]
         self.moved = moved and [_placed(saved, here) for saved, here in zip(moved, like, strict=True)]
-        sums = state["sums"]
-        self.sums = None if sums is None else torch.tensor(sums, dtype=wide_dtype(device), device=device)
-        self.count = state["count"]
+        wide = wide_dtype(device)
+        self.slopes = [torch.tensor(slopes, dtype=wide, device=device) for slopes in state["slopes"]]
+
+
+def _mean_and_error(measured: list[list[float]]) -> MeasuredSlopes:
+    """Return the mean of the slopes of several gradients, by group, and its standard error; NaN for one gradient."""
+    n, values, errors = len(measured), [], []
+    for slopes in zip(*measured, strict=True):
+        total = squares = 0.0
+        for slope in slopes:
+            total, squares = total + slope, squares + slope * slope
+        mean = total / n
+        variance = max(squares / n - mean * mean, 0.0) / (n - 1) if n > 1 else math.nan
+        values.append(mean)
+        errors.append(math.sqrt(variance))
+    return MeasuredSlopes(values, errors)
 
 
 def _placed(saved: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -68,6 +68,11 @@ class LossWindow:
         total = self.sum.tolist() if isinstance(self.sum, Tensor) else self.sum
         return {"sum": total, "count": self.count, "ever": self.ever}
 
+    @staticmethod
+    def emptied(state: dict[str, Any]) -> dict[str, Any]:
+        """Return a saved state without its losses."""
+        return {**state, "sum": 0.0, "count": 0}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load saved sums."""
         self.count, self.ever = state["count"], state["ever"]

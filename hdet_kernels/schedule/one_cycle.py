@@ -6,23 +6,25 @@ The schedule is torch's own. It is begun anew for every scouting round, and once
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.arguments import can_divide, check_no_epoch, run_length
 from hdet_kernels.schedule.attachment import attach, own_values_back
-from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, ensemble_of, learning_rates
+from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, ensemble_of, learning_rates, untouched_on_error
 from hdet_kernels.schedule.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.late_ensemble import LateEnsemble, announced_size
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.options import HDETOptions
+from hdet_kernels.schedule.packed import packed
 from hdet_kernels.schedule.rehearsal import built_state
 from hdet_kernels.schedule.scout_state import checked_scout, scout_state
 from hdet_kernels.schedule.scouted import Scouted, ratios_of
@@ -32,7 +34,7 @@ from hdet_kernels.scout import OwnGradients, ScoutSettings, make_plan
 from hdet_kernels.scout.plan import first_bracket, middle
 
 #: Attributes that are not part of torch's schedule.
-_OWN = ("_cycle", "_phase", "_scouted", "_arguments", "_options")
+_OWN = ("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options")
 
 
 class ScoutingOneCycleLR(WithCycle, OneCycleLR):
@@ -67,6 +69,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
             super().step()
             return
         check_no_epoch(loss)
+        self._settle()
         if self._phase is not None:
             self._step_phase(self._phase, loss)
             return
@@ -84,44 +87,75 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     # The schedule, of a run or of a scouting round
 
-    def _start_schedule(self, optimizer: Optimizer, **given: Any) -> None:
+    def _start_schedule(self, **given: Any) -> None:
         """Begin torch's schedule at its first step, with these arguments in the place of the user's."""
         self._cycle = None  # step() and get_lr() are torch's own meanwhile
-        OneCycleLR.__init__(self, optimizer, **{**self._arguments, **given})
+        OneCycleLR.__init__(self, self.optimizer, **{**self._arguments, **given})
 
-    def _build(self, optimizer: Optimizer, **given: Any) -> Cycle:
+    def _build(self, **given: Any) -> Cycle:
         """Begin the schedule of the run, and return its cycle."""
-        self._start_schedule(optimizer, **given)
-        return self._cycle_of(optimizer, self.total_steps)
+        self._start_schedule(**given)
+        return self._cycle_of(self.total_steps)
 
-    def _cycle_of(self, optimizer: Optimizer, total_steps: int) -> Cycle:
+    def _cycle_of(self, total_steps: int) -> Cycle:
         before = 0 if self._scouted is None else self._scouted.plan.steps
         peak, cycle_momentum = self._arguments["pct_start"], self._arguments["cycle_momentum"]
         facts = ScheduleFacts("OneCycleLR", self.last_epoch, total_steps, peak, cycle_momentum, before=before)
-        return build_cycle(optimizer, facts, self._options)
+        return build_cycle(self._inner, facts, self._options)
+
+    def _begin(self) -> None:
+        """Begin the schedule, and build its cycle or the scouting phase before it, with the user's arguments."""
+        if self._arguments["max_lr"] is None:
+            self._scouted = self._planned()
+            self._phase = self._scout(self._scouted)
+        else:
+            self._cycle = self._build(max_lr=self._arguments["max_lr"])
+            self._cycle.write()
+        self._last_lr = learning_rates(self._inner)
+
+    def _attach(self) -> None:
+        if self._phase is None:
+            attach(self.cycle, self, before=self._settle)
+        else:
+            self._attach_phase(self._phase)
+
+    def _build_again(self) -> None:
+        cycle, phase = self._cycle, self._phase
+        try:
+            with untouched_on_error(self.optimizer):
+                own_values_back(self._inner)
+                self._begin()
+        except BaseException:
+            self._cycle, self._phase = cycle, phase
+            raise
+        if phase is not None and self._phase is not None:
+            self._phase.take_start(phase)
+        self._attach()
 
     # The scouting phase
 
-    def _planned(self, optimizer: Optimizer) -> Scouted:
-        settings = self._options["scout"] or ScoutSettings()
-        ensemble = ensemble_of(optimizer.param_groups, self._options["ensemble"])
+    def _planned(self) -> Scouted:
+        settings, given = self._options["scout"] or ScoutSettings(), self._options["ensemble"]
+        ensemble = ensemble_of(self._inner.param_groups, given)
+        # Before the process group exists the plan is that of as many processes as were announced.
+        size = announced_size() if LateEnsemble(given, ensemble).open else ensemble.size
         workable = partial(can_divide, self._arguments["pct_start"])
-        plan = make_plan(run_length(self._arguments), ensemble.size, settings, workable=workable)
-        return Scouted(plan, settings, ratios_of(optimizer))
+        plan = make_plan(run_length(self._arguments), size, settings, workable=workable)
+        return Scouted(plan, settings, ratios_of(self._inner))
 
-    def _scout(self, optimizer: Optimizer, scouted: Scouted) -> Scouting:
+    def _scout(self, scouted: Scouted) -> Scouting:
         """Begin the first miniature, and return the phase. The cycle that is built now checks all options."""
         first, plan = first_bracket(scouted.settings), scouted.plan
-        self._start_schedule(optimizer, **one_cycle(scouted.rates(middle(first)), plan.rounds[0]))
-        cycle = self._cycle_of(optimizer, plan.run)
-        own = OwnGradients(optimizer, cycle.ensemble, self._options["model"], self._options["gradients"])
+        self._start_schedule(**one_cycle(scouted.rates(middle(first)), plan.rounds[0]))
+        cycle = self._cycle_of(plan.run)
+        own = OwnGradients(self._inner, cycle.ensemble, self._options["model"], self._options["gradients"])
         phase = Scouting(cycle, scouted, own)
-        phase.begin_round(learning_rates(optimizer))
+        phase.begin_round(learning_rates(self._inner))
         self._cycle = cycle
         return phase
 
     def _attach_phase(self, phase: Scouting) -> None:
-        attach(phase, self, phase.own.end)
+        attach(phase, self, before=self._settle, at_end=phase.own.end)
         phase.own.begin()
 
     def _step_phase(self, phase: Scouting, loss: Loss | None) -> None:
@@ -138,31 +172,33 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     def _begin_round(self, phase: Scouting) -> None:
         cycle = self.cycle
-        self._start_schedule(self.optimizer, **one_cycle(phase.peaks, phase.length))
+        self._start_schedule(**one_cycle(phase.peaks, phase.length))
         self._cycle = cycle
-        phase.begin_round(learning_rates(self.optimizer))
-        self._last_lr = learning_rates(self.optimizer)
+        phase.begin_round(learning_rates(self._inner))
+        self._last_lr = learning_rates(self._inner)
 
     def _begin_run(self, scouted: Scouted) -> None:
         """Begin the run at the learning rate that was found."""
         history = self.cycle.history
-        own_values_back(self.optimizer)
+        own_values_back(self._inner)
         self._phase = None
-        cycle = self._build(self.optimizer, **one_cycle(scouted.rates(scouted.found or 0.0), scouted.plan.run))
+        cycle = self._build(**one_cycle(scouted.rates(scouted.found or 0.0), scouted.plan.run))
         cycle.history = history
         cycle.write()
         self._cycle = cycle
-        self._last_lr = learning_rates(self.optimizer)
-        attach(cycle, self)
+        self._last_lr = learning_rates(self._inner)
+        self._attach()
         cycle.publish()
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        state = {**self._schedule_state(), "hdet": checkpoint.state_of(self.cycle)}
-        return state if self._scouted is None else {**state, "scout": scout_state(self._scouted, self._phase)}
+        cycle = self.cycle  # first, because it may begin another schedule
+        state = {**self._schedule_state(), "hdet": packed(checkpoint.state_of(cycle))}
+        return state if self._scouted is None else {**state, "scout": packed(scout_state(self._scouted, self._phase))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._settle()
         scout = checked_scout(self._scouted, self.cycle, state_dict)
         hdet = checked(self.cycle, state_dict)
         if scout is None or self._scouted is None:
@@ -171,16 +207,17 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
                 self._load_schedule(schedule, hdet)
         else:
             self._load_scouted(self._scouted, scout, state_dict, hdet)
+        self.cycle.steps.begin_anew()
 
     def _schedule_state(self) -> dict[str, Any]:
-        """Return the state of torch's schedule alone."""
-        return {key: value for key, value in super().state_dict().items() if key not in _OWN}
+        """Return a copy of the state of torch's schedule alone: DCP writes into lists and tensors when it loads."""
+        return copy.deepcopy({key: value for key, value in super().state_dict().items() if key not in _OWN})
 
     def _load_schedule(self, schedule: dict[str, Any], hdet: dict[str, Any]) -> None:
         super().load_state_dict(schedule)
         write_momentum(self)
         checkpoint.restore(self.cycle, hdet)
-        self._last_lr = learning_rates(self.optimizer)
+        self._last_lr = learning_rates(self._inner)
 
     def _load_scouted(
         self, scouted: Scouted, scout: dict[str, Any], state_dict: dict[str, Any], hdet: dict[str, Any]
@@ -194,7 +231,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         else:
             given = one_cycle(target.rates(middle(saved["bracket"])), target.plan.rounds[saved["round"]])
             step = saved["step"]
-        as_built = built_state(self.optimizer, {**self._arguments, **given})
+        as_built = built_state(self._inner, {**self._arguments, **given})
         schedule = checked_schedule(as_built, state_dict, step, "scheduler")
         parts = [] if self._phase is None else self._phase.parts()
         with checkpoint.undone_on_error(self.cycle, self, *parts), self._attached_again_on_error():
@@ -208,13 +245,13 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
                 self._begin_round(phase)
                 self._load_schedule(schedule, hdet)
                 phase.begin_round(scheduled_now(self))
-                self._last_lr = learning_rates(self.optimizer)
+                self._last_lr = learning_rates(self._inner)
 
     def _phase_again(self, scouted: Scouted) -> Scouting:
         """Return the scouting phase, begun anew if it is over."""
         if self._phase is None:
-            own_values_back(self.optimizer)
-            self._phase = self._scout(self.optimizer, scouted)
+            own_values_back(self._inner)
+            self._phase = self._scout(scouted)
             self._attach_phase(self._phase)
         self._phase.scouted = scouted
         return self._phase
@@ -227,7 +264,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
             yield
         except BaseException:
             if self._phase is not phase or self._cycle is not cycle:
-                attach(cycle, self) if phase is None else self._attach_phase(phase)
+                attach(cycle, self, before=self._settle) if phase is None else self._attach_phase(phase)
             raise
 
 

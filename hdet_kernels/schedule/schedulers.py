@@ -19,8 +19,10 @@ from hdet_kernels.schedule.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
 from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
+from hdet_kernels.schedule.packed import packed, unpacked
 from hdet_kernels.schedule.rehearsal import rehearse
 from hdet_kernels.schedule.with_cycle import WithCycle
+from hdet_kernels.schedule.wrapped import outermost, unwrapped
 
 
 class HDETOneCycleLR(ScoutingOneCycleLR):
@@ -53,7 +55,7 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
         gradients: ``"shared"`` (averaged at every step, as DDP does), ``"local"``, or ``"auto"``: found out at every
             sync by comparing the replicas' gradients. A stack knows.
         ensemble: who the replicas are: ``stack.ensemble`` of a :class:`hdet_kernels.ReplicaStack`, or processes.
-            Default: the default process group if it is initialised, else a single replica.
+            Default: the default process group if it is initialised by the first step, else a single replica.
         average_state: average the optimizer's moments too: True, False, or ``"auto"``: with local gradients.
         average_buffers: average floating-point buffers (BatchNorm statistics) of ``model``; integer buffers become
             those of the first finite replica.
@@ -99,7 +101,7 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
     ) -> None:
         complete = checked_options(with_defaults(options, type(self).__name__))
         arguments = one_cycle_arguments(
-            optimizer,
+            unwrapped(optimizer),
             max_lr=max_lr,
             total_steps=total_steps,
             epochs=epochs,
@@ -116,20 +118,12 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
         )
         check_scout_used(max_lr is None, complete["scout"])
         self._arguments, self._options = arguments, complete
-        with untouched_on_error(optimizer):
-            own_values_back(optimizer)
-            if max_lr is None:
-                self._scouted = self._planned(optimizer)
-                self._phase = self._scout(optimizer, self._scouted)
-            else:
-                self._cycle = self._build(optimizer, max_lr=arguments["max_lr"])
-                self._cycle.write()
-            self._last_lr = learning_rates(optimizer)
-        if self._phase is None:
-            attach(self.cycle, self)
-        else:
-            self._phase.announce()
-            self._attach_phase(self._phase)
+        self.optimizer = outermost(optimizer)
+        with untouched_on_error(self.optimizer):
+            own_values_back(self._inner)
+            self._begin()
+        self._built(complete["ensemble"])
+        self._attach()
 
 
 class HDETScheduler(WithCycle, LRScheduler):
@@ -170,23 +164,29 @@ class HDETScheduler(WithCycle, LRScheduler):
         # torch's constructor would take a first step, which the wrapped scheduler has done.
         self.base_scheduler = base_scheduler
         self.optimizer = base_scheduler.optimizer
-        one_cycle = isinstance(base_scheduler, OneCycleLR)
+        self._options, self._total_steps = complete, total_steps
+        check_schedule_is_own(self._inner, base_scheduler)
+        self._build_again()
+        self._built(complete["ensemble"])
+
+    def _build_again(self) -> None:
+        base, total_steps = self.base_scheduler, self._total_steps
         facts = ScheduleFacts(
-            f"HDETScheduler around {type(base_scheduler).__name__}",
-            getattr(base_scheduler, "last_epoch", 0),
-            _run_length(base_scheduler) if total_steps is None else total_steps,
-            _peak(base_scheduler),
-            getattr(base_scheduler, "cycle_momentum", False),
+            f"HDETScheduler around {type(base).__name__}",
+            getattr(base, "last_epoch", 0),
+            _run_length(base) if total_steps is None else total_steps,
+            _peak(base),
+            getattr(base, "cycle_momentum", False),
             # OneCycleLR tells its peak, and it anneals.
-            None if one_cycle else partial(rehearse, base_scheduler),
+            None if isinstance(base, OneCycleLR) else partial(rehearse, base),
         )
         with untouched_on_error(self.optimizer):
-            check_schedule_is_own(self.optimizer, base_scheduler)
-            own_values_back(self.optimizer)
-            self._cycle = build_cycle(self.optimizer, facts, complete)
-            self._cycle.write()
-        self._last_lr = learning_rates(self.optimizer)
-        attach(self._cycle, base_scheduler)
+            own_values_back(self._inner)
+            cycle = build_cycle(self._inner, facts, self._options)
+            cycle.write()
+        self._cycle = cycle
+        self._last_lr = learning_rates(self._inner)
+        attach(cycle, base, before=self._settle)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -201,16 +201,17 @@ class HDETScheduler(WithCycle, LRScheduler):
     def step(self, loss: Loss | None = None) -> None:
         """Record ``loss``, sync if one is due, and set the next learning rates, as :meth:`HDETOneCycleLR.step`."""
         check_no_epoch(loss)
+        self._settle()
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
         changed = self.cycle.end_step(loss, last_step)
-        groups = self.optimizer.param_groups
+        groups = self._inner.param_groups
         # Chainable schedulers compute the next learning rate from the current one: give them the base back.
         self.cycle.spread.give_back(groups)
         self.base_scheduler.step()
-        for group, rate in zip(groups, self.cycle.spread.rates(learning_rates(self.optimizer)), strict=True):
+        for group, rate in zip(groups, self.cycle.spread.rates(learning_rates(self._inner)), strict=True):
             write_entry(group, "lr", rate)
-        self._last_lr = learning_rates(self.optimizer)
+        self._last_lr = learning_rates(self._inner)
         if changed:
             self.cycle.write()
         self.cycle.publish()
@@ -219,19 +220,22 @@ class HDETScheduler(WithCycle, LRScheduler):
         return self.cycle.spread.rates(self.cycle.spread.scheduled)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"base_scheduler": self.base_scheduler.state_dict(), "hdet": checkpoint.state_of(self.cycle)}
+        cycle = self.cycle  # first, because it may write other learning rates
+        return {"base_scheduler": packed(self.base_scheduler.state_dict()), "hdet": packed(checkpoint.state_of(cycle))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._settle()
         hdet = checked(self.cycle, state_dict)
         base, here = self.base_scheduler, self.base_scheduler.state_dict()
         of_torch = type(base).__module__.startswith("torch.")
         schedule = checked_schedule(
-            here, state_dict.get("base_scheduler"), hdet["step"], "base_scheduler", of_torch=of_torch
+            here, unpacked(state_dict.get("base_scheduler")), hdet["step"], "base_scheduler", of_torch=of_torch
         )
         with checkpoint.undone_on_error(self.cycle, self), checkpoint.schedule_loaded(base, schedule):
             write_momentum(base)
             checkpoint.restore(self.cycle, hdet)
-            self._last_lr = learning_rates(self.optimizer)
+            self._last_lr = learning_rates(self._inner)
+        self.cycle.steps.begin_anew()
 
 
 def _peak(scheduler: LRScheduler) -> float:

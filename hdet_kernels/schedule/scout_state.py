@@ -7,6 +7,7 @@ from typing import Any
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.last_sound import LastSound
 from hdet_kernels.schedule.optimizer_copy import state_pairs
+from hdet_kernels.schedule.packed import unpacked
 from hdet_kernels.schedule.schema import (
     Fields,
     Flag,
@@ -50,7 +51,7 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> 
     """
     if not isinstance(state_dict, dict) or "hdet" not in state_dict:
         return None  # checked_state.py refuses it
-    saved = state_dict.get("scout")
+    saved: Any = unpacked(state_dict.get("scout"))
     if (saved is None) is not (scouted is None):
         there, here = ("a learning rate", "None") if saved is None else ("max_lr=None", "one")
         raise ValueError(
@@ -67,7 +68,8 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> 
             "the checkpoint's scout.found and scout.phase exclude each other: load an undamaged checkpoint"
         )
     if phase is not None:
-        _check_replicas(cycle, phase["replicas"])
+        _check_not_in_consensus(scouted, phase)
+        _check_replicas(cycle, phase)
         _check_start(cycle, phase["start"])
     return dict(saved)
 
@@ -83,10 +85,22 @@ def _check_config(scouted: Scouted, saved: Any) -> None:
             )
 
 
-def _check_replicas(cycle: Cycle, saved: list[int]) -> None:
+def _check_not_in_consensus(scouted: Scouted, phase: dict[str, Any]) -> None:
+    if phase.get("consensus"):
+        raise ValueError(
+            "the checkpoint was saved inside scheduler.consensus() at step "
+            f"{scouted.plan.before(phase['round']) + phase['step']}, while a learning rate was looked for: its model "
+            "is the one that the run begins with. Begin the run anew, or load a checkpoint of step "
+            f"{scouted.plan.steps} or later"
+        )
+
+
+def _check_replicas(cycle: Cycle, phase: dict[str, Any]) -> None:
     ensemble = cycle.ensemble
-    here = [ensemble.size, ensemble.replica, ensemble.rows, ensemble.part]
-    if list(saved) != here:
+    saved, here = list(phase["replicas"]), [ensemble.size, ensemble.replica, ensemble.rows, ensemble.part]
+    if phase["step"] == 0:  # at the start of a round all replicas are equal
+        saved[1] = here[1]
+    if saved != here:
         names = ("replicas", "first replica", "replicas in a process", "shard")
         there, own = (", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True)) for values in (saved, here))
         raise ValueError(
@@ -125,6 +139,7 @@ def _schema(scouted: Scouted, cycle: Cycle, saved: dict[str, Any]) -> Fields:
         "replicas": Items(_COUNT, (4,)),
         "round": Whole(0, len(rounds) - 1),
         "step": Whole(0, length - 1),
+        "consensus": Flag(),
         "bracket": InOrder((Number(), Number())),
         "losses": Fields({"ever": Flag(), **dict.fromkeys(("first", "tail", "squares"), window)}),
         "probed": by_row,
@@ -138,6 +153,6 @@ def _schema(scouted: Scouted, cycle: Cycle, saved: dict[str, Any]) -> Fields:
             "config": Like({}),  # compared entry by entry
             "ratios": Items(Number(0), (len(cycle.optimizer.param_groups),)),
             "found": Maybe(Number(0)),
-            "phase": Maybe(Fields(fields)),
+            "phase": Maybe(Fields(fields, optional=frozenset(("consensus",)))),  # format 3 had none
         }
     )

@@ -23,7 +23,7 @@ from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradient_hooks import fingerprint
 from hdet_kernels.schedule.last_sound import LastSound
-from hdet_kernels.schedule.loss_window import Loss, run_probe
+from hdet_kernels.schedule.loss_window import Loss, checked_loss, run_probe
 from hdet_kernels.schedule.round_losses import RoundLosses
 from hdet_kernels.schedule.scout_round import compare, gather_numbers, raise_failed_probe, scout_record
 from hdet_kernels.schedule.scouted import Scouted
@@ -67,7 +67,9 @@ class Scouting:
             seed=cycle.spread.seed,
             scheduled=cycle.spread.scheduled,
         )
+        self.steps = cycle.steps
         self.replaced = self.in_consensus = False
+        self.moved = False  # a step was made since the start, or since the last return to it
         self._fresh = False  # the optimizer had no state before the first step
         # Of the first step: the loss on the probe before it, or why there is none, and the gradients' fingerprint.
         self._probed: float | Tensor = math.nan
@@ -75,6 +77,10 @@ class Scouting:
         self._fingerprint: Tensor | None = None
         #: Whether it is known that the replicas have different gradients.
         self.certain = own.certain
+
+    def take_start(self, before: Scouting) -> None:
+        """Take the copies made at construction from the phase that this one replaces before its first step."""
+        self._buffers, self._digest = before._buffers, before._digest
 
     @property
     def length(self) -> int:
@@ -95,6 +101,11 @@ class Scouting:
     def made(self) -> int:
         """Steps of the phase that are finished."""
         return self.scouted.plan.before(self.round) + self.step
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters in this process are those that the run begins with."""
+        return self.in_consensus or not self.moved
 
     def announce(self) -> None:
         """Log what the phase costs."""
@@ -145,6 +156,7 @@ class Scouting:
         """Copy everything before the first step, and look at the gradients. A hook of the optimizer."""
         if self.start.step is None and self.start.can_copy:
             self._keep_start()
+        self.moved = True
         if not self.certain:
             self._fingerprint = fingerprint(self.optimizer.param_groups)
 
@@ -175,6 +187,9 @@ class Scouting:
             with :attr:`.Scouted.found`, the run.
         """
         self._check_step()
+        if loss is not None:
+            loss = checked_loss(loss, "the loss", self.ensemble.rows)
+        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         unsure, ends = not self.certain or self.made == 0, self.step + 1 == self.length
         mark = self.losses.mark() if unsure or ends else None
         if loss is not None:
@@ -191,6 +206,7 @@ class Scouting:
             raise
         if not ends:
             self.step += 1
+        self.steps.scheduler_stepped(self.optimizer.param_groups)
         return ends
 
     def _check_step(self) -> None:
@@ -260,6 +276,7 @@ class Scouting:
         else:
             self.own.share_state()
         self.start.restore()
+        self.moved = False
         if self._fresh:
             self.optimizer.state.clear()  # not zeros, which a checkpoint would take for a state
         if last:
@@ -309,9 +326,10 @@ class Scouting:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as plain values and tensors that ``weights_only=True`` loads."""
         if self.in_consensus:
-            raise RuntimeError(
-                f"the scheduler cannot be saved inside scheduler.consensus() before step {self.scouted.plan.steps}, "
-                "while it looks for a learning rate: the model there is that of the start; save outside of the block"
+            log.warning(
+                "step %d: the model inside scheduler.consensus() is the one that the run begins with, until a learning "
+                "rate is found at step %d. A checkpoint that is saved there cannot be resumed: begin the run anew",
+                *(self.made, self.scouted.plan.steps),
             )
         ensemble = self.ensemble
         probed = self._probed.tolist() if isinstance(self._probed, Tensor) else self._probed
@@ -319,6 +337,7 @@ class Scouting:
             "replicas": [ensemble.size, ensemble.replica, ensemble.rows, ensemble.part],
             "round": self.round,
             "step": self.step,
+            "consensus": self.in_consensus,
             "bracket": list(self.bracket),
             "losses": self.losses.state_dict(),
             "probed": probed,
@@ -335,6 +354,7 @@ class Scouting:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that was checked. Only attributes of :meth:`parts` change."""
         self.round, self.step = state["round"], state["step"]
+        self.moved = self.step > 0
         self.bracket = (state["bracket"][0], state["bracket"][1])
         self.losses = RoundLosses(self.ensemble.rows)
         self.losses.load_state_dict(state["losses"])

@@ -16,6 +16,7 @@ from hdet_kernels.controller.soundness import CHANGES
 from hdet_kernels.converge.payload import Payload
 from hdet_kernels.ops.wire import FORMATS
 from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.gradient_hooks import SLOPE_STEPS
 from hdet_kernels.schedule.history import POINTS, WINDOW, Kind
 from hdet_kernels.schedule.schema import (
     RATE,
@@ -41,15 +42,17 @@ from hdet_kernels.schedule.schema import (
 _ANY = Number(finite=False)  # a loss may be NaN
 _COUNT = Whole(0, 2**63 - 1)
 _NOT_NEGATIVE = Number(0)
+_PART = InOrder((_COUNT, Whole(1, 2**31)))  # number of a part of a replica, and how many there are
 
 
 #: Entries that tell who saved the state, and when. The schema of the others depends on them.
-HEAD = ("size", "replica", "rows", "step")
+HEAD = ("size", "replica", "rows", "part", "step", "averaged")
 
 
 def head(cycle: Cycle) -> Fields:
     """Return the schema of the entries ``HEAD``."""
-    return Fields({**dict.fromkeys(("size", "rows"), Whole(1, 2**31)), "replica": _COUNT, "step": _step(cycle)})
+    counts = {**dict.fromkeys(("size", "rows"), Whole(1, 2**31)), "replica": _COUNT}
+    return Fields({**counts, "part": _PART, "step": _step(cycle), "averaged": Flag()})
 
 
 def names(cycle: Cycle) -> frozenset[str]:
@@ -57,7 +60,7 @@ def names(cycle: Cycle) -> frozenset[str]:
     return frozenset(body(cycle, size=1, rows=1, step=0).fields)
 
 
-def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
+def body(cycle: Cycle, *, size: int, rows: int, step: int, own_part: bool = True) -> Fields:
     """Return the schema of the whole state.
 
     Args:
@@ -65,6 +68,8 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
         size: replicas of the saved run, which may be others than here.
         rows: replicas in a process of the saved run.
         step: the saved step.
+        own_part: whether the process that saved it held the same part of its replica. Tensors of another part are left
+            out, whatever their shapes.
     """
     names = [hyper.name for hyper in cycle.spread.hyperparameters]
     groups = len(cycle.optimizer.param_groups)
@@ -82,7 +87,10 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "size": Whole(1),
             "replica": Whole(0, size - 1),
             "rows": Whole(1, size),
+            "part": _PART,
             "step": _step(cycle),
+            "averaged": Flag(),
+            "optimizer_state": Flag(),
             "run": Fields(
                 {
                     "peak": Number(0, 1),
@@ -100,9 +108,11 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
             "window": Fields(
                 {"sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))), "count": _COUNT, "ever": Flag()}
             ),
-            "displacement": Maybe(displacement(cycle)),
+            "displacement": Maybe(displacement(cycle, own_part=own_part)),
             "pending": Maybe(pending(len(names), size, rows, step, cycle.run.sync_every, tensors)),
-            "compression": Maybe(compression(_elements(cycle, payload) if cycle.converger.compress else None)),
+            "compression": Maybe(
+                compression(_elements(cycle, payload) if cycle.converger.compress and own_part else None)
+            ),
             "outer": outer(rows) if cycle.config["outer"] is not None else Missing("outer=None here"),
             "begun": Flag(),
             "history": Items(record(cycle.before + step, tuple(names)), longest=WINDOW),
@@ -112,14 +122,14 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int) -> Fields:
     )
 
 
-def displacement(cycle: Cycle) -> Fields:
+def displacement(cycle: Cycle, *, own_part: bool) -> Fields:
     """Return the schema of the displacement by which slopes are measured from gradients.
 
     A run that measures none, because it has one replica for example, leaves it out, whatever its shapes.
     """
     groups = len(cycle.optimizer.param_groups)
     tensors: Schema = Items(Items(AnyTensor()), (groups,))
-    if cycle.displacement is not None:
+    if cycle.displacement is not None and own_part:
         shapes = cycle.displacement.shapes
         tensors = InOrder(tuple(InOrder(tuple(TensorOf(shape) for shape in group)) for group in shapes))
     ended = InOrder(tuple(InOrder(()) for _ in range(groups)))
@@ -127,8 +137,7 @@ def displacement(cycle: Cycle) -> Fields:
         {
             "last": OneOf(tensors, ended),
             "moved": Maybe(tensors),
-            "sums": Maybe(Items(Items(_ANY, (groups,)), (2,))),
-            "count": _COUNT,
+            "slopes": Items(Items(_ANY, (groups,)), longest=SLOPE_STEPS),
             "apart": Flag(),
         }
     )
@@ -223,7 +232,7 @@ def kept_copy(rows: int, step: int) -> Fields:
         {
             "step": Whole(0, step),
             "level": Maybe(Number()),
-            "part": InOrder((_COUNT, Whole(1, 2**31))),
+            "part": _PART,
             "rows": Whole(rows, rows),
             "params": Items(TensorOf(finite=False)),
             "buffers": Items(AnyTensor()),

@@ -6,11 +6,15 @@ import contextlib
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord
+from hdet_kernels.schedule.late_ensemble import LateEnsemble, name_one_replica
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.scouting import Scouting
+from hdet_kernels.schedule.wrapped import unwrapped
 
 
 class WithCycle:
@@ -18,13 +22,67 @@ class WithCycle:
 
     _cycle: Cycle | None = None
     _phase: Scouting | None = None
+    #: Whether a process group may still come; None while the scheduler is built, and after a group came.
+    _late: LateEnsemble | None = None
+    optimizer: Optimizer
 
     @property
     def cycle(self) -> Cycle:
         """The cycle that this scheduler drives."""
         if self._cycle is None:
             raise RuntimeError("the scheduler is still being built")
+        if self._late is not None and self._late.arrived:
+            self._take_processes()
         return self._cycle
+
+    @property
+    def _inner(self) -> Optimizer:
+        """The optimizer inside its wrappers."""
+        return unwrapped(self.optimizer)
+
+    # Who the replicas are
+
+    def _built(self, given: Ensemble | None) -> None:
+        """End the construction with ``ensemble=given``."""
+        self._late = LateEnsemble(given, self.cycle.ensemble)
+        if not self._late.open:
+            self._announce()
+
+    def _settle(self) -> None:
+        """Decide who the replicas are, before the first use: the process group that exists by now, or one replica.
+
+        Raises:
+            RuntimeError: a group should exist, or was initialised after the decision.
+        """
+        late = self._late
+        if late is None:
+            return
+        if late.arrived:
+            self._take_processes()
+        elif late.open:
+            late.check_arrived()
+            late.open = False
+            self._announce()
+        else:
+            late.check_none_arrived()
+
+    def _take_processes(self) -> None:
+        """Build the cycle again, with the processes of the default group as replicas."""
+        late, self._late = self._late, None
+        try:
+            self._build_again()
+        except BaseException:
+            self._late = late
+            raise
+        self._announce()
+
+    def _build_again(self) -> None:
+        raise NotImplementedError
+
+    def _announce(self) -> None:
+        name_one_replica(self.cycle)
+        if self._phase is not None:
+            self._phase.announce()
 
     @property
     def history(self) -> list[SyncRecord]:
@@ -41,6 +99,23 @@ class WithCycle:
         """T, in steps."""
         return self.cycle.run.sync_every
 
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters in this process are the average of all replicas now.
+
+        True before the first step, after a sync or :meth:`converge` until the next step of the optimizer, inside
+        :meth:`consensus`, and for a single replica. Also between syncs once replicas no longer differ: with shared
+        gradients, after the controller stops. A checkpoint of one process stands for all where it is True. With
+        ``max_lr=None``, while a learning rate is looked for, it is True where the model is the one that the run begins
+        with. Replicas that begin apart (warm noisy initialisation) are not told from others before the first sync.
+        """
+        return self.cycle.in_sync if self._phase is None else self._phase.in_sync
+
+    @property
+    def scouting(self) -> bool:
+        """Whether the run still looks for a learning rate (``max_lr=None``)."""
+        return self._phase is not None
+
     def get_base_lr(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
         return self.cycle.spread.base_rates() if self._phase is None else self._phase.spread.base_rates()
@@ -54,6 +129,7 @@ class WithCycle:
         Args:
             loss: a number or a scalar tensor; with a stack, the losses of its replicas.
         """
+        self._settle()
         if self._phase is None:
             self.cycle.window.record(loss)
         else:
@@ -72,6 +148,7 @@ class WithCycle:
         probe or the losses since the last sync decide; without any loss it is the mean. With ``max_lr=None`` it raises
         while a learning rate is looked for: the replicas are not to be averaged then.
         """
+        self._settle()
         if self._phase is not None:
             raise RuntimeError(
                 f"scheduler.converge() at step {self._phase.made}: until step {self._phase.scouted.plan.steps} every "
@@ -87,4 +164,5 @@ class WithCycle:
         the mean where no loss is known. With ``max_lr=None``, while a learning rate is looked for, it is the model that
         the run begins with.
         """
+        self._settle()
         return self.cycle.consensus() if self._phase is None else self._phase.consensus()

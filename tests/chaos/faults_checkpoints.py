@@ -37,7 +37,7 @@ def hdet(edit: Callable[[dict[str, Any], Scene], None]) -> Callable[[Scene], Non
 
     def act(scene: Scene) -> None:
         scene.states = copy.deepcopy(scene.states)
-        edit(scene.states["scheduler"]["hdet"], scene)
+        edit(scene.states["scheduler"]["hdet"][0], scene)
         scene.order = ("scheduler",)
 
     return act

@@ -161,7 +161,7 @@ class Replica:
         of_scheduler: list[Any] = [self.step, scheduler.get_last_lr(), scheduler.get_base_lr(), self.history()]
         if scheduler.cycle.overlapping is None:
             saved = scheduler.state_dict()
-            hdet = {**saved["hdet"], "history": None}
+            hdet = {**saved["hdet"][0], "history": None}
             hdet["summary"] = {**hdet["summary"], "seconds": 0, "bytes": 0, "collectives": 0}
             if not hdet["window"]["count"]:
                 hdet["window"] = None  # the sum of no losses is 0 or [0, 0]

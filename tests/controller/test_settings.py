@@ -94,10 +94,10 @@ def test_settings_survive_a_file_and_json(kind: Any) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    constants = loaded["hdet"]["config"]["controller_constants"]
+    constants = loaded["hdet"][0]["config"]["controller_constants"]
     assert set(constants["settings"]) == {field.name for field in fields(kind().settings)}
-    loaded["hdet"]["config"] = json.loads(json.dumps(loaded["hdet"]["config"]))
-    assert loaded["hdet"]["config"] == state["hdet"]["config"]
+    loaded["hdet"][0]["config"] = json.loads(json.dumps(loaded["hdet"][0]["config"]))
+    assert loaded["hdet"][0]["config"] == state["hdet"][0]["config"]
     scheduler(kind()).load_state_dict(loaded)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from hdet_kernels.controller.protocol import Judgement
@@ -107,6 +108,12 @@ class TestNearEdge:
         jumping = [3.0, 5.0, 3.0, 5.0, 3.0, 2.5, 4.5, 2.5]
         assert not course(jumping, [9.0] * 3).near_edge(SETTINGS)
         assert course([*FALLING, 1.0, 1.0], [9.0] * 3).near_edge(SETTINGS)
+
+    def test_the_lowest_of_many_levels_on_a_plateau_is_no_gain(self) -> None:
+        """The lowest of 24 noisy levels is mostly below the first one by a usual change, and rarely by four."""
+        found = [course(levels, [9.0] * 3) for levels in 2.3 + 0.01 * np.random.default_rng(0).normal(size=(100, 24))]
+        assert sum(each.gain > each.usual_change for each in found) > 75
+        assert sum(each.near_edge(RegressionSettings()) for each in found) < 15
 
     def test_is_passed_once_learning_rates_were_lowered(self) -> None:
         assert not course(FALLING, [0.5] * 3).begun_anew().near_edge(SETTINGS)

@@ -160,7 +160,7 @@ def test_its_constants_are_in_the_checkpoint_and_a_resumed_run_is_bit_equal(
     kind: str, finished: tuple[bytes, Trained]
 ) -> None:
     saved, whole = finished
-    config = torch.load(io.BytesIO(saved), weights_only=True)[2]["hdet"]["config"]
+    config = torch.load(io.BytesIO(saved), weights_only=True)[2]["hdet"][0]["config"]
     assert config["controller"] == "SignController"
     assert config["controller_constants"] == {"until": 0.5, "gains": {"step": 0.1, "limit": 1.0}}
     resumed = Trained(kind, SignController()).load(saved).train(TOTAL)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hdet_kernels.converge.agreement import Agreement, conclude, name_ranks, none_sound
+from hdet_kernels.converge.agreement import Agreement, conclude, left_out, name_ranks, none_sound
 from hdet_kernels.converge.handshake import COLUMNS
 
 NAN, INF = math.nan, math.inf
@@ -190,3 +190,21 @@ def test_replicas_of_stacks_by_name() -> None:
         name_ranks(np.array([False, True, True, True]), two_each) == "replica 1 of rank 0 and replicas 2, 3 of rank 3"
     )
     assert name_ranks(np.array([True, False, True, True]), np.zeros((4, 1))) == "replicas 0, 2, 3"
+
+
+LEFT_OUT: dict[str, tuple[dict[str, list[Any]], str]] = {
+    "equal": ({"stepped": [4, 4]}, "no"),
+    "unknown": ({"stepped": [4, NAN]}, "no"),
+    "an overflow of one replica": ({"stepped": [4, 3], "loss_count": [4, 4], "gradients": [1.0, 2.0]}, "maybe"),
+    "shared gradients": ({"stepped": [4, 3], "loss_count": [4, 4], "gradients": [1.0, 1.0]}, "yes"),
+    "a loss is missing too": ({"stepped": [4, 3], "loss_count": [4, 3]}, "yes"),
+    "two losses for a step": ({"stepped": [4, 3, 4], "loss_count": [8, 6, 8]}, "yes"),
+    "losses of uneven batches": ({"stepped": [4, 3], "loss_count": [9, 8]}, "maybe"),
+    "no losses": ({"stepped": [4, 3], "loss_count": [0, 0]}, "maybe"),
+    "parts of a replica": ({"stepped": [[4, 3], [4, 3]]}, "no"),
+}
+
+
+@pytest.mark.parametrize(("changes", "expected"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_steps_that_were_left_out(changes: dict[str, list[Any]], expected: str) -> None:
+    assert left_out(columns(**changes)) == expected

@@ -328,7 +328,7 @@ class Watched(Trainer):
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         return {
             "parameters": self.parameters(), "moments": self.moments(), "buffers": buffers, "history": history,
-            "compression": self.scheduler.state_dict()["hdet"]["compression"], "syncs": self.syncs,
+            "compression": self.scheduler.state_dict()["hdet"][0]["compression"], "syncs": self.syncs,
         }  # fmt: skip
 
     def save(self) -> bytes:
@@ -488,7 +488,7 @@ def _broken(rank: int, kind: str, at: int) -> dict[str, Any]:
         return original(*args, **keywords)
 
     dist.all_to_all_single = all_to_all_single
-    owed = replica.scheduler.state_dict()["hdet"]["compression"]
+    owed = replica.scheduler.state_dict()["hdet"][0]["compression"]
     before = [replica.parameters(), replica.moments(), *(buffer.clone() for buffer in replica.module.buffers())]
     error: Exception | None = None
     try:
@@ -497,7 +497,7 @@ def _broken(rank: int, kind: str, at: int) -> dict[str, Any]:
         error = raised
     dist.all_to_all_single = original
     after = [replica.parameters(), replica.moments(), *replica.module.buffers()]
-    steps, memory = replica.step, replica.scheduler.state_dict()["hdet"]["compression"]
+    steps, memory = replica.step, replica.scheduler.state_dict()["hdet"][0]["compression"]
     dist.barrier()
     converger = Converger(list(replica.module.parameters()), ProcessEnsemble(dist.new_group()), compress="int8")
     converger.load_state_dict(memory, own=True)
@@ -535,7 +535,7 @@ def _killed(rank: int) -> bool:
     replica.optimizer.zero_grad()
     replica.loss().backward()
     replica.optimizer.step()
-    before = replica.scheduler.state_dict()["hdet"]["compression"]
+    before = replica.scheduler.state_dict()["hdet"][0]["compression"]
     original, calls = dist.all_to_all_single, []
 
     def all_to_all_single(*args: Any, **keywords: Any) -> Any:
@@ -547,7 +547,7 @@ def _killed(rank: int) -> bool:
     dist.all_to_all_single = all_to_all_single
     with pytest.raises(RuntimeError):
         replica.scheduler.step(1.0)
-    return same(before, replica.scheduler.state_dict()["hdet"]["compression"])
+    return same(before, replica.scheduler.state_dict()["hdet"][0]["compression"])
 
 
 @pytest.mark.full

@@ -142,7 +142,7 @@ def _watched(rank: int, kind: str, outer: hk.Outer) -> Watched:
         found["before"].append(replicas.numbers())
         replicas.scheduler.step(loss)
         found["after"].append(replicas.numbers())
-        compression = replicas.scheduler.state_dict()["hdet"]["compression"]
+        compression = replicas.scheduler.state_dict()["hdet"][0]["compression"]
         if compression is not None and not replicas.rows:
             found["consensus"].append(torch.cat(compression["consensus"]))
     return found
@@ -465,7 +465,7 @@ def _sharded(rank: int) -> Watched:
         scheduler.step(loss.detach())
         found["after"] += [numbers()] if due else []
     state = scheduler.state_dict()
-    state["hdet"]["outer"]["part"][0] ^= 1
+    state["hdet"][0]["outer"]["part"][0] ^= 1
     with pytest.raises(ValueError, match=r"of part . of 2 of a replica, this process holds part . of 2: load"):
         scheduler.load_state_dict(state)
     return found
@@ -529,7 +529,7 @@ def _others(rank: int, kind: str, saved: bytes) -> Watched:
 def test_another_number_of_replicas_goes_on_with_the_momentum_of_the_first(ranks: int) -> None:
     first = run_ranks(2, _saved, "homed", 2 * SYNC)[0]
     results = run_ranks(ranks, _others, "homed", first)
-    outer = torch.load(io.BytesIO(first), weights_only=True)[2]["hdet"]["outer"]
+    outer = torch.load(io.BytesIO(first), weights_only=True)[2]["hdet"][0]["outer"]
     assert [velocity.shape for velocity in outer["velocity"]] == [consensus.shape for consensus in outer["consensus"]]
     # θ_{k+1} + lr·Δ·(1 + μ) + lr·μ²·v = θ_k; what the old momentum adds is as large as the run before made it.
     before, after = (torch.cat([r[name][i] for r in results]) for i, name in ((0, "before"), (1, "after")))

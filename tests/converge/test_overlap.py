@@ -701,6 +701,7 @@ def test_a_healed_replica_takes_part_in_the_next_average() -> None:
 def _bad_end(rank: int) -> tuple[list[str], list[bool], list[int], int]:
     """All losses are bad at the last step, after which an average lands too; and it is tried twice."""
     replica = Replica(rank, "sgd homed", SYNC - 1).train(TOTAL - 1)
+    replica.optimizer.step()
     messages, same_as_before, records = [], [], []
     for _ in range(2):
         before, known = replica.numbers(), len(replica.scheduler.history)

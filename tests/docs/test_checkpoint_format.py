@@ -28,7 +28,7 @@ def listed(heading: str) -> set[str]:
 def _trained(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a scheduler after one or more syncs."""
     trainer = Trainer(rank, ddp=options.get("auto_lr") is not False, **options).train(9)
-    return dict(trainer.scheduler.state_dict()["hdet"])
+    return dict(trainer.scheduler.state_dict()["hdet"][0])
 
 
 def _all(rank: int) -> dict[str, dict[str, Any]]:
@@ -80,7 +80,7 @@ def test_the_last_sound_average(states: dict[str, dict[str, Any]]) -> None:
 def test_a_run_without_a_learning_rate() -> None:
     run = StackRun()
     run.train(1)
-    scout = run.scheduler.state_dict()["scout"]
+    scout = run.scheduler.state_dict()["scout"][0]
     assert set(scout) == listed("scout")
     assert set(scout["phase"]) == listed("phase")
     assert set(scout["phase"]["start"]) == listed("kept")

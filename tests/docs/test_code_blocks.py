@@ -7,21 +7,19 @@ page again share a namespace.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import hdet_kernels as hk
 from hdet_kernels.ops import STATES
 from hdet_kernels.ops.reference_rules import RULES
 from tests.docs.namespace import namespace
 from tests.docs.pages import PAGES, Block, blocks_of
-from tests.ranks import run_ranks
+from tests.ranks import environment_of_torchrun, run_ranks
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
@@ -55,18 +53,10 @@ def _run(blocks: list[Block], folder: Path, device: str = "cpu") -> None:
 
 def _on_a_rank(rank: int, blocks: list[Block], folder: Path) -> None:
     """Run ``blocks`` as torchrun would start them: they initialise the process group themselves."""
-    size = dist.get_world_size()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = [store.port if store else None]
-    dist.broadcast_object_list(port)
-    dist.destroy_process_group()
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    # The store exists already, as under torchrun: no port is chosen here that another process might take.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     own = folder / str(rank)
     own.mkdir()
-    _run(blocks, own)
-    dist.barrier()  # rank 0 holds the store
+    with environment_of_torchrun(rank):
+        _run(blocks, own)
 
 
 def test_most_pages_have_blocks() -> None:

@@ -230,3 +230,20 @@ def test_another_optimizer_that_has_no_state_yet_is_refused(other: Any) -> None:
     """torch would load it, and raise KeyError at the next step."""
     _, optimizer = stepped("adamw")
     assert_refused(optimizer, other(parameters(), lr=0.1).state_dict(), "of another kind of optimizer, or damaged")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_numbers_that_became_text_are_read(name: str) -> None:
+    """torch.distributed.checkpoint makes text of the keys of dicts, and may leave entries under both."""
+    params, optimizer = stepped(name)
+    state = optimizer.state_dict()
+    text = {**state, "state": {str(key): entries for key, entries in state["state"].items()}}
+    both = {**state, "state": {**{key: {} for key in state["state"]}, **text["state"]}}
+    for given in (text, both):
+        others = parameters()
+        other = fused_optimizer(name, others)
+        other.load_state_dict(given)
+        assert len(other.state) == len(optimizer.state)
+        for param, its in zip(params, others, strict=True):
+            assert other.state.get(its, {}).keys() == optimizer.state.get(param, {}).keys()
+            assert_equal(other.state.get(its, {}).values(), optimizer.state.get(param, {}).values())

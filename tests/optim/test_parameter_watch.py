@@ -63,6 +63,43 @@ def test_a_parameter_that_moved_away_is_brought_back(backend: tuple[str, str]) -
     assert_equal(ours, before)
 
 
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
+MOVES = [
+    pytest.param({"dtype": torch.bfloat16}, r"torch.bfloat16 \(2, 3\) on cpu", id="dtype"),
+    pytest.param({"device": "cuda"}, r"torch.float32 \(2, 3\) on cuda:0", id="device", marks=ON_GPU),
+]
+
+
+@pytest.mark.parametrize(("move", "now"), MOVES)
+@pytest.mark.parametrize("gradients", ["autograd", "fixed"])
+def test_a_model_that_is_moved_after_the_optimizer_was_built_is_refused(
+    move: dict[str, Any], now: str, gradients: Any
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = FusedAdamW(model.parameters(), gradients=gradients)
+    model(torch.ones(1, 3)).sum().backward()
+    model.to(**move)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(
+        RuntimeError, match=rf"was torch.float32 \(2, 3\) on cpu .* is {now} now; .* or build the optimizer"
+    ):
+        optimizer.step()
+    assert not any(float(count.sum()) for count in optimizer.step_flats()), "no step was made"
+
+
+def test_a_model_that_is_moved_before_and_again_to_where_it_is_trains() -> None:
+    """Lightning moves a model before it asks for optimizers; ``to()`` its own device leaves it in place."""
+    model = nn.Linear(3, 2).double().to("cpu", torch.float32)
+    optimizer = FusedAdamW(model.parameters(), lr=0.1)
+    model.to("cpu", torch.float32)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not optimizer.buckets.moved()
+    assert (model.weight != before).all()
+
+
 def test_one_moved_parameter_among_many_is_noticed_at_the_next_step() -> None:
     params = many_parameters(1500)
     optimizer = FusedSGD(params, lr=1.0)

@@ -5,41 +5,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
 import hdet_kernels as hk
+from tests.optim.tied_net import Net
 
 #: A value that only one parameter has, to be looked for in files.
 MARK = 123456.789
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-
-
-class Net(nn.Module):
-    """A model with tied weights, a BatchNorm with buffers, a frozen, an empty and a scalar parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.hidden = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.nothing = nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.norm(self.frozen(self.hidden(self.embed(tokens))) * self.scale + self.nothing.sum())
-        return self.head(hidden)  # type: ignore[no-any-return]
 
 
 def trained(steps: int = 2) -> tuple[Net, hk.FusedAdamW]:
@@ -126,49 +105,6 @@ def test_copies_of_model_and_optimizer_train_alike(again: Any) -> None:
     other, its_optimizer = again((net, optimizer))
     addresses = {tensor.data_ptr() for tensor in net.state_dict().values() if tensor.numel()}
     assert not addresses & {tensor.data_ptr() for tensor in other.state_dict().values()}
-    train(net, optimizer, 2)
-    train(other, its_optimizer, 2)
-    assert_same_state(net, other)
-
-
-def test_safetensors_keeps_every_tensor(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    net, _ = trained()
-    path = str(tmp_path / "net.safetensors")
-    safetensors.save_model(net, path)
-    assert len(safetensors.load_file(path)) == len(net.state_dict()) - 1, "all but the second name of the tied weight"
-    other, _ = trained(0)
-    safetensors.load_model(other, path)
-    assert_same_state(net, other)
-    untied = {name: tensor for name, tensor in net.state_dict().items() if name != "head.weight"}
-    safetensors.save_file(untied, path)
-    loaded = safetensors.load_file(path)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in untied.items())
-
-
-def test_accelerate_saves_every_tensor(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    safetensors = pytest.importorskip("safetensors.torch")
-    net, optimizer = trained()
-    accelerator = accelerate.Accelerator(cpu=True)
-    prepared, optimizer = accelerator.prepare(net, optimizer)
-    accelerator.save_model(prepared, str(tmp_path))
-    loaded = safetensors.load_file(str(tmp_path / "model.safetensors"))
-    own = net.state_dict()
-    assert loaded.keys() | {"head.weight", "embed.weight"} == own.keys()
-    assert all(torch.equal(own[name], tensor) for name, tensor in loaded.items())
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_distributed_checkpoint_of_model_and_optimizer(tmp_path: Path) -> None:
-    net, optimizer = trained()
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
-    other, its_optimizer = trained(0)
-    state = dict(zip(("model", "optimizer"), get_state_dict(other, its_optimizer), strict=True))
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_state_dict(other, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    assert_same_state(net, other)
     train(net, optimizer, 2)
     train(other, its_optimizer, 2)
     assert_same_state(net, other)

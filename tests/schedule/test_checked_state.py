@@ -98,7 +98,7 @@ def test_the_state_of_a_controller_from_outside_is_tried_first() -> None:
     before = copy.deepcopy(scheduler.state_dict())
     for velocity in ([], ["x"], [float("nan")], None):
         state = copy.deepcopy(before)
-        state["hdet"]["spread"]["controller"]["velocity"] = velocity
+        state["hdet"][0]["spread"]["controller"]["velocity"] = velocity
         with pytest.raises(ValueError, match=r"hdet\.spread\.controller"):
             scheduler.load_state_dict(state)
         assert same(scheduler.state_dict(), before)

@@ -92,6 +92,7 @@ def test_a_nan_loss_raises_at_the_sync_and_changes_nothing() -> None:
     optimizer = adam()
     scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, sync_every=2)
     advance(optimizer, scheduler, 1.0)
+    optimizer.step()
     params = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
     before = groups_of(optimizer), scheduler.state_dict()
     with pytest.raises(RuntimeError, match=r"no replica is sound at step 2; not finite: the loss on rank 0"):

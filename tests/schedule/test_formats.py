@@ -22,6 +22,9 @@ from tests.training import same
 # the controller's state after the last step, as version 0.1 computed them.
 OLD = Path(__file__).parent / "data" / "version_0_1.pt"
 
+#: Entries that format 4 added.
+ADDED = ("part", "averaged", "optimizer_state")
+
 
 def old_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.sin(torch.arange(32, dtype=torch.float32).reshape(8, 4) * 0.7 + step)
@@ -87,7 +90,7 @@ def test_factors_of_version_0_1_go_on_and_evidence_begins_anew() -> None:
     assert {name: new[name] for name in set(new) - set(names.values())} == {
         "log_likelihood": [[], []], "path_length": [0.0, 0.0], "ceiling": [None, None], "soundness": None
     }  # fmt: skip
-    assert scheduler.state_dict()["hdet"]["format"] == FORMAT == 3
+    assert scheduler.state_dict()["hdet"][0]["format"] == FORMAT == 4
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -101,7 +104,7 @@ def test_settings_of_today_hold_for_older_checkpoints(version: int) -> None:
     controller = hk.RegressionController(settings=hk.controller.RegressionSettings(quantile=0.5))
     scheduler = parts(auto_lr=controller)[2]
     scheduler.load_state_dict(state)
-    constants = scheduler.state_dict()["hdet"]["config"]["controller_constants"]
+    constants = scheduler.state_dict()["hdet"][0]["config"]["controller_constants"]
     assert constants["settings"]["quantile"] == 0.5
     other = parts(auto_lr=hk.RegressionController(limit=2.0))[2]
     with pytest.raises(ValueError, match=r"made with controller_constants.limit=4.0, this .* has 2.0"):
@@ -110,34 +113,55 @@ def test_settings_of_today_hold_for_older_checkpoints(version: int) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("measured", [[0.5], None], ids=["measured", "not yet"])
-def test_one_measured_slope_becomes_sums_over_one_gradient(version: int, measured: list[float] | None) -> None:
+def test_one_measured_slope_is_that_of_one_gradient(version: int, measured: list[float] | None) -> None:
     def made() -> hk.HDETOneCycleLR:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
         controller = hk.HypergradientController()
         return hk.HDETOneCycleLR(optimizer, 0.1, 20, sync_every=4, auto_lr=controller, cycle_momentum=False)
 
     state = made().state_dict()
-    moved = {key: value for key, value in state["hdet"]["displacement"].items() if key not in ("sums", "count")}
+    (state["hdet"],) = state["hdet"]
+    moved = {key: value for key, value in state["hdet"]["displacement"].items() if key != "slopes"}
     state["hdet"]["displacement"] = {**moved, "measured": measured}
-    for name in ("version", "run", "summary", "undo"):
+    for name in ("version", "run", "summary", "undo", *ADDED):
         del state["hdet"][name]
     state["hdet"]["format"] = version
     if version == 1:
         del state["hdet"]["format"]
     scheduler = made()
     scheduler.load_state_dict(state)
-    found = scheduler.state_dict()["hdet"]["displacement"]
-    expected = (None, 0) if measured is None else ([[0.5], [0.25]], 1)
-    assert (found["sums"], found["count"]) == expected
+    found = scheduler.state_dict()["hdet"][0]["displacement"]
+    assert found["slopes"] == ([] if measured is None else [[0.5]])
+
+
+@pytest.mark.parametrize("slopes", [[], [[0.5]], [[1.0], [-3.0]], [[1.0], [4.0], [2.0]], [[2.0]] * 3], ids=str)
+def test_sums_of_slopes_become_slopes_of_the_same_mean_and_error(slopes: list[list[float]]) -> None:
+    def made() -> hk.HDETOneCycleLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        controller = hk.HypergradientController()
+        return hk.HDETOneCycleLR(optimizer, 0.1, 20, sync_every=4, auto_lr=controller, cycle_momentum=False)
+
+    (hdet,) = made().state_dict()["hdet"]
+    values = [value for (value,) in slopes]
+    sums = [[sum(values)], [sum(value * value for value in values)]] if values else None
+    moved = {key: value for key, value in hdet["displacement"].items() if key != "slopes"}
+    old = {**{key: value for key, value in hdet.items() if key not in ADDED}, "format": 3}
+    old["displacement"] = {**moved, "sums": sums, "count": len(values)}
+    scheduler = made()
+    scheduler.load_state_dict({**scheduler.state_dict(), "hdet": old})
+    found = [value for (value,) in scheduler.state_dict()["hdet"][0]["displacement"]["slopes"]]
+    assert len(found) == len(values)
+    if values:
+        np.testing.assert_allclose([np.mean(found), np.std(found)], [np.mean(values), np.std(values)], atol=1e-12)
 
 
 def test_a_format_from_the_future_is_refused_and_changes_nothing() -> None:
     scheduler = single()
     state = scheduler.state_dict()
-    state["hdet"]["format"] = FORMAT + 1
+    state["hdet"][0]["format"] = FORMAT + 1
     before = copy.deepcopy(scheduler.state_dict())
     with pytest.raises(
-        ValueError, match=r"has format 4 of hdet_kernels .*, this is version .*, which reads 1 to 3: load it with"
+        ValueError, match=r"has format 5 of hdet_kernels .*, this is version .*, which reads 1 to 4: load it with"
     ):
         scheduler.load_state_dict(state)
     assert same(scheduler.state_dict(), before)
@@ -148,10 +172,10 @@ def test_entries_of_a_newer_version_are_named() -> None:
     before = copy.deepcopy(scheduler.state_dict())
     for version, words in (
         (FORMAT, r"entries that hdet_kernels \S+ does not know: hdet\.mood; it was saved by version '9\.9'"),
-        (FORMAT + 1, r"has format 4 of hdet_kernels '9\.9', this is version \S+, .* does not know hdet\.mood"),
+        (FORMAT + 1, r"has format 5 of hdet_kernels '9\.9', this is version \S+, .* does not know hdet\.mood"),
     ):
         state = copy.deepcopy(before)
-        state["hdet"] |= {"format": version, "version": "9.9", "mood": 1}
+        state["hdet"][0].update({"format": version, "version": "9.9", "mood": 1})
         with pytest.raises(ValueError, match=words):
             scheduler.load_state_dict(state)
     assert same(scheduler.state_dict(), before)
@@ -164,7 +188,8 @@ def test_a_checkpoint_of_format_2_loads() -> None:
         scheduler.optimizer.step()
         scheduler.step(1.0)
     state = scheduler.state_dict()
-    old = {**state, "hdet": {k: v for k, v in state["hdet"].items() if k not in ("version", "run", "summary")}}
+    without = ("version", "run", "summary", *ADDED)
+    old = {**state, "hdet": {k: v for k, v in state["hdet"][0].items() if k not in without}}
     old["hdet"]["format"] = 2
     other = single()
     other.load_state_dict(old)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import hdet_kernels as hk
 from hdet_kernels.controller.protocol import MeasuredSlopes
-from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
+from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, look_at_gradients
+from tests.ranks import Cases, run_ranks
+from tests.schedule.cases import Place
+from tests.schedule.scout_runs import PHASE, QUICK, STEPS
+from tests.training import Trainer, batch, loss_of, network, same
 
 
 def group(*gradients: torch.Tensor | None) -> dict[str, list[nn.Parameter]]:
@@ -172,7 +181,7 @@ def test_a_saved_state_goes_on(before: int) -> None:
     torch.save(straight.state_dict(), saved)
     resumed = Displacement(straight.optimizer, steps=3)
     resumed.load_state_dict(torch.load(io.BytesIO(saved.getvalue()), weights_only=True))
-    assert resumed.count == before
+    assert len(resumed.slopes) == before
     for each in (straight, resumed):
         measure(param, each, *gradients[before:])
     assert resumed.turn() == straight.turn() is not None
@@ -188,3 +197,156 @@ def test_without_a_saved_state_the_first_displacement_is_not_known() -> None:
         assert displacement.turn() is None
     measure(param, displacement, 2.0)
     assert only_value(displacement.turn()) == 2.0
+
+
+def test_the_parts_of_a_replica_measure_what_the_whole_does() -> None:
+    moves, gradients = torch.tensor([0.5, -0.25]), [[2.0, 4.0], [1.0, -3.0], [0.5, 8.0]]
+
+    def moved(chosen: list[int], count: int = 3) -> Displacement:
+        param = nn.Parameter(torch.zeros(len(chosen)))
+        displacement = Displacement(torch.optim.SGD([param], lr=0.1), steps=4)
+        with torch.no_grad():
+            param.add_(moves[chosen])
+        displacement.turn()
+        for gradient in gradients[:count]:
+            param.grad = torch.tensor(gradient)[chosen]
+            displacement.measure()
+        return displacement
+
+    def row_of(part: Displacement) -> Tensor:
+        rows: list[Tensor] = []
+
+        def keep(row: Tensor) -> Tensor:
+            rows.append(row)
+            return row[None]
+
+        part.turn(keep)
+        return rows[0]
+
+    other = row_of(moved([1]))
+    assert moved([0]).turn(lambda row: torch.stack([row, other])) == moved([0, 1]).turn()
+    assert moved([0], count=2).turn(lambda row: torch.stack([row, other])) is None, "a part has missed one"
+    assert moved([0], count=0).turn(lambda row: torch.stack([row, row])) is None
+
+
+def _shards(rank: int) -> dict[str, Any]:
+    """Ranks 0 and 1 hold replica 0, ranks 2 and 3 replica 1."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = network()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    controller = hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None)
+    ensemble = hk.ProcessEnsemble(mesh)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 64, sync_every=4, auto_lr=controller, ensemble=ensemble)
+    for step in range(24):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(rank, step))
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+    return dict(scheduler.cycle.spread.controller_state)
+
+
+def test_all_shards_come_to_the_same_learning_rate() -> None:
+    first, *others = run_ranks(4, _shards)
+    assert first["observations"][0] > 3
+    assert all(other == first for other in others)
+
+
+# Closures
+
+
+def test_without_a_closure_gradients_are_looked_at_now() -> None:
+    looks: list[str] = []
+    for args, kwargs in [(("self",), {}), (("self", None), {}), (("self",), {"closure": None})]:
+        assert look_at_gradients(lambda: looks.append("now"), args, kwargs) is None
+    assert looks == ["now"] * 3
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_with_a_closure_they_are_looked_at_when_it_has_made_them_and_once(by_keyword: bool) -> None:
+    order: list[str] = []
+
+    def closure() -> float:
+        order.append("made")
+        return 2.0
+
+    args, kwargs = (("self",), {"closure": closure}) if by_keyword else (("self", closure, "more"), {"other": 1})
+    changed = look_at_gradients(lambda: order.append("seen"), args, kwargs)
+    assert changed is not None
+    assert order == []
+    given = changed[1].pop("closure") if by_keyword else changed[0][1]
+    assert (given(), given()) == (2.0, 2.0)
+    assert order == ["made", "seen", "made"]
+    assert changed == ((("self",), {}) if by_keyword else (("self", given, "more"), {"other": 1}))
+
+
+def test_a_closure_that_raises_is_not_looked_at() -> None:
+    def closure() -> float:
+        raise OSError("no batch")
+
+    changed = look_at_gradients(lambda: pytest.fail("there are no gradients"), ("self", closure), {})
+    assert changed is not None
+    with pytest.raises(OSError, match="no batch"):
+        changed[0][1]()
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"AdamW": torch.optim.AdamW, "FusedAdamW": hk.FusedAdamW}
+
+
+def _with_closure(rank: int, name: str, closure: bool, ddp: bool) -> dict[str, Any]:
+    """Gradients are gone after every step, so that only a closure's are there to be looked at."""
+    options: dict[str, Any] = {} if ddp else {"max_lr": None, "total_steps": STEPS, "scout": QUICK}
+    trainer = Trainer(rank, ddp=ddp, make_optimizer=OPTIMIZERS[name], sync_every=3, **options)
+    for _ in range(12 if ddp else PHASE + 6):
+
+        def compute() -> Any:
+            loss = trainer.loss()
+            loss.backward()
+            return loss
+
+        loss = trainer.optimizer.step(compute) if closure else compute()
+        if not closure:
+            trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.scheduler.step(loss)
+    history = [{**record.to_dict(), "seconds": 0} for record in trainer.scheduler.history]
+    return {"parameters": trainer.parameters(), "history": history, "scouted": trainer.scheduler.scouted}
+
+
+CLOSURES = Cases(
+    2,
+    _with_closure,
+    [(name, closure, ddp) for name in OPTIMIZERS for closure in (False, True) for ddp in (True, False)],
+)
+
+
+@pytest.mark.parametrize("ddp", [True, False], ids=["shared", "scouting"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_with_closures_is_that_without(name: str, ddp: bool) -> None:
+    for without, with_closure in zip(CLOSURES[(name, False, ddp)], CLOSURES[(name, True, ddp)], strict=True):
+        assert same(without, with_closure)
+        assert [record["gradients"] for record in with_closure["history"]].count("shared") == (4 if ddp else 0)
+
+
+def test_lbfgs_which_calls_its_closure_many_times() -> None:
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    options: dict[str, Any] = {"cycle_momentum": False, "average_state": False, "ensemble": Place(2)}
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 12, sync_every=3, **options)
+    calls, losses = 0, []
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(0, 0))
+        loss.backward()
+        return loss
+
+    for _ in range(12):
+        losses.append(optimizer.step(closure).detach())  # type: ignore[arg-type, union-attr]
+        scheduler.step(losses[-1])
+    assert calls > 24
+    assert losses[-1] < losses[0]
+    assert {record.gradients for record in scheduler.history} == {"shared"}

@@ -95,7 +95,7 @@ def test_a_run_keeps_a_window_and_resumes_with_its_summary(monkeypatch: pytest.M
         advance(optimizer, scheduler, 1.0)
     assert [record.step for record in scheduler.history] == list(range(6, 16))
     state = scheduler.state_dict()
-    assert len(state["hdet"]["history"]) == 10
+    assert len(state["hdet"][0]["history"]) == 10
     assert scheduler.history_summary.syncs == 15
     optimizer, other = run()
     other.load_state_dict(state)
@@ -103,4 +103,4 @@ def test_a_run_keeps_a_window_and_resumes_with_its_summary(monkeypatch: pytest.M
     advance(optimizer, other, 1.0)
     assert other.history_summary.syncs == 16
     assert len(other.history) == 10
-    assert state["hdet"]["summary"]["syncs"] == 15, "loading leaves the checkpoint as it is"
+    assert state["hdet"][0]["summary"]["syncs"] == 15, "loading leaves the checkpoint as it is"

@@ -132,19 +132,19 @@ def test_what_fits(now: tuple[int, ...], saved: tuple[int, ...], expected: bool)
 def test_the_copy_of_a_stack_after_an_average_is_of_one_replica() -> None:
     run = Undoable("stack local", "FusedAdamW", auto_lr=Scripted(SOUND_THEN_BROKEN))
     run.train(1)
-    kept = run.scheduler.state_dict()["hdet"]["undo"]["kept"]
+    kept = run.scheduler.state_dict()["hdet"][0]["undo"]["kept"]
     assert (kept["step"], kept["params"][0].dim(), kept["state"]["0/exp_avg"].dim()) == (0, 1, 2)
-    kept = run.train(SYNC - 1).scheduler.state_dict()["hdet"]["undo"]["kept"]
+    kept = run.train(SYNC - 1).scheduler.state_dict()["hdet"][0]["undo"]["kept"]
     assert (kept["step"], kept["params"][0].dim(), kept["state"]["0/exp_avg"].dim()) == (4, 1, 1)
 
 
 def test_the_copy_in_a_checkpoint_does_not_change_with_the_next_one() -> None:
     run = Undoable("stack local", "FusedAdamW", auto_lr=Scripted(script(s4="sound", s8="sound"))).train(SYNC)
-    kept = run.scheduler.state_dict()["hdet"]["undo"]["kept"]
+    kept = run.scheduler.state_dict()["hdet"][0]["undo"]["kept"]
     before = kept["params"][0].clone()
     run.train(SYNC)
     assert torch.equal(kept["params"][0], before)
-    assert not torch.equal(run.scheduler.state_dict()["hdet"]["undo"]["kept"]["params"][0], before)
+    assert not torch.equal(run.scheduler.state_dict()["hdet"][0]["undo"]["kept"]["params"][0], before)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _sharded(rank: int) -> dict[str, Any]:
         scheduler.step(loss.detach())
         if (step + 1) % SYNC == 0:
             found.append(shards())
-    kept = scheduler.state_dict()["hdet"]["undo"]["kept"]
+    kept = scheduler.state_dict()["hdet"][0]["undo"]["kept"]
     files: list[Any] = [scheduler.state_dict()]
     torch.distributed.broadcast_object_list(files, src=0)
     scheduler.load_state_dict(files[0])

@@ -88,7 +88,7 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         found = self.states()
-        for part in (found["scheduler"]["hdet"]["summary"], *found["scheduler"]["hdet"]["history"]):
+        for part in (found["scheduler"]["hdet"][0]["summary"], *found["scheduler"]["hdet"][0]["history"]):
             part["seconds"] = 0.0
         return found
 

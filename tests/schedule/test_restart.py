@@ -83,11 +83,11 @@ def _saved(rank: int, kind: str, at: int, folder: Path) -> list[Any]:
 def _of_another_size(rank: int, kind: str, folder: Path) -> Any:
     trainer = Trainer(rank, make_optimizer=OPTIMIZERS[kind], **SETTINGS)
     model, optimizer, scheduler = torch.load(folder / "rank0.pt", weights_only=True)
-    before = (trainer.step, trainer.scheduler.get_last_lr(), trainer.scheduler.state_dict()["hdet"]["size"])
+    before = (trainer.step, trainer.scheduler.get_last_lr(), trainer.scheduler.state_dict()["hdet"][0]["size"])
     try:
         trainer.scheduler.load_state_dict(scheduler)
     except ValueError as error:
-        after = (trainer.step, trainer.scheduler.get_last_lr(), trainer.scheduler.state_dict()["hdet"]["size"])
+        after = (trainer.step, trainer.scheduler.get_last_lr(), trainer.scheduler.state_dict()["hdet"][0]["size"])
         return str(error), before == after
     trainer.module.load_state_dict(model)
     trainer.optimizer.load_state_dict(optimizer)

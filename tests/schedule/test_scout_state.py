@@ -21,14 +21,14 @@ def test_a_checkpoint_is_plain_values_and_tensors() -> None:
     torch.save(run.scheduler.state_dict(), file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    assert loaded["scout"].keys() == {"config", "ratios", "found", "phase"}
+    assert loaded["scout"][0].keys() == {"config", "ratios", "found", "phase"}
     other = StackRun()
     other.scheduler.load_state_dict(loaded)
     assert same(other.scheduler.state_dict()["scout"], run.scheduler.state_dict()["scout"])
 
 
-def change(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def changed(state: dict[str, Any]) -> None:
+def change(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def changed(state: Any) -> None:
         for name in path[:-1]:
             state = state[name]
         state[path[-1]] = value
@@ -40,22 +40,22 @@ def change(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ("damage", "text"),
     [
         (change("scout", value=None), "made with a learning rate, this scheduler has max_lr=None"),
-        (change("scout", "config", "total_steps", value=51), "made with total_steps=51, this scheduler has 50"),
-        (change("scout", "config", value=None), "made with scout=None"),
-        (change("scout", "found", value=0.1), "scout.found and scout.phase exclude each other"),
-        (change("scout", "ratios", value=[1.0]), "scout.ratios"),
-        (change("scout", "phase", "round", value=2), "scout.phase.round"),
-        (change("scout", "phase", "step", value=5), "scout.phase.step"),
-        (change("scout", "phase", "bracket", value=[0.0]), "scout.phase.bracket"),
-        (change("scout", "phase", "start", value=None), "scout.phase.start"),
-        (change("scout", "phase", "start", "params", value=[torch.zeros(3)]), "resume with the model"),
+        (change("scout", 0, "config", "total_steps", value=51), "made with total_steps=51, this scheduler has 50"),
+        (change("scout", 0, "config", value=None), "made with scout=None"),
+        (change("scout", 0, "found", value=0.1), "scout.found and scout.phase exclude each other"),
+        (change("scout", 0, "ratios", value=[1.0]), "scout.ratios"),
+        (change("scout", 0, "phase", "round", value=2), "scout.phase.round"),
+        (change("scout", 0, "phase", "step", value=5), "scout.phase.step"),
+        (change("scout", 0, "phase", "bracket", value=[0.0]), "scout.phase.bracket"),
+        (change("scout", 0, "phase", "start", value=None), "scout.phase.start"),
+        (change("scout", 0, "phase", "start", "params", value=[torch.zeros(3)]), "resume with the model"),
         (
-            change("scout", "phase", "start", "state", value={"0/step": torch.zeros(3)}),
+            change("scout", 0, "phase", "start", "state", value={"0/step": torch.zeros(3)}),
             "start.state.0/step has 3 elements",
         ),
-        (change("scout", "phase", "losses", "tail", "count", value=-1), "scout.phase.losses.tail.count"),
-        (change("scout", "phase", "replicas", value=[2, 0, 2, 0]), "load on every process its own file"),
-        (change("scout", "phase", "more", value=1), "scout.phase.more"),
+        (change("scout", 0, "phase", "losses", "tail", "count", value=-1), "scout.phase.losses.tail.count"),
+        (change("scout", 0, "phase", "replicas", value=[2, 0, 2, 0]), "load on every process its own file"),
+        (change("scout", 0, "phase", "more", value=1), "scout.phase.more"),
         (change("last_epoch", value=2), "scheduler.last_epoch"),
         (change("total_steps", value=50), "scheduler.total_steps"),
     ],

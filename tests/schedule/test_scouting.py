@@ -228,8 +228,11 @@ def test_methods_of_a_scheduler_in_the_phase(tmp_path: Any) -> None:
         assert same(run.tensors()["model"], start)
         with pytest.raises(RuntimeError, match=r"inside scheduler.consensus\(\)"):
             scheduler.step(torch.ones(REPLICAS))
-        with pytest.raises(RuntimeError, match=f"before step {PHASE}"):
-            scheduler.state_dict()
+        unfinished = scheduler.state_dict()
+        assert scheduler.in_sync
+    with pytest.raises(ValueError, match=rf"consensus\(\) at step 3.*checkpoint of step {PHASE} or later"):
+        scheduler.load_state_dict(unfinished)
+    assert not scheduler.in_sync
     assert same(run.tensors(), before)
     run.train(STEPS - 3)
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == len(scheduler.history)

@@ -69,7 +69,6 @@ HARMLESS = [
     (r".*(caps|eta|gamma)\[0\]", "deleted"),  # of one hyperparameter: an empty list is as before the first sync
     (r".*\.(peaks|buffers|buffers_before|integers)", "list"),  # where they are empty
     (r".*\.nesterov", "bool"),
-    (r".*displacement\.sums", "None"),
     (r".*displacement\.last\[0\]", "list"),  # of one group: as after the end
     (r".*_schedulers\[\d\]\.last_epoch", "negative"),
     (r".*\.(undo|kept|others|state|undone)", "None"),

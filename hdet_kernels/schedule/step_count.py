@@ -1,0 +1,142 @@
+"""Count the steps of a scheduler against those of its optimizer: one of the first is due for each of the second.
+
+A framework that steps the scheduler once per process, per micro-batch or per epoch would end the schedule too early or
+never. An optimizer step that does not happen is no mistake: a ``GradScaler`` leaves out those whose gradients overflow,
+often several in a row. The counters are plain integers, so that nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+log = logging.getLogger("hdet_kernels")
+
+#: Optimizer steps in a row, each followed by two scheduler steps or more, after which it is no overflow any more; and
+#: the scheduler steps too many among them.
+FEWEST_REPEATS, MOST_AHEAD = 3, 8
+
+#: Optimizer steps too many, in a row, after which the user is told.
+MOST_BEHIND = 32
+
+_ONCE = "call scheduler.step() once after each optimizer.step()"
+
+
+class StepCount:
+    """The steps of one scheduler and its optimizer since they were built or loaded.
+
+    Nothing is raised before the first optimizer step was seen, nor after one was captured in a CUDA graph: replays of
+    it are not seen.
+    """
+
+    def __init__(self) -> None:
+        self.begin_anew()
+        self._warned = False
+        self._captured = False
+
+    def begin_anew(self) -> None:
+        """Forget the steps so far: a checkpoint was loaded."""
+        self.seen = False  # whether an optimizer step was counted
+        self.since_sync = 0  # optimizer steps since the last sync
+        self._ahead = self._repeats = 0  # scheduler steps too many, and after how many optimizer steps in a row
+        self._behind = 0  # optimizer steps too many, in a row
+        self._after_optimizer = 0  # scheduler steps since the last optimizer step
+        self._after_scheduler = 0  # optimizer steps since the last scheduler step
+        self._gradient: tuple[TensorWeakRef, int] | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether every step of the optimizer is seen."""
+        return self.seen and not self._captured
+
+    def optimizer_stepped(self) -> None:
+        """Count a step of the optimizer; warn once if the scheduler is not stepped."""
+        self._captured = self._captured or _capturing()
+        self.seen = True
+        self.since_sync += 1
+        if self._after_optimizer < 2:
+            self._ahead = self._repeats = 0
+        self._after_optimizer = 0
+        self._after_scheduler += 1
+        if self._after_scheduler > 1:
+            self._behind += 1
+        if self._behind >= MOST_BEHIND and not (self._warned or self._captured):
+            self._warned = True
+            log.warning(
+                "the optimizer made %d steps more than the scheduler, which counts total_steps and sync_every in its "
+                "own: %s (in Lightning, interval='step'). A schedule that is meant to go by epochs may go on",
+                *(self._behind, _ONCE),
+            )
+
+    def check(self, groups: Iterable[dict[str, Any]], rank: int) -> None:
+        """Raise if a scheduler step now is one too many.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            rank: by which the message names this process.
+
+        Raises:
+            RuntimeError: the gradient is still that of the last scheduler step, and no optimizer step came in between;
+                or several optimizer steps in a row were followed by two scheduler steps or more.
+        """
+        if not self.counts or self._after_optimizer == 0:
+            return
+        remedy = (
+            f"{_ONCE}. Accelerate steps a prepared scheduler once per process: use "
+            "hdet_kernels.integrations.accelerate.prepare(). With gradient accumulation, step it with the optimizer"
+        )
+        if self._is_last_gradient(first_gradient(groups)):
+            raise RuntimeError(
+                f"rank {rank}: scheduler.step() was called {self._after_optimizer + 1} times after one "
+                f"optimizer.step(), with no new gradient in between: {remedy}"
+            )
+        if self._repeats >= FEWEST_REPEATS and self._ahead >= MOST_AHEAD:
+            raise RuntimeError(
+                f"rank {rank}: scheduler.step() was called {self._repeats + self._ahead} times for the last "
+                f"{self._repeats} steps of the optimizer: {remedy}"
+            )
+
+    def scheduler_stepped(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Count a step of the scheduler that was finished."""
+        if not self.counts:
+            return
+        if self._after_scheduler < 2:
+            self._behind = 0
+        self._after_scheduler = 0
+        self._after_optimizer += 1
+        if self._after_optimizer > 1:
+            self._ahead += 1
+            self._repeats += self._after_optimizer == 2
+        self._gradient = _trace(first_gradient(groups))
+
+    def _is_last_gradient(self, gradient: Tensor | None) -> bool:
+        """Return whether a gradient is that of the last scheduler step, and was not written since."""
+        if self._gradient is None or _trace(gradient) is None or gradient is None:
+            return False
+        last, version = self._gradient
+        return last() is gradient and gradient._version == version
+
+    def synced(self) -> None:
+        """Begin to count the optimizer steps of the next cycle."""
+        self.since_sync = 0
+
+
+def first_gradient(groups: Iterable[dict[str, Any]]) -> Tensor | None:
+    """Return the gradient of the first parameter that has one."""
+    return next((param.grad for group in groups for param in group["params"] if param.grad is not None), None)
+
+
+def _trace(gradient: Tensor | None) -> tuple[TensorWeakRef, int] | None:
+    """Return what tells whether a gradient is still the same: the object, and how often it was written in place."""
+    if type(gradient) is not Tensor or gradient.is_inference():
+        return None
+    return TensorWeakRef(gradient), gradient._version
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

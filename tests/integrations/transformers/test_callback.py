@@ -1,0 +1,120 @@
+"""The callback in a real Trainer, on two ranks: losses, evaluations, checkpoints, logs, and the end of a training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hdet_kernels as hk
+from tests.integrations.transformers import tiny
+from tests.ranks import Cases
+
+STEPS, SYNC = 8, 3
+
+
+def trained(rank: int, optimizer_name: str, early: bool) -> dict[str, Any]:
+    """Train with the callback: accumulation, clipping, evaluations and checkpoints between syncs."""
+    from transformers import EarlyStoppingCallback, Trainer
+
+    from hdet_kernels.integrations.transformers import HDETCallback
+    from tests.integrations.transformers.watch import Watch
+
+    with tiny.shared_folder(rank) as folder:
+        args = tiny.arguments(
+            folder,
+            max_steps=STEPS,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.1,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=4,
+            metric_for_best_model="never_better",
+            greater_is_better=True,
+        )
+        model = tiny.model()
+        make = hk.FusedAdamW if optimizer_name == "fused" else torch.optim.AdamW
+        optimizer = make(model.parameters(), lr=1e-2)
+        scheduler = hk.HDETOneCycleLR(optimizer, 1e-2, STEPS, sync_every=SYNC, cycle_momentum=False, auto_lr=False)
+        watch = Watch()
+        stop = [EarlyStoppingCallback(early_stopping_patience=1)] if early else []
+        trainer = Trainer(
+            model,
+            args,
+            train_dataset=tiny.rows(64),
+            eval_dataset=tiny.rows(8, seed=2),
+            compute_metrics=lambda predictions: {"never_better": 1.0},
+            optimizers=(optimizer, scheduler),
+            callbacks=[watch, *stop, HDETCallback()],
+        )
+        trainer.train()
+        ended = tiny.of_all_ranks(tiny.flat(model))
+        return {
+            **{name: getattr(watch, name) for name in ("apart", "evaluated", "saved", "returned", "losses", "norms")},
+            "logs": [logs for logs in watch.logs if "loss" in logs],
+            "history": [(record.step, record.kind, record.losses[rank]) for record in scheduler.history],
+            "gradients": {record.gradients for record in scheduler.history},
+            "own": scheduler.get_last_lr(),
+            "equal": torch.equal(ended[0], ended[-1]),
+            "steps": trainer.state.global_step,
+        }
+
+
+CASES = Cases(2, trained, [("fused", False)], full=[("torch", False), ("fused", True)])
+
+
+@pytest.mark.parametrize(("optimizer", "early"), CASES.params())
+def test_evaluations_and_checkpoints_see_the_average_between_syncs(optimizer: str, early: bool) -> None:
+    for rank, result in enumerate(CASES[optimizer, early]):
+        assert result["apart"][2] > 1e-5, "the replicas must differ, or nothing is tested"
+        assert max(result["evaluated"].values()) < 1e-7
+        assert result["evaluated"].keys() == ({2, 4} if early else {2, 4, 6, 8})
+        if rank == 0:
+            assert result["saved"].keys() == ({4} if early else {4, 8})
+            assert max(result["saved"].values()) < 1e-7
+        assert all(result["returned"].values())
+        assert result["returned"].keys() == ({2} if early else {2, 4, 6})
+
+
+@pytest.mark.parametrize(("optimizer", "early"), CASES.params())
+def test_recorded_losses_are_the_means_of_this_process(optimizer: str, early: bool) -> None:
+    results = CASES[optimizer, early]
+    for result in results:
+        (step, _, loss), *_ = result["history"]
+        assert step == SYNC
+        assert loss == pytest.approx(np.mean(result["losses"][:SYNC]), rel=1e-5)
+    assert results[0]["history"][0][2] != results[1]["history"][0][2]
+
+
+@pytest.mark.parametrize(("optimizer", "early"), CASES.params())
+def test_clipping_and_accumulation_leave_gradients_shared(optimizer: str, early: bool) -> None:
+    for result in CASES[optimizer, early]:
+        assert all(logs["grad_norm"] > 0.2 for logs in result["logs"]), "nothing was clipped"
+        assert max(result["norms"]) < 0.1001
+        assert result["gradients"] == {"shared"}
+
+
+@pytest.mark.parametrize(("optimizer", "early"), CASES.params())
+def test_logged_learning_rates_are_base_values(optimizer: str, early: bool) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    plain = torch.optim.AdamW([parameter], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(plain, 1e-2, STEPS, cycle_momentum=False)
+    expected = []
+    for _ in range(STEPS):
+        expected.append(schedule.get_last_lr()[0])
+        plain.step()
+        schedule.step()
+    for result in CASES[optimizer, early]:
+        found = [logs["learning_rate"] for logs in result["logs"]]
+        assert found == pytest.approx(expected[: len(found)])
+
+
+@pytest.mark.parametrize(("optimizer", "early"), CASES.params())
+def test_a_training_ends_with_one_model(optimizer: str, early: bool) -> None:
+    for result in CASES[optimizer, early]:
+        assert result["steps"] == (4 if early else STEPS)
+        assert result["equal"]
+        assert result["history"][-1][:2] == ((4, "manual") if early else (STEPS, "last"))

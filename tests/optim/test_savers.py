@@ -1,0 +1,199 @@
+"""Every saver saves and loads every tensor of every kind of model that a fused optimizer trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import functional as F
+
+import hdet_kernels as hk
+from tests.optim.tied_net import Net
+from tests.training import same
+
+# Both warn that there is one process only.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Images(nn.Module):
+    """Convolutions in ``channels_last``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        images = torch.sin(torch.arange(6 * 3 * 16.0)).view(6, 3, 4, 4) * tokens.view(6, 1, 1, 1)
+        return self.norm(self.convolution(images)).mean(dim=(2, 3))  # type: ignore[no-any-return]
+
+
+def gpt2() -> Any:
+    """Return a language model with tied embeddings, as transformers builds it from a configuration."""
+    transformers = pytest.importorskip("transformers")
+    size: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 7, "n_positions": 8}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **ends, attn_pdrop=0.0, resid_pdrop=0.0))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Net,
+    "masters": lambda: Net().to(torch.bfloat16),
+    "channels last": Images,
+    "gpt2": gpt2,
+}
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def trained(kind: str, steps: int) -> Pair:
+    torch.manual_seed(0)
+    model = MODELS[kind]().train()
+    optimizer = hk.FusedAdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)  # of the dropout
+        tokens = (torch.arange(6) + step) % 7
+        output = model(tokens[None]) if hasattr(model, "generate") else model(tokens)
+        logits = output if isinstance(output, Tensor) else output.logits[0]
+        F.cross_entropy(logits.float(), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# Savers. Each saves the first pair and loads into the second, and returns whether the optimizer is in it too.
+
+
+def torch_state(pair: Pair, other: Pair, folder: Path) -> bool:
+    torch.save([part.state_dict() for part in pair], folder / "states.pt")
+    for part, state in zip(other, torch.load(folder / "states.pt", weights_only=True), strict=True):
+        part.load_state_dict(state)
+    return True
+
+
+def torch_model(pair: Pair, other: Pair, folder: Path) -> bool:
+    torch.save(pair[0], folder / "model.pt")
+    other[0].load_state_dict(torch.load(folder / "model.pt", weights_only=False).state_dict())
+    return False
+
+
+def safetensors_model(pair: Pair, other: Pair, folder: Path) -> bool:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(pair[0], str(folder / "model"))
+    names = {tensor.data_ptr() for tensor in pair[0].state_dict().values() if tensor.numel()}
+    empty = [tensor for tensor in pair[0].state_dict().values() if not tensor.numel()]
+    assert len(safetensors.load_file(folder / "model")) == len(names) + len(empty), "tied weights once, all others"
+    assert safetensors.load_model(other[0], str(folder / "model")) == (set(), [])
+    return False
+
+
+def safetensors_file(pair: Pair, other: Pair, folder: Path) -> bool:
+    safetensors = pytest.importorskip("safetensors.torch")
+    # It takes neither tied weights nor channels_last, of any model.
+    tied = ("head.weight", "lm_head.weight")
+    own = {name: t.contiguous() for name, t in pair[0].state_dict().items() if name not in tied}
+    safetensors.save_file(own, folder / "model")
+    missing, unknown = other[0].load_state_dict(safetensors.load_file(folder / "model"), strict=False)
+    assert set(missing) <= set(tied)
+    assert not unknown
+    return False
+
+
+def distributed(pair: Pair, other: Pair, folder: Path) -> bool:
+    dcp.save(dict(zip("mo", get_state_dict(*pair), strict=True)), checkpoint_id=folder)
+    state = dict(zip("mo", get_state_dict(*other), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(*other, model_state_dict=state["m"], optim_state_dict=state["o"])
+    return True
+
+
+def accelerate_model(pair: Pair, other: Pair, folder: Path) -> bool:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True).save_model(pair[0], str(folder))
+    accelerate.load_checkpoint_in_model(other[0], str(folder))
+    return False
+
+
+def accelerate_state(pair: Pair, other: Pair, folder: Path) -> bool:
+    accelerate = pytest.importorskip("accelerate")
+    for part, verb in ((pair, "save_state"), (other, "load_state")):
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.prepare(*part)
+        getattr(accelerator, verb)(str(folder))
+    return True
+
+
+def pretrained(pair: Pair, other: Pair, folder: Path) -> bool:
+    model: Any = pair[0]
+    model.save_pretrained(folder)
+    other[0].load_state_dict(type(model).from_pretrained(folder).state_dict())
+    return False
+
+
+def lightning(pair: Pair, other: Pair, folder: Path) -> bool:
+    library = pytest.importorskip("lightning.pytorch")
+
+    class Module(library.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, model: nn.Module, optimizer: Any) -> None:
+            super().__init__()
+            self.model, self.own = model, optimizer
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return self.own
+
+        def training_step(self, *_: Any) -> None:
+            self.optimizers().optimizer.zero_grad()
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    settings = {**quiet, "max_epochs": 1, "enable_checkpointing": False, "default_root_dir": folder}
+    batches = torch.utils.data.DataLoader([0])
+    trainer = library.Trainer(**settings)
+    trainer.fit(Module(*pair), batches)
+    trainer.save_checkpoint(folder / "all.ckpt")
+    library.Trainer(**settings).fit(Module(*other), batches, ckpt_path=folder / "all.ckpt", weights_only=False)
+    return True
+
+
+SAVERS = (
+    *(torch_state, torch_model, safetensors_model, safetensors_file, distributed, accelerate_model, accelerate_state),
+    *(pretrained, lightning),
+)
+
+
+def cases() -> list[Any]:
+    """Return every saver with every kind of model that it takes."""
+    return [
+        # Lightning takes seconds to import.
+        pytest.param(saver, kind, id=f"{saver.__name__}-{kind}", marks=pytest.mark.full if saver is lightning else [])
+        for saver in SAVERS
+        for kind in MODELS
+        if saver is not pretrained or kind == "gpt2"
+    ]
+
+
+@pytest.mark.parametrize(("saver", "kind"), cases())
+def test_every_tensor_is_saved_and_loaded(saver: Callable[[Pair, Pair, Path], bool], kind: str, tmp_path: Path) -> None:
+    pair, other = trained(kind, 2), trained(kind, 0)
+    assert not same(pair[0].state_dict(), other[0].state_dict())
+    before = [tensor.stride() for tensor in other[0].state_dict().values()]
+    with_optimizer = saver(pair, other, tmp_path)
+    assert same(pair[0].state_dict(), other[0].state_dict())
+    assert [tensor.stride() for tensor in other[0].state_dict().values()] == before
+    if with_optimizer:
+        assert same(pair[1].state_dict()["state"], other[1].state_dict()["state"])
+    else:  # both begin anew with what they have
+        pair, other = ((model, hk.FusedAdamW(model.parameters(), lr=0.1)) for model, _ in (pair, other))
+    for each in (pair, other):
+        train(*each, 2)
+    assert same(pair[0].state_dict(), other[0].state_dict())
