@@ -4,13 +4,14 @@
 controller. Three controllers implement it:
 
 - ``regression.py``, the default: the losses regressed on the log multipliers (``least_squares.py``); the signs and the
-  sizes of the slopes as evidence on the right peak (``peak_posterior.py``) and on stability (``stability.py``).
+  sizes of the slopes as evidence on the right peak (``peak_posterior.py``) and on stability (``soundness.py``).
 - ``hypergradient.py``: the next gradient times the last displacement. It needs no spread and no second replica.
 - ``softmax.py``: the paper's.
 
 The first two share ``slopes.py``, which moves a hyperparameter against a slope, and ``warmup.py``, which caps learning
-rates under schedules without a warm-up. ``settings.py`` has every constant. All of this is pure: functions of numbers,
-without tensors, process groups or clocks.
+rates under schedules without a warm-up. ``findings.py`` has slopes and posteriors of a sync, for its record.
+``settings.py`` has every constant. All of this is pure: functions of numbers, without tensors, process groups or
+clocks.
 """
 
 from hdet_kernels.controller.hypergradient import HypergradientController

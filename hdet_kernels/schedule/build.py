@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.converge import Converger, StepCounts, all_names, averaged_state, why_not_averaged
+from hdet_kernels.converge import Converger, converger_of
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
-from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.fanout.spread import Spread, rates_of
+from hdet_kernels.fanout.ties import peak_of
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history_file import HistoryFile
@@ -89,7 +90,8 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     _check_overlap(options["overlap_steps"], sync_every)
     history_file = None if options["history_file"] is None else HistoryFile(options["history_file"])
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
-    hyperparameters = expand(explore, groups, options["spread"], stack.hyper.set if stack is not None else None)
+    elsewhere = stack.hyper.set if stack is not None else None
+    hyperparameters = expand(explore, groups, options["spread"], elsewhere, tie_groups=options["tie_groups"])
     _check_stack(stack, optimizer, options, hyperparameters, gradients)
     run = Run(
         schedule.total_steps,
@@ -103,8 +105,9 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         overlaps=options["overlap_steps"] > 0,
     )
     controller = _controller_of(options["auto_lr"], options["trust"], any(hyper.spread for hyper in hyperparameters))
+    peaks: Sequence[float] | None = None
     if controller is not None:
-        run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
+        run, peaks = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
         run = controller.prepare(run)
         if controller.reads == "slopes":
             run = replace(run, slopes=True)
@@ -120,7 +123,13 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     remember_bases(hyperparameters, groups)
     forget_per_replica(groups)
     spread = Spread(
-        hyperparameters, controller, ensemble, seed=options["seed"], scheduled=learning_rates(optimizer), run=run
+        hyperparameters,
+        controller,
+        ensemble,
+        seed=options["seed"],
+        scheduled=learning_rates(optimizer),
+        run=run,
+        peaks=peaks,
     )
     return Cycle(
         optimizer,
@@ -297,8 +306,11 @@ def _with_peaks(
     groups: Sequence[Group],
     replicas: int,
     rehearse: Callable[[int], Rehearsal | None] | None,
-) -> Run:
-    """Return ``run`` with the peaks of the learning rates that the controller can move, and the schedule's end."""
+) -> tuple[Run, Sequence[float]]:
+    """Return ``run`` with the peaks of the learning rates that the controller can move, and the schedule's end.
+
+    The peak of a set of tied groups is that of the first. The peaks of all groups are returned beside it.
+    """
     compares = controller.reads == "losses"
     movable = [
         hyper.base is None and hyper.group is not None and not (compares and (replicas == 1 or not hyper.spread))
@@ -307,19 +319,14 @@ def _with_peaks(
     played: Rehearsal | None = None
     if rehearse is not None and run.total_steps is not None and any(movable):
         played = rehearse(run.total_steps)
+    highest = [peak_of(group) for group in groups] if played is None else played.highest
     peaks: list[float | None] = [None] * len(hyperparameters)
     for index, hyper in enumerate(hyperparameters):
         if movable[index] and hyper.group is not None:
-            highest = _highest(groups[hyper.group]) if played is None else played.highest[hyper.group]
-            peaks[index] = highest if highest > 0 else None  # a frozen group stays frozen
+            peaks[index] = highest[hyper.group] if highest[hyper.group] > 0 else None  # a frozen group stays frozen
     if played is None:
-        return replace(run, peaks=tuple(peaks))
-    return replace(run, peaks=tuple(peaks), end=played.end, peak=played.peak)
-
-
-def _highest(group: Group) -> float:
-    """Return the peak of a schedule that was not played: OneCycleLR's, or the value that others begin or warm up to."""
-    return float(group[next(key for key in ("max_lr", "initial_lr", "lr") if key in group)])
+        return replace(run, peaks=tuple(peaks)), highest
+    return replace(run, peaks=tuple(peaks), end=played.end, peak=played.peak), highest
 
 
 def _converger_of(
@@ -330,29 +337,12 @@ def _converger_of(
     model: HasBuffers | None,
     buffers: Callable[[], list[Tensor]],
 ) -> Converger:
-    average_buffers, average_state = options["average_buffers"], options["average_state"]
-
-    def state() -> dict[str, Tensor]:
-        if (why_not := why_not_averaged(optimizer)) is None:
-            return averaged_state(optimizer)
-        if gradients == "shared" or average_state is False:
-            return {}
-        raise TypeError(why_not)
-
-    def names() -> Iterator[tuple[str, Tensor]]:
-        for group in optimizer.param_groups:
-            yield from zip(group.get("param_names", ()), group["params"], strict=False)
-        if model is not None:
-            yield from all_names(model)
-
-    buckets = getattr(optimizer, "buckets", None)
-    converger = Converger(
-        buckets if isinstance(buckets, Buckets) else [p for group in optimizer.param_groups for p in group["params"]],
+    converger = converger_of(
+        optimizer,
         ensemble,
-        state=state,
-        counts=StepCounts(optimizer),
-        buffers=buffers if average_buffers else list,
-        names=names,
+        needs_state=gradients != "shared" and options["average_state"] is not False,
+        model=model,
+        buffers=buffers if options["average_buffers"] else list,
         bucket_bytes=options["bucket_bytes"],
         compress=options["compress"],
         backup=options["backup"],
@@ -410,5 +400,4 @@ def _in(value: object) -> Iterator[Tensor]:
 
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
     """Return the learning rates of the groups; tensors as copies."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    return rates_of(optimizer.param_groups)

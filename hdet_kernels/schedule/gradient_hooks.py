@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import MeasuredSlopes
+from hdet_kernels.controller.protocol import MeasuredSlopes, Run
+from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.tensors import local, one_replica, wide_dtype
+
+#: The first gradients of a cycle that are multiplied with the displacement of the cycle before.
+SLOPE_STEPS = 8
 
 
 def look_at_gradients(
@@ -67,7 +71,7 @@ def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
 
 
 class Displacement:
-    """The hypergradient's slopes b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩, one for each parameter group.
+    """The hypergradient's slopes b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩, one for each learning rate.
 
     ḡ is the mean of the first gradients of the next cycle. Each of them sees other examples, so their scatter tells the
     error of the mean. :meth:`turn` is called at every sync, with the averaged parameters in place. :meth:`measure` is
@@ -78,13 +82,31 @@ class Displacement:
         apart: whether replicas may start apart (warm noisy initialisation). Then none knows θ̄(0), and the first
             displacement is that of the second cycle.
         steps: the most gradients of a cycle that are taken.
+        tied: the parameter groups of each learning rate. None: every group has one of its own.
     """
 
-    def __init__(self, optimizer: Optimizer, *, apart: bool = False, steps: int = 1) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        apart: bool = False,
+        steps: int = 1,
+        tied: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.optimizer, self.apart, self.steps = optimizer, apart, steps
+        self.tied = [(index,) for index in range(len(optimizer.param_groups))] if tied is None else list(tied)
         self.last = self._copy()
         self.moved: list[list[Tensor]] | None = None
-        self.slopes: list[Tensor] = []  # [groups] of each gradient so far
+        self.slopes: list[Tensor] = []  # [learning rates] of each gradient so far
+
+    @staticmethod
+    def of(
+        optimizer: Optimizer, run: Run, ensemble: Ensemble, tied: Sequence[Sequence[int]] | None = None
+    ) -> Displacement | None:
+        """Return one for a run; None if its controller does not ask for slopes."""
+        if not run.slopes:
+            return None
+        return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied)
 
     def begin(self) -> None:
         """Start from the current parameters."""
@@ -138,21 +160,21 @@ class Displacement:
         return slopes
 
     def _measured(self) -> list[list[float]]:
-        """Return the slopes of each gradient, by group."""
+        """Return the slopes of each gradient, by learning rate."""
         found: list[list[float]] = torch.stack(self.slopes).tolist() if self.slopes else []
         return found
 
     def _measured_by_all(self, of_all_parts: Callable[[Tensor], Tensor]) -> list[list[float]]:
         """Return the sums over the parts of a replica; nothing if one of them did not measure as often as others."""
-        count, groups, device = len(self.slopes), len(self.optimizer.param_groups), self._device()
-        row = torch.zeros(1 + self.steps * groups, dtype=wide_dtype(device), device=device)
+        count, rates, device = len(self.slopes), len(self.tied), self._device()
+        row = torch.zeros(1 + self.steps * rates, dtype=wide_dtype(device), device=device)
         row[0] = count
         if count:
-            row[1 : 1 + count * groups] = torch.cat(self.slopes)
-        counts, products = of_all_parts(row).split([1, self.steps * groups], dim=1)
+            row[1 : 1 + count * rates] = torch.cat(self.slopes)
+        counts, products = of_all_parts(row).split([1, self.steps * rates], dim=1)
         if not bool((counts == count).all()):
             return []
-        found: list[list[float]] = products.sum(dim=0)[: count * groups].view(count, groups).tolist()
+        found: list[list[float]] = products.sum(dim=0)[: count * rates].view(count, rates).tolist()
         return found
 
     def measure(self) -> None:
@@ -161,9 +183,9 @@ class Displacement:
             return
         device = self._device()
         wide = wide_dtype(device)
-        products = []
-        for group, moved in zip(self.optimizer.param_groups, self.moved, strict=True):
-            pairs = zip(group["params"], moved, strict=True)
+        groups, products = self.optimizer.param_groups, []
+        for tied in self.tied:
+            pairs = [pair for index in tied for pair in zip(groups[index]["params"], self.moved[index], strict=True)]
             dots = [
                 (local(one_replica(p, p.grad)) * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None
             ]
@@ -176,6 +198,7 @@ class Displacement:
             self.moved = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the tensors in use."""
         return {"last": self.last, "moved": self.moved, "slopes": self._measured(), "apart": self.apart}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -196,7 +219,7 @@ class Displacement:
 
 
 def _mean_and_error(measured: list[list[float]]) -> MeasuredSlopes:
-    """Return the mean of the slopes of several gradients, by group, and its standard error; NaN for one gradient."""
+    """Return the mean of the slopes of several gradients, and its standard error: NaN for one gradient."""
     n, values, errors = len(measured), [], []
     for slopes in zip(*measured, strict=True):
         total = squares = 0.0
