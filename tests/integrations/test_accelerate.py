@@ -62,7 +62,7 @@ def _as_torch(rank: int) -> dict[str, Any]:
         "plain": dict(model.state_dict()),
         "history": [[record.losses, record.values] for record in loop.scheduler.history],
         "plain history": [[record.losses, record.values] for record in scheduler.history],
-        "lr": loop.scheduler.get_last_lr(),
+        "metrics": loop.scheduler.metrics(),
         "base": loop.scheduler.get_base_lr(),
         "accuracy": loop.accuracy(),
         "rates": rates,
@@ -216,6 +216,32 @@ def _prepared_before(rank: int) -> dict[str, Any]:
     return {"found": found, "refused": refused}
 
 
+def _with_a_scaler(rank: int, make: Any) -> dict[str, Any]:
+    """Train with the gradient scaler that Accelerate makes for fp16 on GPUs; the third of eight steps overflows."""
+    from hdet_kernels.integrations.accelerate import prepare
+    from tests.integrations.accelerated import BATCH, TASK, make_accelerator, make_model
+
+    accelerator = make_accelerator(rank)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    model = make_model()
+    optimizer = make(model.parameters(), lr=0.01)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 8, sync_every=4, model=model, auto_lr=False)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
+    inputs, targets = TASK.train[0][:BATCH], TASK.train[1][:BATCH]
+    still = []
+    for step in range(8):
+        before = copy.deepcopy(list(model.parameters()))
+        loss = F.cross_entropy(model(inputs.roll(step + rank, 0)), targets.roll(step + rank, 0))
+        accelerator.backward(loss * torch.inf if step == 2 else loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        still.append(all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)))
+        scheduler.step(loss)
+        optimizer.zero_grad()
+    weights = copy.deepcopy(accelerator.unwrap_model(model).state_dict())
+    return {"still": still, "steps": scheduler.last_epoch, "syncs": len(scheduler.history), "weights": weights}
+
+
 def _counted_with_the_whole_loader(rank: int) -> list[str]:
     """Return the warnings of a schedule whose steps were counted before the loader was divided."""
     from tests.integrations.accelerated import Loop
@@ -237,6 +263,8 @@ def _all(rank: int, folder: Path) -> dict[str, Any]:
         "at a sync": _at_a_sync(rank, folder),
         "between syncs": _between_syncs(rank, folder),
         "prepared before": _prepared_before(rank),
+        "scaler, torch": _with_a_scaler(rank, torch.optim.AdamW),
+        "scaler, fused": _with_a_scaler(rank, hk.FusedAdamW),
         "counted": _counted_with_the_whole_loader(rank),
         "refused": _refused(rank),
     }
@@ -259,6 +287,7 @@ def test_one_step_for_each_optimizer_step_as_in_a_loop_of_torch(runs: Runs) -> N
         assert same(run["loop"], run["plain"])
         assert same(run["history"], run["plain history"])
         assert run["accuracy"] > 0.6
+        assert run["metrics"]
     assert first["rates"] != second["rates"], "replicas that train alike show nothing"
     assert same(first["loop"], second["loop"])
     assert first["base"] == second["base"]
@@ -329,6 +358,16 @@ def test_an_early_end_leaves_one_model(runs: Runs) -> None:
     first, second = (results["between syncs"] for results in runs[1])
     assert same(first["ended"], second["ended"])
     assert first["ended twice"] == 0, "there was nothing left to average"
+
+
+@pytest.mark.parametrize("optimizer", ["torch", "fused"])
+def test_a_step_that_the_gradient_scaler_skips_counts(runs: Runs, optimizer: str) -> None:
+    first, second = (results[f"scaler, {optimizer}"] for results in runs[1])
+    for run in (first, second):
+        assert run["still"] == [step == 2 for step in range(8)]
+        assert run["steps"] == 8
+        assert run["syncs"] == 2
+    assert same(first["weights"], second["weights"])
 
 
 def test_a_scheduler_on_a_prepared_optimizer_finds_a_learning_rate(runs: Runs) -> None:
