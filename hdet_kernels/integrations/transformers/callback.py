@@ -151,7 +151,7 @@ class HDETCallback(TrainerCallback):
 
     def metrics(self) -> dict[str, float]:
         """Return the scheduler's metrics; none before training."""
-        return {} if self._scheduler is None else getattr(self._scheduler, "metrics", dict)()
+        return {} if self._scheduler is None else self._scheduler.metrics()
 
     @contextlib.contextmanager
     def average(self, step: int) -> Iterator[None]:
