@@ -240,8 +240,8 @@ class HDETCallback(TrainerCallback):
     def _check_averaged(self, done: str, state: TrainerState) -> None:
         if self._held is None and self._apart and self._averaged_at != state.global_step:
             log.warning(
-                "step %d: the trainer %s parameters of single replicas, not the average: a callback after HDETCallback, "
-                "or your own code, asked for it; put HDETCallback last, or use HDETTrainer",
+                "step %d: the trainer %s parameters of single replicas, not the average: a callback after "
+                "HDETCallback, or your own code, asked for it; put HDETCallback last, or use HDETTrainer",
                 state.global_step,
                 done,
             )
