@@ -4,7 +4,7 @@
 controller. Three controllers implement it:
 
 - ``regression.py``, the default: the losses regressed on the log multipliers (``least_squares.py``); the signs and the
-  sizes of the slopes as evidence on the right peak (``peak_posterior.py``) and on stability (``stability.py``).
+  sizes of the slopes as evidence on the right peak (``peak_posterior.py``) and on stability (``soundness.py``).
 - ``hypergradient.py``: the next gradient times the last displacement. It needs no spread and no second replica.
 - ``softmax.py``: the paper's.
 

@@ -15,12 +15,15 @@ replicas back to the last average that was judged sound.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hdet_kernels.checks import check_choice, check_share, check_steps
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -76,6 +79,13 @@ class Run:
     departs: tuple[tuple[int, int] | None, ...] = ()
     slopes: bool = False
 
+    def __post_init__(self) -> None:
+        if self.total_steps is not None:
+            check_steps("total_steps", self.total_steps)
+        check_steps("sync_every", self.sync_every)
+        check_share("peak", self.peak)
+        check_choice("gradients", self.gradients, ("auto", "shared", "local"))
+
     @property
     def moves_rates(self) -> bool:
         """Whether there is a learning rate whose peak can be moved."""
@@ -99,6 +109,14 @@ class Run:
         if not self.departs:
             return None
         return tuple(steps is None or steps[0] <= step < steps[1] for steps in self.departs)
+
+    def acts_after(self, controller: Controller, step: int) -> bool:
+        """Return whether the controller acts at a sync after ``step``; True if the length of the run is not known."""
+        if self.total_steps is None:
+            return True
+        regular = range((step // self.sync_every + 1) * self.sync_every, self.total_steps + 1, self.sync_every)
+        later = itertools.chain(self.early, regular, (self.total_steps,))
+        return any(controller.active(self, sync) for sync in later if sync > step)
 
     def steps_since_sync(self, step: int) -> int:
         """Return the number of steps of the cycle that ends with ``step``."""

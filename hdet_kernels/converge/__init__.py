@@ -17,19 +17,19 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
 8. The payload is settled: copies go back to the tensors that they were made of, parameters are rounded from their
    master weights.
 
-:mod:`.overlap` runs steps 1 to 6 on a copy, in a thread, while training goes on, and applies the difference later.
+:mod:`.of_optimizer` builds the converger of an optimizer. :mod:`.overlap` runs steps 1 to 6 on a copy, in a thread,
+while training goes on, and applies the difference later.
 """
 
 from hdet_kernels.converge.agreement import NoneSound
 from hdet_kernels.converge.compress import Format
 from hdet_kernels.converge.converger import Converger
 from hdet_kernels.converge.handshake import Report
-from hdet_kernels.converge.labels import all_names
-from hdet_kernels.converge.optimizer_state import StepCounts, averaged_state, why_not_averaged
+from hdet_kernels.converge.of_optimizer import converger_of
 from hdet_kernels.converge.outcome import Outcome
 from hdet_kernels.converge.outer import Outer
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
-from hdet_kernels.converge.plan import AverageRequest, AverageState, Merge, compared
+from hdet_kernels.converge.plan import AverageRequest, AverageState, Merge
 
 __all__ = [
     "AverageRequest",
@@ -43,9 +43,5 @@ __all__ = [
     "Outer",
     "OverlappedAverage",
     "Report",
-    "StepCounts",
-    "all_names",
-    "averaged_state",
-    "compared",
-    "why_not_averaged",
+    "converger_of",
 ]

@@ -73,6 +73,11 @@ class NoneSound(RuntimeError):
         super().__init__(message)
         self.agreement = agreement
 
+    @property
+    def kept(self) -> int | None:
+        """The step of the earlier state that all replicas can return to; None if there is none."""
+        return self.agreement.kept
+
 
 def conclude(columns: Mapping[str, Floats]) -> Agreement:
     """Return the conclusions from the gathered columns, each [replicas, parts]."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet_kernels.converge.agreement import Agreement
-from hdet_kernels.converge.plan import Plan
+from hdet_kernels.converge.plan import Plan, compared
 from hdet_kernels.converge.transport import Cost
 
 
@@ -41,6 +41,11 @@ class Outcome:
     state: bool = False
     kept: int | None = None
     distance: float | None = None
+
+    @property
+    def compared(self) -> NDArray[np.float64]:
+        """The losses that a controller compares: on the probe, or without one in training; NaN for a bad replica."""
+        return np.where(self.healthy, compared(self.losses, self.probes), np.nan)
 
     @staticmethod
     def of(agreement: Agreement, plan: Plan, cost: Cost, seconds: float, distance: float | None = None) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observation, Run, State
 from hdet_kernels.ensemble import Ensemble, held
-from hdet_kernels.fanout.explore import Group, Hyperparameter
+from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand
 from hdet_kernels.fanout.multipliers import pairs
-from hdet_kernels.optim.group_entries import write_per_replica
+from hdet_kernels.optim.group_entries import write_entry, write_per_replica
 
 Array = NDArray[np.float64]
 
@@ -35,10 +35,12 @@ class Placement:
     applied: Array
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the arrays as lists."""
         return {"base": self.base.tolist(), "values": self.values.tolist(), "applied": self.applied.tolist()}
 
     @staticmethod
     def of(state: dict[str, Any]) -> Placement:
+        """Return the placement that :meth:`state_dict` saved."""
         return Placement(*(np.array(state[name]) for name in ("base", "values", "applied")))
 
 
@@ -86,6 +88,45 @@ class Spread:
         self._several = ensemble.rows > 1
         self.fan_out(0)
 
+    @staticmethod
+    def of(
+        groups: Sequence[Group],
+        ensemble: Ensemble,
+        controller: Controller | None = None,
+        *,
+        run: Run,
+        spread: float,
+        explore: Iterable[Explore] = (),
+        seed: int = 0,
+    ) -> Spread:
+        """Return the spread of an optimizer's learning rates, and of scalars that are explored beside them.
+
+        Its first cycle has begun.
+
+        Args:
+            groups: the optimizer's parameter groups, with the schedule's first learning rates.
+            ensemble: the replicas.
+            controller: moves the base values; None: they are the scheduled ones.
+            run: the run, as the controller prepared it.
+            spread: α of the learning rates.
+            explore: further scalars.
+            seed: of the permutations.
+
+        Raises:
+            ValueError: if ``run`` describes another number of hyperparameters.
+        """
+        hyperparameters = expand(explore, groups, spread)
+        names = [hyper.name for hyper in hyperparameters]
+        for what, entries in (("floors", run.floors), ("peaks", run.peaks), ("reach", run.reach)):
+            if entries and len(entries) != len(names):
+                raise ValueError(
+                    f"run.{what} has {len(entries)} entries, expected one for each of {', '.join(names)}: the learning "
+                    "rate of every parameter group, then the explored scalars"
+                )
+        made = Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=rates_of(groups), run=run)
+        made.begin_cycle(run, 0)
+        return made
+
     @property
     def diverges(self) -> bool:
         """Whether the replicas' values differ in this cycle."""
@@ -95,6 +136,11 @@ class Spread:
     def reads_losses(self) -> bool:
         """Whether the controller compares the replicas' losses."""
         return self.controller is not None and self.controller.reads == "losses"
+
+    def begin_cycle(self, run: Run, step: int) -> None:
+        """Deal the multipliers of the cycle that begins after ``step``, as the controller wished for in ``run``."""
+        departs = run.departs_at(step)
+        self.fan_out(step // run.sync_every, run.syncs_before(step), in_pairs=run.in_pairs, departs=departs)
 
     def fan_out(
         self, cycle: int, sync: int = 0, *, in_pairs: bool = False, departs: Sequence[bool] | None = None
@@ -168,6 +214,16 @@ class Spread:
         self.scheduled = list(scheduled)
         return [self.written(self.rate_of[group], group) for group in range(len(self.scheduled))]
 
+    def give_back(self, groups: Sequence[Group]) -> None:
+        """Write the schedule's learning rates to the groups, before a schedule that computes the next from them."""
+        for group, rate in zip(groups, self.scheduled, strict=True):
+            write_entry(group, "lr", rate)
+
+    def follow(self, groups: Sequence[Group]) -> None:
+        """Take the schedule's learning rates from the groups, and write the values of the replicas held here."""
+        self.scheduled = rates_of(groups)
+        self.write(groups)
+
     def base_rates(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now."""
         return [self.base(self.rate_of[group], group) for group in range(len(self.scheduled))]
@@ -196,19 +252,34 @@ class Spread:
         applied = np.divide(values, base[:, None], out=self._multipliers.copy(), where=base[:, None] > 0)
         return Placement(base, values, applied)
 
-    def move(self, run: Run, placed: Placement, losses: Array, step: int, slopes: MeasuredSlopes | None = None) -> None:
-        """Let the controller move the base values at the sync after ``step``.
+    def observe(self, placed: Placement, losses: Array, step: int, slopes: MeasuredSlopes | None = None) -> Observation:
+        """Return a sync as the controller sees it.
 
         Args:
-            run: the run.
             placed: the values that the replicas trained with.
             losses: [N], NaN where a replica is bad.
             step: the step that the sync followed.
             slopes: those of the learning rates that were measured from gradients; other scalars have none.
         """
+        values = errors = None
+        if slopes is not None:
+            others = len(placed.base) - len(slopes.values)
+            values = np.array([*slopes.values, *[0.0] * others])
+            errors = np.array([*slopes.errors, *[np.inf] * others])
+        return Observation(losses, placed.applied, placed.base, step, values, errors)
+
+    def move(self, run: Run, seen: Observation) -> None:
+        """Let the controller, if there is one, move the base values at a sync."""
         if self.controller is not None:
-            seen = observation(placed, losses, step, slopes)
             self.controller_state = self.controller.update(run, self.controller_state, seen)
+
+    def bases(self) -> dict[str, str]:
+        """Return the base values by name, for a report.
+
+        Six digits: the last ones may differ between machines of different kinds.
+        """
+        base = self.placement().base.tolist()
+        return {hyper.name: f"{value:.6e}" for hyper, value in zip(self.hyperparameters, base, strict=True)}
 
     def config(self) -> list[dict[str, Any]]:
         """Return the settings that must be equal on all replicas, as plain values. Only tied ones have ``tied``."""
@@ -219,11 +290,13 @@ class Spread:
         ]
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the scheduled learning rates and the controller's state; multipliers follow from the step."""
         # Tensors stay tensors: the product of an fp32 rate and a multiplier is rounded otherwise than that of floats.
         scheduled = [value.detach().clone() if isinstance(value, Tensor) else float(value) for value in self.scheduled]
         return {"scheduled": scheduled, "controller": copy.deepcopy(self.controller_state)}
 
     def load_state_dict(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
+        """Load a saved state. :meth:`begin_cycle` and :meth:`write` are due then."""
         self.scheduled = [
             value.to(group["lr"].device) if isinstance(value, Tensor) and isinstance(group["lr"], Tensor) else value
             for value, group in zip(state["scheduled"], groups, strict=True)
@@ -238,11 +311,6 @@ def _share(peaks: Sequence[float] | None, first: int, group: int) -> float:
     return peaks[group] / peaks[first]
 
 
-def observation(placed: Placement, losses: Array, step: int, slopes: MeasuredSlopes | None = None) -> Observation:
-    """Return a sync as a controller sees it. The arguments are those of :meth:`Spread.move`."""
-    values = errors = None
-    if slopes is not None:
-        others = len(placed.base) - len(slopes.values)
-        values = np.array([*slopes.values, *[0.0] * others])
-        errors = np.array([*slopes.errors, *[np.inf] * others])
-    return Observation(losses, placed.applied, placed.base, step, values, errors)
+def rates_of(groups: Sequence[Group]) -> list[float | Tensor]:
+    """Return the learning rates of the groups; tensors as copies."""
+    return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]

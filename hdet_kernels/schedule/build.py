@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.converge import Converger, StepCounts, all_names, averaged_state, why_not_averaged
+from hdet_kernels.converge import Converger, converger_of
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
-from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.fanout.ties import peak_of
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
@@ -337,29 +337,12 @@ def _converger_of(
     model: HasBuffers | None,
     buffers: Callable[[], list[Tensor]],
 ) -> Converger:
-    average_buffers, average_state = options["average_buffers"], options["average_state"]
-
-    def state() -> dict[str, Tensor]:
-        if (why_not := why_not_averaged(optimizer)) is None:
-            return averaged_state(optimizer)
-        if gradients == "shared" or average_state is False:
-            return {}
-        raise TypeError(why_not)
-
-    def names() -> Iterator[tuple[str, Tensor]]:
-        for group in optimizer.param_groups:
-            yield from zip(group.get("param_names", ()), group["params"], strict=False)
-        if model is not None:
-            yield from all_names(model)
-
-    buckets = getattr(optimizer, "buckets", None)
-    converger = Converger(
-        buckets if isinstance(buckets, Buckets) else [p for group in optimizer.param_groups for p in group["params"]],
+    converger = converger_of(
+        optimizer,
         ensemble,
-        state=state,
-        counts=StepCounts(optimizer),
-        buffers=buffers if average_buffers else list,
-        names=names,
+        needs_state=gradients != "shared" and options["average_state"] is not False,
+        model=model,
+        buffers=buffers if options["average_buffers"] else list,
         bucket_bytes=options["bucket_bytes"],
         compress=options["compress"],
         backup=options["backup"],
@@ -417,5 +400,4 @@ def _in(value: object) -> Iterator[Tensor]:
 
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
     """Return the learning rates of the groups; tensors as copies."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    return rates_of(optimizer.param_groups)

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from hdet_kernels.controller.findings import ExplainingController, Findings
 from hdet_kernels.controller.protocol import MeasuredSlopes, Observation, Run
-from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report, compared
+from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report
 from hdet_kernels.converge.converger import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
-from hdet_kernels.fanout.spread import Placement, Spread, observation
+from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.schedule.equal_losses import EqualLosses
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
 from hdet_kernels.schedule.history import History, Kind, SyncRecord
@@ -37,9 +37,6 @@ from hdet_kernels.schedule.step_count import StepCount
 from hdet_kernels.schedule.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
-
-#: The first gradients of a cycle that are multiplied with the displacement of the cycle before.
-SLOPE_STEPS = 8
 
 
 class Cycle:
@@ -89,9 +86,7 @@ class Cycle:
         self.expects_state = False  # a checkpoint was loaded whose optimizer had state
         self.replaced = False  # another scheduler was built on the optimizer
         tied = [hyper.groups for hyper in spread.hyperparameters if hyper.base is None]
-        self.displacement = (
-            Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied) if run.slopes else None
-        )
+        self.displacement = Displacement.of(optimizer, run, ensemble, tied)
         self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
@@ -135,8 +130,7 @@ class Cycle:
 
     def fan_out(self) -> None:
         """Give every replica its multipliers for the cycle that begins now."""
-        syncs, departs = self.run.syncs_before(self.step), self.run.departs_at(self.step)
-        self.spread.fan_out(self.number, syncs, in_pairs=self.run.in_pairs, departs=departs)
+        self.spread.begin_cycle(self.run, self.step)
         self._fingerprint = None
 
     def write(self) -> None:
@@ -290,7 +284,6 @@ class Cycle:
         runs.
         """
         probe, failure = self._run_probe() if compares else (None, None)
-        hyperparameters, base = self.spread.hyperparameters, self.spread.placement().base
         settings = {"gradients": self.gradients, "average_state": self.average_state}
         report = Report(
             step,
@@ -301,8 +294,7 @@ class Cycle:
             failed=failure is not None,
             gradients=self._fingerprint,
             settings={**self.config, **settings, "overlap_steps": self.overlap_steps},
-            # Six digits: the last ones may differ between machines of different kinds.
-            bases={hyper.name: f"{value:.6e}" for hyper, value in zip(hyperparameters, base, strict=True)},
+            bases=self.spread.bases(),
             kept=self.undoing.kept if self.undoing else None,
             stepped=self.steps.since_sync if self.steps.counts else None,
         )
@@ -318,13 +310,11 @@ class Cycle:
         self._look_at_losses(step, placed, outcome)
         undone, findings = None, None
         if acting:  # before anything is recorded, because a controller may raise
-            losses = np.where(outcome.healthy, compared(outcome.losses, outcome.probes), np.nan)
-            move = partial(self.spread.move, self.run, placed, losses, step, slopes)
-            seen = observation(placed, losses, step, slopes)
+            seen = self.spread.observe(placed, outcome.compared, step, slopes)
             if self.undoing is None:
-                move()
+                self.spread.move(self.run, seen)
             else:
-                undone = self.undoing.act(self.run, seen, outcome, move, landed=landed)
+                undone = self.undoing.act(self.run, seen, outcome, landed=landed)
             findings = self._findings(seen)
         self.shared = outcome.shared
         self._record(step, landed, self._kind(step), placed, outcome, undone, findings)
@@ -351,8 +341,7 @@ class Cycle:
         if self.displacement is None:
             return None
         slopes = self.displacement.turn(self._of_all_parts if self.ensemble.parts > 1 else None)
-        following = (step // self.run.sync_every + 1) * self.run.sync_every
-        if shared is False or not self._acting(following):
+        if not self.displacement.ended and (shared is False or not self._acts_after(step)):
             self.displacement.end()
         return None if shared is False else slopes
 
@@ -363,12 +352,12 @@ class Cycle:
 
     def _recover(self, step: int, landed: int, placed: Placement, none: NoneSound) -> None:
         """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
-        if self.undoing is None or not self.undoing.can_go_back(none.agreement.kept):
+        if self.undoing is None or not self.undoing.can_go_back(none.kept):
             raise none
         log.warning("%s", str(none).partition(". Nothing was")[0])
         slopes = self._turn(step, None)
         unknown = np.full(self.ensemble.size, np.nan)
-        undone = self.undoing.go_back(self.run, observation(placed, unknown, step, slopes))
+        undone = self.undoing.go_back(self.run, self.spread.observe(placed, unknown, step, slopes))
         outcome = Outcome.of_none(none.agreement, handshake_cost(self.ensemble), 0.0)
         self._record(step, landed, self._kind(step), placed, outcome, undone)
 
@@ -402,6 +391,9 @@ class Cycle:
 
     def _acting(self, step: int) -> bool:
         return self.spread.controller is not None and self.spread.controller.active(self.run, step)
+
+    def _acts_after(self, step: int) -> bool:
+        return self.spread.controller is not None and self.run.acts_after(self.spread.controller, step)
 
     def _average_state(self) -> AverageState:
         if self.average_state != "auto":

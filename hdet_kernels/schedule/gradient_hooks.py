@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import MeasuredSlopes
+from hdet_kernels.controller.protocol import MeasuredSlopes, Run
+from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.tensors import local, one_replica, wide_dtype
+
+#: The first gradients of a cycle that are multiplied with the displacement of the cycle before.
+SLOPE_STEPS = 8
 
 
 def look_at_gradients(
@@ -94,6 +98,15 @@ class Displacement:
         self.last = self._copy()
         self.moved: list[list[Tensor]] | None = None
         self.slopes: list[Tensor] = []  # [learning rates] of each gradient so far
+
+    @staticmethod
+    def of(
+        optimizer: Optimizer, run: Run, ensemble: Ensemble, tied: Sequence[Sequence[int]] | None = None
+    ) -> Displacement | None:
+        """Return one for a run; None if its controller does not ask for slopes."""
+        if not run.slopes:
+            return None
+        return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied)
 
     def begin(self) -> None:
         """Start from the current parameters."""
@@ -185,6 +198,7 @@ class Displacement:
             self.moved = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the tensors in use."""
         return {"last": self.last, "moved": self.moved, "slopes": self._measured(), "apart": self.apart}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -69,6 +69,7 @@ class LossWindow:
             self.sum = saved.clone() if isinstance(saved, Tensor) else saved
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the sums as plain numbers. Waits for the device."""
         total = self.sum.tolist() if isinstance(self.sum, Tensor) else self.sum
         return {"sum": total, "count": self.count, "ever": self.ever}
 
@@ -78,6 +79,7 @@ class LossWindow:
         return {**state, "sum": 0.0, "count": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load saved sums."""
         self.count, self.ever = state["count"], state["ever"]
         # An empty window fits any number of replicas.
         total = state["sum"] if self.count else 0.0

@@ -220,8 +220,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         changed = self.cycle.end_step(loss, last_step)
         groups = self._inner.param_groups
         # Chainable schedulers compute the next learning rate from the current one: give them the base back.
-        for group, rate in zip(groups, self.cycle.spread.scheduled, strict=True):
-            write_entry(group, "lr", rate)
+        self.cycle.spread.give_back(groups)
         self.base_scheduler.step()
         for group, rate in zip(groups, self.cycle.spread.rates(learning_rates(self._inner)), strict=True):
             write_entry(group, "lr", rate)

@@ -15,7 +15,8 @@ from hdet_kernels.controller.softmax import SoftmaxController
 from hdet_kernels.controller.soundness import CHANGES
 from hdet_kernels.converge.payload import Payload
 from hdet_kernels.ops.wire import FORMATS
-from hdet_kernels.schedule.cycle import SLOPE_STEPS, Cycle
+from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.gradient_hooks import SLOPE_STEPS
 from hdet_kernels.schedule.history import POINTS, WINDOW, Kind
 from hdet_kernels.schedule.schema import (
     RATE,

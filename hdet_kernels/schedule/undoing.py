@@ -6,7 +6,6 @@ losses, so that they judge alike; the handshake of a sync tells whether all of t
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,9 +46,17 @@ class Undoing:
         spread: Spread,
         converger: Converger,
         displacement: Displacement | None,
-        buffers: Callable[[], Sequence[Tensor]],
+        buffers: Callable[[], Sequence[Tensor]] = tuple,
     ) -> Undoing | None:
-        """Return one for a scheduler; None if its controller never undoes anything."""
+        """Return one for a scheduler; None if its controller never undoes anything.
+
+        Args:
+            optimizer: its parameters and state are kept.
+            spread: the spread of the scheduler, with its controller.
+            converger: averages the replicas.
+            displacement: measures slopes, if any are measured.
+            buffers: returns the buffers of the model, which are kept too.
+        """
         controller = spread.controller
         if not isinstance(controller, UndoingController) or not returns_allowed(controller):
             return None
@@ -62,7 +69,7 @@ class Undoing:
 
     def keep_start(self, run: Run, step: int) -> None:
         """Keep the replicas as they are before the first step, which is sound."""
-        if self.returns >= self.controller.undo or not self._acts_after(run, step):
+        if self.returns >= self.controller.undo or not run.acts_after(self.controller, step):
             return
         if self.last_sound.can_copy:
             self.last_sound.keep_start(step)
@@ -72,16 +79,13 @@ class Undoing:
                 "before the first sound average; make a step before capturing to have it kept"
             )
 
-    def act(
-        self, run: Run, seen: Observation, outcome: Outcome, move: Callable[[], None], *, landed: int
-    ) -> int | None:
+    def act(self, run: Run, seen: Observation, outcome: Outcome, *, landed: int) -> int | None:
         """Let the controller act on a sync: move the base values, or return to the last sound average.
 
         Args:
             run: the run.
             seen: the sync.
             outcome: its average, which is in place.
-            move: moves the base values.
             landed: the step after which the average was applied.
 
         Returns:
@@ -90,10 +94,10 @@ class Undoing:
         judgement = self.controller.judge(run, self.spread.controller_state, seen)
         if judgement == "broken" and self.can_go_back(outcome.kept):
             return self.go_back(run, seen)
-        move()
+        self.spread.move(run, seen)
         if judgement == "broken":
             self._tell(seen)
-        if not self._acts_after(run, seen.step):
+        if not run.acts_after(self.controller, seen.step):
             self.last_sound.drop()
         elif judgement == "sound" and self.returns < self.controller.undo:
             alike = landed == seen.step  # replicas that have trained on while they were averaged are apart
@@ -120,7 +124,7 @@ class Undoing:
             ", ".join(f"{name}={new:.3g} after {old:.3g}" for name, old, new in moved if new != old) or "no change",
             *(self.returns, self.controller.undo),
         )
-        if self.returns >= self.controller.undo or not self._acts_after(run, seen.step):
+        if self.returns >= self.controller.undo or not run.acts_after(self.controller, seen.step):
             kept.drop()
         return step
 
@@ -137,14 +141,6 @@ class Undoing:
                 "average: step %s",
                 *(seen.step, _level(seen), self.returns, self.controller.undo, self.last_sound.step),
             )
-
-    def _acts_after(self, run: Run, step: int) -> bool:
-        """Return whether the controller acts at a sync after ``step``."""
-        if run.total_steps is None:
-            return True
-        regular = range((step // run.sync_every + 1) * run.sync_every, run.total_steps + 1, run.sync_every)
-        later = itertools.chain(run.early, regular, (run.total_steps,))
-        return any(self.controller.active(run, sync) for sync in later if sync > step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of returns, and the copy."""

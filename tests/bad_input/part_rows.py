@@ -195,7 +195,40 @@ PUBLISHED: list[Row] = [
     *out_of_range("momentum_of_lr", published("momentum_of_lr"), "between 0 and 1", 1.0, -0.1, NAN),
 ]
 
+
+def run_with(name: str) -> Callable[[Any, Any], object]:
+    return lambda w, value: hk.Run(**{"total_steps": 100, "sync_every": 10, "peak": 0.3, "floors": (), name: value})
+
+
+FRONTENDS: list[Row] = [
+    *wrong_kinds("total_steps", run_with("total_steps"), WHOLE, leave_out=["None"]),
+    *out_of_range("total_steps", run_with("total_steps"), WHOLE, 0, -1, 2.5),
+    *wrong_kinds("sync_every", run_with("sync_every"), WHOLE),
+    *out_of_range("sync_every", run_with("sync_every"), WHOLE, 0, -1, 2.5),
+    *out_of_range("peak", run_with("peak"), "between 0 and 1", -0.1, 1.5, NAN),
+    *each(run_with("gradients"), ValueError, "gradients must be", "both", None, 3, what="gradients "),
+    Row(
+        "a run of other groups",
+        lambda w: hk.Spread.of(w.bare.param_groups, SingleReplica(), run=hk.Run(9, 3, 0.3, (None,) * 9), spread=0.3),
+        ValueError,
+        "run.floors has 9 entries",
+    ),
+    Row(
+        "a spread of 1",
+        lambda w: hk.Spread.of(w.bare.param_groups, SingleReplica(), run=hk.Run(9, 3, 0.3, ()), spread=1.0),
+        ValueError,
+        "spread must be below 1",
+    ),
+    Row(
+        "an unknown option of the converger",
+        lambda w: hk.converger_of(w.bare, SingleReplica(), compression="bf16"),
+        TypeError,
+        "unexpected keyword argument 'compression'",
+    ),
+]
+
 AREAS = {
+    "frontends": FRONTENDS,
     "ensembles": ENSEMBLES,
     "averages": AVERAGES,
     "initialisation": INITIALISATION,

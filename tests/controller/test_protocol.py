@@ -28,6 +28,15 @@ class TestRun:
         expected = sum(first <= step <= last for step in range(sync_every, 501, sync_every))
         assert Run(500, sync_every, 0.3, ()).syncs(first, last) == expected
 
+    def test_tells_whether_a_controller_acts_later(self) -> None:
+        controller = HypergradientController(start_at=0.5, stop_at=0.7)
+        run = Run(100, 10, 0.3, (None,), early=(5,))
+        assert [run.acts_after(controller, step) for step in (0, 10, 60, 69, 70, 100)] == [True] * 4 + [False] * 2
+        always = SoftmaxController(warmup_steps=0, decay=0.0)
+        assert run.acts_after(always, 99), "the end of the run has a sync"
+        assert not run.acts_after(always, 100)
+        assert dataclasses.replace(run, total_steps=None).acts_after(always, 100)
+
     @PROPERTY
     @given(st.integers(1, 60), st.integers(1, 500))
     def test_cycles_follow_each_other_without_a_gap(self, sync_every: int, total: int) -> None:

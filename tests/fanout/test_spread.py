@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
+from hdet_kernels import Explore, HypergradientController, RegressionController, SoftmaxController
 from hdet_kernels.controller.protocol import MeasuredSlopes, Observation, Run, State
 from hdet_kernels.fanout.explore import Hyperparameter
 from hdet_kernels.fanout.spread import Spread
@@ -40,7 +41,7 @@ def test_the_controller_sees_multipliers_after_bounds() -> None:
     controller = Listening()
     object.__setattr__(controller, "seen", [])
     values = spread(controller, bounds=(0.08, 0.11))
-    values.move(RUN, values.placement(), np.array([1.0, 2.0, 3.0, 4.0]), 70)
+    values.move(RUN, values.observe(values.placement(), np.array([1.0, 2.0, 3.0, 4.0]), 70))
     (seen,) = controller.seen
     assert seen.step == 70
     assert seen.base.tolist() == [0.1, 2.0]
@@ -52,7 +53,7 @@ def test_slopes_are_those_of_the_learning_rates_and_zero_for_the_others() -> Non
     controller = Listening()
     object.__setattr__(controller, "seen", [])
     values = spread(controller)
-    values.move(RUN, values.placement(), np.ones(4), 70, MeasuredSlopes([0.7], [0.1]))
+    values.move(RUN, values.observe(values.placement(), np.ones(4), 70, MeasuredSlopes([0.7], [0.1])))
     slopes = controller.seen[0].slopes
     assert slopes is not None
     assert slopes.tolist() == [0.7, 0.0]
@@ -67,7 +68,7 @@ def test_softmax_continues_from_the_bounded_base() -> None:
     rho = values.placement().values[0]
     losses = -rho  # a higher value is better: the base would rise without end
     for _ in range(30):
-        values.move(RUN, values.placement(), losses * 100, 70)
+        values.move(RUN, values.observe(values.placement(), losses * 100, 70))
     assert values.base(0) == 0.101
     assert values.controller_state["eta"][0] < 0.101 * 1.2, "it does not grow beyond the bound"
 
@@ -78,7 +79,7 @@ def test_softmax_never_changes_the_sign() -> None:
     values = Spread([rate], controller, Place(), seed=0, scheduled=[0.1])  # type: ignore[arg-type]
     for cycle in range(20):
         values.fan_out(cycle)
-        values.move(RUN, values.placement(), values.placement().values[0] * 1e3, 70)
+        values.move(RUN, values.observe(values.placement(), values.placement().values[0] * 1e3, 70))
         assert values.base(0) > 0
 
 
@@ -152,3 +153,39 @@ def test_only_controllers_that_read_losses_compare_them(reads: str, expected: bo
     controller = RegressionController() if reads == "losses" else HypergradientController()
     assert spread(controller).reads_losses is expected
     assert not spread(None).reads_losses
+
+
+def test_a_cycle_begins_as_the_controller_wished() -> None:
+    """Early syncs count for pairs, the number of the cycle for permutations."""
+    run = Run(100, 10, 0.3, (None, None), early=(4,), departs=((0, 20), None))
+    values, other = spread(None), spread(None)
+    for step in (0, 4, 10, 20):
+        for in_pairs in (False, True):
+            values.begin_cycle(replace(run, in_pairs=in_pairs), step)
+            syncs = step // 10 + (step >= 4)
+            other.fan_out(step // 10, syncs, in_pairs=in_pairs, departs=(step < 20, True))
+            np.testing.assert_array_equal(values.placement().applied, other.placement().applied)
+
+
+def test_the_spread_of_an_optimizer_follows_the_schedule_and_gives_back() -> None:
+    groups = [{"lr": 0.1, "weight_decay": 0.5}, {"lr": torch.tensor(0.2)}]
+    run = Run(100, 10, 0.3, (None,) * 3)
+    explore = [Explore("weight_decay", groups=[0])]
+    values = Spread.of(groups, Place(), run=run, spread=0.3, explore=explore)  # type: ignore[arg-type]
+    assert [hyper.name for hyper in values.hyperparameters] == ["lr/0", "lr/1", "weight_decay/0"]
+    values.follow(groups)
+    expected = values.placement().values[:, 1]
+    found = [float(number) for number in (groups[0]["lr"], groups[1]["lr"], groups[0]["weight_decay"])]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert found[0] != 0.1
+    values.give_back(groups)
+    assert (groups[0]["lr"], groups[1]["lr"]) == (0.1, torch.tensor(0.2))
+    groups[0]["lr"] = 0.05
+    values.follow(groups)
+    assert values.bases() == {"lr/0": "5.000000e-02", "lr/1": "2.000000e-01", "weight_decay/0": "5.000000e-01"}
+
+
+def test_a_run_that_describes_other_hyperparameters_is_refused() -> None:
+    run = Run(100, 10, 0.3, (None, None))
+    with pytest.raises(ValueError, match=r"run\.floors has 2 entries, expected one for each of lr/0: the learning"):
+        Spread.of([{"lr": 0.1}], Place(), run=run, spread=0.3)  # type: ignore[arg-type]

@@ -232,3 +232,15 @@ def test_a_probe_that_raises_is_the_cause_of_the_error() -> None:
         advance(optimizer, scheduler)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert scheduler.last_epoch == 1
+
+
+def test_a_controller_that_acts_from_a_later_sync_on_has_slopes_then() -> None:
+    """The hypergradient controller begins at 5 % of the run, four cycles of the default length."""
+    optimizer = adam()
+    scheduler = hk.HDETOneCycleLR(optimizer, 1e-4, 160, auto_lr=hk.HypergradientController())
+    for _ in range(60):
+        advance(optimizer, scheduler)
+    displacement = scheduler.cycle.displacement
+    assert displacement is not None
+    assert displacement.ended, "nothing is measured after the last sync at which it acts"
+    assert scheduler.cycle.spread.controller_state["updates"][0] > 10

@@ -1,0 +1,65 @@
+"""The contract for other frontends: the pieces of a cycle, for schedulers and trainers that drive it themselves.
+
+``__all__`` is the contract. Its names, their public attributes and the order in which ``docs/frontend.md`` calls them
+change by the rules that are written there. The names are also those of the top level, except for the checks of
+arguments.
+
+One cycle, in their terms: a :class:`Spread` gives every replica its values. After T steps a :class:`Report` goes into
+:meth:`Converger.converge`, which returns an :class:`Outcome`: the losses, gathered before the average. From an
+:class:`Observation` of them the :class:`Controller` moves the base values, and the next cycle begins.
+"""
+
+from hdet_kernels.checks import check_flag, check_number, check_positive, check_share, check_whole
+from hdet_kernels.controller.hypergradient import HypergradientController
+from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observation, Run, UndoingController
+from hdet_kernels.controller.regression import RegressionController
+from hdet_kernels.controller.softmax import SoftmaxController
+from hdet_kernels.converge import AverageRequest, Converger, NoneSound, Outcome, OverlappedAverage, Report, converger_of
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
+from hdet_kernels.fanout.explore import Explore
+from hdet_kernels.fanout.multipliers import multipliers, permutation
+from hdet_kernels.fanout.spread import Placement, Spread
+from hdet_kernels.schedule.attachment import release
+from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, look_at_gradients
+from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.loss_window import LossWindow, run_probe
+from hdet_kernels.schedule.undoing import Undoing
+
+__all__ = [
+    "AverageRequest",
+    "Controller",
+    "Converger",
+    "Displacement",
+    "Ensemble",
+    "Explore",
+    "HypergradientController",
+    "LossWindow",
+    "MeasuredSlopes",
+    "NoneSound",
+    "Observation",
+    "Outcome",
+    "OverlappedAverage",
+    "Placement",
+    "ProcessEnsemble",
+    "RegressionController",
+    "Report",
+    "Run",
+    "SoftmaxController",
+    "Spread",
+    "SyncRecord",
+    "Undoing",
+    "UndoingController",
+    "check_flag",
+    "check_number",
+    "check_positive",
+    "check_share",
+    "check_whole",
+    "converger_of",
+    "default_ensemble",
+    "fingerprint",
+    "look_at_gradients",
+    "multipliers",
+    "permutation",
+    "release",
+    "run_probe",
+]
