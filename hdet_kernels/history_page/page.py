@@ -54,7 +54,8 @@ def history_page(history: History, title: str = "HDET run") -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
         f"<header><h1>{escape(title)}</h1><p>{_subtitle(records)}</p></header>"
-        f"<main>{''.join(body)}</main><footer>{_THINNED} Written by hdet_kernels {__version__}.</footer></body></html>\n"
+        f"<main>{''.join(body)}</main>"
+        f"<footer>{_THINNED} Written by hdet_kernels {__version__}.</footer></body></html>\n"
     )
 
 
