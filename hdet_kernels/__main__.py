@@ -1,4 +1,4 @@
-"""Command line of the package: ``python -m hdet_kernels info | demo | bench``."""
+"""Command line of the package: ``python -m hdet_kernels info | demo | bench | report``."""
 
 from __future__ import annotations
 
@@ -102,6 +102,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--quick", action="store_true", help="few and short rounds, to check that everything runs")
     bench.set_defaults(run=_bench)
+
+    report = commands.add_parser(
+        "report",
+        help="write the history of a run as one HTML page",
+        description=(
+            "Read the history of a run and write it as one HTML page with tables and charts, which needs no other file "
+            "and no network. The history is the file that history_file= of a scheduler writes, or a JSON list of its "
+            "records."
+        ),
+    )
+    report.add_argument("history", type=Path, metavar="HISTORY", help="the history: lines of JSON, or a JSON list")
+    report.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="PAGE",
+        help="the page to write (default: HISTORY with .html in the place of its ending)",
+    )
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -133,6 +152,26 @@ def _demo(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; all replicas have ended", file=sys.stderr)
         return 130
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from hdet_kernels.history_page import read_history, write_page
+
+    history: Path = arguments.history
+    out: Path = arguments.out or history.with_suffix(".html")
+    try:
+        records = read_history(history)
+        if out.exists() and out.samefile(history):
+            raise ValueError(f"--out {out} is the history itself: choose another file")
+        write_page(records, out, f"HDET run: {history.name}")
+    except ValueError as error:
+        print(f"python -m hdet_kernels report: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"python -m hdet_kernels report: error: cannot write {out}: {error}", file=sys.stderr)
+        return 1
+    print(f"{out}: {len(records)} syncs")
     return 0
 
 

@@ -32,7 +32,7 @@ def table(history: History) -> str:
     Columns have the mean, best and worst of the replicas' finite training losses since the last sync ("–" where none
     was recorded), the base value of every hyperparameter, the bytes that this process sent, and the time in ms.
     """
-    records = _records(history)
+    records = records_of(history)
     names = list(records[0].base) if records else []
     header = ["step", "cycle", "mean loss", "best", "worst", *names, "excluded", "collectives", "bytes", "ms"]
     return format_table(header, [_row(record, names) for record in records])
@@ -46,7 +46,7 @@ def summary(history: History) -> dict[str, Any]:
     (mean over replicas, None where none was recorded), and ``base``: the ``first``, ``last`` and ``peak`` value of
     every hyperparameter at a sync.
     """
-    records = _records(history)
+    records = records_of(history)
     losses = [_loss_range(record.losses)[0] for record in records]
     names = list(records[0].base) if records else []
     bases = {name: [record.base[name] for record in records] for name in names}
@@ -165,28 +165,28 @@ def replica_colours(count: int) -> list[Any]:
     return [matplotlib.colormaps["turbo"](0.05 + 0.9 * index / (count - 1)) for index in range(count)]
 
 
-def _records(history: History) -> list[SyncRecord]:
+def records_of(history: History) -> list[SyncRecord]:
+    """Return the records of a history, those that are dicts as records; raise TypeError or ValueError if it is none."""
     if isinstance(history, str | bytes | Mapping) or not isinstance(history, Iterable):
         hint = "pass scheduler.history" if hasattr(history, "history") else "pass the history of a scheduler"
         raise TypeError(f"history must be a list of sync records, got {spell(history)}: {hint}")
-    return [_record(index, record) for index, record in enumerate(history)]
+    return [record_of(f"history[{index}]", record) for index, record in enumerate(history)]
 
 
-def _record(index: int, record: SyncRecord | Mapping[str, Any]) -> SyncRecord:
+def record_of(name: str, record: SyncRecord | Mapping[str, Any]) -> SyncRecord:
+    """Return a record that may be given as a dict; raise TypeError or ValueError, with ``name``, if it is none."""
     if isinstance(record, SyncRecord):
         return record
-    check_kind(f"history[{index}]", record, Mapping, "a SyncRecord, or the dict that its to_dict() returns")
+    check_kind(name, record, Mapping, "a SyncRecord, or the dict that its to_dict() returns")
     try:
         return SyncRecord(**record)
     except TypeError as error:
         needed = ", ".join(field.name for field in dataclasses.fields(SyncRecord))
-        raise ValueError(
-            f"history[{index}] must be a SyncRecord, or a dict with {needed}; got {spell(dict(record))}"
-        ) from error
+        raise ValueError(f"{name} must be a SyncRecord, or a dict with {needed}; got {spell(dict(record))}") from error
 
 
 def _nonempty(history: History) -> list[SyncRecord]:
-    records = _records(history)
+    records = records_of(history)
     if not records:
         raise ValueError("the history is empty: there is nothing to plot before the first sync")
     return records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import hdet_kernels
 from hdet_kernels.__main__ import main
 from hdet_kernels.demo.tasks import DigitsTask
 from hdet_kernels.ops.backends import backends
+from tests.history_page.histories import run
 
 
 def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,3 +81,42 @@ def test_digits_without_scikit_learn(
     assert DigitsTask.missing() is not None
     assert main(["demo", "--task", "digits", "--out", str(tmp_path)]) == 2
     assert "pip install scikit-learn" in capsys.readouterr().err
+
+
+def test_a_history_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history, page = tmp_path / "history.jsonl", tmp_path / "page.html"
+    history.write_text("".join(json.dumps(record.to_dict()) + "\n" for record in run(3)))
+    assert main(["report", str(history)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'history.html'}: 3 syncs\n"
+    assert main(["report", str(history), "-o", str(page)]) == 0
+    assert page.read_text() == (tmp_path / "history.html").read_text()
+    assert "<title>HDET run: history.jsonl</title>" in page.read_text()
+
+
+def test_what_is_no_history_has_an_exit_code_of_2_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "other.json").write_text('{"loss": 1}\n')
+    (tmp_path / "page.html").write_text(json.dumps(run(1)[0].to_dict()) + "\n")
+    for name, complaint in (
+        ("missing.jsonl", "there is no file"),
+        ("empty.jsonl", "is empty"),
+        ("other.json", "line 1 is not the record of a sync"),
+        ("page.html", "is the history itself: choose another file"),
+    ):
+        assert main(["report", str(tmp_path / name), "-o", str(tmp_path / "page.html")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("python -m hdet_kernels report: error: ")
+        assert complaint in error
+    assert "step" in (tmp_path / "page.html").read_text()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_page_that_cannot_be_written_has_an_exit_code_of_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = tmp_path / "history.jsonl"
+    history.write_text(json.dumps(run(1)[0].to_dict()) + "\n")
+    assert main(["report", str(history), "-o", str(tmp_path / "no" / "page.html")]) == 1
+    assert "cannot write" in capsys.readouterr().err

@@ -139,6 +139,7 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
     keywords: dict[str, Any] = {
         "ensemble": replicas.ensemble,
         "seed": spec.seed,
+        "tie_groups": False,  # groups are there to be explored apart
         "probe": replicas.probe if spec.probe and method.keywords.get("auto_lr", True) is not False else None,
         **method.keywords,
     }

@@ -9,8 +9,9 @@ controller. Three controllers implement it:
 - ``softmax.py``: the paper's.
 
 The first two share ``slopes.py``, which moves a hyperparameter against a slope, and ``warmup.py``, which caps learning
-rates under schedules without a warm-up. ``settings.py`` has every constant. All of this is pure: functions of numbers,
-without tensors, process groups or clocks.
+rates under schedules without a warm-up. ``findings.py`` has slopes and posteriors of a sync, for its record.
+``settings.py`` has every constant. All of this is pure: functions of numbers, without tensors, process groups or
+clocks.
 """
 
 from hdet_kernels.controller.hypergradient import HypergradientController

@@ -68,13 +68,20 @@ def significances(losses: Array, log_multipliers: Array, slopes: Array, settings
     The result is that of a normal distribution: with few replicas, Student's t is converted. NaN where there are too
     few replicas to estimate an error.
     """
-    freedom = _degrees_of_freedom(log_multipliers)
-    if freedom < 2:
+    errors = standard_errors(losses, log_multipliers, slopes, settings)
+    if np.isnan(errors).any():
+        return errors
+    return normal_significance(slopes, errors, _degrees_of_freedom(log_multipliers))
+
+
+def standard_errors(losses: Array, log_multipliers: Array, slopes: Array, settings: RegressionSettings) -> Array:
+    """Return the standard error of each slope [J] of :func:`regress`, from the residuals; NaN with too few replicas."""
+    if _degrees_of_freedom(log_multipliers) < 2:
         return np.full(len(slopes), np.nan)
     x = log_multipliers.T - log_multipliers.mean(axis=1)
     scale = residual_deviation(losses, log_multipliers, slopes, settings)
-    errors = np.sqrt(np.diag(np.linalg.pinv(x.T @ x))) * scale
-    return normal_significance(slopes, errors, freedom)
+    errors: Array = np.sqrt(np.diag(np.linalg.pinv(x.T @ x))) * scale
+    return errors
 
 
 def residual_deviation(losses: Array, log_multipliers: Array, slopes: Array, settings: RegressionSettings) -> float:

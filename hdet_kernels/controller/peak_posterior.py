@@ -92,12 +92,31 @@ def chosen(log_likelihood: Sequence[float], trust: float | None, settings: Regre
 
     Tasks differ in where they turn: the likelihood is blurred by ``task_deviation`` first.
     """
-    weights = prior(trust, settings)
-    if weights is None or not len(log_likelihood):
+    weights = _posterior(log_likelihood, trust, settings)
+    if weights is None:
         return 0.0
-    weights = weights * (_blur(settings) @ np.exp(np.asarray(log_likelihood)))
     below = np.cumsum(weights) - 0.5 * weights
     return float(np.interp(settings.quantile * weights.sum(), below, grid()))
+
+
+def moments(
+    log_likelihood: Sequence[float], trust: float | None, settings: RegressionSettings
+) -> tuple[float, float] | None:
+    """Return mean and standard deviation of the posterior of log θ; None without evidence, or where none counts."""
+    weights = _posterior(log_likelihood, trust, settings)
+    if weights is None:
+        return None
+    share, points = weights / weights.sum(), grid()
+    mean = float(share @ points)
+    return mean, math.sqrt(float(share @ (points - mean) ** 2))
+
+
+def _posterior(log_likelihood: Sequence[float], trust: float | None, settings: RegressionSettings) -> Array | None:
+    """Return the posterior over the grid, not normalised; None without evidence, or where none counts."""
+    weights = prior(trust, settings)
+    if weights is None or not len(log_likelihood):
+        return None
+    return weights * (_blur(settings) @ np.exp(np.asarray(log_likelihood)))
 
 
 @cache

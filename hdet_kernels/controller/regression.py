@@ -22,6 +22,7 @@ import numpy as np
 
 from hdet_kernels.checks import check_number, check_positive, check_whole, keep_plain
 from hdet_kernels.controller import peak_posterior
+from hdet_kernels.controller.findings import Findings
 from hdet_kernels.controller.least_squares import (
     mean_level,
     noise_deviation,
@@ -29,6 +30,7 @@ from hdet_kernels.controller.least_squares import (
     regress,
     residual_deviation,
     significances,
+    standard_errors,
     updated_noise,
     without_outliers,
 )
@@ -45,11 +47,13 @@ class Slopes:
 
     Args:
         values: the slopes.
+        errors: their standard errors; NaN where there are too few replicas to tell.
         significance: standard errors that each is away from 0; NaN where that cannot be told.
         explored: which hyperparameters have a slope at all.
     """
 
     values: Array
+    errors: Array
     significance: Array
     explored: Flags
 
@@ -174,23 +178,38 @@ class RegressionController(SlopeController):
         if run.in_pairs:
             equal = ~logs.any(axis=0)  # the replicas that train with the base values: they differ by noise
             noise = updated_noise(noise, without_outliers(seen.losses, settings)[equal], settings)
-        slopes = self._slopes_of_pairs(seen.losses, logs, noise) if run.in_pairs else self._joint_slopes(seen, logs)
-        slopes = _with_measured(run, slopes, seen, settings)
-        slopes, signs = self._with_sign_significance(state, slopes)
+        slopes, signs = self._with_sign_significance(state, self._slopes(run, seen, noise))
         signal = np.sign(slopes.values) * np.minimum(slopes.significance, settings.largest_significance)
         moved = self._moved(run, state, signal, slopes.significance, slopes.explored, seen)
         moved |= self._rate_entries(run, state, seen, slopes, moved)
         return {**moved, "signs": signs.tolist(), "noise": noise}
 
+    def findings(self, run: Run, state: State, seen: Observation) -> Findings:
+        """Return the slopes and posteriors of a sync, for its record; see :class:`.ExplainingController`."""
+        slopes = self._slopes(run, seen, state["noise"])
+        found = {i: peak_posterior.moments(state["log_likelihood"][i], self.trust, self.settings) for i in _rates(run)}
+        posterior = {index: moments for index, moments in found.items() if moments is not None}
+        if not np.isfinite(seen.losses).any():  # a slope of losses would be 0, and certain
+            return replace(Findings.measured(seen), posterior=posterior)
+        values, errors = (np.where(slopes.explored, each, np.nan) for each in (slopes.values, slopes.errors))
+        return Findings(values, errors, posterior)
+
+    def _slopes(self, run: Run, seen: Observation, noise: list[float]) -> Slopes:
+        """Return the slopes of all hyperparameters: from gradients where they were measured, or else from losses."""
+        logs = np.log(seen.multipliers)
+        slopes = self._slopes_of_pairs(seen.losses, logs, noise) if run.in_pairs else self._joint_slopes(seen, logs)
+        return _with_measured(run, slopes, seen, self.settings)
+
     def _joint_slopes(self, seen: Observation, logs: Array) -> Slopes:
         """Return the slopes of all hyperparameters, found jointly from all replicas."""
         explored = np.ptp(logs, axis=1) > 0
-        values, significance = np.zeros(len(logs)), np.zeros(len(logs))
+        values, errors, significance = np.zeros(len(logs)), np.full(len(logs), np.nan), np.zeros(len(logs))
         if explored.any():
             found = regress(seen.losses, logs[explored], self.ridge, self.settings)
             values[explored] = usable_slopes(found, self.settings)
+            errors[explored] = standard_errors(seen.losses, logs[explored], values[explored], self.settings)
             significance[explored] = significances(seen.losses, logs[explored], values[explored], self.settings)
-        return Slopes(values, significance, explored)
+        return Slopes(values, errors, significance, explored)
 
     def _slopes_of_pairs(self, losses: Array, logs: Array, noise: list[float]) -> Slopes:
         """Return the slope of each hyperparameter from the replicas that depart in it.
@@ -199,6 +218,7 @@ class RegressionController(SlopeController):
         """
         settings, count = self.settings, len(logs)
         values, significance, explored = np.zeros(count), np.zeros(count), np.zeros(count, bool)
+        errors = np.full(count, np.nan)
         for index, log in enumerate(logs):
             departing = np.flatnonzero(log)
             own = losses[departing]
@@ -212,8 +232,9 @@ class RegressionController(SlopeController):
             residual = settings.nonlinearity_weight * residual_deviation(own, x, slope, settings)
             error = np.array([math.hypot(deviation, residual) / math.sqrt(x.size * x.var())])
             values[index] = slope[0]
+            errors[index] = error[0] if freedom else math.nan
             significance[index] = normal_significance(slope, error, freedom)[0] if freedom else math.nan
-        return Slopes(values, significance, explored)
+        return Slopes(values, errors, significance, explored)
 
     def _with_sign_significance(self, state: State, slopes: Slopes) -> tuple[Slopes, Array]:
         """Return the slopes and the running mean of their signs.
@@ -323,13 +344,15 @@ def _with_measured(run: Run, slopes: Slopes, seen: Observation, settings: Regres
     if not run.slopes or found_local:
         return slopes
     values, significance, explored = slopes.values.copy(), slopes.significance.copy(), slopes.explored.copy()
+    errors = slopes.errors.copy()
     for index in _rates(run):
         explored[index] = seen.slopes is not None
         if seen.slopes is not None and seen.errors is not None:
             values[index] = usable_slopes(seen.slopes[index : index + 1], settings)[0]
             error, size = float(seen.errors[index]), abs(float(values[index]))
+            errors[index] = error
             significance[index] = size / error if error != 0 else math.inf if size else 0.0
-    return Slopes(values, significance, explored)
+    return Slopes(values, errors, significance, explored)
 
 
 def _certainty(significance: float) -> float:

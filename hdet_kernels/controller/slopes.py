@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet_kernels.checks import check_kind, check_positive, check_share, keep_plain
+from hdet_kernels.controller.findings import Findings
 from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Observation, Run, State
 from hdet_kernels.controller.settings import SlopeSettings
 from hdet_kernels.controller.warmup import caps_at
@@ -107,6 +108,10 @@ class SlopeController:
         if cap is not None:
             scheduled = min(scheduled, cap) if isinstance(scheduled, float) else scheduled.clamp(max=cap)
         return scheduled * math.exp(state["mu"][index])
+
+    def findings(self, run: Run, state: State, seen: Observation) -> Findings:
+        """Return the slopes of a sync, for its record; see :class:`.ExplainingController`."""
+        return Findings.measured(seen)
 
     def _moved(
         self, run: Run, state: State, signal: Array, significance: Array, explored: Flags, seen: Observation

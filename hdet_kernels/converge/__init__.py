@@ -12,11 +12,12 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
 4. :mod:`.plan` decides from the gathered rows alone, on every process alike, what is averaged over whom.
 5. :mod:`.transport` averages bucket by bucket, one collective each; :mod:`.compress` sends the parameters as rounded
    differences to the last consensus instead. If a collective fails, everything is restored.
-6. :mod:`.outer` moves the parameters from the last consensus towards the mean by a step of an outer SGD, if asked.
-7. The payload is settled: copies go back to the tensors that they were made of, parameters are rounded from their
+6. :mod:`.distance` tells how far apart the replicas were.
+7. :mod:`.outer` moves the parameters from the last consensus towards the mean by a step of an outer SGD, if asked.
+8. The payload is settled: copies go back to the tensors that they were made of, parameters are rounded from their
    master weights.
 
-:mod:`.of_optimizer` builds the converger of an optimizer. :mod:`.overlap` runs steps 1 to 5 on a copy, in a thread,
+:mod:`.of_optimizer` builds the converger of an optimizer. :mod:`.overlap` runs steps 1 to 6 on a copy, in a thread,
 while training goes on, and applies the difference later.
 """
 

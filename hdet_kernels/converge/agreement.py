@@ -28,6 +28,7 @@ class Agreement:
         probes: loss on the probe; NaN without a probe, infinite where the probe's loss was not finite.
         healthy: whether parameters, state, buffers and loss are finite.
         ranks: [replicas, parts] the global ranks.
+        norms: [replicas, parts] the checksums of the parameters: their norms, where all are of one kind.
         shared: whether all gradients are the same; None if not all replicas sent a fingerprint.
         equal: whether all parameters are the same.
         has_state: whether any replica has optimizer state.
@@ -46,6 +47,7 @@ class Agreement:
     probes: Floats
     healthy: Flags
     ranks: Floats
+    norms: Floats
     shared: bool | None
     equal: bool
     has_state: bool
@@ -91,6 +93,7 @@ def conclude(columns: Mapping[str, Floats]) -> Agreement:
         probes=columns["probe"].mean(axis=1),
         healthy=healthy,
         ranks=columns["rank"],
+        norms=columns["checksum"],
         shared=shared,
         equal=same(columns["checksum"]),
         has_state=bool(columns["state"].any()),

@@ -26,6 +26,7 @@ from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
 from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.compress import Compression, Format, check_format
+from hdet_kernels.converge.distance import distance_of
 from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports, row_bytes
 from hdet_kernels.converge.labels import Names
 from hdet_kernels.converge.nonfinite import keep_own
@@ -139,9 +140,10 @@ class Converger:
         agreement, plan = self._agree(self._transport, report, payload, request)
         with self._restore_on_failure(payload, plan):
             cost = self._average(self._transport, payload, plan)
+        distance = distance_of(self._transport, agreement, plan, payload.all_params)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.settle(payload, counts=plan.counts)
-        return Outcome.of(agreement, plan, cost, time.perf_counter() - start)
+        return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
 
     def _agree(
         self, transport: Transport, report: Report, payload: Payload, request: AverageRequest
@@ -287,8 +289,9 @@ class Converger:
             agreement, plan = self._agree(transport, report, after, request)
             cost = self._average(transport, after, plan)
             own = tuple(plan.healthy[held(self.ensemble)].tolist())
+            distance = distance_of(transport, agreement, plan, after.all_params)
             correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
-            return correction, Outcome.of(agreement, plan, cost, 0.0)
+            return correction, Outcome.of(agreement, plan, cost, 0.0, distance)
 
         return OverlappedAverage(average, self._stream, time.perf_counter() - start)
 

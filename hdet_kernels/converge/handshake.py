@@ -57,7 +57,7 @@ class Report:
 
     step: int
     loss_sum: float | Tensor = 0.0
-    loss_count: int = 0
+    loss_count: float = 0
     probe: float | Tensor | None = None
     gradients: float | Tensor | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)

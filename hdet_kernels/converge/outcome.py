@@ -27,6 +27,7 @@ class Outcome:
         taken: the replica that all became a copy of, with ``merge="best"``.
         state: whether optimizer state was averaged, so that it is equal on all replicas.
         kept: step of the earlier state that all replicas can return to; None if there is none.
+        distance: root mean square of the replicas' distances from their mean, over its norm; None if it is not known.
     """
 
     losses: NDArray[np.float64]
@@ -39,6 +40,7 @@ class Outcome:
     taken: int | None = None
     state: bool = False
     kept: int | None = None
+    distance: float | None = None
 
     @property
     def compared(self) -> NDArray[np.float64]:
@@ -46,7 +48,7 @@ class Outcome:
         return np.where(self.healthy, compared(self.losses, self.probes), np.nan)
 
     @staticmethod
-    def of(agreement: Agreement, plan: Plan, cost: Cost, seconds: float) -> Outcome:
+    def of(agreement: Agreement, plan: Plan, cost: Cost, seconds: float, distance: float | None = None) -> Outcome:
         """Return the outcome of an average that was agreed on and planned, at this cost."""
         return Outcome(
             losses=agreement.losses,
@@ -59,6 +61,7 @@ class Outcome:
             taken=plan.taken,
             state=plan.state,
             kept=agreement.kept,
+            distance=distance,
         )
 
     @staticmethod

@@ -1,7 +1,8 @@
 """Explored scalars: which hyperparameter, where it lives, its base value, spread and bounds.
 
 :class:`Explore` is what the user writes. :func:`expand` turns it into one :class:`Hyperparameter` for every parameter
-group that it covers; each of them has its own base, permutation and place in the controller.
+group that it covers, or, of learning rates, for every set of groups that are tied (``ties.py``). Each of them has its
+own base, permutation and place in the controller.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hdet_kernels.checks import (
     spell,
 )
 from hdet_kernels.fanout.multipliers import Spacing, check_spread, multipliers, permutation
+from hdet_kernels.fanout.ties import TieGroups, tied_groups
 from hdet_kernels.optim.group_entries import read_entry, split_key, write_entry, write_per_replica
 
 Group = dict[str, Any]
@@ -88,7 +90,8 @@ class Explore:
 class Hyperparameter:
     """One explored scalar: entry ``key`` of parameter group ``group``, or the value that ``apply`` sets.
 
-    ``base`` is None for a learning rate, which the schedule gives at every step.
+    ``base`` is None for a learning rate, which the schedule gives at every step. ``tied`` are the other groups that it
+    is the learning rate of.
     """
 
     name: str
@@ -99,6 +102,12 @@ class Hyperparameter:
     group: int | None = None
     key: str = ""
     apply: Callable[[Any], object] | None = None
+    tied: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The parameter groups that have it."""
+        return self.tied if self.group is None else (self.group, *self.tied)
 
     def multipliers(self, n: int, *, seed: int, cycle: int) -> NDArray[np.float64]:
         """Return ρ_{π(r)} of every replica r in this cycle."""
@@ -122,24 +131,33 @@ class Hyperparameter:
             return value.clamp(low, high)  # comparing would wait for the device
         return np.clip(value, low, high) if isinstance(value, np.ndarray) else min(max(value, low), high)
 
-    def write(self, groups: Sequence[Group], value: float) -> None:
-        """Write this replica's value to the optimizer group or to the user's setter."""
+    def write(self, groups: Sequence[Group], value: float, group: int | None = None) -> None:
+        """Write this replica's value to the optimizer group (by default its first), or to the user's setter."""
+        group = self.group if group is None else group
         if self.apply is not None:
             self.apply(value)
-        elif self.group is not None:
-            write_entry(groups[self.group], self.key, value)
+        elif group is not None:
+            write_entry(groups[group], self.key, value)
 
-    def write_several(self, groups: Sequence[Group], base: float, values: tuple[float, ...]) -> None:
+    def write_several(
+        self, groups: Sequence[Group], base: float, values: tuple[float, ...], group: int | None = None
+    ) -> None:
         """Write the base and the values of several replicas to the group, or the values to the user's setter."""
+        group = self.group if group is None else group
         if self.apply is not None:
             self.apply(values)
-        elif self.group is not None:
-            write_entry(groups[self.group], self.key, base)
-            write_per_replica(groups[self.group], self.key, base, values)
+        elif group is not None:
+            write_entry(groups[group], self.key, base)
+            write_per_replica(groups[group], self.key, base, values)
 
 
 def expand(
-    explores: Iterable[Explore], groups: Sequence[Group], lr_spread: float, elsewhere: Sink | None = None
+    explores: Iterable[Explore],
+    groups: Sequence[Group],
+    lr_spread: float,
+    elsewhere: Sink | None = None,
+    *,
+    tie_groups: TieGroups = False,
 ) -> list[Hyperparameter]:
     """Return one :class:`Hyperparameter` for every scalar and group that it covers; nothing is modified.
 
@@ -148,9 +166,10 @@ def expand(
         groups: the optimizer's parameter groups.
         lr_spread: spread of the learning rates that no ``Explore("lr", …)`` covers.
         elsewhere: takes the values of scalars that are in no group.
+        tie_groups: which groups have one learning rate, see :func:`.ties.tied_groups`.
 
     Returns:
-        First the learning rates of all groups, in order, then the others.
+        First the learning rates of all groups or sets of tied groups, by the first group of each, then the others.
     """
     check_spread(lr_spread, "linear")
     by_group: dict[int, Explore] = {}
@@ -188,7 +207,10 @@ def expand(
                 _check_decay_bounds(explore)
                 others.append(_hyperparameter(explore, f"{explore.name}/{group}", base, group))
     default = Explore("lr", spread=lr_spread)
-    rates = [_hyperparameter(by_group.get(g, default), f"lr/{g}", None, g) for g in range(len(groups))]
+    rates = [
+        replace(_hyperparameter(by_group.get(tied[0], default), f"lr/{tied[0]}", None, tied[0]), tied=tied[1:])
+        for tied in tied_groups(groups, tie_groups, by_group)
+    ]
     found = rates + others
     names = [h.name for h in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):

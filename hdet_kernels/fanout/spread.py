@@ -15,6 +15,7 @@ from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observa
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand
 from hdet_kernels.fanout.multipliers import pairs
+from hdet_kernels.fanout.ties import TieGroups, check_tie_groups, peak_of
 from hdet_kernels.optim.group_entries import write_entry, write_per_replica
 
 Array = NDArray[np.float64]
@@ -50,13 +51,17 @@ class Spread:
     A process that holds one replica writes that replica's values to the optimizer. A process that holds several writes
     the base values, and beside them the values of each of its replicas.
 
+    Tied groups share the multipliers and the controller's decisions; each has its own scheduled value.
+
     Args:
-        hyperparameters: first the learning rate of each parameter group, in order, then the other scalars.
+        hyperparameters: first the learning rates of the parameter groups, then the other scalars.
         controller: moves the base values; None: they are the scheduled ones.
         ensemble: the replicas.
         seed: of the permutations.
         scheduled: the schedule's learning rates now.
         run: the run, as the controller prepared it.
+        peaks: the peak of the schedule of every parameter group, by whose ratios tied groups share what the controller
+            says in absolute numbers. None: those of tied groups are equal.
     """
 
     def __init__(
@@ -68,8 +73,14 @@ class Spread:
         seed: int,
         scheduled: Sequence[float | Tensor],
         run: Run | None = None,
+        peaks: Sequence[float] | None = None,
     ) -> None:
         self.hyperparameters = tuple(hyperparameters)
+        #: The learning rate, as an index of hyperparameters, of every parameter group.
+        self.rate_of = {
+            g: i for i, hyper in enumerate(self.hyperparameters) if hyper.base is None for g in hyper.groups
+        }
+        self._shares = {g: _share(peaks, self.hyperparameters[i].groups[0], g) for g, i in self.rate_of.items()}
         self.controller = controller
         self.controller_state: State = controller.start(len(self.hyperparameters), run) if controller else {}
         self.seed = seed
@@ -87,6 +98,7 @@ class Spread:
         run: Run,
         spread: float,
         explore: Iterable[Explore] = (),
+        tie_groups: TieGroups = False,
         seed: int = 0,
     ) -> Spread:
         """Return the spread of an optimizer's learning rates, and of scalars that are explored beside them.
@@ -100,22 +112,38 @@ class Spread:
             run: the run, as the controller prepared it.
             spread: α of the learning rates.
             explore: further scalars.
+            tie_groups: which parameter groups have one learning rate: ``"auto"``, as in the schedulers, True for all,
+                or lists of their indices.
             seed: of the permutations.
 
         Raises:
             ValueError: if ``run`` describes another number of hyperparameters.
         """
-        hyperparameters = expand(explore, groups, spread)
+        check_tie_groups(tie_groups)
+        hyperparameters = expand(explore, groups, spread, tie_groups=tie_groups)
         names = [hyper.name for hyper in hyperparameters]
         for what, entries in (("floors", run.floors), ("peaks", run.peaks), ("reach", run.reach)):
             if entries and len(entries) != len(names):
                 raise ValueError(
                     f"run.{what} has {len(entries)} entries, expected one for each of {', '.join(names)}: the learning "
-                    "rate of every parameter group, then the explored scalars"
+                    "rate of every parameter group, or of those that are tied, then the explored scalars"
                 )
-        made = Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=rates_of(groups), run=run)
+        made = Spread(
+            hyperparameters,
+            controller,
+            ensemble,
+            seed=seed,
+            scheduled=rates_of(groups),
+            run=run,
+            peaks=[*map(peak_of, groups)],
+        )
         made.begin_cycle(run, 0)
         return made
+
+    @property
+    def tied(self) -> list[tuple[int, ...]]:
+        """The parameter groups of each learning rate."""
+        return [hyper.groups for hyper in self.hyperparameters if hyper.base is None]
 
     @property
     def diverges(self) -> bool:
@@ -156,33 +184,45 @@ class Spread:
 
     def place(self, factors: Array) -> None:
         """Give each replica its own factor [N] of all learning rates; everything else is equal on all replicas."""
-        rates = len(self.scheduled)
+        rates = self._rate_count
         self._spreads = [(0.0, hyper.spacing) for hyper in self.hyperparameters]
         self._multipliers = np.ones((len(self.hyperparameters), self._size))
         self._multipliers[:rates] = factors
         self._own = self._multipliers[:, self._held].tolist()
 
-    def base(self, index: int) -> Any:
-        """Return the base value η of a hyperparameter now."""
+    def base(self, index: int, group: int | None = None) -> Any:
+        """Return the base value η of a hyperparameter now, in one of its groups: by default the first."""
         hyper = self.hyperparameters[index]
-        start = self.scheduled[index] if hyper.base is None else hyper.base
-        return hyper.bounded(self.controller.base(self.controller_state, index, start) if self.controller else start)
+        start: Any = hyper.base
+        share = 1.0
+        if start is None:
+            group = hyper.groups[0] if group is None else group
+            start, share = self.scheduled[group], self._shares[group]
+        if self.controller is None or not share:  # a group whose schedule is always 0 stays at 0
+            return hyper.bounded(start)
+        if share == 1:
+            return hyper.bounded(self.controller.base(self.controller_state, index, start))
+        return hyper.bounded(self.controller.base(self.controller_state, index, start / share) * share)
 
-    def values(self, index: int) -> tuple[Any, ...]:
-        """Return the value of each of the replicas held here."""
-        hyper, base = self.hyperparameters[index], self.base(index)
+    def values(self, index: int, group: int | None = None) -> tuple[Any, ...]:
+        """Return the value of each of the replicas held here, in one of its groups: by default the first."""
+        hyper, base = self.hyperparameters[index], self.base(index, group)
         return tuple(hyper.bounded(base * multiplier) for multiplier in self._own[index])
 
-    def written(self, index: int) -> Any:
+    def written(self, index: int, group: int | None = None) -> Any:
         """Return what the optimizer's group holds: this replica's value, or the base of several."""
-        return self.base(index) if self._several else self.values(index)[0]
+        return self.base(index, group) if self._several else self.values(index, group)[0]
+
+    @property
+    def _rate_count(self) -> int:
+        return sum(hyper.base is None for hyper in self.hyperparameters)
 
     @property
     def changes_rates(self) -> bool:
         """Whether some replica trains with another learning rate than the scheduled one. Equal on all replicas."""
-        rates = range(len(self.scheduled))
-        moved = any(float(self.base(index)) != float(self.scheduled[index]) for index in rates)
-        return moved or bool((self._multipliers[: len(rates)] != 1).any())
+        pairs_of_rates = zip(self.base_rates(), self.scheduled, strict=True)
+        moved = any(float(base) != float(scheduled) for base, scheduled in pairs_of_rates)
+        return moved or bool((self._multipliers[: self._rate_count] != 1).any())
 
     def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
         """Take the schedule's learning rates and return those for the optimizer's groups.
@@ -190,7 +230,7 @@ class Spread:
         They are this replica's own, or the base values where this process holds several replicas.
         """
         self.scheduled = list(scheduled)
-        return [self.written(index) for index in range(len(self.scheduled))]
+        return [self.written(self.rate_of[group], group) for group in range(len(self.scheduled))]
 
     def give_back(self, groups: Sequence[Group]) -> None:
         """Write the schedule's learning rates to the groups, before a schedule that computes the next from them."""
@@ -204,21 +244,23 @@ class Spread:
 
     def base_rates(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now."""
-        return [self.base(index) for index in range(len(self.scheduled))]
+        return [self.base(self.rate_of[group], group) for group in range(len(self.scheduled))]
 
     def write(self, groups: Sequence[Group]) -> None:
         """Write the values of the replicas held here to the optimizer's groups and the user's setters."""
         for index, hyper in enumerate(self.hyperparameters):
-            if self._several:
-                hyper.write_several(groups, self.base(index), self.values(index))
-            else:
-                hyper.write(groups, self.values(index)[0])
+            for group in hyper.groups or (None,):
+                if self._several:
+                    hyper.write_several(groups, self.base(index, group), self.values(index, group), group)
+                else:
+                    hyper.write(groups, self.values(index, group)[0], group)
 
     def write_rates(self, groups: Sequence[Group]) -> None:
         """Write the learning rate of each replica to the groups, where this process holds several replicas."""
         if self._several:
-            for index, group in enumerate(groups):
-                write_per_replica(group, "lr", self.base(index), self.values(index))
+            for number, group in enumerate(groups):
+                index = self.rate_of[number]
+                write_per_replica(group, "lr", self.base(index, number), self.values(index, number))
 
     def placement(self) -> Placement:
         """Return the values that all replicas train with now."""
@@ -258,9 +300,10 @@ class Spread:
         return {hyper.name: f"{value:.6e}" for hyper, value in zip(self.hyperparameters, base, strict=True)}
 
     def config(self) -> list[dict[str, Any]]:
-        """Return the settings that must be equal on all replicas, as plain values."""
+        """Return the settings that must be equal on all replicas, as plain values. Only tied ones have ``tied``."""
         return [
             {"name": h.name, "spread": h.spread, "spacing": h.spacing, "bounds": list(h.bounds or ()), "base": h.base}
+            | ({"tied": list(h.tied)} if h.tied else {})
             for h in self.hyperparameters
         ]
 
@@ -282,3 +325,10 @@ class Spread:
 def rates_of(groups: Sequence[Group]) -> list[float | Tensor]:
     """Return the learning rates of the groups; tensors as copies."""
     return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+
+
+def _share(peaks: Sequence[float] | None, first: int, group: int) -> float:
+    """Return the peak of a group over that of the first group that it is tied to."""
+    if peaks is None or group == first or not peaks[first]:
+        return 1.0
+    return peaks[group] / peaks[first]

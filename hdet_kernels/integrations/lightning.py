@@ -29,6 +29,7 @@ from hdet_kernels.integrations.lightning_checks import check_optimizer, check_st
 from hdet_kernels.integrations.lightning_probe import ModuleProbe, ProbeChoice
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule import SyncRecord
+from hdet_kernels.schedule.with_cycle import WithCycle
 
 log = logging.getLogger("hdet_kernels")
 
@@ -78,7 +79,7 @@ class HDET(_Callback):
             raise ValueError(f"probe must be 'eval', 'train', a function of the LightningModule or None, got {probe!r}")
         check_flag("log", log)
         self._choice, self._log = probe, log
-        self._schedulers: list[Any] = []
+        self._schedulers: list[WithCycle] = []
         self._probe: ModuleProbe | None = None
         self._held = contextlib.ExitStack()
         self._holds = False
@@ -121,7 +122,7 @@ class HDET(_Callback):
         """Leave one model, and not one for each replica, wherever in the cycle training ended."""
         self._leave()
         for scheduler in self._schedulers:
-            if getattr(scheduler, "scouting", False):
+            if scheduler.scouting:
                 leave_start(scheduler, pl_module)
             elif not scheduler.in_sync:
                 scheduler.converge()
@@ -208,7 +209,7 @@ class HDET(_Callback):
             save(*args, **kwargs)
 
 
-def write_metrics(trainer: Any, scheduler: Any, name: str, record: SyncRecord) -> None:
+def write_metrics(trainer: Any, scheduler: WithCycle, name: str, record: SyncRecord) -> None:
     """Write the metrics of a sync to the trainer's loggers."""
     if not trainer.loggers:
         return
@@ -218,7 +219,7 @@ def write_metrics(trainer: Any, scheduler: Any, name: str, record: SyncRecord) -
         logger.log_metrics(metrics, step=max(record.step - 1, 0))
 
 
-def leave_start(scheduler: Any, module: torch.nn.Module) -> None:
+def leave_start(scheduler: WithCycle, module: torch.nn.Module) -> None:
     """Give all replicas the model that the run began with, when it ends before a learning rate was found."""
     with scheduler.consensus():
         start = {name: value.clone() for name, value in module.state_dict().items()}

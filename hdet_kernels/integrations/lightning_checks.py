@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hdet_kernels.schedule.with_cycle import WithCycle
+
 #: Strategies whose processes do not hold one whole replica each, and the reason.
 _REFUSED = {
     "FSDPStrategy": "shards one replica over the processes",
@@ -24,12 +26,7 @@ _EQUALISERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 _RETURN = '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}'
 
 
-def is_hdet(scheduler: object) -> bool:
-    """Return whether a scheduler averages replicas: one of this package."""
-    return all(callable(getattr(scheduler, name, None)) for name in ("record_loss", "converge", "consensus"))
-
-
-def checked_schedulers(configs: list[Any], *, automatic: bool) -> list[Any]:
+def checked_schedulers(configs: list[Any], *, automatic: bool) -> list[WithCycle]:
     """Return the HDET schedulers of a run.
 
     Args:
@@ -39,7 +36,7 @@ def checked_schedulers(configs: list[Any], *, automatic: bool) -> list[Any]:
     Raises:
         ValueError: there is none, or one is not stepped after every step of the optimizer.
     """
-    found = [config for config in configs if is_hdet(config.scheduler)]
+    found = [config for config in configs if isinstance(config.scheduler, WithCycle)]
     if not found:
         names = ", ".join(type(config.scheduler).__name__ for config in configs) or "none"
         raise ValueError(

@@ -14,11 +14,16 @@ With ``max_lr=None``, ``scouting.py`` comes before the first cycle: rounds in wh
 (folder ``scout/`` plans and chooses), with their losses in ``round_losses.py``, compared by ``scout_round.py``.
 ``scouted.py`` is what remains of it, ``scout_state.py`` its part of a checkpoint.
 ``overlapping.py`` is an average that runs beside the training. ``history_file.py`` writes every record to a file.
+``sync_callbacks.py`` calls the user's functions with it, and ``metrics.py`` gives its numbers flat names for loggers.
 
 ``checkpoint.py`` saves and restores all of it; ``packed.py`` makes one object of it, which distributed checkpoints save
 whole. ``formats.py`` converts what earlier versions saved, and ``checked_state.py`` checks it by ``state_schema.py``,
 the schema of a checkpoint in the terms of ``schema.py``.
-``attachment.py`` hooks a cycle to its optimizer, and takes the one before off it.
+``attachment.py`` hooks a cycle to its optimizer, which ``wrapped.py`` finds inside its wrappers, and takes the one
+before off it. ``sync_callbacks.py`` has what the user wants to be called after a sync, ``metrics.py`` names for
+loggers. Three files notice what frameworks do wrong: ``late_ensemble.py`` a process group that is initialised after the
+scheduler was built, ``step_count.py`` steps of the scheduler without one of the optimizer, ``equal_losses.py`` losses
+that were averaged before they came here.
 """
 
 from hdet_kernels.schedule.attachment import release

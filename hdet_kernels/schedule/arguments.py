@@ -33,6 +33,7 @@ from hdet_kernels.converge.plan import check_merge
 from hdet_kernels.ensemble import check_ensemble
 from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.fanout.multipliers import check_spread
+from hdet_kernels.fanout.ties import check_tie_groups
 from hdet_kernels.schedule.options import DEFAULTS, HDETOptions
 from hdet_kernels.scout import ScoutSettings
 from hdet_kernels.stack import ReplicaStack
@@ -55,6 +56,7 @@ def checked_options(options: HDETOptions) -> HDETOptions:
     if options["probe"] is not None:
         check_callable("probe", options["probe"], "probe()", remedy="it takes no arguments and returns a loss")
     checked["explore"] = _explored(options["explore"])
+    check_tie_groups(options["tie_groups"])
     check_choice("gradients", options["gradients"], ("auto", "shared", "local"))
     _check_replicas(options["ensemble"])
     check_choice("average_state", options["average_state"], ("auto", True, False))

@@ -170,12 +170,13 @@ def own_values_back(optimizer: Optimizer) -> None:
     if attached is None:
         return
     spread, groups = attached.spread, optimizer.param_groups
-    for index, hyper in enumerate(spread.hyperparameters):
-        if hyper.group is None or hyper.group >= len(groups):
+    every = [(index, hyper, number) for index, hyper in enumerate(spread.hyperparameters) for number in hyper.groups]
+    for index, hyper, number in every:
+        if number >= len(groups):
             continue
-        group, noted = groups[hyper.group], f"initial_{hyper.key}"
-        if _has(group, hyper.key, spread.written(index)):
-            write_entry(group, hyper.key, spread.scheduled[index] if hyper.base is None else hyper.base)
+        group, noted = groups[number], f"initial_{hyper.key}"
+        if _has(group, hyper.key, spread.written(index, number)):
+            write_entry(group, hyper.key, spread.scheduled[number] if hyper.base is None else hyper.base)
         elif hyper.base is not None:
             group.pop(noted, None)  # the user gave a value of his own
     forget_per_replica(groups)

@@ -22,6 +22,7 @@ from hdet_kernels.converge import Converger, converger_of
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
 from hdet_kernels.fanout.spread import Spread, rates_of
+from hdet_kernels.fanout.ties import peak_of
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history_file import HistoryFile
@@ -89,7 +90,8 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     _check_overlap(options["overlap_steps"], sync_every)
     history_file = None if options["history_file"] is None else HistoryFile(options["history_file"])
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
-    hyperparameters = expand(explore, groups, options["spread"], stack.hyper.set if stack is not None else None)
+    elsewhere = stack.hyper.set if stack is not None else None
+    hyperparameters = expand(explore, groups, options["spread"], elsewhere, tie_groups=options["tie_groups"])
     _check_stack(stack, optimizer, options, hyperparameters, gradients)
     run = Run(
         schedule.total_steps,
@@ -103,8 +105,9 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         overlaps=options["overlap_steps"] > 0,
     )
     controller = _controller_of(options["auto_lr"], options["trust"], any(hyper.spread for hyper in hyperparameters))
+    peaks: Sequence[float] | None = None
     if controller is not None:
-        run = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
+        run, peaks = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
         run = controller.prepare(run)
         if controller.reads == "slopes":
             run = replace(run, slopes=True)
@@ -120,7 +123,13 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     remember_bases(hyperparameters, groups)
     forget_per_replica(groups)
     spread = Spread(
-        hyperparameters, controller, ensemble, seed=options["seed"], scheduled=learning_rates(optimizer), run=run
+        hyperparameters,
+        controller,
+        ensemble,
+        seed=options["seed"],
+        scheduled=learning_rates(optimizer),
+        run=run,
+        peaks=peaks,
     )
     return Cycle(
         optimizer,
@@ -297,8 +306,11 @@ def _with_peaks(
     groups: Sequence[Group],
     replicas: int,
     rehearse: Callable[[int], Rehearsal | None] | None,
-) -> Run:
-    """Return ``run`` with the peaks of the learning rates that the controller can move, and the schedule's end."""
+) -> tuple[Run, Sequence[float]]:
+    """Return ``run`` with the peaks of the learning rates that the controller can move, and the schedule's end.
+
+    The peak of a set of tied groups is that of the first. The peaks of all groups are returned beside it.
+    """
     compares = controller.reads == "losses"
     movable = [
         hyper.base is None and hyper.group is not None and not (compares and (replicas == 1 or not hyper.spread))
@@ -307,19 +319,14 @@ def _with_peaks(
     played: Rehearsal | None = None
     if rehearse is not None and run.total_steps is not None and any(movable):
         played = rehearse(run.total_steps)
+    highest = [peak_of(group) for group in groups] if played is None else played.highest
     peaks: list[float | None] = [None] * len(hyperparameters)
     for index, hyper in enumerate(hyperparameters):
         if movable[index] and hyper.group is not None:
-            highest = _highest(groups[hyper.group]) if played is None else played.highest[hyper.group]
-            peaks[index] = highest if highest > 0 else None  # a frozen group stays frozen
+            peaks[index] = highest[hyper.group] if highest[hyper.group] > 0 else None  # a frozen group stays frozen
     if played is None:
-        return replace(run, peaks=tuple(peaks))
-    return replace(run, peaks=tuple(peaks), end=played.end, peak=played.peak)
-
-
-def _highest(group: Group) -> float:
-    """Return the peak of a schedule that was not played: OneCycleLR's, or the value that others begin or warm up to."""
-    return float(group[next(key for key in ("max_lr", "initial_lr", "lr") if key in group)])
+        return replace(run, peaks=tuple(peaks)), highest
+    return replace(run, peaks=tuple(peaks), end=played.end, peak=played.peak), highest
 
 
 def _converger_of(

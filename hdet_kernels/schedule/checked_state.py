@@ -180,7 +180,7 @@ def _check_controller(cycle: Cycle, state: dict[str, Any]) -> None:
         return
     own = copy.deepcopy(saved["controller"])
     for index, hyper in enumerate(cycle.spread.hyperparameters):
-        scheduled = saved["scheduled"][index] if hyper.base is None else hyper.base
+        scheduled = saved["scheduled"][hyper.groups[0]] if hyper.base is None else hyper.base
         try:
             value = controller.base(own, index, scheduled)
             fine = math.isfinite(value) and float(value) >= 0

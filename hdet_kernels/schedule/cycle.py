@@ -20,7 +20,8 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import MeasuredSlopes, Run
+from hdet_kernels.controller.findings import ExplainingController, Findings
+from hdet_kernels.controller.protocol import MeasuredSlopes, Observation, Run
 from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report
 from hdet_kernels.converge.converger import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
@@ -69,7 +70,7 @@ class Cycle:
         self.gradients = gradients
         self.average_state = average_state
         self.overlap_steps = overlap_steps
-        self.step = step
+        self.step = self.first = step
         self.buffers = buffers
         self.before = before  # steps that were made before step 0: those of a scouting phase
         self.window = LossWindow(ensemble.rows)
@@ -84,7 +85,7 @@ class Cycle:
         self.averaged = True  # no step was made since the last average
         self.expects_state = False  # a checkpoint was loaded whose optimizer had state
         self.replaced = False  # another scheduler was built on the optimizer
-        self.displacement = Displacement.of(optimizer, run, ensemble)
+        self.displacement = Displacement.of(optimizer, run, ensemble, tied=spread.tied)
         self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None
@@ -104,6 +105,11 @@ class Cycle:
         # Replicas that were averaged once, and have equal values and gradients since then, stay equal.
         stays = not self.spread.diverges and self._known_shared() is True and self.overlapping is None
         return stays and self.history.last_step is not None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step was made, here or in the run of a checkpoint."""
+        return self.started or self.step != self.first
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -301,15 +307,16 @@ class Cycle:
         """
         slopes = self._turn(step, outcome.shared)
         self._look_at_losses(step, placed, outcome)
-        undone = None
+        undone, findings = None, None
         if acting:  # before anything is recorded, because a controller may raise
             seen = self.spread.observe(placed, outcome.compared, step, slopes)
             if self.undoing is None:
                 self.spread.move(self.run, seen)
             else:
                 undone = self.undoing.act(self.run, seen, outcome, landed=landed)
+            findings = self._findings(seen)
         self.shared = outcome.shared
-        self._record(step, landed, self._kind(step), placed, outcome, undone)
+        self._record(step, landed, self._kind(step), placed, outcome, undone, findings)
         return undone
 
     def _look_at_losses(self, step: int, placed: Placement, outcome: Outcome) -> None:
@@ -320,6 +327,13 @@ class Cycle:
             self.equal_losses.look(step, outcome.losses, placed.values, "the training losses")
         else:
             self.equal_losses.look(step, outcome.probes, placed.values, "the losses on the probe")
+
+    def _findings(self, seen: Observation) -> Findings | None:
+        """Return slopes and posteriors for the record of the sync that the controller acted on, if it tells any."""
+        controller = self.spread.controller
+        if not isinstance(controller, ExplainingController):
+            return None
+        return controller.findings(self.run, self.spread.controller_state, seen)
 
     def _turn(self, step: int, shared: bool | None) -> MeasuredSlopes | None:
         """Return the slopes that were measured since the last sync, if gradients are shared; end it after the last."""
@@ -393,7 +407,14 @@ class Cycle:
         return (None, None) if self.probe is None else run_probe(self.probe, self.ensemble.rows)
 
     def _record(
-        self, step: int, landed: int, kind: Kind, placed: Placement, outcome: Outcome, undone: int | None = None
+        self,
+        step: int,
+        landed: int,
+        kind: Kind,
+        placed: Placement,
+        outcome: Outcome,
+        undone: int | None = None,
+        findings: Findings | None = None,
     ) -> None:
         names = [hyper.name for hyper in self.spread.hyperparameters]
         excluded = np.flatnonzero(~outcome.healthy).tolist()
@@ -420,6 +441,8 @@ class Cycle:
             landed=self.before + landed,
             taken=outcome.taken,
             undone=None if undone is None else self.before + undone,
+            distance=outcome.distance,
+            **(findings.by_name(names) if findings else {}),
         )
         self.add_record(record)
 

@@ -71,7 +71,7 @@ def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
 
 
 class Displacement:
-    """The hypergradient's slopes b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩, one for each parameter group.
+    """The hypergradient's slopes b_j = ⟨ḡ, θ̄(kT) − θ̄((k−1)T)⟩, one for each learning rate.
 
     ḡ is the mean of the first gradients of the next cycle. Each of them sees other examples, so their scatter tells the
     error of the mean. :meth:`turn` is called at every sync, with the averaged parameters in place. :meth:`measure` is
@@ -82,18 +82,38 @@ class Displacement:
         apart: whether replicas may start apart (warm noisy initialisation). Then none knows θ̄(0), and the first
             displacement is that of the second cycle.
         steps: the most gradients of a cycle that are taken.
+        tied: the parameter groups of each learning rate. None: every group has one of its own.
     """
 
-    def __init__(self, optimizer: Optimizer, *, apart: bool = False, steps: int = 1) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        apart: bool = False,
+        steps: int = 1,
+        tied: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.optimizer, self.apart, self.steps = optimizer, apart, steps
+        self.tied = [(index,) for index in range(len(optimizer.param_groups))] if tied is None else list(tied)
         self.last = self._copy()
         self.moved: list[list[Tensor]] | None = None
-        self.slopes: list[Tensor] = []  # [groups] of each gradient so far
+        self.slopes: list[Tensor] = []  # [learning rates] of each gradient so far
 
     @staticmethod
-    def of(optimizer: Optimizer, run: Run, ensemble: Ensemble) -> Displacement | None:
-        """Return one for a run; None if its controller does not ask for slopes."""
-        return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS) if run.slopes else None
+    def of(
+        optimizer: Optimizer, run: Run, ensemble: Ensemble, *, tied: Sequence[Sequence[int]] | None = None
+    ) -> Displacement | None:
+        """Return one for a run; None if its controller does not ask for slopes.
+
+        Args:
+            optimizer: its parameters are measured.
+            run: the run, as the controller prepared it.
+            ensemble: the replicas.
+            tied: the parameter groups of each learning rate, :attr:`.Spread.tied`. None: every group has its own.
+        """
+        if not run.slopes:
+            return None
+        return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied)
 
     def begin(self) -> None:
         """Start from the current parameters."""
@@ -147,21 +167,21 @@ class Displacement:
         return slopes
 
     def _measured(self) -> list[list[float]]:
-        """Return the slopes of each gradient, by group."""
+        """Return the slopes of each gradient, by learning rate."""
         found: list[list[float]] = torch.stack(self.slopes).tolist() if self.slopes else []
         return found
 
     def _measured_by_all(self, of_all_parts: Callable[[Tensor], Tensor]) -> list[list[float]]:
         """Return the sums over the parts of a replica; nothing if one of them did not measure as often as others."""
-        count, groups, device = len(self.slopes), len(self.optimizer.param_groups), self._device()
-        row = torch.zeros(1 + self.steps * groups, dtype=wide_dtype(device), device=device)
+        count, rates, device = len(self.slopes), len(self.tied), self._device()
+        row = torch.zeros(1 + self.steps * rates, dtype=wide_dtype(device), device=device)
         row[0] = count
         if count:
-            row[1 : 1 + count * groups] = torch.cat(self.slopes)
-        counts, products = of_all_parts(row).split([1, self.steps * groups], dim=1)
+            row[1 : 1 + count * rates] = torch.cat(self.slopes)
+        counts, products = of_all_parts(row).split([1, self.steps * rates], dim=1)
         if not bool((counts == count).all()):
             return []
-        found: list[list[float]] = products.sum(dim=0)[: count * groups].view(count, groups).tolist()
+        found: list[list[float]] = products.sum(dim=0)[: count * rates].view(count, rates).tolist()
         return found
 
     def measure(self) -> None:
@@ -170,9 +190,9 @@ class Displacement:
             return
         device = self._device()
         wide = wide_dtype(device)
-        products = []
-        for group, moved in zip(self.optimizer.param_groups, self.moved, strict=True):
-            pairs = zip(group["params"], moved, strict=True)
+        groups, products = self.optimizer.param_groups, []
+        for tied in self.tied:
+            pairs = [pair for index in tied for pair in zip(groups[index]["params"], self.moved[index], strict=True)]
             dots = [
                 (local(one_replica(p, p.grad)) * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None
             ]
@@ -206,7 +226,7 @@ class Displacement:
 
 
 def _mean_and_error(measured: list[list[float]]) -> MeasuredSlopes:
-    """Return the mean of the slopes of several gradients, by group, and its standard error; NaN for one gradient."""
+    """Return the mean of the slopes of several gradients, and its standard error: NaN for one gradient."""
     n, values, errors = len(measured), [], []
     for slopes in zip(*measured, strict=True):
         total = squares = 0.0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from hdet_kernels.schedule.metrics import flat, loss_metrics, short_names, value_metrics
 
 Kind = Literal["sync", "early", "last", "manual", "scout"]
 
@@ -38,6 +41,13 @@ class SyncRecord:
         landed: the step after which the average was applied: ``step``, or up to ``overlap_steps`` later.
         taken: the replica that all others became a copy of (``merge="best"``); None for a mean.
         undone: the step whose average all replicas returned to, because training broke; None if they did not.
+        slopes: slope of the loss in the logarithm of a hyperparameter, by name, where the controller found one; None
+            where it does not act or tells none.
+        errors: standard errors of these slopes, by name, where they are known.
+        posterior: mean and standard deviation of the logarithm of the right peak over the given one, by name of the
+            learning rate; None where none is kept (``trust`` of 3 or less).
+        distance: root mean square of the replicas' distances from their mean, over the norm of the mean; None where it
+            is not known. Of a sharded replica that of the shard in this process.
     """
 
     step: int
@@ -55,10 +65,44 @@ class SyncRecord:
     landed: int | None = None
     taken: int | None = None
     undone: int | None = None
+    slopes: dict[str, float] | None = None
+    errors: dict[str, float] | None = None
+    posterior: dict[str, list[float]] | None = None
+    distance: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict."""
         return asdict(self)
+
+    def metrics(self, *, replicas: bool = True) -> dict[str, float]:
+        """Return the numbers of this sync under flat names, for a logger. ``docs/usage/loggers.md`` lists them.
+
+        What is not known, or not finite, is left out.
+
+        Args:
+            replicas: whether every replica has entries of its own.
+        """
+        short = short_names(list(self.base))
+        posterior = (self.posterior or {}).items()
+        return flat(
+            {
+                "step": self.step,
+                "cycle": self.cycle,
+                **value_metrics(self.base, self.values, replicas=replicas),
+                **loss_metrics("loss", self.losses, replicas=replicas),
+                **loss_metrics("probe", self.probes, replicas=replicas),
+                **{f"slope/{short[name]}": slope for name, slope in (self.slopes or {}).items()},
+                **{f"slope_error/{short[name]}": error for name, error in (self.errors or {}).items()},
+                **{f"log_peak/{short[name]}": mean for name, (mean, _) in posterior},
+                **{f"log_peak_deviation/{short[name]}": deviation for name, (_, deviation) in posterior},
+                "distance": self.distance,
+                "excluded": len(self.excluded),
+                "returned": self.undone is not None,
+                "seconds": self.seconds,
+                "bytes": self.bytes,
+                "collectives": self.collectives,
+            }
+        )
 
     @property
     def mean_loss(self) -> float | None:
@@ -133,13 +177,18 @@ class History:
     Args:
         records: those so far.
         summary: that of all syncs so far; by default it is made from ``records``.
+
+    Attributes:
+        untold: the records that callbacks have not been called with yet.
     """
 
     def __init__(self, records: Iterable[SyncRecord] = (), summary: HistorySummary | None = None) -> None:
         self.records: list[SyncRecord] = []
         self.summary = HistorySummary()
+        self.untold: deque[SyncRecord] = deque(maxlen=WINDOW)
         for record in records:
             self.add(record)
+        self.untold.clear()
         if summary is not None:
             self.summary = summary
 
@@ -147,8 +196,15 @@ class History:
         """Append a record; the oldest one leaves if there are too many."""
         self.summary.add(record)
         self.records.append(record)
+        self.untold.append(record)
         if len(self.records) > WINDOW:
             del self.records[:-WINDOW]
+
+    def take_untold(self) -> list[SyncRecord]:
+        """Return the records since the last call of this method."""
+        records = list(self.untold)
+        self.untold.clear()
+        return records
 
     @property
     def last_step(self) -> int | None:

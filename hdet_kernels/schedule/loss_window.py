@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.checks import spell
+from hdet_kernels.checks import check_positive, spell
 from hdet_kernels.tensors import wide_dtype
 
 #: The loss of one replica, or the losses of several in one process.
@@ -26,12 +26,17 @@ class LossWindow:
     def __init__(self, rows: int = 1) -> None:
         self.rows = rows
         self.sum: float | Tensor = 0.0
-        self.count = 0
+        self.count: float = 0
         self.ever = False
 
-    def record(self, loss: Loss) -> None:
-        """Add a loss; raise if it is not a real number, or not one for each replica."""
+    def record(self, loss: Loss, divided_by: float = 1) -> None:
+        """Add a loss; raise if it is not a real number, or not one for each replica.
+
+        ``divided_by``: what it was divided by before. It counts as that part of a loss: the k micro-batches of a step,
+        each divided by k, are one.
+        """
         loss = checked_loss(loss, "the loss", self.rows)
+        divisor = checked_divisor(divided_by)
         if not isinstance(loss, Tensor):
             self.sum += loss
         elif isinstance(self.sum, Tensor) and self.sum.device == loss.device:
@@ -41,7 +46,7 @@ class LossWindow:
             with torch.inference_mode(False):
                 before = self.sum.to(loss.device) if isinstance(self.sum, Tensor) else self.sum
                 self.sum = loss.to(wide_dtype(loss.device), copy=True).add_(before)
-        self.count += 1
+        self.count += 1 if divisor == 1 else 1 / divisor
         self.ever = True
 
     def clear(self) -> None:
@@ -52,12 +57,12 @@ class LossWindow:
             self.sum = 0.0
         self.count = 0
 
-    def mark(self) -> tuple[float | Tensor, int, bool]:
+    def mark(self) -> tuple[float | Tensor, float, bool]:
         """Return a copy of the current sums, to which :meth:`reset` goes back."""
         with torch.inference_mode(False):
             return self.sum.clone() if isinstance(self.sum, Tensor) else self.sum, self.count, self.ever
 
-    def reset(self, mark: tuple[float | Tensor, int, bool]) -> None:
+    def reset(self, mark: tuple[float | Tensor, float, bool]) -> None:
         """Go back to the sums that :meth:`mark` returned."""
         saved, self.count, self.ever = mark
         with torch.inference_mode(False):
@@ -107,6 +112,14 @@ def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} must be a number or a scalar tensor, got {type(value).__name__}") from error
+
+
+def checked_divisor(divided_by: float) -> float:
+    """Return the number that a loss was divided by; raise unless it is positive."""
+    if type(divided_by) is int and divided_by > 0:
+        return divided_by  # most are, and every step of a run is checked
+    remedy = "pass the number of micro-batches that the loss was divided by"
+    return check_positive("divided_by", divided_by, remedy=remedy)
 
 
 def run_probe(probe: Callable[[], Loss], rows: int) -> tuple[float | Tensor | None, Exception | None]:

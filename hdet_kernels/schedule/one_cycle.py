@@ -5,10 +5,8 @@ The schedule is torch's own. It is begun anew for every scouting round, and once
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,6 @@ from hdet_kernels.schedule.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.late_ensemble import LateEnsemble, announced_size
 from hdet_kernels.schedule.loss_window import Loss
-from hdet_kernels.schedule.options import HDETOptions
 from hdet_kernels.schedule.packed import packed
 from hdet_kernels.schedule.rehearsal import built_state
 from hdet_kernels.schedule.scout_state import checked_scout, scout_state
@@ -34,7 +31,7 @@ from hdet_kernels.scout import OwnGradients, ScoutSettings, make_plan
 from hdet_kernels.scout.plan import first_bracket, middle
 
 #: Attributes that are not part of torch's schedule.
-_OWN = ("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options")
+_OWN = ("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options", "_follows_ties", "_callbacks")
 
 
 class ScoutingOneCycleLR(WithCycle, OneCycleLR):
@@ -42,13 +39,11 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     Attributes:
         _arguments: those of torch's OneCycleLR, checked.
-        _options: the keywords of the schedulers, checked.
         _scouted: the plan of a run with ``max_lr=None``, and what was found; None where ``max_lr`` was given.
         _phase: the scouting phase; None before and after it.
     """
 
     _arguments: dict[str, Any]
-    _options: HDETOptions
     _scouted: Scouted | None = None
 
     @property
@@ -70,14 +65,19 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
             return
         check_no_epoch(loss)
         self._settle()
-        if self._phase is not None:
+        self._check_outside_callbacks("step()")
+        if self._phase is None:
+            self._step_run(self._cycle, loss)
+        else:
             self._step_phase(self._phase, loss)
-            return
-        changed = self._cycle.end_step(loss, self.total_steps)
+        self._call_callbacks()
+
+    def _step_run(self, cycle: Cycle, loss: Loss | None) -> None:
+        changed = cycle.end_step(loss, self.total_steps)
         super().step()
         if changed:
-            self._cycle.write()
-        self._cycle.publish()
+            cycle.write()
+        cycle.publish()
 
     def get_lr(self) -> list[float | Tensor]:
         scheduled = super().get_lr()
@@ -132,6 +132,9 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
             self._phase.take_start(phase)
         self._attach()
 
+    def _new_cycle(self) -> Cycle:
+        return self._cycle_of(self.total_steps)
+
     # The scouting phase
 
     def _planned(self) -> Scouted:
@@ -153,6 +156,19 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         phase.begin_round(learning_rates(self._inner))
         self._cycle = cycle
         return phase
+
+    def _replace_phase(self) -> None:
+        if self._phase is None or self._scouted is None:
+            super()._replace_phase()
+            return
+        history, phase = self.cycle.history, self._phase
+        own_values_back(self._inner)
+        self._phase = self._scout(self._scouted)
+        self._phase.take_start(phase)
+        self._phase.own.take_over(phase.own)  # moments of the replicas that were loaded already stay their own
+        self.cycle.history = history
+        self._last_lr = learning_rates(self._inner)
+        self._attach()
 
     def _attach_phase(self, phase: Scouting) -> None:
         attach(phase, self, before=self._settle, at_end=phase.own.end)
@@ -179,16 +195,12 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     def _begin_run(self, scouted: Scouted) -> None:
         """Begin the run at the learning rate that was found."""
-        history = self.cycle.history
+        before = self.cycle
         own_values_back(self._inner)
         self._phase = None
         cycle = self._build(**one_cycle(scouted.rates(scouted.found or 0.0), scouted.plan.run))
-        cycle.history = history
-        cycle.write()
-        self._cycle = cycle
-        self._last_lr = learning_rates(self._inner)
-        self._attach()
-        cycle.publish()
+        self._cycle = before
+        self._take(cycle)
 
     # Checkpoints
 
@@ -199,6 +211,10 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
+        with self._tied_as_in(state_dict):
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         scout = checked_scout(self._scouted, self.cycle, state_dict)
         hdet = checked(self.cycle, state_dict)
         if scout is None or self._scouted is None:
@@ -255,17 +271,6 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
             self._attach_phase(self._phase)
         self._phase.scouted = scouted
         return self._phase
-
-    @contextlib.contextmanager
-    def _attached_again_on_error(self) -> Iterator[None]:
-        """Attach the phase or the cycle of before again if the block raises after another took its place."""
-        phase, cycle = self._phase, self.cycle
-        try:
-            yield
-        except BaseException:
-            if self._phase is not phase or self._cycle is not cycle:
-                attach(cycle, self, before=self._settle) if phase is None else self._attach_phase(phase)
-            raise
 
 
 def one_cycle(max_lr: list[float], total_steps: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hdet_kernels.controller.protocol import Controller
 from hdet_kernels.converge import AverageState, Format, Merge, Outer
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.explore import Explore
+from hdet_kernels.fanout.ties import TieGroups
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.scout.settings import ScoutSettings
 
@@ -37,6 +38,7 @@ class HDETOptions(TypedDict, total=False):
     trust: Annotated[float | None, 3.0]
     probe: Annotated[Probe | None, None]
     explore: Annotated[Iterable[Explore], ()]
+    tie_groups: Annotated[TieGroups, "auto"]
     gradients: Annotated[GradientMode, "auto"]
     ensemble: Annotated[Ensemble | None, None]
     average_state: Annotated[AverageState, "auto"]

@@ -11,7 +11,7 @@ from hdet_kernels.converge import Correction, Outcome, OverlappedAverage
 from hdet_kernels.fanout.spread import Placement
 
 _ARRAYS = ("losses", "probes", "healthy")
-_PLAIN = ("shared", "bytes", "collectives", "seconds", "kept")
+_PLAIN = ("shared", "bytes", "collectives", "seconds", "kept", "distance")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss
+from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_divisor, checked_loss
 from hdet_kernels.tensors import wide_dtype
 
 #: The sums that are kept.
@@ -31,15 +31,18 @@ class RoundLosses:
         self.first, self.tail, self.squares = (LossWindow(rows) for _ in _SUMS)
         self.ever = False
 
-    def record(self, loss: Loss, step: int, tail_from: int) -> None:
+    def record(self, loss: Loss, step: int, tail_from: int, divided_by: float = 1) -> None:
         """Add a loss of a round.
 
         Args:
             loss: of this replica, or one for each of several.
             step: steps of the round that are finished.
             tail_from: number of the step with which the last steps begin.
+            divided_by: what the loss was divided by before.
         """
         value = checked_loss(loss, "the loss", self.rows)
+        if (divisor := checked_divisor(divided_by)) != 1:
+            value = (value.to(wide_dtype(value.device)) if isinstance(value, Tensor) else value) * divisor
         self.ever = True
         if step == 0:
             self.first.record(value)

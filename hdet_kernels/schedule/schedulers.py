@@ -16,6 +16,7 @@ from hdet_kernels.schedule.arguments import check_no_epoch, check_scout_used, ch
 from hdet_kernels.schedule.attachment import attach, check_schedule_is_own, own_values_back
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, untouched_on_error
 from hdet_kernels.schedule.checked_state import checked, checked_schedule
+from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
 from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
@@ -52,6 +53,10 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
             replaces the training loss there. With shared gradients slopes of learning rates come from the gradients,
             and need none.
         explore: more :class:`hdet_kernels.Explore`.
+        tie_groups: which parameter groups have one learning rate: one multiplier, one slope and one decision of the
+            controller, named after the first of them. ``"auto"``: those whose hyperparameters are equal, except for
+            weight decay, and with a checkpoint those that were tied when it was saved. True: all, at the ratios of
+            their learning rates. False: none. Or a list of lists of groups, ``[[0, 1], [2, 3]]``.
         gradients: ``"shared"`` (averaged at every step, as DDP does), ``"local"``, or ``"auto"``: found out at every
             sync by comparing the replicas' gradients. A stack knows.
         ensemble: who the replicas are: ``stack.ensemble`` of a :class:`hdet_kernels.ReplicaStack`, or processes.
@@ -76,7 +81,8 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
             since the last one): the exploit step of population-based training.
         seed: of the permutations.
         history_file: a path; the first process appends the record of every sync to it, as a line of JSON. A resumed run
-            continues the file. Without it only the last 1000 records are kept, and a summary of all.
+            continues the file, and ``hdet-kernels report`` makes a page of it. Without it only the last 1000 records
+            are kept, and a summary of all.
         scout: :class:`hdet_kernels.ScoutSettings`, the constants of the search with ``max_lr=None``.
     """
 
@@ -170,6 +176,15 @@ class HDETScheduler(WithCycle, LRScheduler):
         self._built(complete["ensemble"])
 
     def _build_again(self) -> None:
+        with untouched_on_error(self.optimizer):
+            own_values_back(self._inner)
+            cycle = self._new_cycle()
+            cycle.write()
+        self._cycle = cycle
+        self._last_lr = learning_rates(self._inner)
+        self._attach()
+
+    def _new_cycle(self) -> Cycle:
         base, total_steps = self.base_scheduler, self._total_steps
         facts = ScheduleFacts(
             f"HDETScheduler around {type(base).__name__}",
@@ -180,13 +195,10 @@ class HDETScheduler(WithCycle, LRScheduler):
             # OneCycleLR tells its peak, and it anneals.
             None if isinstance(base, OneCycleLR) else partial(rehearse, base),
         )
-        with untouched_on_error(self.optimizer):
-            own_values_back(self._inner)
-            cycle = build_cycle(self._inner, facts, self._options)
-            cycle.write()
-        self._cycle = cycle
-        self._last_lr = learning_rates(self._inner)
-        attach(cycle, base, before=self._settle)
+        return build_cycle(self._inner, facts, self._options)
+
+    def _attach(self) -> None:
+        attach(self.cycle, self.base_scheduler, before=self._settle)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -202,6 +214,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         """Record ``loss``, sync if one is due, and set the next learning rates, as :meth:`HDETOneCycleLR.step`."""
         check_no_epoch(loss)
         self._settle()
+        self._check_outside_callbacks("step()")
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
         changed = self.cycle.end_step(loss, last_step)
@@ -215,6 +228,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         if changed:
             self.cycle.write()
         self.cycle.publish()
+        self._call_callbacks()
 
     def get_lr(self) -> list[float | Tensor]:
         return self.cycle.spread.rates(self.cycle.spread.scheduled)
@@ -225,6 +239,10 @@ class HDETScheduler(WithCycle, LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
+        with self._tied_as_in(state_dict):
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         hdet = checked(self.cycle, state_dict)
         base, here = self.base_scheduler, self.base_scheduler.state_dict()
         of_torch = type(base).__module__.startswith("torch.")

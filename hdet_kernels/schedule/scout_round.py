@@ -100,16 +100,17 @@ def scout_record(
         number: number of the round.
     """
     names = [hyper.name for hyper in hyperparameters]
-    others = [float(hyper.base or 0.0) for hyper in hyperparameters[len(peaks) :]]
     factors = seen.rates / math.exp(float(np.log(seen.rates[[0, -1]]).mean()))
-    values = [*((peak * factors).tolist() for peak in peaks), *([value] * len(factors) for value in others)]
+    base = [peaks[hyper.groups[0]] if hyper.base is None else hyper.base for hyper in hyperparameters]
+    moved = [factors if hyper.base is None else np.ones_like(factors) for hyper in hyperparameters]
+    values = [(value * each).tolist() for value, each in zip(base, moved, strict=True)]
     return SyncRecord(
         step=step,
         cycle=number,
         kind="scout",
         losses=(seen.losses if training is None else training).tolist(),
         probes=None if training is None else seen.losses.tolist(),
-        base=dict(zip(names, (*peaks, *others), strict=True)),
+        base=dict(zip(names, base, strict=True)),
         values=dict(zip(names, values, strict=True)),
         excluded=np.flatnonzero(~np.isfinite(seen.losses)).tolist(),
         gradients="local",

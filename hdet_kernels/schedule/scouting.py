@@ -107,6 +107,11 @@ class Scouting:
         """Whether the parameters in this process are those that the run begins with."""
         return self.in_consensus or not self.moved
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step was made, here or in the run of a checkpoint."""
+        return self.made > 0 or self.start.step is not None
+
     def announce(self) -> None:
         """Log what the phase costs."""
         plan = self.scouted.plan
@@ -175,9 +180,10 @@ class Scouting:
         """Return whether the parameters are those of construction."""
         return torch.equal(self.start.digest(), self._digest)
 
-    def record(self, loss: Loss) -> None:
-        """Add a training loss of the current step."""
-        self.losses.record(loss, self.step, self.length - tail_steps(self.length, self.scouted.settings))
+    def record(self, loss: Loss, divided_by: float = 1) -> None:
+        """Add a training loss of the current step, which was divided by ``divided_by`` before."""
+        tail_from = self.length - tail_steps(self.length, self.scouted.settings)
+        self.losses.record(loss, self.step, tail_from, divided_by)
 
     def end_step(self, loss: Loss | None) -> bool:
         """End a step of the optimizer. Raises with nothing changed.

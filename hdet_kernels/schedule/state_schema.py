@@ -45,6 +45,9 @@ _NOT_NEGATIVE = Number(0)
 _PART = InOrder((_COUNT, Whole(1, 2**31)))  # number of a part of a replica, and how many there are
 
 
+#: Entries of a record that earlier files of this format do not have.
+ADDED = ("slopes", "errors", "posterior", "distance")
+
 #: Entries that tell who saved the state, and when. The schema of the others depends on them.
 HEAD = ("size", "replica", "rows", "part", "step", "averaged")
 
@@ -106,7 +109,11 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int, own_part: bool = True
                 }
             ),
             "window": Fields(
-                {"sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))), "count": _COUNT, "ever": Flag()}
+                {
+                    "sum": _ANY if rows == 1 else OneOf(_ANY, Items(_ANY, (rows,))),
+                    "count": Number(0, 2**63 - 1),
+                    "ever": Flag(),
+                }
             ),
             "displacement": Maybe(displacement(cycle, own_part=own_part)),
             "pending": Maybe(pending(len(names), size, rows, step, cycle.run.sync_every, tensors)),
@@ -137,7 +144,7 @@ def displacement(cycle: Cycle, *, own_part: bool) -> Fields:
         {
             "last": OneOf(tensors, ended),
             "moved": Maybe(tensors),
-            "slopes": Items(Items(_ANY, (groups,)), longest=SLOPE_STEPS),
+            "slopes": Items(Items(_ANY, (len(set(cycle.spread.rate_of.values())),)), longest=SLOPE_STEPS),
             "apart": Flag(),
         }
     )
@@ -178,6 +185,7 @@ def pending(
         "collectives": _COUNT,
         "seconds": _NOT_NEGATIVE,
         "kept": Maybe(Whole(0, step)),
+        "distance": Maybe(_NOT_NEGATIVE),
     }
     return Fields(
         {
@@ -186,7 +194,7 @@ def pending(
             "placed": Fields({"base": Items(Number(), (count,)), "values": by_replica, "applied": by_replica}),
             "acting": Flag(),
             "correction": Fields(correction),
-            "outcome": Fields(outcome),
+            "outcome": Fields(outcome, optional=frozenset(("distance",))),
         }
     )
 
@@ -267,8 +275,17 @@ def record(step: int | None, names: tuple[str, ...] | None = None) -> Fields:
         "landed": Maybe(Whole(0, step)),
         "taken": Maybe(_COUNT),
         "undone": Maybe(Whole(0, step)),
+        "slopes": Maybe(_some(Number(), names)),
+        "errors": Maybe(_some(_NOT_NEGATIVE, names)),
+        "posterior": Maybe(_some(InOrder((Number(), _NOT_NEGATIVE)), names)),
+        "distance": Maybe(_NOT_NEGATIVE),
     }
-    return Fields(fields, optional=frozenset(("landed", "taken", "undone")))
+    return Fields(fields, optional=frozenset(("landed", "taken", "undone", *ADDED)))
+
+
+def _some(inner: Schema, names: tuple[str, ...] | None) -> Schema:
+    """Return the schema of a dict with some of the names; None: any."""
+    return ByName(inner) if names is None else Fields(dict.fromkeys(names, inner), optional=frozenset(names))
 
 
 def summary(step: int, names: tuple[str, ...]) -> Fields:

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from hdet_kernels.checks import check_callable
 from hdet_kernels.ensemble import Ensemble
+from hdet_kernels.fanout.ties import saved_ties
+from hdet_kernels.schedule import checkpoint
+from hdet_kernels.schedule.attachment import own_values_back
+from hdet_kernels.schedule.build import learning_rates
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord
 from hdet_kernels.schedule.late_ensemble import LateEnsemble, name_one_replica
 from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.schedule.metrics import flat, value_metrics
+from hdet_kernels.schedule.options import HDETOptions, Probe
 from hdet_kernels.schedule.scouting import Scouting
+from hdet_kernels.schedule.sync_callbacks import SyncCallback, SyncCallbacks
 from hdet_kernels.schedule.wrapped import unwrapped
 
 
 class WithCycle:
-    """The methods that both schedulers have beside torch's own."""
+    """The methods that both schedulers have beside torch's own.
 
+    Attributes:
+        _options: the keywords of the schedulers, checked.
+        _follows_ties: whether the checkpoint that was loaded last decided which groups are tied.
+    """
+
+    optimizer: Optimizer
+    _last_lr: list[float | Tensor]
     _cycle: Cycle | None = None
     _phase: Scouting | None = None
     #: Whether a process group may still come; None while the scheduler is built, and after a group came.
     _late: LateEnsemble | None = None
-    optimizer: Optimizer
+    _options: HDETOptions
+    _follows_ties = False
+    _callbacks: SyncCallbacks | None = None
 
     @property
     def cycle(self) -> Cycle:
@@ -120,20 +139,107 @@ class WithCycle:
         """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
         return self.cycle.spread.base_rates() if self._phase is None else self._phase.spread.base_rates()
 
-    def record_loss(self, loss: Loss) -> None:
+    def on_sync(self, callback: SyncCallback, *, every_process: bool | None = None) -> RemovableHandle:
+        """Call ``callback(record)`` after every sync, with its :class:`.SyncRecord`.
+
+        It is called at the end of :meth:`step` or :meth:`converge`, when everything is in place for the next cycle, so
+        that it may evaluate or save. Scouting rounds and returns to an earlier average are such syncs too. An average
+        that overlaps with training is told where it lands. All callbacks are called, in the order in which they came;
+        then the exception of one that raised is raised, with the sync complete: catch it and training goes on.
+        Callbacks are not part of a checkpoint.
+
+        Args:
+            callback: is called with the record.
+            every_process: False: only the first process calls it. Default: True, or as the callback's own attribute
+                ``every_process`` says: the writers of :mod:`hdet_kernels.integrations.loggers` have it.
+
+        Returns:
+            A handle whose ``remove()`` ends this.
+        """
+        if self._callbacks is None:
+            self._callbacks = SyncCallbacks()
+        return self._callbacks.add(callback, every_process)
+
+    def _call_callbacks(self) -> None:
+        """Call the callbacks with the records that they have not seen."""
+        if self.cycle.history.untold:
+            records = self.cycle.history.take_untold()
+            if self._callbacks is not None:
+                ensemble = self.cycle.ensemble
+                self._callbacks.call(records, first=(ensemble.replica, ensemble.part) == (0, 0))
+
+    def _check_outside_callbacks(self, method: str) -> None:
+        if self._callbacks is not None and self._callbacks.running:
+            raise RuntimeError(
+                f"scheduler.{method} inside a callback of on_sync(): the replicas are averaged already, and a sync "
+                "here would call it again; use consensus() or state_dict() there"
+            )
+
+    def metrics(self, *, replicas: bool = True) -> dict[str, float]:
+        """Return the numbers of the run under flat names, for a logger. ``docs/usage/loggers.md`` lists them.
+
+        Base values and values of the replicas are those of now, totals are over all syncs, and everything else is of
+        the last sync (:meth:`.SyncRecord.metrics`). What is not known, or not finite, is left out. It communicates with
+        nobody; where learning rates are tensors on a GPU it waits for them.
+
+        Args:
+            replicas: whether every replica has entries of its own.
+        """
+        spread, summary = (self.cycle if self._phase is None else self._phase).spread, self.history_summary
+        names, placed = [hyper.name for hyper in spread.hyperparameters], spread.placement()
+        base = dict(zip(names, placed.base.tolist(), strict=True))
+        values = dict(zip(names, placed.values.tolist(), strict=True))
+        totals = {
+            "syncs": summary.syncs,
+            "excluded": summary.excluded,
+            "returns": summary.undone,
+            "seconds": summary.seconds,
+            "bytes": summary.bytes,
+            "collectives": summary.collectives,
+        }
+        found = self.history[-1].metrics(replicas=replicas) if self.history else {}
+        found |= flat(value_metrics(base, values, replicas=replicas))
+        return found | flat({f"total/{name}": value for name, value in totals.items()})
+
+    def record_loss(self, loss: Loss, *, divided_by: float = 1) -> None:
         """Add a training loss to those since the last sync, without waiting for the device.
 
         Call it any number of times before :meth:`step`: for gradient accumulation, or where a framework calls
-        ``step()`` without a loss.
+        ``step()`` without a loss. What counts is the mean over all calls.
 
         Args:
             loss: a number or a scalar tensor; with a stack, the losses of its replicas.
+            divided_by: what the loss was divided by before its backward pass: k where gradients are accumulated by
+                ``(loss / k).backward()``. The k losses of a step then count as one, and the mean is that of whole
+                batches, also where the last step of an epoch has fewer. Leave it out for losses that were not divided.
         """
         self._settle()
         if self._phase is None:
-            self.cycle.window.record(loss)
+            self.cycle.window.record(loss, divided_by)
         else:
-            self._phase.record(loss)
+            self._phase.record(loss, divided_by)
+
+    def use_probe(self, probe: Probe) -> None:
+        """Give the scheduler a probe, as if it had been built with ``probe=``. Every replica must do so.
+
+        For frameworks that know the model and the data only after the scheduler is built. A default ``sync_every`` is
+        chosen anew: with local gradients it is shorter with a probe.
+
+        Args:
+            probe: as ``probe=`` of the scheduler.
+
+        Raises:
+            RuntimeError: after the first step.
+        """
+        check_callable("probe", probe, "probe()", remedy="it takes no arguments and returns a loss")
+        begun = self.cycle.begun if self._phase is None else self._phase.begun
+        if begun:
+            raise RuntimeError(
+                "scheduler.use_probe() after the first step, or after a checkpoint was loaded: replicas were compared "
+                "without it; call it before, or build the scheduler with probe="
+            )
+        with self._built_again(probe=probe):
+            pass
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
@@ -154,7 +260,9 @@ class WithCycle:
                 f"scheduler.converge() at step {self._phase.made}: until step {self._phase.scouted.plan.steps} every "
                 "replica tries another learning rate, and there is nothing to average; call it later"
             )
+        self._check_outside_callbacks("converge()")
         self.cycle.converge()
+        self._call_callbacks()
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
         """Hold the averaged model inside a ``with`` block, to evaluate or save it. Collective.
@@ -166,3 +274,73 @@ class WithCycle:
         """
         self._settle()
         return self.cycle.consensus() if self._phase is None else self._phase.consensus()
+
+    # Building the cycle again
+
+    def _new_cycle(self) -> Cycle:
+        """Return a cycle by the present options, for an optimizer that has its own values."""
+        raise NotImplementedError
+
+    def _attach(self) -> None:
+        """Hook the phase, or the cycle if there is none, to the optimizer."""
+        raise NotImplementedError
+
+    def _replace_phase(self) -> None:
+        """Build the cycle, or the phase before it, by the present options in the place of the one before."""
+        own_values_back(self._inner)
+        self._take(self._new_cycle())
+
+    def _take(self, cycle: Cycle) -> None:
+        """Go on with another cycle, and with the history and the losses of the one before."""
+        before = self.cycle
+        cycle.history, cycle.window = before.history, before.window
+        cycle.write()
+        self._cycle = cycle
+        self._last_lr = learning_rates(self._inner)
+        self._attach()
+        cycle.publish()
+
+    @contextlib.contextmanager
+    def _built_again(self, **changed: Any) -> Iterator[None]:
+        """Build the cycle with other options, before the block. If that or the block raises, all is as before."""
+        parts = [] if self._phase is None else self._phase.parts()
+        with checkpoint.undone_on_error(self.cycle, self, *parts), self._attached_again_on_error():
+            self._options = cast(HDETOptions, {**self._options, **changed})
+            self._replace_phase()
+            yield
+
+    @contextlib.contextmanager
+    def _attached_again_on_error(self) -> Iterator[None]:
+        """Attach the phase or the cycle of before again if the block raises after another took its place."""
+        phase, cycle = self._phase, self.cycle
+        try:
+            yield
+        except BaseException:
+            if self._phase is not phase or self._cycle is not cycle:
+                self._phase, self._cycle = phase, cycle
+                self._attach()
+            raise
+
+    @contextlib.contextmanager
+    def _tied_as_in(self, state_dict: object) -> Iterator[None]:
+        """Tie the groups as a checkpoint did, for the block that loads it, where ``tie_groups`` leaves that open.
+
+        Groups that were saved apart, by a version that tied none for example, go on apart.
+        """
+        saved = saved_ties(_config_of(state_dict).get("hyperparameters"))
+        here = [hyper.groups for hyper in self.cycle.spread.hyperparameters if hyper.base is None]
+        open_to_it = self._options["tie_groups"] == "auto" or self._follows_ties
+        same_groups = saved is not None and sorted(sum(saved, ())) == sorted(sum(here, ()))
+        if saved == here or not (open_to_it and same_groups):
+            yield
+            return
+        with self._built_again(tie_groups=saved):
+            self._follows_ties = True
+            yield
+
+
+def _config_of(state_dict: object) -> dict[str, Any]:
+    """Return the settings in a scheduler's state; empty if it is damaged."""
+    hdet = state_dict.get("hdet") if isinstance(state_dict, dict) else None
+    config = hdet.get("config") if isinstance(hdet, dict) else None
+    return config if isinstance(config, dict) else {}

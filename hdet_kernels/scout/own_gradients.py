@@ -70,6 +70,11 @@ class OwnGradients:
             self._stack.own_gradients(False)
             self.share_state()
 
+    def take_over(self, other: OwnGradients) -> None:
+        """Go on in the place of another one for the same optimizer and model, without switching back in between."""
+        self._on, self._synced, self.shared_state = other._on, other._synced, other.shared_state
+        other._on = False
+
     def share_state(self) -> None:
         """Give the replicas of a stack one state again, if they had one: so it is copied and restored."""
         if self._stack is not None and self.shared_state:

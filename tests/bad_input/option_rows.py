@@ -77,6 +77,18 @@ OPTIONS: list[Row] = [
     *refused(
         "explore", TypeError, "explore= takes hdet_kernels.Explore objects, got ", ["lr"], [None], [0.3], [("lr", 1)]
     ),
+    *refused("tie_groups", (TypeError, ValueError), "tie_groups must be 'auto', True, False or a list", "all", None, 1),
+    *refused("tie_groups", TypeError, r"tie_groups\[0\] must be a list of parameter groups", [0], ["01"], [{}]),
+    *refused("tie_groups", TypeError, "a parameter group in tie_groups must be a whole number", [["0"]], [[True]]),
+    *refused("tie_groups", ValueError, "a parameter group in tie_groups must be a whole number", [[-1]], [[0.5]]),
+    *refused("tie_groups", ValueError, "names parameter group 0 twice: tie a group once", [[0, 0]], [[0], [0]]),
+    *refused("tie_groups", ValueError, "names parameter group 7; the optimizer has 2, counted from 0", [[0, 7]]),
+    Row(
+        "tied groups with different Explores",
+        lambda w: option("tie_groups", explore=[hk.Explore("lr", 0.1, groups=[0])])(w, True),
+        ValueError,
+        r"tie_groups gives parameter groups \[0, 1\] one multiplier, but explore= has different Explore\('lr'",
+    ),
     *refused("gradients", ValueError, "gradients must be one of 'auto', 'shared', 'local', got ", "all", None, True, 0),
     *refused(
         "ensemble", TypeError, "ensemble must be an ensemble, .* got ", 4, "gloo", [], hk.ProcessEnsemble, object()
@@ -212,9 +224,24 @@ def _record(value: Any) -> Callable[[Any], object]:
     return lambda world: world.scheduler.record_loss(value)
 
 
+def _divided(world: Any, value: Any) -> object:
+    return world.scheduler.record_loss(1.0, divided_by=value)
+
+
+def _use_probe(probe: Any) -> Callable[[Any], object]:
+    return lambda world: world.scheduler.use_probe(probe)
+
+
 METHODS: list[Row] = [
     *(Row(f"step with {kind}", _step(value), error, message) for kind, (value, error, message) in LOSSES.items()),
     *(Row(f"record {kind}", _record(value), error, message) for kind, (value, error, message) in LOSSES.items()),
+    *wrong_kinds("divided_by", _divided, "a positive number"),
+    *out_of_range("divided_by", _divided, "a positive number", 0, -2, NAN, INF),
+    *(
+        Row(f"use_probe({probe!r})", _use_probe(probe), TypeError, r"probe must be callable as probe\(\), got ")
+        for probe in (None, 1.0, "loss")
+    ),
+    Row("a probe after the first step", _use_probe(lambda: 1.0), RuntimeError, r"use_probe\(\) after the first step"),
     Row("record None", _record(None), TypeError, "the loss must be a number or a scalar tensor, got None"),
     *(
         Row(f"step({epoch}), an epoch", _step(epoch), TypeError, rf"step\({epoch}\) looks like torch's step\(epoch\)")

@@ -74,7 +74,7 @@ SCHEDULER: list[Row] = [
     *of("scheduler", ("hdet", 0, "spread"), None, [], {}, MISSING),
     *of("scheduler", ("hdet", 0, "spread", "scheduled"), None, [], [1.0], ["a", "b"], [NAN, 1.0], HUGE, MISSING),
     *of("scheduler", ("hdet", 0, "window"), None, [], {}, MISSING),
-    *of("scheduler", ("hdet", 0, "window", "count"), -1, "x", 1.5, None, MISSING, True),
+    *of("scheduler", ("hdet", 0, "window", "count"), -1, "x", 1e30, None, MISSING, True),
     *of("scheduler", ("hdet", 0, "window", "sum"), "x", None, [[1.0]], MISSING),
     *of("scheduler", ("hdet", 0, "begun"), "x", None, 3, MISSING),
     *of("scheduler", ("hdet", 0, "history"), None, 3, "x", {}, [3], [{}], MISSING, range(10**9)),

@@ -21,6 +21,7 @@ def agreement(**changes: Any) -> Agreement:
         "probes": [math.nan] * len(healthy),
         "healthy": healthy,
         "ranks": [[float(rank)] for rank in range(len(healthy))],
+        "norms": [[1.0]] * len(healthy),
         "shared": False,
         "equal": False,
         "has_state": True,

@@ -728,7 +728,7 @@ def _controlled(rank: int, overlap_steps: int) -> dict[str, Any]:
     """Losses that depend on rank and step alone."""
     trainer = Trainer(
         rank, ddp=False, groups=True, total_steps=20, sync_every=5, spread=0.5, overlap_steps=overlap_steps,
-        gradients="local", auto_lr=hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None),
+        tie_groups=False, gradients="local", auto_lr=hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None),
         explore=[hk.Explore("weight_decay", spread=0.5)],
     )  # fmt: skip
     controls, scheduled = [], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -308,6 +309,10 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
 def failures(rank: int, folder: Path) -> dict[str, Any]:
     """Raise in training and in validation, on both ranks, in the middle of a cycle."""
     found = {}
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hdet_kernels").addHandler(handler)
     for where in ("training_step", "validation_step", "interrupt"):
         net = Net(steps=24)
         net.fails_in = where
@@ -317,6 +322,9 @@ def failures(rank: int, folder: Path) -> dict[str, Any]:
         except (ZeroDivisionError, SystemExit):  # Lightning exits when it is interrupted
             held = net.scheduler.cycle.in_consensus
             found[where] = {"parameters": flat(net), "held": held, "save": "save_checkpoint" in vars(fit)}
+            found[where]["told"] = told.copy()
+            told.clear()
+    logging.getLogger("hdet_kernels").removeHandler(handler)
     return found
 
 
@@ -337,6 +345,11 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
         try:
             trainer(max_steps=8).fit(net, data(8))
         except (ValueError, RuntimeError, TypeError) as error:
+            found[name] = str(error)
+    for name, options in {"probe": {"probe": "validation"}, "log": {"log": 1}}.items():
+        try:
+            HDET(**options)
+        except (ValueError, TypeError) as error:
             found[name] = str(error)
     try:
         check_strategy(DDPStrategy(model_averaging_period=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import sys
@@ -166,6 +167,37 @@ def _refused(rank: int) -> list[str]:
     return [*messages, message(accelerator, model, optimizer, scheduler)]
 
 
+def _prepared_before(rank: int) -> dict[str, Any]:
+    """Build a scheduler on what Accelerate prepared, without a learning rate, and one that Accelerate prepares."""
+    from hdet_kernels.integrations.accelerate import prepare
+    from tests.integrations.accelerated import BATCH, TASK, make_accelerator, make_model
+
+    accelerator = make_accelerator(rank)
+    inputs, targets = TASK.train[0][:BATCH], TASK.train[1][:BATCH]
+
+    def train(scheduler: Any, steps: int) -> int:
+        for step in range(steps):
+            loss = F.cross_entropy(model(inputs.roll(step + rank, 0)), targets.roll(step + rank, 0))
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step(loss)
+            optimizer.zero_grad()
+        return int(scheduler.last_epoch)
+
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    scheduler = prepare(accelerator, hk.HDETOneCycleLR(optimizer, None, 68, sync_every=4, model=model))
+    train(scheduler, 68)
+    found = scheduler.scouted, copy.deepcopy(accelerator.unwrap_model(model).state_dict())
+    plain = accelerator.prepare(hk.HDETOneCycleLR(optimizer, 0.01, 60, sync_every=4, model=model))
+    try:
+        train(plain, 5)
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    return {"found": found, "refused": refused}
+
+
 def _counted_with_the_whole_loader(rank: int) -> list[str]:
     """Return the warnings of a schedule whose steps were counted before the loader was divided."""
     from tests.integrations.accelerated import Loop
@@ -188,6 +220,7 @@ def _all(rank: int, folder: Path) -> dict[str, Any]:
         "accumulated": _accumulated(rank),
         "at a sync": _at_a_sync(rank, folder),
         "between syncs": _between_syncs(rank, folder),
+        "prepared before": _prepared_before(rank),
         "counted": _counted_with_the_whole_loader(rank),
         "refused": _refused(rank),
     }
@@ -279,6 +312,18 @@ def test_an_early_end_leaves_one_model(runs: Runs) -> None:
     first, second = (results["between syncs"] for results in runs[1])
     assert same(first["ended"], second["ended"])
     assert first["ended twice"] == 0, "there was nothing left to average"
+
+
+def test_a_scheduler_on_a_prepared_optimizer_finds_a_learning_rate(runs: Runs) -> None:
+    (first, first_weights), (second, second_weights) = (results["prepared before"]["found"] for results in runs[1])
+    assert first is not None
+    assert first == second
+    assert same(first_weights, second_weights)
+
+
+def test_the_prepare_of_accelerate_is_told_from_ours(runs: Runs) -> None:
+    for results in runs[1]:
+        assert "hdet_kernels.integrations.accelerate.prepare()" in results["prepared before"]["refused"]
 
 
 def test_a_schedule_that_was_counted_with_the_whole_loader_is_named(runs: Runs) -> None:

@@ -196,6 +196,7 @@ def test_an_exception_brings_the_replicas_back(where: str) -> None:
     assert not torch.equal(zero["parameters"], one["parameters"])
     assert not zero["held"]
     assert not zero["save"]
+    assert [text for text in zero["told"] if "those of one replica and not the average" in text]
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,8 @@ def test_an_exception_brings_the_replicas_back(where: str) -> None:
         ("none", r"found no HDET scheduler.*StepLR"),
         ("zero", "ZeroRedundancyOptimizer"),
         ("model averaging", "averages the parameters itself"),
+        ("probe", "got 'validation'"),
+        ("log", "log must be"),
         *((name, "one whole replica") for name in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")),
         *((name, "one whole replica") for name in ("XLAStrategy", "SingleDeviceXLAStrategy")),
     ],

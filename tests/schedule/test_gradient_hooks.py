@@ -253,6 +253,21 @@ def test_all_shards_come_to_the_same_learning_rate() -> None:
     assert all(other == first for other in others)
 
 
+def test_slopes_of_tied_groups_add_up_and_their_error_is_that_of_the_sum() -> None:
+    params = [nn.Parameter(torch.tensor([1.0])) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": [param]} for param in params], lr=0.1)
+    displacement = Displacement(optimizer, steps=2, tied=[(0, 2), (1,)])
+    with torch.no_grad():
+        for param in params:
+            param.add_(0.5)
+    assert displacement.turn() is None
+    for gradients in ((1.0, 3.0, 4.0), (3.0, 5.0, 2.0)):  # groups 0 and 2 scatter against each other
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = torch.tensor([gradient])
+        displacement.measure()
+    assert displacement.turn() == MeasuredSlopes([2.5, 2.0], [0.0, 0.5])
+
+
 # Closures
 
 

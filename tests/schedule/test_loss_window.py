@@ -52,6 +52,15 @@ class TestRecord:
         assert (window.sum.dtype, window.sum.shape, window.sum.device.type) == (torch.float64, (), "cpu")
         assert shown(window) == (5.0, 2, True)
 
+    @pytest.mark.parametrize("kind", [float, torch.tensor])
+    def test_the_parts_of_a_loss_count_as_one(self, kind: Any) -> None:
+        window = filled(kind(5.0))
+        for part in (1.0, 2.0, 3.0, 1.0):
+            window.record(kind(part), 4)
+        assert shown(window) == (12.0, 2, True)
+        window.record(kind(3.0), 2)  # one of two: as if it had been recorded before the division
+        assert shown(window) == (15.0, 2.5, True)
+
     def test_the_sum_is_not_rounded_to_the_dtype_of_the_losses(self) -> None:
         window = filled(*[torch.tensor(256.0, dtype=torch.bfloat16)] * 100, torch.tensor(1.0, dtype=torch.bfloat16))
         assert float(window.sum) == 25601.0
@@ -131,7 +140,8 @@ class TestRecord:
         window.mark()
         window.clear()
         window.record(loss)
-        assert window.count == 1
+        window.record(loss, 2)
+        assert window.count == 1.5
         assert isinstance(window.sum, Unread)
 
     @pytest.mark.gpu

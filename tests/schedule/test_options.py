@@ -30,7 +30,7 @@ PUBLISHED = {
 }
 #: The remaining ones.
 OTHERS = {"bucket_bytes": None, "compress": None, "overlap_steps": 0, "backup": True, "outer": None, "merge": "mean"}
-OTHERS |= {"history_file": None, "scout": None}
+OTHERS |= {"history_file": None, "scout": None, "tie_groups": "auto"}
 
 
 def keywords(scheduler: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ OUTCOME = Outcome(
     bytes=400,
     collectives=2,
     seconds=0.125,
+    distance=0.25,
 )
 
 
@@ -54,7 +55,7 @@ def test_it_is_saved_with_its_result_as_plain_values() -> None:
     assert (state["step"], state["due"], state["acting"]) == (12, 15, True)
     assert same(state["correction"], CORRECTION.state_dict())
     assert state["placed"]["values"] == [pytest.approx([0.07, 0.13]), [0.2, 0.2]]
-    expected = {"shared": None, "bytes": 400, "collectives": 2, "seconds": 0.125, "kept": None}
+    expected = {"shared": None, "bytes": 400, "collectives": 2, "seconds": 0.125, "kept": None, "distance": 0.25}
     expected |= {"losses": [1.5, float("nan")], "probes": [0.5, 0.25], "healthy": [True, False]}
     assert same(state["outcome"], expected)
 

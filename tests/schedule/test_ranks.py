@@ -25,7 +25,7 @@ def all_equal(tensors: list[Tensor]) -> bool:
 def _fan_out(rank: int) -> list[list[float]]:
     torch.manual_seed(rank)  # the permutation must not depend on the global generator
     torch.rand(rank)
-    return Trainer(rank, groups=True, auto_lr=False, spread=0.3).train(12).rates
+    return Trainer(rank, groups=True, auto_lr=False, spread=0.3, tie_groups=False).train(12).rates
 
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
@@ -265,7 +265,7 @@ def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
         return nn.functional.mse_loss(trainer.module(x), y)
 
     trainer = Trainer(
-        rank, max_lr=1e-4, total_steps=400, sync_every=10, trust=None, probe=fixed_batch, groups=True,
+        rank, max_lr=1e-4, total_steps=400, sync_every=10, trust=None, probe=fixed_batch, groups=True, tie_groups=False,
         explore=[hk.Explore("weight_decay", base=0.01)] if explore else [],
     )  # fmt: skip
     trainer.train(400)

@@ -19,6 +19,14 @@ def test_the_first_step_and_the_last_ones_count() -> None:
     assert losses.tail.count == 0
 
 
+def test_a_loss_that_was_divided_counts_as_it_was() -> None:
+    losses = RoundLosses(1)
+    for loss in (2.0, torch.tensor(1.0)):
+        losses.record(loss, 0, tail_from=0, divided_by=2)
+    assert [float(each.sum) for each in (losses.first, losses.tail, losses.squares)] == [6.0, 6.0, 20.0]
+    assert losses.tail.count == 2
+
+
 def test_losses_of_a_stack_are_summed_in_full_precision() -> None:
     losses = RoundLosses(2)
     losses.record(torch.tensor([1.001, 2.0], dtype=torch.bfloat16), 5, tail_from=5)

@@ -56,7 +56,15 @@ def test_every_group_is_scaled_by_its_own_permutation_from_the_first_step(replic
     plain = Adam([{"params": [p]} for p in parameters()], lr=1.0)
     reference = schedules.OneCycleLR(plain, max_lr=0.1, total_steps=TOTAL)
     scheduler = hk.HDETOneCycleLR(
-        optimizer, 0.1, TOTAL, spread=0.2, sync_every=5, auto_lr=False, ensemble=Place(4, replica), seed=3
+        optimizer,
+        0.1,
+        TOTAL,
+        spread=0.2,
+        sync_every=5,
+        auto_lr=False,
+        ensemble=Place(4, replica),
+        seed=3,
+        tie_groups=False,
     )
     rho = hk.multipliers(4, 0.2)
     for step in range(TOTAL):

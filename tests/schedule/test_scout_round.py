@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hdet_kernels.ensemble import RowEnsemble
+from hdet_kernels.fanout.explore import Hyperparameter
 from hdet_kernels.schedule.round_losses import RoundLosses
 from hdet_kernels.schedule.scout_round import compare, gather_numbers, raise_failed_probe, scout_record
 
@@ -70,12 +72,11 @@ def test_numbers_and_rows_are_gathered_by_replica() -> None:
 
 
 def test_a_record_has_the_peaks_of_all_groups() -> None:
-    from types import SimpleNamespace as Some
-
     seen, _ = compared(losses_of((4.0,) * 3, (1.0, 2.0, math.inf)))
-    names: Any = [Some(name="lr", base=None), Some(name="lr.1", base=None), Some(name="weight_decay", base=0.1)]
-    record = scout_record(names, [0.02, 0.01], seen, None, RowEnsemble(3), step=7, number=1)
+    rate = Hyperparameter("lr", 0.3, "linear", None, None, 0, "lr", tied=(1,))
+    others = replace(rate, name="lr.2", group=2, tied=()), replace(rate, name="weight_decay", base=0.1, tied=())
+    record = scout_record([rate, *others], [0.02, 0.3, 0.01], seen, None, RowEnsemble(3), step=7, number=1)
     assert record.values["lr"] == pytest.approx(RATES)
-    assert record.values["lr.1"] == pytest.approx([rate / 2 for rate in RATES])
+    assert record.values["lr.2"] == pytest.approx([rate / 2 for rate in RATES])
     assert record.values["weight_decay"] == [0.1] * 3
     assert (record.kind, record.step, record.cycle, record.excluded) == ("scout", 7, 1, [2])

@@ -69,10 +69,14 @@ HARMLESS = [
     (r".*(caps|eta|gamma)\[0\]", "deleted"),  # of one hyperparameter: an empty list is as before the first sync
     (r".*\.(peaks|buffers|buffers_before|integers)", "list"),  # where they are empty
     (r".*\.nesterov", "bool"),
+    (r".*\.window\.count", "fraction"),  # a loss that was divided counts as a part of one
     (r".*displacement\.last\[0\]", "list"),  # of one group: as after the end
     (r".*_schedulers\[\d\]\.last_epoch", "negative"),
     (r".*\.(undo|kept|others|state|undone)", "None"),
     (r".*\.undone", "deleted"),
+    (r".*\.(slopes|errors|posterior|distance)", "deleted|None|dict"),
+    (r".*\.(slopes|errors)\..*|.*posterior\..*\[\d\]|.*\.distance", NUMBERS),
+    (r".*\.(slopes|errors|posterior)\..*", "deleted"),
     (r".*\.others", "dict"),
     (r".*controller\.moved", NUMBERS),
 ]

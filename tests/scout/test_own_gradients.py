@@ -46,6 +46,20 @@ def test_a_stack_has_gradients_of_each_replica_meanwhile(gradients: Any) -> None
     assert optimizer.shares_state is (gradients == "shared")
 
 
+def test_another_one_takes_over_without_touching_the_moments() -> None:
+    stack, optimizer = stacked("shared")
+    first, second = (OwnGradients(optimizer, stack.ensemble, None, "auto") for _ in range(2))
+    first.begin()
+    step(stack, optimizer)
+    apart = {name: flat.clone() for name, flat in optimizer.all_state_flats().items()}
+    second.take_over(first)
+    first.end()
+    second.begin()
+    assert all(torch.equal(flat, apart[name]) for name, flat in optimizer.all_state_flats().items())
+    second.end()
+    assert (stack.gradients, optimizer.shares_state) == ("shared", True)
+
+
 def test_moments_of_each_replica_exist_for_the_phase_only() -> None:
     stack, optimizer = stacked("shared")
     own = OwnGradients(optimizer, stack.ensemble, None, "auto")

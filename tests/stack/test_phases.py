@@ -34,7 +34,7 @@ def test_no_controller_of_ours_has_early_syncs(options: dict[str, Any]) -> None:
 
 def test_with_a_probe_a_replica_departs_in_at_most_one_group_and_two_in_none() -> None:
     """Those two stay equal bit for bit, from which the controller concludes that losses have no noise."""
-    trainer = probed_trainer(replicas=8, make_optimizer=two_groups)
+    trainer = probed_trainer(replicas=8, make_optimizer=two_groups, tie_groups=False)
     for _ in range(20):
         departing = departures(trainer)
         assert departing.sum(axis=0).tolist().count(0) == 2
@@ -58,7 +58,8 @@ def test_with_a_probe_a_replica_departs_in_at_most_one_group_and_two_in_none() -
 )
 def test_otherwise_all_replicas_depart_in_all_groups(options: dict[str, Any]) -> None:
     make = StackTrainer if "probe" in options else probed_trainer
-    trainer = make(**{"replicas": 8, "make_optimizer": two_groups, "total_steps": 160, "sync_every": 16, **options})
+    long: dict[str, Any] = {"total_steps": 160, "sync_every": 16, "tie_groups": False}
+    trainer = make(**{"replicas": 8, "make_optimizer": two_groups, **long, **options})
     assert departures(trainer).all()
 
 

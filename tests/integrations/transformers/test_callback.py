@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,3 +121,66 @@ def test_a_training_ends_with_one_model(optimizer: str, early: bool) -> None:
         assert result["steps"] == (4 if early else STEPS)
         assert result["equal"]
         assert result["history"][-1][:2] == ((4, "manual") if early else (STEPS, "last"))
+
+
+def trainer_of(
+    folder: Path, steps: int, *, name: str = "Trainer", scheduler_steps: int | None = None, **given: Any
+) -> Any:
+    """Return a trainer in this process alone, with the callback or as HDET's trainer."""
+    import transformers
+
+    from hdet_kernels.integrations import transformers as ours
+
+    model = tiny.model()
+    arguments = {key: given.pop(key) for key in ("hdet", "callbacks") if key in given}
+    if scheduler_steps is not None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        arguments["optimizers"] = optimizer, hk.HDETOneCycleLR(optimizer, 1e-2, scheduler_steps, sync_every=2)
+    make = transformers.Trainer if name == "Trainer" else ours.HDETTrainer
+    args = tiny.arguments(str(folder), max_steps=steps, **given)
+    return make(model, args, train_dataset=tiny.rows(16), eval_dataset=tiny.rows(4), **arguments)
+
+
+def test_one_process_is_named_as_one_replica(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(tmp_path, 2, name="HDETTrainer", eval_strategy="steps", eval_steps=1, save_strategy="epoch")
+    with caplog.at_level(logging.WARNING, logger="hdet_kernels"):
+        trainer.train()
+    assert "one process is one replica" in caplog.text
+    assert trainer.state.global_step == 2
+    trainer.save_model(str(tmp_path / "end"))
+    loaded = type(trainer.model).from_pretrained(str(tmp_path / "end"))
+    assert torch.equal(tiny.flat(loaded), tiny.flat(trainer.model))
+
+
+def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from hdet_kernels.integrations.transformers import HDETCallback
+
+    callback = {"callbacks": [HDETCallback()]}
+    with pytest.raises(TypeError, match="needs an HDET scheduler, the trainer has LambdaLR"):
+        trainer_of(tmp_path, 2, **callback).train()
+    with pytest.raises(ValueError, match="built for 2 steps, and the trainer makes 4"):
+        trainer_of(tmp_path, 4, scheduler_steps=2, **callback).train()
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1.*HDETTrainer"):
+        trainer_of(tmp_path, 2, scheduler_steps=2, label_smoothing_factor=0.1, **callback).train()
+    with pytest.raises(ValueError, match="save must be one of"):
+        HDETCallback(save="never")
+    with pytest.raises(ValueError, match="leave it out of callbacks="):
+        trainer_of(tmp_path, 2, name="HDETTrainer", **callback)
+    with pytest.raises(ValueError, match="hdet= is for the scheduler that the trainer builds"):
+        trainer_of(tmp_path, 2, name="HDETTrainer", scheduler_steps=2, hdet={"spread": 0.1})
+    with caplog.at_level(logging.WARNING, logger="hdet_kernels"):
+        trainer_of(tmp_path, 2, scheduler_steps=4, **callback).train()
+    assert "built for 4 steps, and the trainer makes 2" in caplog.text
+
+
+def test_absent_libraries_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdet_kernels.integrations import transformers
+
+    for name in ("transformers", "accelerate"):
+        with monkeypatch.context() as absent:
+            absent.setitem(sys.modules, name, None)
+            for wanted in transformers.__all__:
+                with pytest.raises(ImportError, match=rf"{wanted} needs {name}.*hdet_kernels\[transformers\]"):
+                    getattr(transformers, wanted)
+    with pytest.raises(AttributeError, match="no attribute 'HDETTrainr'"):
+        _ = transformers.HDETTrainr

@@ -24,7 +24,7 @@ def make_trainer(folder: str, watch: Any, *, kind: str = "gpt2", seed: int = 0, 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             labels = inputs["labels"]
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            if model.training and self.label_smoother is not None:
+            if model.training and (self.label_smoother is not None or self.compute_loss_func is not None):
                 watch.count(outputs["logits"], labels)
             return (loss, outputs) if return_outputs else loss
 
@@ -267,6 +267,12 @@ def test_sharded_models_are_refused_before_they_are_sharded() -> None:
         assert len(messages) == 2
 
 
+def total_over_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Return the loss of a language model as transformers asks for it, from a function of the user."""
+    logits, chosen = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].reshape(-1)
+    return torch.nn.functional.cross_entropy(logits, chosen, reduction="sum") / num_items_in_batch
+
+
 def asked_otherwise(rank: int) -> dict[str, Any]:
     """Evaluate and save at the ends of epochs, from the user's own code, and without a learning rate."""
     from transformers import TrainerCallback
@@ -279,6 +285,7 @@ def asked_otherwise(rank: int) -> dict[str, Any]:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 self.trainer.evaluate()
+                self.trainer.predict(tiny.rows(4))
                 self.trainer.save_model(os.path.join(args.output_dir, "own"))
 
     found: dict[str, Any] = {}
@@ -296,6 +303,18 @@ def asked_otherwise(rank: int) -> dict[str, Any]:
         asks.trainer = trainer
         trainer.train()
         found["own"] = watch.evaluated, watch.returned, watch.apart
+        watch = Watch()
+        options = {"compute_loss_func": total_over_items}
+        trainer = make_trainer(
+            folder,
+            watch,
+            max_steps=2,
+            gradient_accumulation_steps=2,
+            hdet={"sync_every": 2, "auto_lr": False},
+            options=options,
+        )
+        trainer.train()
+        found["own loss"] = trainer.lr_scheduler.history[0].losses[rank], watch.losses
         options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
         watch = Watch()
         trainer = make_trainer(
@@ -324,6 +343,8 @@ def test_whatever_asks_for_an_evaluation_or_a_checkpoint_gets_the_average() -> N
         assert apart[2] > 0
         assert evaluated[2] < 1e-7
         assert returned[2]
+        loss, steps = found["own loss"]
+        assert loss == pytest.approx(np.mean(steps), rel=1e-5)
         rate, scouting, saved, equal = found["scouted"]
         assert rate is not None
         assert equal

@@ -45,7 +45,7 @@ def arguments(folder: str, **given: Any) -> Any:
 
     defaults: dict[str, Any] = {
         "use_cpu": True,
-        "ddp_backend": "gloo",
+        "ddp_backend": "gloo" if dist.is_initialized() else None,
         "report_to": [],
         "disable_tqdm": True,
         "save_strategy": "no",

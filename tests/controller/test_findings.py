@@ -1,0 +1,91 @@
+"""The findings of controllers at a sync: slopes with errors, and posteriors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
+from hdet_kernels.controller.findings import ExplainingController, Findings
+from hdet_kernels.controller.protocol import Observation, Run
+from tests.controller.cases import RUN, fan, observe
+
+
+def test_only_what_is_known_has_a_name() -> None:
+    found = Findings(np.array([1.0, math.nan]), np.array([math.nan, 2.0]), {1: (0.5, 0.25)})
+    assert found.by_name(["lr/0", "wd"]) == {
+        "slopes": {"lr/0": 1.0},
+        "errors": {"wd": 2.0},
+        "posterior": {"wd": [0.5, 0.25]},
+    }
+    assert Findings(np.full(1, math.nan), np.full(1, math.nan)).by_name(["lr/0"]) == {
+        "slopes": {},
+        "errors": {},
+        "posterior": None,
+    }
+
+
+def test_slopes_from_gradients_are_told_with_their_errors() -> None:
+    controller = HypergradientController()
+    seen = dataclasses.replace(
+        observe([1, 2, 3, 4], fan(4, 2)), slopes=np.array([-2.0, 0.0]), errors=np.array([0.5, math.inf])
+    )
+    found = controller.findings(RUN, controller.start(2), seen).by_name(["lr/0", "wd"])
+    assert found == {"slopes": {"lr/0": -2.0}, "errors": {"lr/0": 0.5}, "posterior": None}
+    without = controller.findings(RUN, controller.start(2), observe([1, 2, 3, 4], fan(4, 2)))
+    assert without.by_name(["lr/0", "wd"])["slopes"] == {}
+
+
+def line(slope: float, noise: float, step: int, replicas: int = 8) -> Observation:
+    """Return a sync whose losses lie on a line in the logarithm of one learning rate, up to alternating noise."""
+    multipliers = np.linspace(0.7, 1.3, replicas)[None]
+    losses = 2.0 + slope * np.log(multipliers[0]) + noise * np.array([1.0, -1.0] * (replicas // 2))
+    return Observation(losses, multipliers, np.array([0.1]), step)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1])
+def test_slopes_from_losses_are_those_of_the_line_and_errors_those_of_its_residual(noise: float) -> None:
+    run = RegressionController(trust=10.0).prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="local"))
+    controller = RegressionController(trust=10.0)
+    seen = line(-0.8, noise, 100)
+    state = controller.update(run, controller.start(1, run), seen)
+    found = controller.findings(run, state, seen)
+    x = np.log(seen.multipliers[0])
+    expected = noise / math.sqrt(len(x) * x.var())
+    assert found.slopes[0] == pytest.approx(-0.8, abs=3 * expected)
+    assert 0.5 * expected < found.errors[0] < 2 * expected
+    assert state == controller.update(run, controller.start(1, run), seen), "telling changes nothing"
+
+
+def test_the_posterior_is_told_where_the_learning_rate_is_not_trusted() -> None:
+    for trust, told in ((3.0, False), (10.0, True)):
+        controller = RegressionController(trust=trust)
+        run = controller.prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="local"))
+        state = controller.start(1, run)
+        means = []
+        for step in range(75, 201, 25):
+            seen = line(-0.8, 0.01, step)
+            state = controller.update(run, state, seen)
+            found = controller.findings(run, state, seen)
+            assert bool(found.posterior) is told
+            means += [found.posterior[0]] if told else []
+        assert means == sorted(means), "every slope that asks for more moves it up"
+        assert all(mean > 0 and 0.3 < deviation < 2 for mean, deviation in means)
+
+
+def test_a_sync_without_any_finite_loss_has_no_slope() -> None:
+    controller = RegressionController(trust=10.0)
+    run = controller.prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="local"))
+    seen = dataclasses.replace(line(-0.8, 0.01, 100), losses=np.full(8, np.nan))
+    found = controller.findings(run, controller.start(1, run), seen).by_name(["lr/0"])
+    assert found["errors"] == {}
+    assert found["slopes"] == {}
+
+
+def test_which_controllers_tell() -> None:
+    assert isinstance(RegressionController(), ExplainingController)
+    assert isinstance(HypergradientController(), ExplainingController)
+    assert not isinstance(SoftmaxController(), ExplainingController)
