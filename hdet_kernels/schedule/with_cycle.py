@@ -22,6 +22,7 @@ from hdet_kernels.schedule.late_ensemble import LateEnsemble, name_one_replica
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.metrics import flat, value_metrics
 from hdet_kernels.schedule.options import HDETOptions, Probe
+from hdet_kernels.schedule.packed import unpacked
 from hdet_kernels.schedule.scouting import Scouting
 from hdet_kernels.schedule.sync_callbacks import SyncCallback, SyncCallbacks
 from hdet_kernels.schedule.wrapped import unwrapped
@@ -341,6 +342,6 @@ class WithCycle:
 
 def _config_of(state_dict: object) -> dict[str, Any]:
     """Return the settings in a scheduler's state; empty if it is damaged."""
-    hdet = state_dict.get("hdet") if isinstance(state_dict, dict) else None
+    hdet = unpacked(state_dict.get("hdet")) if isinstance(state_dict, dict) else None
     config = hdet.get("config") if isinstance(hdet, dict) else None
     return config if isinstance(config, dict) else {}
