@@ -11,6 +11,7 @@ import importlib.util
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -149,7 +150,24 @@ def test_one_device_with_local_gradients(tmp_path: Path) -> None:
 )
 def test_the_command_itself(name: str, size: int, arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command += [str(EXAMPLES / f"{name}.py"), "--steps", "40", *arguments]
+    # 60 steps in cycles of 3: accumulation_amp.py saves in the middle of one.
+    command += [str(EXAMPLES / f"{name}.py"), "--steps", "60", *arguments]
     printed = run_command(command, tmp_path)
     assert len(re.findall(r"^\| +\d+ \|", printed, re.M)) == 20, "a row for every sync"
     assert re.search(r"of the averaged model.*: \d\.\d+", printed)
+
+
+@pytest.mark.full
+def test_accelerate_launch_twice(tmp_path: Path) -> None:
+    """The second start continues after the last epoch that the first saved."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += [str(EXAMPLES / "accelerate_loop.py"), "--epochs", "3"]
+    printed = run_command(command, tmp_path)
+    found = re.findall(r"epoch (\d)/3  accuracy of the averaged model: (\d\.\d+)", printed)
+    assert [epoch for epoch, _ in found] == ["1", "2", "3"]
+    assert float(found[-1][1]) > 0.8
+    shutil.rmtree(tmp_path / "accelerate-checkpoint" / "epoch-0002")
+    again = re.findall(r"epoch (\d)/3  accuracy of the averaged model: (\d\.\d+)", run_command(command, tmp_path))
+    assert again == found[2:], "resumed, and the same run"

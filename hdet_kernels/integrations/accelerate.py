@@ -23,8 +23,9 @@ from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.with_cycle import WithCycle
 
 try:
-    from accelerate import Accelerator, DistributedType
+    from accelerate import Accelerator
     from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError(
         "hdet_kernels.integrations.accelerate needs Accelerate, which cannot be imported: "
@@ -170,9 +171,12 @@ def _check_length(
     accelerator: Accelerator, scheduler: WithCycle, before: list[int | None], after: list[int | None]
 ) -> None:
     """Warn if the length of a schedule was counted with a loader that was not yet divided among the processes."""
-    total, micro = scheduler.cycle.run.total_steps, accelerator.gradient_accumulation_steps
+    cycle, micro = scheduler.cycle, accelerator.gradient_accumulation_steps
+    if cycle.run.total_steps is None:
+        return
+    total = cycle.before + cycle.run.total_steps
     for whole, own in zip(before, after, strict=True):
-        if total is None or not whole or not own or whole == own:
+        if not whole or not own or whole == own:
             continue
         meant, made = math.ceil(whole / micro), math.ceil(own / micro)
         if total % meant == 0:
