@@ -187,6 +187,13 @@ class Buckets:
             != (view.device, view.dtype, view.shape, view.stride())
         ]
 
+    def converted(self) -> bool:
+        """Return whether a parameter has another device or dtype than its slot, and all have the shapes of theirs."""
+        pairs = list(zip(self.params, self._views, strict=True))
+        if any(param.shape != view.shape or in_shared_memory(param) for param, view in pairs):
+            return False
+        return any((param.device, param.dtype) != (view.device, view.dtype) for param, view in pairs)
+
     def rehome(self) -> list[int]:
         """Bring parameters that were moved away back into their slots, with the values they have now.
 

@@ -159,19 +159,38 @@ class OneCycleAutoLR(OneCycleLR):
         """Whether the parameters of this process are the average of all replicas."""
         return self.cycle.in_sync
 
-    def on_sync(self, callback: Callable[[SyncRecord], None]) -> RemovableHandle:
-        """Call ``callback`` with the record of every sync from now on, until ``remove()`` of the returned handle."""
-        handle = RemovableHandle(self.cycle.callbacks)
-        self.cycle.callbacks[handle.id] = callback
-        return handle
+    def on_sync(
+        self, callback: Callable[[SyncRecord], object], *, every_process: bool | None = None
+    ) -> RemovableHandle:
+        """Call ``callback`` with the record of every sync from now on, until ``remove()`` of the returned handle.
+
+        Args:
+            callback: is called at the end of :meth:`step` or :meth:`converge`.
+            every_process: False: only the first process calls it. Default: True, or as the callback's own attribute
+                ``every_process`` says.
+        """
+        return self.cycle.callbacks.add(callback, every_process)
+
+    def metrics(self, *, replicas: bool = True) -> dict[str, float]:
+        """Return the numbers of the last sync under flat names, for a logger; nothing before the first.
+
+        Args:
+            replicas: whether every replica has entries of its own.
+        """
+        return self.history[-1].metrics(replicas=replicas) if self.history else {}
 
     def get_base_lr(self) -> list[float | Tensor]:
         """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
         return self.cycle.spread.base_rates()
 
-    def record_loss(self, loss: float | Tensor) -> None:
-        """Add a training loss to those since the last sync, without waiting for the device."""
-        self.cycle.window.record(loss)
+    def record_loss(self, loss: float | Tensor, *, divided_by: float = 1) -> None:
+        """Add a training loss to those since the last sync, without waiting for the device.
+
+        Args:
+            loss: a number or a scalar tensor.
+            divided_by: what the loss was divided by before its backward pass: the number of micro-batches.
+        """
+        self.cycle.window.record(loss, divided_by)
 
     def converge(self) -> None:
         """Average the replicas now, wherever in the cycle. Collective: every replica must call it."""

@@ -23,6 +23,7 @@ from hdet_kernels.schedule.attachment import release
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, look_at_gradients
 from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.schedule.loss_window import LossWindow, run_probe
+from hdet_kernels.schedule.sync_callbacks import SyncCallbacks
 from hdet_kernels.schedule.undoing import Undoing
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Run",
     "SoftmaxController",
     "Spread",
+    "SyncCallbacks",
     "SyncRecord",
     "Undoing",
     "UndoingController",

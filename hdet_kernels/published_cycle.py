@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from hdet_kernels.frontend import (
     Run,
     SoftmaxController,
     Spread,
+    SyncCallbacks,
     SyncRecord,
     converger_of,
     default_ensemble,
@@ -62,7 +62,7 @@ class PublishedCycle:
         self.run = run if self.controller is None else self.controller.prepare(run)
         self.window = LossWindow()
         self.history: list[SyncRecord] = []
-        self.callbacks: OrderedDict[int, Callable[[SyncRecord], None]] = OrderedDict()
+        self.callbacks = SyncCallbacks()
         self.shared: bool | None = None  # whether gradients were shared at the last sync
         self.started = self.in_consensus = False
         self._moved = False  # whether the optimizer made a step since the last average
@@ -147,8 +147,7 @@ class PublishedCycle:
 
     def tell(self) -> None:
         """Call the callbacks with the last record."""
-        for callback in list(self.callbacks.values()):
-            callback(self.history[-1])
+        self.callbacks.call(self.history[-1:], first=self.ensemble.replica == 0)
 
     @property
     def in_sync(self) -> bool:

@@ -76,6 +76,7 @@ def environment_of_torchrun(rank: int) -> Iterator[Callable[[], None]]:
             outer.set(key, str(stores[-1].port))
         os.environ["MASTER_PORT"] = outer.get(key).decode()
 
+    dist.barrier()  # a rank that is still being connected to would see its peer go
     dist.destroy_process_group()
     begin()
     yield begin

@@ -208,6 +208,9 @@ def test_callbacks_hear_of_every_sync_until_they_are_removed() -> None:
         scheduler.step()
     scheduler.converge()
     assert told == [(4, 4), (8, 8), (9, 9)], "the schedule has moved on by then"
+    assert scheduler.metrics()["hdet/base/lr"] == scheduler.history[-1].base["lr/0"]
+    scheduler.record_loss(3.0, divided_by=2)
+    assert (scheduler.cycle.window.sum, scheduler.cycle.window.count) == (3.0, 0.5)
     handle.remove()
     scheduler.converge()
     assert len(told) == 3

@@ -15,6 +15,7 @@ from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observa
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand
 from hdet_kernels.fanout.multipliers import pairs
+from hdet_kernels.fanout.ties import TieGroups, check_tie_groups, peak_of
 from hdet_kernels.optim.group_entries import write_entry, write_per_replica
 
 Array = NDArray[np.float64]
@@ -97,6 +98,7 @@ class Spread:
         run: Run,
         spread: float,
         explore: Iterable[Explore] = (),
+        tie_groups: TieGroups = False,
         seed: int = 0,
     ) -> Spread:
         """Return the spread of an optimizer's learning rates, and of scalars that are explored beside them.
@@ -110,22 +112,38 @@ class Spread:
             run: the run, as the controller prepared it.
             spread: α of the learning rates.
             explore: further scalars.
+            tie_groups: which parameter groups have one learning rate: ``"auto"``, as in the schedulers, True for all,
+                or lists of their indices.
             seed: of the permutations.
 
         Raises:
             ValueError: if ``run`` describes another number of hyperparameters.
         """
-        hyperparameters = expand(explore, groups, spread)
+        check_tie_groups(tie_groups)
+        hyperparameters = expand(explore, groups, spread, tie_groups=tie_groups)
         names = [hyper.name for hyper in hyperparameters]
         for what, entries in (("floors", run.floors), ("peaks", run.peaks), ("reach", run.reach)):
             if entries and len(entries) != len(names):
                 raise ValueError(
                     f"run.{what} has {len(entries)} entries, expected one for each of {', '.join(names)}: the learning "
-                    "rate of every parameter group, then the explored scalars"
+                    "rate of every parameter group, or of those that are tied, then the explored scalars"
                 )
-        made = Spread(hyperparameters, controller, ensemble, seed=seed, scheduled=rates_of(groups), run=run)
+        made = Spread(
+            hyperparameters,
+            controller,
+            ensemble,
+            seed=seed,
+            scheduled=rates_of(groups),
+            run=run,
+            peaks=[*map(peak_of, groups)],
+        )
         made.begin_cycle(run, 0)
         return made
+
+    @property
+    def tied(self) -> list[tuple[int, ...]]:
+        """The parameter groups of each learning rate."""
+        return [hyper.groups for hyper in self.hyperparameters if hyper.base is None]
 
     @property
     def diverges(self) -> bool:
@@ -304,13 +322,13 @@ class Spread:
         self.controller_state = copy.deepcopy(state["controller"])
 
 
+def rates_of(groups: Sequence[Group]) -> list[float | Tensor]:
+    """Return the learning rates of the groups; tensors as copies."""
+    return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+
+
 def _share(peaks: Sequence[float] | None, first: int, group: int) -> float:
     """Return the peak of a group over that of the first group that it is tied to."""
     if peaks is None or group == first or not peaks[first]:
         return 1.0
     return peaks[group] / peaks[first]
-
-
-def rates_of(groups: Sequence[Group]) -> list[float | Tensor]:
-    """Return the learning rates of the groups; tensors as copies."""
-    return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]

@@ -16,6 +16,8 @@ from hdet_kernels.report import records_of
 from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.version import __version__
 
+_THINNED = "Of very many syncs, charts show a part: lines keep their peaks, of dots and error bars every n-th is drawn."
+
 History = Iterable[SyncRecord | Mapping[str, Any]]
 
 
@@ -52,7 +54,8 @@ def history_page(history: History, title: str = "HDET run") -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
         f"<header><h1>{escape(title)}</h1><p>{_subtitle(records)}</p></header>"
-        f"<main>{''.join(body)}</main><footer>Written by hdet_kernels {__version__}.</footer></body></html>\n"
+        f"<main>{''.join(body)}</main>"
+        f"<footer>{_THINNED} Written by hdet_kernels {__version__}.</footer></body></html>\n"
     )
 
 

@@ -225,9 +225,32 @@ class FusedOptimizer(Optimizer):
     def attach_gradients(self) -> None:
         """With ``gradients="fixed"``, renew the permanent gradients after ``requires_grad`` or ``grad`` of some
         parameters was changed. Gradients in other tensors are copied; ``None`` becomes zeros."""
-        self.buckets.rehome()
+        self.rehome()
         for fixed in self._fixed:
             fixed.attach()
+
+    def rehome(self) -> None:
+        """Bring parameters that were moved back into the flat buffers. :meth:`step` does this itself.
+
+        Before the first step the optimizer follows its parameters to another device or dtype instead (``model.to()``,
+        Accelerate's ``prepare``): it is built anew, with other buffers.
+
+        Raises:
+            RuntimeError: if a parameter changed its device or dtype after the first step, or its shape.
+        """
+        if not self._follow_conversion():
+            self.buckets.rehome()
+        self._watch.remember_addresses()
+
+    def _follow_conversion(self) -> bool:
+        """Build anew if the model was moved to another device or dtype before the first step; tell whether it was."""
+        if not self.buckets.converted() or any(bool(steps.any()) for steps in self.step_flats()):
+            return False
+        for group in self.param_groups:
+            self._check_params(group)
+        self.state.clear()  # what is there before the first step has the values that every new state has
+        self._build()
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         self._notice_regrouped_parameters()
@@ -288,7 +311,7 @@ class FusedOptimizer(Optimizer):
         built = hasattr(self, "_flat_groups")
         if built:
             self._notice_regrouped_parameters()
-            self.buckets.rehome()
+            self.rehome()
         super().__setstate__(state)
         if built:
             self._state_views.adopt()
@@ -338,11 +361,10 @@ class FusedOptimizer(Optimizer):
         """Bring parameters that were moved since the last step back into their buckets."""
         if self._fixed:
             changed = [fixed for fixed in self._fixed if fixed.spot_check_fails()]
-            if changed:
+            if changed and not self._follow_conversion():
                 self._reattach_gradients(changed)
         elif self._watch.moved():
-            self.buckets.rehome()
-            self._watch.remember_addresses()
+            self.rehome()
 
     def _reattach_gradients(self, changed: list[FixedGradients]) -> None:
         for fixed in changed:

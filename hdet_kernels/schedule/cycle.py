@@ -85,8 +85,7 @@ class Cycle:
         self.averaged = True  # no step was made since the last average
         self.expects_state = False  # a checkpoint was loaded whose optimizer had state
         self.replaced = False  # another scheduler was built on the optimizer
-        tied = [hyper.groups for hyper in spread.hyperparameters if hyper.base is None]
-        self.displacement = Displacement.of(optimizer, run, ensemble, tied)
+        self.displacement = Displacement.of(optimizer, run, ensemble, tied=spread.tied)
         self.undoing = Undoing.of(optimizer, spread, converger, self.displacement, buffers)
         self._group_count = len(optimizer.param_groups)
         self._fingerprint: Tensor | None = None

@@ -101,9 +101,16 @@ class Displacement:
 
     @staticmethod
     def of(
-        optimizer: Optimizer, run: Run, ensemble: Ensemble, tied: Sequence[Sequence[int]] | None = None
+        optimizer: Optimizer, run: Run, ensemble: Ensemble, *, tied: Sequence[Sequence[int]] | None = None
     ) -> Displacement | None:
-        """Return one for a run; None if its controller does not ask for slopes."""
+        """Return one for a run; None if its controller does not ask for slopes.
+
+        Args:
+            optimizer: its parameters are measured.
+            run: the run, as the controller prepared it.
+            ensemble: the replicas.
+            tied: the parameter groups of each learning rate, :attr:`.Spread.tied`. None: every group has its own.
+        """
         if not run.slopes:
             return None
         return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from hdet_kernels.checks import check_callable
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.ties import saved_ties
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.attachment import own_values_back
 from hdet_kernels.schedule.build import learning_rates
@@ -22,6 +23,7 @@ from hdet_kernels.schedule.late_ensemble import LateEnsemble, name_one_replica
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.metrics import flat, value_metrics
 from hdet_kernels.schedule.options import HDETOptions, Probe
+from hdet_kernels.schedule.packed import unpacked
 from hdet_kernels.schedule.scouting import Scouting
 from hdet_kernels.schedule.sync_callbacks import SyncCallback, SyncCallbacks
 from hdet_kernels.schedule.wrapped import unwrapped
@@ -73,6 +75,7 @@ class WithCycle:
         Raises:
             RuntimeError: a group should exist, or was initialised after the decision.
         """
+        self._follow_moved_model()
         late = self._late
         if late is None:
             return
@@ -84,6 +87,21 @@ class WithCycle:
             self._announce()
         else:
             late.check_none_arrived()
+
+    def _follow_moved_model(self) -> None:
+        """Build the cycle again if the model was moved before the first step, and its fused optimizer with it."""
+        optimizer = self._inner
+        if self._cycle is None or self._begun or not isinstance(optimizer, FusedOptimizer):
+            return
+        optimizer.rehome()
+        if self._cycle.converger.tensors.buckets is not optimizer.buckets:
+            with self._built_again():
+                pass
+
+    @property
+    def _begun(self) -> bool:
+        """Whether a step was made, here or in the run of a checkpoint."""
+        return self.cycle.begun if self._phase is None else self._phase.begun
 
     def _take_processes(self) -> None:
         """Build the cycle again, with the processes of the default group as replicas."""
@@ -232,8 +250,7 @@ class WithCycle:
             RuntimeError: after the first step.
         """
         check_callable("probe", probe, "probe()", remedy="it takes no arguments and returns a loss")
-        begun = self.cycle.begun if self._phase is None else self._phase.begun
-        if begun:
+        if self._begun:
             raise RuntimeError(
                 "scheduler.use_probe() after the first step, or after a checkpoint was loaded: replicas were compared "
                 "without it; call it before, or build the scheduler with probe="
@@ -341,6 +358,6 @@ class WithCycle:
 
 def _config_of(state_dict: object) -> dict[str, Any]:
     """Return the settings in a scheduler's state; empty if it is damaged."""
-    hdet = state_dict.get("hdet") if isinstance(state_dict, dict) else None
+    hdet = unpacked(state_dict.get("hdet")) if isinstance(state_dict, dict) else None
     config = hdet.get("config") if isinstance(hdet, dict) else None
     return config if isinstance(config, dict) else {}

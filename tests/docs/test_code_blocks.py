@@ -7,6 +7,7 @@ page again share a namespace.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from unittest.mock import patch
@@ -55,7 +56,7 @@ def _on_a_rank(rank: int, blocks: list[Block], folder: Path) -> None:
     """Run ``blocks`` as torchrun would start them: they initialise the process group themselves."""
     own = folder / str(rank)
     own.mkdir()
-    with environment_of_torchrun(rank):
+    with contextlib.chdir(own), environment_of_torchrun(rank):
         _run(blocks, own)
 
 

@@ -189,3 +189,14 @@ def test_a_run_that_describes_other_hyperparameters_is_refused() -> None:
     run = Run(100, 10, 0.3, (None, None))
     with pytest.raises(ValueError, match=r"run\.floors has 2 entries, expected one for each of lr/0: the learning"):
         Spread.of([{"lr": 0.1}], Place(), run=run, spread=0.3)  # type: ignore[arg-type]
+
+
+def test_the_spread_of_an_optimizer_can_tie_its_groups() -> None:
+    groups = [{"lr": 0.1, "weight_decay": 0.5}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.3}]
+    run = Run(100, 10, 0.3, (None,) * 2)
+    values = Spread.of(groups, Place(), run=run, spread=0.3, tie_groups=[[0, 1]])  # type: ignore[arg-type]
+    assert values.tied == [(0, 1), (2,)]
+    values.follow(groups)
+    assert groups[0]["lr"] == groups[1]["lr"] == values.placement().values[0, 1] != 0.1
+    with pytest.raises(ValueError, match="tie_groups must be"):
+        Spread.of(groups, Place(), run=run, spread=0.3, tie_groups="all")  # type: ignore[arg-type]

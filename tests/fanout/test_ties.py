@@ -224,7 +224,7 @@ class TestCheckpoints:
         saved = run.saved()
         resumed = Run(DECAY, 4).loaded(saved, 5)
         assert same(_timeless(resumed.train()), _timeless(run.train()))
-        assert [each["name"] for each in saved[2]["hdet"]["config"]["hyperparameters"]] == ["lr/0"]
+        assert [each["name"] for each in saved[2]["hdet"][0]["config"]["hyperparameters"]] == ["lr/0"]
 
     @pytest.mark.parametrize("options", [{}, {"wrapped": True}, {"max_lr": None, "scout": QUICK}])
     def test_groups_that_were_saved_apart_go_on_apart(self, options: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ class TestCheckpoints:
         run, apart = Run(DECAY, 4), Run(DECAY, 4, tie_groups=False)
         apart.train(until=4)
         state, before, cycle = apart.scheduler.state_dict(), run.rates(), run.scheduler.cycle
-        state["hdet"]["shared"] = "yes"
+        state["hdet"][0]["shared"] = "yes"
         with pytest.raises(ValueError, match=r"hdet\.shared"):
             run.scheduler.load_state_dict(state)
         assert (run.scheduler.cycle, run.rates()) == (cycle, before)

@@ -36,6 +36,7 @@ class Case:
         dtype: of the model.
         probed: whether the scheduler has a probe.
         replicas: rows of a stack.
+        apart: whether every parameter has a group of its own, with the same options.
     """
 
     kind: Kind = "stack-shared"
@@ -46,6 +47,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     probed: bool = False
     replicas: int = 3
+    apart: bool = False
 
     @property
     def ranks(self) -> int:
@@ -67,6 +69,7 @@ CASES: dict[str, Case] = {
     "fan-out": Case(optimizer=hk.FusedLion, optimizer_options={"weight_decay": 0.1}, options=_OFF),
     "cosine": Case("stack-local", hk.FusedAdagrad, {"lr_decay": 0.01}, scheduler="cosine", options=_REGRESSION),
     "published": Case("single", scheduler="compat"),
+    "groups-apart": Case(apart=True, options=_REGRESSION),  # of a version that tied no groups
     # Averages in one process.
     "outer": Case("stack-local", options={**_OFF, "outer": hk.Outer(lr=0.7, momentum=0.9)}),
     "best": Case("stack-local", options={**_OFF, "merge": "best"}),
@@ -126,7 +129,8 @@ class Run:
         if case.probed:
             options["probe"] = self.probe
         own = {} if case.optimizer is torch.optim.AdamW else {"backend": "torch"}
-        params = (self.stack or self.module).parameters()
+        params: Any = (self.stack or self.module).parameters()
+        params = [{"params": [param]} for param in params] if case.apart else params
         self.optimizer = case.optimizer(params, lr=0.01, **own, **case.optimizer_options)
         self.scheduler = self._scheduler(options)
 

@@ -55,8 +55,8 @@ class TestOneRun:
 
     def test_losses_of_this_process_are_recorded_before_the_scheduler_steps(self, ranks: list[dict[str, Any]]) -> None:
         for rank in ranks:
-            # Two micro-batches are recorded at each step, and forgotten after a sync.
-            assert rank["seen"] == [2, 4, 6, 8] * 3
+            # Two halves are recorded before each step, one of each micro-batch, and forgotten after a sync.
+            assert rank["seen"] == [1, 2, 3, 4] * 3
             expected = np.reshape(rank["losses"], (3, 2 * T)).mean(1)
             np.testing.assert_allclose(rank["windows"], expected, rtol=1e-6)
         assert ranks[0]["windows"] != ranks[1]["windows"]

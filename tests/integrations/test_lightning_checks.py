@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
-import hdet_kernels as hk
-from hdet_kernels.integrations.lightning_checks import check_optimizer, check_strategy, checked_schedulers
-
-
-def test_plain_optimizers_are_accepted() -> None:
-    check_optimizer(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
-    check_optimizer(hk.FusedAdamW(nn.Linear(2, 2).parameters()))
+from hdet_kernels.integrations.lightning_checks import check_strategy, checked_schedulers
 
 
 def test_a_strategy_of_an_unknown_kind_is_refused() -> None:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import hdet_kernels as hk
 from hdet_kernels.integrations.loggers import DictWriter, TensorBoardWriter
@@ -188,6 +189,12 @@ def _two_ranks(rank: int, folder: Path) -> bool:
     trainer.scheduler.on_sync(TensorBoardWriter(folder / "first"))
     trainer.scheduler.on_sync(TensorBoardWriter(folder / str(rank), every_process=True))
     trainer.train(8)
+    dist.barrier()
+    dist.destroy_process_group()
+    late = Trainer(rank, ddp=False, auto_lr=False)
+    late.scheduler.on_sync(TensorBoardWriter(folder / "late"))
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    late.train(4)
     return imported
 
 
@@ -198,6 +205,7 @@ def test_the_first_process_writes_or_all_do(tmp_path: Path) -> None:
     assert [step for step, _ in first["hdet/distance"]] == [4, 8]
     assert all(value > 0 for _, value in first["hdet/distance"])
     zero, one = scalars(tmp_path / "0"), scalars(tmp_path / "1")
+    assert len(list((tmp_path / "late").iterdir())) == 1, "also where the group comes after the writer"
     del first["hdet/seconds"], zero["hdet/seconds"], one["hdet/seconds"]
     assert first == zero == one
 

@@ -72,12 +72,11 @@ MOVES = [
 
 @pytest.mark.parametrize(("move", "now"), MOVES)
 @pytest.mark.parametrize("gradients", ["autograd", "fixed"])
-def test_a_model_that_is_moved_after_the_optimizer_was_built_is_refused(
-    move: dict[str, Any], now: str, gradients: Any
-) -> None:
+def test_a_model_that_is_moved_after_the_first_step_is_refused(move: dict[str, Any], now: str, gradients: Any) -> None:
     model = nn.Linear(3, 2)
     optimizer = FusedAdamW(model.parameters(), gradients=gradients)
     model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
     model.to(**move)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -85,7 +84,30 @@ def test_a_model_that_is_moved_after_the_optimizer_was_built_is_refused(
         RuntimeError, match=rf"was torch.float32 \(2, 3\) on cpu .* is {now} now; .* or build the optimizer"
     ):
         optimizer.step()
-    assert not any(float(count.sum()) for count in optimizer.step_flats()), "no step was made"
+    assert all(bool((count == 1).all()) for count in optimizer.step_flats()), "no other step was made"
+
+
+@pytest.mark.parametrize(("move", "now"), MOVES)
+@pytest.mark.parametrize("gradients", ["autograd", "fixed"])
+@pytest.mark.parametrize("noticed", ["step", "load_state_dict"])
+def test_a_model_that_is_moved_before_the_first_step_is_followed(
+    move: dict[str, Any], now: str, gradients: Any, noticed: str
+) -> None:
+    """Accelerate's prepare() moves the model of an optimizer to its device, and loads the optimizer's own state."""
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].to(**move)
+    optimizers = [FusedAdamW(model.parameters(), lr=0.1, gradients=gradients) for model in models]
+    models[0].to(**move)
+    if noticed == "load_state_dict":
+        optimizers[0].load_state_dict(optimizers[0].state_dict())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(3):
+            model(torch.ones(1, 3).to(model.weight)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not optimizers[0].buckets.moved()
+    assert_equal(list(models[0].parameters()), list(models[1].parameters()))
 
 
 def test_a_model_that_is_moved_before_and_again_to_where_it_is_trains() -> None:

@@ -110,8 +110,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool, int]] = {
 
 def _ranks(rank: int, folder: Path) -> dict[str, Any]:
     group = Group(rank, folder)
-    group.count = 100
-    dist.destroy_process_group()
+    group.end()
     found: dict[str, Any] = {}
     for name, (make, schedule, ddp, steps) in CASES.items():
         os.environ["WORLD_SIZE"] = "2"
@@ -246,7 +245,7 @@ def test_a_failed_build_with_the_processes_leaves_the_scheduler_open(tmp_path: P
 def _failed_build(rank: int, folder: Path) -> bool:
     """A setter that raises for the learning rates of several replicas."""
     group = Group(rank, folder)
-    dist.destroy_process_group()
+    group.end()
     values: list[float] = []
 
     def setter(value: float) -> None:

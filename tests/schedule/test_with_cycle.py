@@ -234,3 +234,34 @@ def test_losses_that_were_divided_by_the_number_of_micro_batches_are_told_apart(
         whole, divided, forgotten = (torch.tensor(found[how]) for how in ("whole", "divided", "forgotten"))
         torch.testing.assert_close(divided, whole, rtol=1e-5, atol=0)
         assert (forgotten < 0.5 * whole).all()
+
+
+def _moved(rank: int) -> list[dict[str, Any]]:
+    """Return two runs: the model is converted before, and after, optimizer and scheduler are built."""
+    found = []
+    for later in (False, True):
+        model = network()
+        if not later:
+            model.double()
+        optimizer = hk.FusedAdamW(model.parameters(), lr=0.01)
+        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 16, sync_every=4)
+        if later:
+            model.double()
+        trained = DistributedDataParallel(model)
+        for step in range(16):
+            x, y = batch(rank, step)
+            loss = loss_of(trained, x.double(), y.double())
+            loss.backward()
+            optimizer.step()
+            scheduler.step(loss)
+            optimizer.zero_grad()
+        records = [{**record.to_dict(), "seconds": 0} for record in scheduler.history]
+        found.append({"params": [param.detach() for param in model.parameters()], "history": records})
+    return found
+
+
+def test_a_model_that_is_converted_before_the_first_step_is_followed() -> None:
+    """As by Accelerate's prepare(), which moves the model of an optimizer to its device."""
+    for before, after in run_ranks(2, _moved):
+        assert before["params"][0].dtype == torch.float64
+        assert same(before, after)

@@ -151,7 +151,7 @@ class HDETCallback(TrainerCallback):
 
     def metrics(self) -> dict[str, float]:
         """Return the scheduler's metrics; none before training."""
-        return {} if self._scheduler is None else getattr(self._scheduler, "metrics", dict)()
+        return {} if self._scheduler is None else self._scheduler.metrics()
 
     @contextlib.contextmanager
     def average(self, step: int) -> Iterator[None]:
@@ -240,8 +240,8 @@ class HDETCallback(TrainerCallback):
     def _check_averaged(self, done: str, state: TrainerState) -> None:
         if self._held is None and self._apart and self._averaged_at != state.global_step:
             log.warning(
-                "step %d: the trainer %s replica 0's own parameters, not the average: a callback after HDETCallback, "
-                "or your own code, asked for it; put HDETCallback last, or use HDETTrainer",
+                "step %d: the trainer %s parameters of single replicas, not the average: a callback after "
+                "HDETCallback, or your own code, asked for it; put HDETCallback last, or use HDETTrainer",
                 state.global_step,
                 done,
             )

@@ -13,7 +13,7 @@ from transformers import Trainer
 from hdet_kernels.integrations.probe import BatchProbe
 from hdet_kernels.integrations.transformers.callback import HDETCallback
 from hdet_kernels.integrations.transformers.losses import predicted_labels, shifts_labels
-from hdet_kernels.integrations.transformers.schedule import build_scheduler, trainer_options
+from hdet_kernels.integrations.transformers.schedule import TrainerOptions, build_scheduler, trainer_options
 from hdet_kernels.integrations.transformers.strategy import check_replicas
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class HDETTrainerMixin(_Base):
             raise ValueError("probe='eval' takes a batch of the evaluation dataset, got none: pass eval_dataset=")
         if any(isinstance(one, HDETCallback) for one in self.callback_handler.callbacks):
             raise ValueError("the trainer has its HDETCallback already: leave it out of callbacks=")
-        if self.lr_scheduler is not None and hdet:
+        if self.lr_scheduler is not None and self._hdet_options != TrainerOptions(save=self._hdet_options.save):
             raise ValueError("hdet= is for the scheduler that the trainer builds, got optimizers=(…, scheduler) too")
         self._hdet = HDETCallback(save=self._hdet_options.save, record_losses=False)
         self.add_callback(self._hdet)

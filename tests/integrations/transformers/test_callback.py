@@ -13,7 +13,7 @@ import torch
 
 import hdet_kernels as hk
 from tests.integrations.transformers import tiny
-from tests.ranks import Cases
+from tests.ranks import Cases, run_ranks
 
 STEPS, SYNC = 8, 3
 
@@ -123,6 +123,44 @@ def test_a_training_ends_with_one_model(optimizer: str, early: bool) -> None:
         assert result["history"][-1][:2] == ((4, "manual") if early else (STEPS, "last"))
 
 
+def asked_too_late(rank: int) -> tuple[list[str], bool]:
+    """Let a callback after HDET's ask for an evaluation between two syncs."""
+    from transformers import Trainer, TrainerCallback
+
+    from hdet_kernels.integrations.transformers import HDETCallback
+
+    class Late(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_evaluate = state.global_step == 1
+
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hdet_kernels").addHandler(handler)
+    with tiny.shared_folder(rank) as folder:
+        model = tiny.model("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trainer = Trainer(
+            model,
+            tiny.arguments(folder, max_steps=3),
+            train_dataset=tiny.rows(32),
+            eval_dataset=tiny.rows(8),
+            optimizers=(optimizer, hk.HDETOneCycleLR(optimizer, 1e-2, 4, sync_every=2, auto_lr=False)),
+            callbacks=[HDETCallback(), Late()],
+        )
+        trainer.train()
+        ended = tiny.of_all_ranks(tiny.flat(model))
+    return told, torch.equal(ended[0], ended[1])
+
+
+@pytest.mark.full
+def test_an_evaluation_that_missed_the_average_is_told() -> None:
+    for told, equal in run_ranks(2, asked_too_late):
+        assert any("built for 4 steps, and the trainer makes 3" in message for message in told)
+        assert any("step 1: the trainer evaluated parameters of single replicas" in message for message in told)
+        assert equal  # the schedule did not come to its last sync
+
+
 def trainer_of(
     folder: Path, steps: int, *, name: str = "Trainer", scheduler_steps: int | None = None, **given: Any
 ) -> Any:
@@ -168,6 +206,7 @@ def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: p
         trainer_of(tmp_path, 2, name="HDETTrainer", **callback)
     with pytest.raises(ValueError, match="hdet= is for the scheduler that the trainer builds"):
         trainer_of(tmp_path, 2, name="HDETTrainer", scheduler_steps=2, hdet={"spread": 0.1})
+    trainer_of(tmp_path, 2, name="HDETTrainer", scheduler_steps=2, hdet={"save": "sync"})
     with caplog.at_level(logging.WARNING, logger="hdet_kernels"):
         trainer_of(tmp_path, 2, scheduler_steps=4, **callback).train()
     assert "built for 4 steps, and the trainer makes 2" in caplog.text

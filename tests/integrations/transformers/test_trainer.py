@@ -314,7 +314,11 @@ def asked_otherwise(rank: int) -> dict[str, Any]:
             options=options,
         )
         trainer.train()
-        found["own loss"] = trainer.lr_scheduler.history[0].losses[rank], watch.losses
+        found["own loss"] = trainer.lr_scheduler.history[0].losses[rank], list(watch.losses)
+        trainer.train()
+        every = tiny.of_all_ranks(tiny.flat(trainer.model))
+        rates = [logs["learning_rate"] for logs in watch.logs if "loss" in logs]
+        found["again"] = torch.equal(every[0], every[1]), rates, len(trainer.lr_scheduler.history)
         options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
         watch = Watch()
         trainer = make_trainer(
@@ -345,6 +349,10 @@ def test_whatever_asks_for_an_evaluation_or_a_checkpoint_gets_the_average() -> N
         assert returned[2]
         loss, steps = found["own loss"]
         assert loss == pytest.approx(np.mean(steps), rel=1e-5)
+        equal, rates, syncs = found["again"]
+        assert equal
+        assert rates[2:] == rates[:2]
+        assert syncs == 1
         rate, scouting, saved, equal = found["scouted"]
         assert rate is not None
         assert equal
