@@ -31,7 +31,7 @@ EXAMPLES = ROOT / "examples"
 #: Example: processes, arguments of a short run, and whether its checkpoint is a folder.
 SHORT: dict[str, tuple[int, list[str], bool]] = {
     "torchrun_onecycle": (2, [], False),
-    "accumulation_amp": (2, ["--steps", "20"], False),
+    "accumulation_amp": (2, ["--steps", "20", "--accumulate", "2"], False),
     "fsdp2": (2, ["--shard", "1"], True),
     "hsdp": (4, ["--shard", "2"], True),
 }
