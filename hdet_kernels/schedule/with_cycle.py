@@ -94,7 +94,9 @@ class WithCycle:
         if self._cycle is None or self._begun or not isinstance(optimizer, FusedOptimizer):
             return
         optimizer.rehome()
-        if self._cycle.converger.tensors.buckets is not optimizer.buckets:
+        known, now = self._cycle.converger.tensors.buckets, optimizer.buckets
+        same_parameters = known is not None and list(map(id, known.params)) == list(map(id, now.params))
+        if known is not now and same_parameters:
             with self._built_again():
                 pass
 

@@ -310,7 +310,7 @@ def _failing_probe(rank: int, how: str) -> tuple[str, str, int]:
     trainer = Trainer(rank, ddp=False, total_steps=40, auto_lr=without_early_syncs, probe=probe)
     trainer.train(3)
     with pytest.raises(RuntimeError) as error:
-        trainer.scheduler.step(1.0)
+        trainer.train(1)
     return str(error.value), repr(error.value.__cause__), trainer.step
 
 

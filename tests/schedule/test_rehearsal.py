@@ -186,7 +186,7 @@ def test_a_schedule_that_cannot_be_copied_counts_as_annealing(caplog: pytest.Log
     with caplog.at_level(logging.INFO, "hdet_kernels"):
         assert rehearse(scheduler, TOTAL) is None
     assert "NoCopy cannot be played ahead (holds a socket): taken as one that anneals" in caplog.text
-    run = hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two()).cycle.run
+    run = hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two(), tie_groups=False).cycle.run
     assert (run.end, run.peaks) == (0.0, (PEAK, PEAK))
     assert optimizer.param_groups[0]["initial_lr"] == PEAK
 
@@ -227,7 +227,9 @@ def test_is_played_only_for_a_controller_that_can_move_a_learning_rate(options: 
     calls: list[int] = []
     _, scheduler = built(counting(calls))
     calls.clear()
-    run = hk.HDETScheduler(scheduler, **{"total_steps": TOTAL, "ensemble": Two(), **options}).cycle.run
+    run = hk.HDETScheduler(
+        scheduler, **{"total_steps": TOTAL, "ensemble": Two(), "tie_groups": False, **options}
+    ).cycle.run
     assert bool(calls) is plays
     assert run.end == (1.0 if plays else 0.0)
     assert run.peaks[:2] == ((PEAK, PEAK) if plays else run.peaks[:2])
@@ -237,15 +239,15 @@ def test_is_played_only_for_a_controller_that_can_move_a_learning_rate(options: 
 @each
 def test_the_controller_gets_peaks_and_end(make: Any, highest: float, last: float) -> None:
     _, scheduler = built(make)
-    run = hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two()).cycle.run
+    run = hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two(), tie_groups=False).cycle.run
     assert run.peaks == pytest.approx([PEAK * highest] * 2)
     assert run.end == pytest.approx(last / highest)
 
 
 def test_onecyclelr_anneals_to_nothing() -> None:
     _, scheduler = built(lambda o: schedules.OneCycleLR(o, 0.3, TOTAL))
-    wrapped = hk.HDETScheduler(scheduler, ensemble=Two()).cycle.run
-    own = hk.HDETOneCycleLR(built(lambda o: None)[0], 0.3, TOTAL, ensemble=Two()).cycle.run  # type: ignore[arg-type,return-value]
+    wrapped = hk.HDETScheduler(scheduler, ensemble=Two(), tie_groups=False).cycle.run
+    own = hk.HDETOneCycleLR(built(lambda o: None)[0], 0.3, TOTAL, ensemble=Two(), tie_groups=False).cycle.run  # type: ignore[arg-type,return-value]
     assert (own.end, own.peaks) == (wrapped.end, wrapped.peaks) == (0.0, (0.3, 0.3))
 
 

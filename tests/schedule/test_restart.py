@@ -68,6 +68,7 @@ SETTINGS: dict[str, Any] = {
     "sync_every": SYNC,
     "spread": 0.5,
     "groups": True,
+    "tie_groups": False,
     "auto_lr": hk.RegressionController(start_at=0.0, stop_at=1.0),
 }
 
