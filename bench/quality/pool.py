@@ -69,7 +69,7 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
                 ) from None
             continue
         if "error" in records[-1]:
-            print(records[-1]["error"], file=sys.stderr)
+            print(f"{records[-1]['task']}, {records[-1]['kind']}: {records[-1]['error']}", file=sys.stderr)
         _show(len(records), len(jobs), time.monotonic() - start)
     for process in processes:
         process.terminate()
@@ -141,10 +141,11 @@ def _work(waiting: Any, done: Any, device: str) -> None:
                     tasks[name] = TASKS[name](where)
                 done.put(run_bundle(bundle, tasks[name], where))
                 break
-            except Exception:
-                error = traceback.format_exc()
+            except Exception as error:
                 if attempt + 1 == ATTEMPTS:
-                    done.put([{**job, **job.get("spec", {}), "error": f"{job} failed:\n{error}"} for job in bundle])
+                    traceback.print_exc()
+                    why = f"{type(error).__name__}: {error}"
+                    done.put([{**job, **job.get("spec", {}), "error": why} for job in bundle])
 
 
 def _show(count: int, total: int, seconds: float) -> None:
