@@ -31,8 +31,8 @@ OTHER_TESTS = """## Tests without a record
 - **Malformed calls** (`tests/bad_input`): more than 300 rows, each with its exception and message. After every one of
   them parameters, optimizer, scheduler, hooks and random generators are bit by bit as before. Checkpoint files that
   are truncated, random, of wrong types, or claim 10⁹ entries.
-- **Damaged checkpoints** (`tests/schedule/test_state_schema.py`): every leaf of real scheduler states, damaged in
-  twelve ways.
+- **Damaged checkpoints** (`tests/schedule/checkpoint/test_state_schema.py`): every leaf of real scheduler states,
+  damaged in twelve ways.
 - **Orders of loading** (`tests/schedule/test_loading_order.py`): model, optimizer and scheduler in every order, with
   the scheduler built at every point between them, continue the same run bit by bit.
 - **Golden checkpoints** (`tests/golden`): files of this release, which later ones must load and continue."""

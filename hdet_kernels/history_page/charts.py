@@ -10,7 +10,7 @@ from dataclasses import replace
 from hdet_kernels.history_page.drawing import Chart, Curve, Number
 from hdet_kernels.history_page.scale import short
 from hdet_kernels.history_page.style import COLOURS
-from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.history.records import SyncRecord
 
 #: The most replicas that have a curve of their own; more are a band from the lowest to the highest.
 MOST_CURVES = 16

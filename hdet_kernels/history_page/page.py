@@ -13,7 +13,7 @@ from hdet_kernels.history_page.charts import MOST_CHARTS, names_of, sections_of
 from hdet_kernels.history_page.drawing import draw
 from hdet_kernels.history_page.style import STYLE
 from hdet_kernels.report import records_of
-from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.history.records import SyncRecord
 from hdet_kernels.version import __version__
 
 _THINNED = "Of very many syncs, charts show a part: lines keep their peaks, of dots and error bars every n-th is drawn."

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet_kernels.report import record_of
-from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.history.records import SyncRecord
 
 
 def read_history(path: str | os.PathLike[str]) -> list[SyncRecord]:

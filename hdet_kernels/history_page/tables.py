@@ -9,7 +9,7 @@ from html import escape
 
 from hdet_kernels.history_page.charts import names_of
 from hdet_kernels.report import format_bytes, summary
-from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.history.records import SyncRecord
 
 #: The most rows of a table, of replicas or events, and of the table of all syncs.
 MOST_ROWS, MOST_SYNCS = 64, 400

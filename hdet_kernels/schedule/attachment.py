@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
 from hdet_kernels.schedule.gradient_hooks import look_at_gradients
-from hdet_kernels.schedule.step_count import StepCount
-from hdet_kernels.schedule.wrapped import unwrapped
+from hdet_kernels.schedule.guards.step_count import StepCount
+from hdet_kernels.schedule.guards.wrapped import unwrapped
 
 
 class Writer(Protocol):

@@ -25,10 +25,10 @@ from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.fanout.ties import peak_of
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history_file import HistoryFile
+from hdet_kernels.schedule.guards.wrapped import unwrapped
+from hdet_kernels.schedule.history.history_file import HistoryFile
 from hdet_kernels.schedule.options import GradientMode, HasBuffers, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal
-from hdet_kernels.schedule.wrapped import unwrapped
 from hdet_kernels.scout import ScoutSettings
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
 from hdet_kernels.tensors import replicas_of, share_gradients

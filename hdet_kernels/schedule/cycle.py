@@ -26,15 +26,15 @@ from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneS
 from hdet_kernels.converge.converger import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
-from hdet_kernels.schedule.equal_losses import EqualLosses
 from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint
-from hdet_kernels.schedule.history import History, Kind, SyncRecord
-from hdet_kernels.schedule.history_file import HistoryFile
+from hdet_kernels.schedule.guards.equal_losses import EqualLosses
+from hdet_kernels.schedule.guards.step_count import StepCount
+from hdet_kernels.schedule.history.history_file import HistoryFile
+from hdet_kernels.schedule.history.records import History, Kind, SyncRecord
 from hdet_kernels.schedule.loss_window import Loss, LossWindow, checked_loss, run_probe
 from hdet_kernels.schedule.options import GradientMode, Probe
 from hdet_kernels.schedule.overlapping import Overlapping
-from hdet_kernels.schedule.step_count import StepCount
-from hdet_kernels.schedule.undoing import Undoing
+from hdet_kernels.schedule.undo.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
 

@@ -13,19 +13,19 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.arguments import can_divide, check_no_epoch, run_length
 from hdet_kernels.schedule.attachment import attach, own_values_back
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, ensemble_of, learning_rates, untouched_on_error
-from hdet_kernels.schedule.checked_state import checked, checked_schedule
+from hdet_kernels.schedule.checkpoint import saving
+from hdet_kernels.schedule.checkpoint.checked_state import checked, checked_schedule
+from hdet_kernels.schedule.checkpoint.packed import packed
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.late_ensemble import LateEnsemble, announced_size
+from hdet_kernels.schedule.guards.late_ensemble import LateEnsemble, announced_size
 from hdet_kernels.schedule.loss_window import Loss
-from hdet_kernels.schedule.packed import packed
 from hdet_kernels.schedule.rehearsal import built_state
-from hdet_kernels.schedule.scout_state import checked_scout, scout_state
-from hdet_kernels.schedule.scouted import Scouted, ratios_of
-from hdet_kernels.schedule.scouting import Scouting
+from hdet_kernels.schedule.scouting.phase import Scouting
+from hdet_kernels.schedule.scouting.scout_state import checked_scout, scout_state
+from hdet_kernels.schedule.scouting.scouted import Scouted, ratios_of
 from hdet_kernels.schedule.with_cycle import WithCycle
 from hdet_kernels.scout import OwnGradients, ScoutSettings, make_plan
 from hdet_kernels.scout.plan import first_bracket, middle
@@ -206,7 +206,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may begin another schedule
-        state = {**self._schedule_state(), "hdet": packed(checkpoint.state_of(cycle))}
+        state = {**self._schedule_state(), "hdet": packed(saving.state_of(cycle))}
         return state if self._scouted is None else {**state, "scout": packed(scout_state(self._scouted, self._phase))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         hdet = checked(self.cycle, state_dict)
         if scout is None or self._scouted is None:
             schedule = checked_schedule(self._schedule_state(), state_dict, hdet["step"], "scheduler")
-            with checkpoint.undone_on_error(self.cycle, self):
+            with saving.undone_on_error(self.cycle, self):
                 self._load_schedule(schedule, hdet)
         else:
             self._load_scouted(self._scouted, scout, state_dict, hdet)
@@ -232,7 +232,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
     def _load_schedule(self, schedule: dict[str, Any], hdet: dict[str, Any]) -> None:
         super().load_state_dict(schedule)
         write_momentum(self)
-        checkpoint.restore(self.cycle, hdet)
+        saving.restore(self.cycle, hdet)
         self._last_lr = learning_rates(self._inner)
 
     def _load_scouted(
@@ -250,7 +250,7 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
         as_built = built_state(self._inner, {**self._arguments, **given})
         schedule = checked_schedule(as_built, state_dict, step, "scheduler")
         parts = [] if self._phase is None else self._phase.parts()
-        with checkpoint.undone_on_error(self.cycle, self, *parts), self._attached_again_on_error():
+        with saving.undone_on_error(self.cycle, self, *parts), self._attached_again_on_error():
             self._scouted = target
             if saved is None:
                 self._begin_run(target)

@@ -11,19 +11,19 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 
 from hdet_kernels.checks import check_steps, spell
 from hdet_kernels.optim.group_entries import write_entry
-from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.arguments import check_no_epoch, check_scout_used, checked_options, one_cycle_arguments
 from hdet_kernels.schedule.attachment import attach, check_schedule_is_own, own_values_back
 from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, untouched_on_error
-from hdet_kernels.schedule.checked_state import checked, checked_schedule
+from hdet_kernels.schedule.checkpoint import saving
+from hdet_kernels.schedule.checkpoint.checked_state import checked, checked_schedule
+from hdet_kernels.schedule.checkpoint.packed import packed, unpacked
 from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.guards.wrapped import outermost, unwrapped
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
 from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
-from hdet_kernels.schedule.packed import packed, unpacked
 from hdet_kernels.schedule.rehearsal import rehearse
 from hdet_kernels.schedule.with_cycle import WithCycle
-from hdet_kernels.schedule.wrapped import outermost, unwrapped
 
 
 class HDETOneCycleLR(ScoutingOneCycleLR):
@@ -235,7 +235,7 @@ class HDETScheduler(WithCycle, LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may write other learning rates
-        return {"base_scheduler": packed(self.base_scheduler.state_dict()), "hdet": packed(checkpoint.state_of(cycle))}
+        return {"base_scheduler": packed(self.base_scheduler.state_dict()), "hdet": packed(saving.state_of(cycle))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
@@ -249,9 +249,9 @@ class HDETScheduler(WithCycle, LRScheduler):
         schedule = checked_schedule(
             here, unpacked(state_dict.get("base_scheduler")), hdet["step"], "base_scheduler", of_torch=of_torch
         )
-        with checkpoint.undone_on_error(self.cycle, self), checkpoint.schedule_loaded(base, schedule):
+        with saving.undone_on_error(self.cycle, self), saving.schedule_loaded(base, schedule):
             write_momentum(base)
-            checkpoint.restore(self.cycle, hdet)
+            saving.restore(self.cycle, hdet)
             self._last_lr = learning_rates(self._inner)
         self.cycle.steps.begin_anew()
 

@@ -14,19 +14,19 @@ from hdet_kernels.checks import check_callable
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.ties import saved_ties
 from hdet_kernels.optim.base import FusedOptimizer
-from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.attachment import own_values_back
 from hdet_kernels.schedule.build import learning_rates
+from hdet_kernels.schedule.checkpoint import saving
+from hdet_kernels.schedule.checkpoint.packed import unpacked
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history import HistorySummary, SyncRecord
-from hdet_kernels.schedule.late_ensemble import LateEnsemble, name_one_replica
+from hdet_kernels.schedule.guards.late_ensemble import LateEnsemble, name_one_replica
+from hdet_kernels.schedule.guards.wrapped import unwrapped
+from hdet_kernels.schedule.history.metrics import flat, value_metrics
+from hdet_kernels.schedule.history.records import HistorySummary, SyncRecord
+from hdet_kernels.schedule.history.sync_callbacks import SyncCallback, SyncCallbacks
 from hdet_kernels.schedule.loss_window import Loss
-from hdet_kernels.schedule.metrics import flat, value_metrics
 from hdet_kernels.schedule.options import HDETOptions, Probe
-from hdet_kernels.schedule.packed import unpacked
-from hdet_kernels.schedule.scouting import Scouting
-from hdet_kernels.schedule.sync_callbacks import SyncCallback, SyncCallbacks
-from hdet_kernels.schedule.wrapped import unwrapped
+from hdet_kernels.schedule.scouting.phase import Scouting
 
 
 class WithCycle:
@@ -323,7 +323,7 @@ class WithCycle:
     def _built_again(self, **changed: Any) -> Iterator[None]:
         """Build the cycle with other options, before the block. If that or the block raises, all is as before."""
         parts = [] if self._phase is None else self._phase.parts()
-        with checkpoint.undone_on_error(self.cycle, self, *parts), self._attached_again_on_error():
+        with saving.undone_on_error(self.cycle, self, *parts), self._attached_again_on_error():
             self._options = cast(HDETOptions, {**self._options, **changed})
             self._replace_phase()
             yield

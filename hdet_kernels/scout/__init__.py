@@ -10,7 +10,7 @@ learning rate is chosen, everything returns to the start once more, and the rest
 - ``choice``: from the losses of the candidates to a narrower range, and to the learning rate. Pure functions too.
 - ``own_gradients``: let the replicas train on their own gradients for a while, and find out whether they do.
 
-The phase itself, which a scheduler steps, is ``hdet_kernels/schedule/scouting.py``.
+The phase itself, which a scheduler steps, is ``hdet_kernels/schedule/scouting/phase.py``.
 """
 
 from hdet_kernels.scout.choice import Comparison, Verdict, choose, narrow

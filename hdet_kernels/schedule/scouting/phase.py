@@ -1,0 +1,374 @@
+"""The scouting phase of a run with ``max_lr=None``: rounds of miniatures, from the start of the run and back to it.
+
+A scheduler builds torch's OneCycleLR of a round's length around the middle of the candidates, tells the phase that a
+step is finished (:meth:`Scouting.end_step`), and asks it for the learning rates of the replicas held here
+(:attr:`Scouting.spread`). At the end of a round, read :meth:`Scouting._end_round`: gather the losses of all replicas,
+narrow the range or choose, and return to the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdet_kernels.converge.handshake import check_same_everywhere
+from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.gradient_hooks import fingerprint
+from hdet_kernels.schedule.loss_window import Loss, checked_loss, run_probe
+from hdet_kernels.schedule.scouting.round_losses import RoundLosses
+from hdet_kernels.schedule.scouting.scout_round import compare, gather_numbers, raise_failed_probe, scout_record
+from hdet_kernels.schedule.scouting.scouted import Scouted
+from hdet_kernels.schedule.undo.last_sound import LastSound
+from hdet_kernels.scout import Comparison, OwnGradients, candidates, choose, narrow
+from hdet_kernels.scout.own_gradients import differ
+from hdet_kernels.scout.plan import Bracket, first_bracket, middle, tail_steps
+
+log = logging.getLogger("hdet_kernels")
+
+
+class Scouting:
+    """The phase between the first step and the run, in this process.
+
+    Args:
+        cycle: the cycle of the run, which does not begin before the phase ends. Its ensemble, probe and history are
+            used here too.
+        scouted: the plan, the constants, and the place of the outcome.
+        own: lets the replicas train on their own gradients.
+
+    Attributes:
+        round: number of the current round.
+        step: finished steps of it.
+        bracket: range of the current round.
+        start: a copy of everything as it was before the first step.
+        spread: the learning rates of all replicas.
+    """
+
+    def __init__(self, cycle: Cycle, scouted: Scouted, own: OwnGradients) -> None:
+        self.cycle, self.scouted, self.own = cycle, scouted, own
+        self.optimizer, self.ensemble = cycle.optimizer, cycle.ensemble
+        self.round = self.step = 0
+        self.bracket: Bracket = first_bracket(scouted.settings)
+        self.start = LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers)
+        # The first step comes after a forward pass, which may change buffers (BatchNorm).
+        self._buffers, self._digest = self.start.copied_buffers(), self.start.digest()
+        self.losses = RoundLosses(cycle.ensemble.rows)
+        self.spread = Spread(
+            cycle.spread.hyperparameters,
+            None,
+            cycle.ensemble,
+            seed=cycle.spread.seed,
+            scheduled=cycle.spread.scheduled,
+        )
+        self.steps = cycle.steps
+        self.replaced = self.in_consensus = False
+        self.moved = False  # a step was made since the start, or since the last return to it
+        self._fresh = False  # the optimizer had no state before the first step
+        # Of the first step: the loss on the probe before it, or why there is none, and the gradients' fingerprint.
+        self._probed: float | Tensor = math.nan
+        self._failure: Exception | None = None
+        self._fingerprint: Tensor | None = None
+        #: Whether it is known that the replicas have different gradients.
+        self.certain = own.certain
+
+    def take_start(self, before: Scouting) -> None:
+        """Take the copies made at construction from the phase that this one replaces before its first step."""
+        self._buffers, self._digest = before._buffers, before._digest
+
+    @property
+    def length(self) -> int:
+        """Steps of the current round."""
+        return self.scouted.plan.rounds[self.round]
+
+    @property
+    def candidates(self) -> tuple[float, ...]:
+        """The peak learning rate of each replica in the current round, ascending."""
+        return candidates(self.bracket, self.ensemble.size)
+
+    @property
+    def peaks(self) -> list[float]:
+        """The peak learning rate of every parameter group in the middle of the candidates."""
+        return self.scouted.rates(middle(self.bracket))
+
+    @property
+    def made(self) -> int:
+        """Steps of the phase that are finished."""
+        return self.scouted.plan.before(self.round) + self.step
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters in this process are those that the run begins with."""
+        return self.in_consensus or not self.moved
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step was made, here or in the run of a checkpoint."""
+        return self.made > 0 or self.start.step is not None
+
+    def announce(self) -> None:
+        """Log what the phase costs."""
+        plan = self.scouted.plan
+        if self._tells:
+            log.warning(  # not info: it should be seen without any configuration of logging
+                "max_lr=None: %d of %d steps (%.0f %%), in rounds of %s steps, find the learning rate between %.3g and "
+                "%.3g on %d replicas; the run is the other %d steps",
+                *(plan.steps, plan.total_steps, 100 * plan.steps / plan.total_steps),
+                " and ".join(map(str, plan.rounds)),
+                *(self.scouted.settings.lowest, self.scouted.settings.highest, self.ensemble.size, plan.run),
+            )
+
+    def tell_found(self) -> None:
+        """Log the learning rate that was found."""
+        found, plan = self.scouted.found, self.scouted.plan
+        if self._tells and found is not None:
+            rates = ", ".join(f"{rate:.3g}" for rate in self.scouted.rates(found))
+            log.warning(
+                "step %d: the peak learning rate is %s; the run begins, with %d steps", plan.steps, rates, plan.run
+            )
+
+    # The learning rates
+
+    def begin_round(self, scheduled: list[float | Tensor]) -> None:
+        """Give every replica its candidate, at the beginning of a round or, after loading, within one.
+
+        ``scheduled``: learning rates of the parameter groups for the middle candidate.
+        """
+        self.spread.scheduled = scheduled
+        self.spread.place(np.array(self.candidates) / middle(self.bracket))
+        self.write()
+        self.publish()
+
+    def write(self) -> None:
+        """Write the values of the replicas held here to the optimizer's groups and the user's setters."""
+        self.spread.write(self.optimizer.param_groups)
+
+    def publish(self) -> None:
+        """Write the learning rates of this step where the optimizer reads them, as :meth:`.Cycle.publish`."""
+        self.spread.write_rates(self.optimizer.param_groups)
+        if (write := getattr(self.optimizer, "write_hyperparameters", None)) is not None:
+            write()
+
+    # A step
+
+    def before_optimizer_step(self) -> None:
+        """Copy everything before the first step, and look at the gradients. A hook of the optimizer."""
+        if self.start.step is None and self.start.can_copy:
+            self._keep_start()
+        self.moved = True
+        if not self.certain:
+            self._fingerprint = fingerprint(self.optimizer.param_groups)
+
+    def _keep_start(self) -> None:
+        self.own.share_state()
+        # Other parameters than at construction were loaded in the meantime, and the buffers with them.
+        self.start.keep_start(0, self._buffers if self._unmoved() else None)
+        self._buffers = []
+        self._fresh = not any(self.optimizer.state.values())
+        self.own.separate_state()
+        if self.cycle.probe is not None:
+            probed, self._failure = run_probe(self.cycle.probe, self.ensemble.rows)
+            self._probed = math.nan if probed is None else probed
+
+    def _unmoved(self) -> bool:
+        """Return whether the parameters are those of construction."""
+        return torch.equal(self.start.digest(), self._digest)
+
+    def record(self, loss: Loss, divided_by: float = 1) -> None:
+        """Add a training loss of the current step, which was divided by ``divided_by`` before."""
+        tail_from = self.length - tail_steps(self.length, self.scouted.settings)
+        self.losses.record(loss, self.step, tail_from, divided_by)
+
+    def end_step(self, loss: Loss | None) -> bool:
+        """End a step of the optimizer. Raises with nothing changed.
+
+        Returns:
+            Whether a round ended: then everything is as before the first step, and either the next round begins or,
+            with :attr:`.Scouted.found`, the run.
+        """
+        self._check_step()
+        if loss is not None:
+            loss = checked_loss(loss, "the loss", self.ensemble.rows)
+        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
+        unsure, ends = not self.certain or self.made == 0, self.step + 1 == self.length
+        mark = self.losses.mark() if unsure or ends else None
+        if loss is not None:
+            self.record(loss)
+        try:
+            self._check_losses()
+            if unsure:
+                self._end_first_steps()
+            if ends:
+                self._end_round()
+        except BaseException:
+            if mark is not None:
+                self.losses.reset(mark)
+            raise
+        if not ends:
+            self.step += 1
+        self.steps.scheduler_stepped(self.optimizer.param_groups)
+        return ends
+
+    def _check_step(self) -> None:
+        if self.replaced:
+            raise RuntimeError(
+                "the optimizer has another HDET scheduler now, or was released from this one: step the newest scheduler"
+            )
+        if self.in_consensus:
+            raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
+        if self.start.step is None and self._unmoved():
+            self._keep_start()  # GradScaler may leave the first steps out
+        if self.start.step is None:
+            raise RuntimeError(
+                "the parameters changed without a call of optimizer.step(), as by a captured CUDA graph: with "
+                "max_lr=None they are copied before the first step; make it outside of a graph, and load weights "
+                "before building the scheduler"
+            )
+
+    def _check_losses(self) -> None:
+        if self.cycle.probe is None and not self.losses.ever:
+            raise RuntimeError(
+                "max_lr=None compares losses, and none was recorded: call scheduler.step(loss), or "
+                "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass probe="
+            )
+
+    def _end_first_steps(self) -> None:
+        """Check, with the other replicas, that all do the same on gradients of their own. Collective."""
+        if self.made == 0:
+            same = "all replicas must build the scheduler with the same arguments"
+            check_same_everywhere(self.ensemble, {**self.cycle.config, **self.scouted.config}, "the settings", same)
+        found = gather_numbers(
+            self.ensemble, {"failed": float(self._failure is not None), "gradients": self._fingerprint}
+        )
+        raise_failed_probe(found["failed"], self._failure)
+        self.certain = self.certain or differ(found["gradients"]) is True
+
+    # The end of a round
+
+    def _end_round(self) -> None:
+        """Compare the replicas, narrow the range or choose, record it, and return to the start. Collective."""
+        seen, training = compare(
+            self.ensemble, self.candidates, self.losses, self.cycle.probe, step=self.made + 1, level=self._probed
+        )
+        last = self.round + 1 == len(self.scouted.plan.rounds)
+        settings = self.scouted.settings
+        verdict = choose(seen, self.ensemble.size, settings) if last else None
+        bracket = narrow(seen, self.bracket, settings)
+        hyperparameters = self.spread.hyperparameters
+        record = scout_record(
+            hyperparameters, self.peaks, seen, training, self.ensemble, step=self.made + 1, number=self.round
+        )
+        self.cycle.add_record(record)
+        self._return_to_start(last=last)
+        self._log_round(seen, bracket, None if verdict is None else verdict.how)
+        self.losses.clear()
+        self.step = 0
+        self.round += 1
+        if verdict is None:
+            self.bracket = bracket
+        else:
+            self.scouted.found = verdict.rate
+
+    def _return_to_start(self, *, last: bool) -> None:
+        # State is copied in the layout that it had before the phase.
+        if last:
+            self.own.end()
+        else:
+            self.own.share_state()
+        self.start.restore()
+        self.moved = False
+        if self._fresh:
+            self.optimizer.state.clear()  # not zeros, which a checkpoint would take for a state
+        if last:
+            self.start.drop()
+        else:
+            self.own.separate_state()
+
+    def _log_round(self, seen: Comparison, bracket: Bracket, how: str | None) -> None:
+        if not self._tells:
+            return
+        pairs = ", ".join(f"{rate:.2g}: {loss:.4g}" for rate, loss in zip(seen.rates, seen.losses, strict=True))
+        log.info("scouting round %d, learning rate and loss: %s", self.round + 1, pairs)
+        if not seen.learned(self.scouted.settings):
+            log.warning(
+                "scouting round %d says little: no learning rate brought the loss below the %.4g of the start; the "
+                "range narrows to %.2g to %.2g only",
+                *(self.round + 1, seen.level, math.exp(bracket[0]), math.exp(bracket[1])),
+            )
+        if how is not None:
+            log.info("the learning rate is %s", how)
+
+    @property
+    def _tells(self) -> bool:
+        return self.ensemble.replica == 0 and self.ensemble.part == 0
+
+    # The model that the run begins with
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Hold the model as it was before the first step inside the block, and this replica's own after it."""
+        if self.in_consensus:
+            raise RuntimeError(
+                "scheduler.consensus() inside scheduler.consensus(): the model is that of the start already"
+            )
+        if self.start.step is None:
+            yield
+            return
+        with self.start.model_held():
+            self.in_consensus = True
+            try:
+                yield
+            finally:
+                self.in_consensus = False
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as plain values and tensors that ``weights_only=True`` loads."""
+        if self.in_consensus:
+            log.warning(
+                "step %d: the model inside scheduler.consensus() is the one that the run begins with, until a learning "
+                "rate is found at step %d. A checkpoint that is saved there cannot be resumed: begin the run anew",
+                *(self.made, self.scouted.plan.steps),
+            )
+        ensemble = self.ensemble
+        probed = self._probed.tolist() if isinstance(self._probed, Tensor) else self._probed
+        return {
+            "replicas": [ensemble.size, ensemble.replica, ensemble.rows, ensemble.part],
+            "round": self.round,
+            "step": self.step,
+            "consensus": self.in_consensus,
+            "bracket": list(self.bracket),
+            "losses": self.losses.state_dict(),
+            "probed": probed,
+            "certain": self.certain,
+            "shared_state": self.own.shared_state,
+            "fresh": self._fresh,
+            "start": self.start.state_dict(),
+        }
+
+    def parts(self) -> list[object]:
+        """Return the objects whose attributes change when a state is loaded."""
+        return [self, self.own, self.spread]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state that was checked. Only attributes of :meth:`parts` change."""
+        self.round, self.step = state["round"], state["step"]
+        self.moved = self.step > 0
+        self.bracket = (state["bracket"][0], state["bracket"][1])
+        self.losses = RoundLosses(self.ensemble.rows)
+        self.losses.load_state_dict(state["losses"])
+        probed = state["probed"]
+        self._probed = torch.tensor(probed, dtype=torch.float64, device="cpu") if isinstance(probed, list) else probed
+        self.certain = state["certain"]
+        self.own.shared_state, self._fresh = state["shared_state"], state["fresh"]
+        self.start = LastSound(self.optimizer, self.cycle.converger, None, self.cycle.buffers)
+        self.start.load_state_dict(state["start"], own=True)
+        if self.start.step is not None:
+            self._buffers = []
