@@ -69,6 +69,38 @@ def trained(rank: int, optimizer_name: str, early: bool) -> dict[str, Any]:
 CASES = Cases(2, trained, [("fused", False)], full=[("torch", False), ("fused", True)])
 
 
+def resumed(rank: int) -> list[dict[str, Any]]:
+    """Train in bf16, and train again from the checkpoint in the middle, at a sync, with everything built anew."""
+    from transformers import Trainer
+
+    from hdet_kernels.integrations.transformers import HDETCallback
+
+    found = []
+    with tiny.shared_folder(rank) as folder:
+        for seed, checkpoint in ((0, None), (5, str(Path(folder) / f"checkpoint-{STEPS // 2}"))):
+            args = tiny.arguments(folder, max_steps=STEPS, bf16=True, save_strategy="steps", save_steps=STEPS // 2)
+            model = tiny.model(seed=seed)
+            optimizer = hk.FusedAdamW(model.parameters(), lr=1e-2)
+            scheduler = hk.HDETOneCycleLR(optimizer, 1e-2, STEPS, sync_every=2, auto_lr=False)
+            trainer = Trainer(
+                model,
+                args,
+                train_dataset=tiny.rows(64),
+                optimizers=(optimizer, scheduler),
+                callbacks=[HDETCallback()],
+            )
+            trainer.train(resume_from_checkpoint=checkpoint)
+            found.append({"parameters": tiny.flat(model), "losses": [record.losses for record in scheduler.history]})
+    return found
+
+
+def test_a_run_resumed_at_a_sync_is_the_uninterrupted_run_in_bf16() -> None:
+    for whole, again in run_ranks(2, resumed):
+        assert torch.equal(whole["parameters"], again["parameters"])
+        assert whole["losses"] == again["losses"]
+        assert len(whole["losses"]) == STEPS // 2
+
+
 @pytest.mark.parametrize(("optimizer", "early"), CASES.params())
 def test_evaluations_and_checkpoints_see_the_average_between_syncs(optimizer: str, early: bool) -> None:
     for rank, result in enumerate(CASES[optimizer, early]):
