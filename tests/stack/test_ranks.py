@@ -44,7 +44,8 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
 def schedule(optimizer: Any, **options: Any) -> hk.HDETOneCycleLR:
     """Return a scheduler whose controller acts at the syncs after steps 2, 4, … 12."""
     cycles = "momentum" in optimizer.defaults or "betas" in optimizer.defaults
-    return hk.HDETOneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS, sync_every=2, cycle_momentum=cycles, **options)
+    options |= {"sync_every": 2, "cycle_momentum": cycles, "tie_groups": False}
+    return hk.HDETOneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS, **options)
 
 
 def probe_batch() -> list[Tensor]:
