@@ -26,7 +26,8 @@ MOST_CHARTS = 16
 
 Records = Sequence[SyncRecord]
 
-_VALUES = "Base value and that of every replica in the cycle before a sync. The three highest powers of ten are shown."
+#: Powers of ten that charts of values show.
+DECADES = 3
 
 
 def sections_of(records: Records) -> list[tuple[str, list[Chart]]]:
@@ -84,12 +85,20 @@ def value_charts(records: Records) -> list[Chart]:
                 *_by_replica(records, lambda record, name=name: record.values.get(name, ()), kind="dots"),  # type: ignore[misc]
             ],
             log=True,
-            decades=3,
-            note=_VALUES,
+            decades=DECADES,
+            note=_note_on_values([record.base.get(name, math.nan) for record in records]),
             wide=len(names) == 1,
         )
         for name in names[:MOST_CHARTS]
     ]
+
+
+def _note_on_values(base: Sequence[float]) -> str:
+    """Return the note of a chart of values, which says where low ones are cut off."""
+    known = [value for value in base if math.isfinite(value) and value > 0]
+    cut = bool(known) and max(known) > 10**DECADES * min(known)
+    note = "Base value and that of every replica in the cycle before a sync."
+    return f"{note} The {DECADES} highest powers of ten are shown." if cut else note
 
 
 def loss_chart(records: Records) -> Chart:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hdet_kernels.history_page.charts import colour, sections_of, title_of
+from hdet_kernels.history_page.charts import colour, sections_of, title_of, value_charts
 from tests.history_page.histories import BROKEN, HISTORIES, record, run
 
 
@@ -93,3 +93,9 @@ def test_titles_are_words() -> None:
 def test_colours_differ() -> None:
     for count in (2, 8, 16):
         assert len({colour(number, count) for number in range(count)}) == count
+
+
+@pytest.mark.parametrize(("lowest", "cut"), [(1e-3, False), (1e-7, True)])
+def test_values_that_are_cut_off_are_named(lowest: float, cut: bool) -> None:
+    (chart,) = value_charts([record(step, base={"lr/0": base}) for step, base in ((1, 0.1), (2, lowest))])
+    assert ("powers of ten are shown" in chart.note) is cut
