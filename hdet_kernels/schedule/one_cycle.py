@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet_kernels.schedule.arguments import can_divide, check_no_epoch, run_length
 from hdet_kernels.schedule.attachment import attach, own_values_back
-from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, ensemble_of, learning_rates, untouched_on_error
+from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, ensemble_of, learning_rates
 from hdet_kernels.schedule.checkpoint import saving
 from hdet_kernels.schedule.checkpoint.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.checkpoint.packed import packed
@@ -118,19 +118,6 @@ class ScoutingOneCycleLR(WithCycle, OneCycleLR):
             attach(self.cycle, self, before=self._settle)
         else:
             self._attach_phase(self._phase)
-
-    def _build_again(self) -> None:
-        cycle, phase = self._cycle, self._phase
-        try:
-            with untouched_on_error(self.optimizer):
-                own_values_back(self._inner)
-                self._begin()
-        except BaseException:
-            self._cycle, self._phase = cycle, phase
-            raise
-        if phase is not None and self._phase is not None:
-            self._phase.take_start(phase)
-        self._attach()
 
     def _new_cycle(self) -> Cycle:
         return self._cycle_of(self.total_steps)

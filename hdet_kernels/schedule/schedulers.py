@@ -172,16 +172,12 @@ class HDETScheduler(WithCycle, LRScheduler):
         self.optimizer = base_scheduler.optimizer
         self._options, self._total_steps = complete, total_steps
         check_schedule_is_own(self._inner, base_scheduler)
-        self._build_again()
-        self._built(complete["ensemble"])
-
-    def _build_again(self) -> None:
         with untouched_on_error(self.optimizer):
             own_values_back(self._inner)
-            cycle = self._new_cycle()
-            cycle.write()
-        self._cycle = cycle
+            self._cycle = self._new_cycle()
+            self._cycle.write()
         self._last_lr = learning_rates(self._inner)
+        self._built(complete["ensemble"])
         self._attach()
 
     def _new_cycle(self) -> Cycle:

@@ -109,14 +109,12 @@ class WithCycle:
         """Build the cycle again, with the processes of the default group as replicas."""
         late, self._late = self._late, None
         try:
-            self._build_again()
+            with self._built_again():
+                pass
         except BaseException:
             self._late = late
             raise
         self._announce()
-
-    def _build_again(self) -> None:
-        raise NotImplementedError
 
     def _announce(self) -> None:
         name_one_replica(self.cycle)
