@@ -72,7 +72,9 @@ def trained(folder: Path, checkpoint: str, in_a_folder: bool) -> dict[str, Any]:
     return {name: saved[name] for name in ("model", "optimizer")}
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [name if name != "fsdp2" else pytest.param(name, marks=pytest.mark.full) for name in SHORT]
+)
 def test_an_example_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     size, arguments, in_a_folder = SHORT[name]
     steps = arguments if "--steps" in arguments else ["--steps", "8", *arguments]

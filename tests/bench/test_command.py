@@ -101,6 +101,7 @@ def _run_waiting_suites(folder: Path, output: Connection) -> None:
     sys.exit(command.run(["reduce", "noise"], folder, quick=True))
 
 
+@pytest.mark.full
 def test_interrupted_run_keeps_its_finished_cases(tmp_path: Path) -> None:
     """Ctrl-C in the second case: the first is recorded, the report is written, and the second suite is not begun."""
     (tmp_path / "test_waiting.py").write_text(WAITING_SUITE)

@@ -245,7 +245,7 @@ class TestSignificances:
         assert found.shape == (count,)
         assert np.isnan(found).all()
 
-    @pytest.mark.parametrize("n", [4, 8, 16])
+    @pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (8, 16))])
     def test_pure_noise_has_a_mean_square_of_about_one(self, n: int) -> None:
         """The noise gate relies on it. Measured: 0.84, 0.98 and 0.99 over 4000 draws."""
         random, squares = np.random.default_rng(0), []

@@ -22,13 +22,15 @@ from tests.docs.namespace import namespace
 from tests.docs.pages import PAGES, Block, blocks_of
 from tests.ranks import environment_of_torchrun, run_ranks
 
+#: Pages whose libraries take long to import; tests/integrations runs the same code in ``make test``.
+TRAINERS = ("docs/usage/lightning.md", "docs/usage/transformers.md")
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def _cases() -> list[object]:
     cases = []
     for page, needs in dict.fromkeys((block.page, block.needs) for block in BLOCKS):
-        marks = [pytest.mark.gpu] if needs == "gpu" else []
+        marks = [pytest.mark.gpu] if needs == "gpu" else [pytest.mark.full] if page in TRAINERS else []
         cases.append(pytest.param(page, needs, id=f"{page}-{needs.replace(' ', '-')}", marks=marks))
     return cases
 

@@ -36,9 +36,8 @@ def in_rank(rank: int, name: str) -> Any:
     return result
 
 
-DEFAULT = ("everything", "scaled", "precisions", "early_stop", "resume", "failures", "refusals", "manual", "probes")
-DEFAULT += ("one_replica", "scouting", "digits")
-FULL = ("other_package", "tensorboard", "stack")
+DEFAULT = ("everything", "scaled", "early_stop", "resume", "failures", "refusals", "probes", "one_replica")
+FULL = ("precisions", "manual", "scouting", "digits", "other_package", "tensorboard", "stack")
 RUNS = Cases(2, in_rank, {name: (name,) for name in DEFAULT}, full={name: (name,) for name in FULL})
 
 
@@ -123,6 +122,7 @@ def test_fp16_with_a_scaler(clip: str) -> None:
             assert min(found["norms"]) > 100 * CLIP  # the step unscales them, and leaves them as they are
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_true_precisions(precision: str) -> None:
     zero, one = ranks = [rank[precision] for rank in RUNS["precisions"]]
@@ -138,6 +138,7 @@ def test_true_precisions(precision: str) -> None:
     assert torch.equal(zero["parameters"], one["parameters"])
 
 
+@pytest.mark.full
 def test_real_data() -> None:
     zero, one = RUNS["digits"]
     assert zero["accuracy"] == one["accuracy"] > 0.85
@@ -150,12 +151,14 @@ def test_one_device_is_one_replica_with_the_plain_schedule() -> None:
         assert rank["rates"] == rank["expected"]
 
 
+@pytest.mark.full
 def test_without_a_learning_rate_one_is_found() -> None:
     zero, one = (rank["whole"] for rank in RUNS["scouting"])
     assert zero["found"] == one["found"] is not None
     assert torch.equal(zero["parameters"], one["parameters"])
 
 
+@pytest.mark.full
 def test_while_a_learning_rate_is_looked_for_the_model_is_that_of_the_start() -> None:
     for rank in (rank["short"] for rank in RUNS["scouting"]):
         assert rank["found"] is None
@@ -218,6 +221,7 @@ def test_refusals(what: str, text: str) -> None:
         assert re.search(text, rank[what])
 
 
+@pytest.mark.full
 def test_manual_optimization() -> None:
     zero, one = ranks = RUNS["manual"]
     for rank in ranks:

@@ -206,8 +206,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, "fp32") for name in MODELS),
+        *(pytest.param(name, "bf16", marks=pytest.mark.full) for name in MODELS),
+    ],
+)
 def test_transformers_equal_separate_modules(name: str, precision: str) -> None:
     torch.manual_seed(0)
     build, loss_fn, make_batch = MODELS[name]

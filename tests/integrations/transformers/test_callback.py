@@ -94,6 +94,7 @@ def resumed(rank: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_a_run_resumed_at_a_sync_is_the_uninterrupted_run_in_bf16() -> None:
     for whole, again in run_ranks(2, resumed):
         assert torch.equal(whole["parameters"], again["parameters"])

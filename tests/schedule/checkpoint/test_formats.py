@@ -20,7 +20,7 @@ from tests.training import same
 # for 61 of its 120 steps, in the middle of a cycle. The file has the state_dict() of the stack, the optimizer and the
 # scheduler there, and under "end" the parameters, the learning rates after every later step, the base learning rate and
 # the controller's state after the last step, as version 0.1 computed them.
-OLD = Path(__file__).parent / "data" / "version_0_1.pt"
+OLD = Path(__file__).parents[1] / "data" / "version_0_1.pt"
 
 #: Entries that format 4 added.
 ADDED = ("part", "averaged", "optimizer_state")
