@@ -36,6 +36,9 @@ SHORT: dict[str, tuple[int, list[str], bool]] = {
     "hsdp": (4, ["--shard", "2"], True),
 }
 
+#: These take long, and tests/converge/test_topologies.py trains sharded replicas in make test.
+SHARDED = ("fsdp2", "hsdp")
+
 
 def loaded(name: str) -> ModuleType:
     """Return an example as a module."""
@@ -73,7 +76,7 @@ def trained(folder: Path, checkpoint: str, in_a_folder: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name != "fsdp2" else pytest.param(name, marks=pytest.mark.full) for name in SHORT]
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in SHARDED else name for name in SHORT]
 )
 def test_an_example_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     size, arguments, in_a_folder = SHORT[name]

@@ -129,6 +129,7 @@ if "spawn_main" in " ".join(sys.orig_argv):
 """
 
 
+@pytest.mark.full
 def test_interrupt_ends_all_processes(tmp_path: Path) -> None:
     """Ctrl-C while the replicas import their modules: no tracebacks, no files, no process left."""
     marks, out, site = (tmp_path / name for name in ("marks", "out", "site"))

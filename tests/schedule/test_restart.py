@@ -21,9 +21,8 @@ from tests.training import Trainer
 OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
 
 
-@pytest.mark.parametrize(
-    ("variant", "resumed_at"), [pytest.param("boundary", 8, marks=pytest.mark.full), ("mid-cycle", 6)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("variant", "resumed_at"), [("boundary", 8), ("mid-cycle", 6)])
 def test_a_run_that_torchrun_restarts_ends_as_the_undisturbed_one(
     variant: str, resumed_at: int, tmp_path: Path
 ) -> None:
