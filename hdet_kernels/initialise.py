@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.checks import check_choice, check_number, check_whole
-from hdet_kernels.ensemble import Ensemble, check_ensemble, default_ensemble
+from hdet_kernels.ensemble import Ensemble, check_ensemble, settled_ensemble
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.ops.noise import add_noise_
@@ -70,7 +70,7 @@ def warm_noisy_init_(
         raise ValueError("warm_noisy_init_ got no floating-point parameters: pass model.parameters()")
     for device in {param.device for param in floating}:
         resolve(device, backend)  # raises if the backend does not work on the device
-    ensemble = default_ensemble() if ensemble is None else ensemble
+    ensemble = settled_ensemble("warm_noisy_init_") if ensemble is None else ensemble
     tensors: list[Tensor] = []
     keys: list[int] = []
     for row, replica in enumerate(_replicas(floating, ensemble.rows)):

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hdet_kernels.checks import spell
+from hdet_kernels.ensemble import announced_size
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.with_cycle import WithCycle
 
@@ -129,7 +129,7 @@ class _Hidden:
 
 def _check_replicas(accelerator: Accelerator) -> None:
     """Raise ValueError unless every process of the run has a model of its own."""
-    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    started = dist.get_world_size() if dist.is_initialized() else announced_size()
     if started != accelerator.num_processes:
         raise ValueError(
             f"{started} processes were started, but the Accelerator has {accelerator.num_processes}: each would train "

@@ -15,7 +15,7 @@ from hdet_kernels.checks import check_callable, check_choice, check_flag, check_
 from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.converge.summary import describe_layout
 from hdet_kernels.converge.transport import run_transfers, take_first
-from hdet_kernels.ensemble import Ensemble, RowEnsemble, check_ensemble, default_ensemble
+from hdet_kernels.ensemble import Ensemble, RowEnsemble, check_ensemble, settled_ensemble
 from hdet_kernels.ops.pack import MOST_ROWS
 from hdet_kernels.stack.batch import Batch
 from hdet_kernels.stack.gradients import GradientCollector, LocalGradients, SharedGradients, empty_rows
@@ -82,7 +82,7 @@ class ReplicaStack:
             check_ensemble("ensemble", ensemble)
         trained = trainable_parameters(module)
         device = trained[0].tensor.device
-        among = default_ensemble() if ensemble is None else ensemble
+        among = settled_ensemble("ReplicaStack") if ensemble is None else ensemble
         self.ensemble = StackEnsemble(self, replicas, among)
         if among.talks and not among.serves(device):
             raise ValueError(

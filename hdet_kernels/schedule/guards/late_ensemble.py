@@ -7,11 +7,10 @@ scheduler were built. Such a scheduler begins as one replica and takes the defau
 from __future__ import annotations
 
 import logging
-import os
 
 import torch.distributed as dist
 
-from hdet_kernels.ensemble import Ensemble
+from hdet_kernels.ensemble import Ensemble, announced_size
 from hdet_kernels.schedule.cycle import Cycle
 
 log = logging.getLogger("hdet_kernels")
@@ -57,12 +56,6 @@ class LateEnsemble:
                 f"a process group of {dist.get_world_size()} processes was initialised after the scheduler was first "
                 f"used, as the only replica: {_REMEDY}"
             )
-
-
-def announced_size() -> int:
-    """Return the number of processes that the launcher of this one announced (``WORLD_SIZE``); 1 if none."""
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdecimal() else 1
 
 
 def name_one_replica(cycle: Cycle) -> None:

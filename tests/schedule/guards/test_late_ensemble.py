@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import SingleReplica
-from hdet_kernels.schedule.guards.late_ensemble import LateEnsemble, announced_size
+from hdet_kernels.schedule.guards.late_ensemble import LateEnsemble
 from tests.ranks import GROUP_TIMEOUT, run_ranks
 from tests.schedule.cases import Place, adam, advance
 from tests.schedule.scout_runs import PHASE, QUICK, STEPS
@@ -199,12 +199,6 @@ def test_a_group_that_is_announced_and_does_not_come_raises(ranks: list[dict[str
         assert "WORLD_SIZE is 2 in the environment, but no process group is initialised" in message
         assert "call torch.distributed.init_process_group() before the first step, or pass ensemble=" in message
     assert "a process group of 2 processes was initialised after the scheduler was first used" in too_late
-
-
-@pytest.mark.parametrize(("text", "size"), [("", 1), ("1", 1), ("8", 8), ("many", 1), ("-2", 1)])
-def test_the_announced_size(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", text)
-    assert announced_size() == size
 
 
 def test_given_replicas_are_never_replaced() -> None:
