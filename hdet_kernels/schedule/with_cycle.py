@@ -90,8 +90,10 @@ class WithCycle:
 
     def _follow_moved_model(self) -> None:
         """Build the cycle again if the model was moved before the first step, and its fused optimizer with it."""
+        if self._cycle is None or self._begun:  # first: this is looked at before every step
+            return
         optimizer = self._inner
-        if self._cycle is None or self._begun or not isinstance(optimizer, FusedOptimizer):
+        if not isinstance(optimizer, FusedOptimizer):
             return
         optimizer.rehome()
         known, now = self._cycle.converger.tensors.buckets, optimizer.buckets

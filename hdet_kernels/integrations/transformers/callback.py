@@ -208,17 +208,12 @@ class HDETCallback(TrainerCallback):
             control.should_save = control.should_save or self._due["save"]
             control.should_evaluate = control.should_evaluate or self._due["evaluate"]
             self._due = {"save": False, "evaluate": False}
-        elif self.save == "sync" or self._scouts:
+        elif self.save == "sync" or self.scheduler.scouting:  # while scouting there is no model of the run to save
             self._due["save"] |= control.should_save
             control.should_save = False
             if args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
                 self._due["evaluate"] |= control.should_evaluate
                 control.should_evaluate = False
-
-    @property
-    def _scouts(self) -> bool:
-        """Whether every replica still tries a learning rate of its own: there is no model of the run to save yet."""
-        return self.scheduler._phase is not None
 
     def _leave(self) -> None:
         if self._held is not None:
@@ -230,7 +225,7 @@ class HDETCallback(TrainerCallback):
         self._leave()
         if not self._apart:
             return
-        if self._scouts:
+        if self.scheduler.scouting:
             log.warning(
                 "training ended while a learning rate was looked for: the replicas are not averaged, and differ"
             )
