@@ -179,6 +179,10 @@ class ProcessEnsemble:
         config = dist.get_backend_config(process_group)
         self.backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
         self._timeout = _timeout(process_group)
+        # The threads of gloo let go of a collective's tensors some time after it is done. The last to let go frees the
+        # Python object, and a thread that does so while the interpreter is ending aborts the process. So the tensors of
+        # the latest collective are kept.
+        self._kept: tuple[Tensor, ...] = ()
 
     def serves(self, device: torch.device) -> bool:
         return device.type in self.backends
@@ -200,10 +204,11 @@ class ProcessEnsemble:
         return self._started(dist.broadcast(tensor, group=self.group, group_src=replica, async_op=True), tensor)
 
     def exchange(self, received: Tensor, sent: Tensor) -> Collective:
-        return self._started(dist.all_to_all_single(received, sent, group=self.group, async_op=True), sent)
+        return self._started(dist.all_to_all_single(received, sent, group=self.group, async_op=True), sent, received)
 
     def collect(self, gathered: Tensor, own: Tensor) -> Collective:
-        return self._started(_all_gather(gathered.view(-1), own.view(-1), group=self.group, async_op=True), own)
+        whole, part = gathered.view(-1), own.view(-1)
+        return self._started(_all_gather(whole, part, group=self.group, async_op=True), part, whole)
 
     def confirm(self) -> None:
         if self.shard_group is not None:
@@ -233,11 +238,14 @@ class ProcessEnsemble:
         """The timeout of the group in seconds, if it is known."""
         return None if self._timeout is None else self._timeout.total_seconds()
 
-    def _started(self, work: dist.Work | None, tensor: Tensor) -> Collective:
+    def _started(self, work: dist.Work | None, *tensors: Tensor) -> Collective:
         if work is None:
             return _Done()
         # NCCL's wait() only orders streams. With a timeout it waits, and raises if the collective failed.
-        return _Awaited(work, self._timeout) if self.backends.get(tensor.device.type) == "nccl" else work
+        if self.backends.get(tensors[0].device.type) == "nccl":
+            return _Awaited(work, self._timeout)
+        self._kept = tensors
+        return work
 
     def _again(self, group: dist.ProcessGroup | None, given: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
         """Return ``given`` or else a new group of the same processes in the same order, same backend and timeout."""
@@ -270,7 +278,8 @@ class ProcessEnsemble:
 
     def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
         gathered = torch.empty(count, row.numel(), dtype=row.dtype, device=row.device)
-        _all_gather(gathered.view(-1), row, group=group)
+        self._kept = (gathered.view(-1), row)
+        _all_gather(*self._kept, group=group)
         return gathered
 
     def _gather_device(self) -> torch.device:
