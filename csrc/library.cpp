@@ -30,4 +30,10 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   // Add normal noise, with a scale and a key for each slot, to tensors that are accessed through their addresses, as
   // in unpack. hdet_kernels/ops/noise.py has the equations.
   m.def("add_noise_(Tensor chunks, Tensor(a!) tensors, Tensor keys, Tensor scales) -> ()");
+  // One step of row-wise Adagrad on an embedding table, for the rows that have a gradient. The caller counts the step.
+  // hdet_kernels/ops/rowwise.py has the equations.
+  m.def(
+      "rowwise_adagrad_(Tensor(a!) param, Tensor(b!) sums, Tensor steps, Tensor table, int table_row, Tensor values, "
+      "Tensor? rows, Tensor? order, Tensor? grad_scale, Tensor? found_inf, bool decoupled, "
+      "bool stochastic_rounding) -> ()");
 }

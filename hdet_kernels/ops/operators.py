@@ -23,6 +23,10 @@ FLATS = (
 SCALARS = "Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding, int rows"
 ENCODE = "int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire"
 MERGE = "int format, Tensor wires, float divisor, Tensor(a!)? error, Tensor(b!) wire"
+ROWWISE = (
+    "Tensor(a!) param, Tensor(b!) sums, Tensor steps, Tensor table, int table_row, Tensor values, Tensor? rows, "
+    "Tensor? order, Tensor? grad_scale, Tensor? found_inf, bool decoupled, bool stochastic_rounding"
+)
 DECODE = "int format, Tensor wire, Tensor(a!) consensus, Tensor(b!)? target"
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -28,6 +28,7 @@ from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
 from hdet_kernels.ops.triton_reduce import read_norm
 from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
+from hdet_kernels.ops.triton_rowwise import rowwise_adagrad as rowwise_adagrad
 from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, move, push
 from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
 

@@ -10,13 +10,23 @@ A step flows through the files of this folder:
 5. :mod:`.state_views` shows the flat state as ``optimizer.state``, as torch.optim does; :mod:`.loading` checks a
    ``state_dict`` before it gets there.
 
-:mod:`.base` ties them together. The folder depends on :mod:`hdet_kernels.ops`, ``buckets`` and ``tensors`` alone.
+:mod:`.base` ties them together. :mod:`.rowwise_adagrad` stands beside it: its state is a number a row,
+and its gradients are sparse. The folder depends on :mod:`hdet_kernels.ops`, ``buckets`` and ``tensors`` alone.
 """
 
 from hdet_kernels.optim.adagrad import FusedAdagrad
 from hdet_kernels.optim.adam import FusedAdam, FusedAdamW
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.lion import FusedLion
+from hdet_kernels.optim.rowwise_adagrad import FusedRowWiseAdagrad
 from hdet_kernels.optim.sgd import FusedSGD
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedAdamW", "FusedLion", "FusedOptimizer", "FusedSGD"]
+__all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLion",
+    "FusedOptimizer",
+    "FusedRowWiseAdagrad",
+    "FusedSGD",
+]
