@@ -82,7 +82,9 @@ class FusedRowWiseAdagrad(Optimizer):
         self._build()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override]  # torch overloads it
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update the rows that have a gradient.
 
         Args:
