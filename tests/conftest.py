@@ -1,8 +1,8 @@
 """Set up the test session: Triton's interpreter without a GPU, and the two test runs.
 
 ``make test`` runs what is not marked ``full``; ``make test-full`` runs the rest. Whatever needs a GPU belongs to the
-second, so that a machine without one prints the reason for each skip there. Triton's interpreter takes a second for what
-others do in a millisecond: of the cases of one test function it runs the first in ``make test``, the others in
+second, so that a machine without one prints the reason for each skip there. Triton's interpreter takes a second where
+others take a millisecond: of the cases of one test function it runs the first in ``make test``, the others in
 ``make test-full``.
 """
 
