@@ -113,13 +113,14 @@ __device__ __forceinline__ void round(const T (&from)[kWidth], Stored (&to)[kWid
                                       const Noise& noise, uint32_t stream, int64_t position) {
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (stochastic) {
-      uint32_t word = 0;
+      Noise::Words words{};
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        // A pack starts at an even position, so two neighbours share a word.
-        if (j % 2 == 0) word = noise.word(stream, position + j);
-        const uint32_t half = kWidth == 1 ? Noise::half(word, position) : j % 2 == 0 ? word & 0xffffu : word >> 16;
-        to[j] = round_stochastically(from[j], half);
+        // A pack starts at a multiple of its width, so four neighbours share a hash.
+        static_assert(kWidth == 1 || kWidth % 4 == 0);
+        if (j % 4 == 0) words = Noise::words(noise.base(position + j), stream);
+        const int64_t at = kWidth == 1 ? position : j;
+        to[j] = round_stochastically(from[j], Noise::half((at & 2) != 0 ? words.second : words.first, at));
       }
       return;
     }

@@ -148,26 +148,26 @@ def _walk(
             # Tell the compiler what was just tested, so that VECTOR elements become one access.
             grad = tl.multiple_of(first + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
             at = offset // VECTOR * VECTOR + begin + lanes
-            # This is lanes // 2, written so that the compiler sees that neighbours share their random word.
-            halves = tl.reshape(tl.broadcast_to(tl.arange(0, BLOCK // 2)[:, None], [BLOCK // 2, 2]), [BLOCK])
-            pair = ((offset + begin) >> 1) + halves
+            # This is lanes // 4, written so that the compiler sees that neighbours share their random bits.
+            fours = tl.reshape(tl.broadcast_to(tl.arange(0, BLOCK // 4)[:, None], [BLOCK // 4, 4]), [BLOCK])
+            quad = ((offset + begin) >> 2) + fours
             inside = tl.full([BLOCK], True, tl.int1)
             if SHARED:
                 stride = stride // VECTOR * VECTOR
                 flats = (param, master, state0, state1, state2)
-                _rows(*flats, n, mine, grad, at, pair, inside, rows, stride, step, RULE, STOCHASTIC)
+                _rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC)
             else:
-                _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
+                _block(param, master, state0, state1, state2, n, mine, grad, at, quad, inside, RULE, STOCHASTIC)
         else:
             grad = first + lanes
             at = offset + begin + lanes
-            pair = at >> 1
+            quad = at >> 2
             inside = lanes < count
             if SHARED:
                 flats = (param, master, state0, state1, state2)
-                _rows(*flats, n, mine, grad, at, pair, inside, rows, stride, step, RULE, STOCHASTIC)
+                _rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC)
             else:
-                _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
+                _block(param, master, state0, state1, state2, n, mine, grad, at, quad, inside, RULE, STOCHASTIC)
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def _block(
     mine,
     grad,
     at,
-    pair,
+    quad,
     inside,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -189,7 +189,7 @@ def _block(
     """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``."""
     wide: tl.constexpr = n.dtype.element_ty
     theta = _in_full(param, master, at, inside, wide)
-    random = _random(pair, mine, STOCHASTIC)
+    random = _random(quad, mine, STOCHASTIC)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
     direction, other = push(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
     theta = move(RULE, theta, direction, other, n)
@@ -209,7 +209,7 @@ def _rows(
     mine,
     grad,
     at,
-    pair,
+    quad,
     inside,
     rows,
     stride,
@@ -227,7 +227,7 @@ def _rows(
     if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
         # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
         theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
-    random = _random(pair, mine, STOCHASTIC)
+    random = _random(quad, mine, STOCHASTIC)
     direction, other = push(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
     # The row is a scalar, because pointers that the loop advances would get another layout.
     row = tl.cast(0, tl.int64)
@@ -236,7 +236,7 @@ def _rows(
         moved = move(RULE, _in_full(param, master, start + at, inside, wide), direction, other, own)
         if master is not None:
             tl.store(master + (start + at), moved, mask=inside)
-        own_random = _random(pair, mine + row * (step * 3), STOCHASTIC)
+        own_random = _random(quad, mine + row * (step * 3), STOCHASTIC)
         write(param + start, at, moved, inside, own_random, 0, STOCHASTIC)
         row += 1
 
@@ -254,11 +254,11 @@ def _in_full(param, master, at, inside, wide: tl.constexpr):
 
 
 @triton.jit
-def _random(pair, mine, STOCHASTIC: tl.constexpr):
+def _random(quad, mine, STOCHASTIC: tl.constexpr):
     """Return the base of the random words; it is not used without stochastic rounding."""
-    random = pair
+    random = quad
     if STOCHASTIC:
-        random = random_base(pair, tl.load(mine + 2).to(tl.uint32))
+        random = random_base(quad, tl.load(mine + 2).to(tl.uint32))
     return random
 
 
