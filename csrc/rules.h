@@ -76,6 +76,8 @@ struct Push {
 
 template <typename T>
 struct Sgd {
+  // Whether the first state can be negative. All others are sums of squares.
+  static constexpr bool kSignedFirst = true;
   static constexpr int kFewestStates = 0;
   static constexpr int kMostStates = 1;
   T factor, decay, momentum, take, lr;
@@ -117,6 +119,7 @@ struct Sgd {
 // Adam and AdamW: weight decay is added to the gradient (l2) or shrinks the parameter (keep).
 template <typename T>
 struct Adam {
+  static constexpr bool kSignedFirst = true;
   static constexpr int kFewestStates = 2;
   static constexpr int kMostStates = 3;
   T keep, size, per_root, eps;  // the numbers of `move`, in 16 bytes for one load
@@ -161,6 +164,7 @@ struct Adam {
 
 template <typename T>
 struct Adagrad {
+  static constexpr bool kSignedFirst = false;
   static constexpr int kFewestStates = 1;
   static constexpr int kMostStates = 1;
   T factor, decay, size, eps;
@@ -187,6 +191,7 @@ struct Adagrad {
 
 template <typename T>
 struct Lion {
+  static constexpr bool kSignedFirst = true;
   static constexpr int kFewestStates = 1;
   static constexpr int kMostStates = 1;
   T factor, keep, lr, keep1, take1, keep2, take2;

@@ -265,6 +265,8 @@ def _random(quad, mine, STOCHASTIC: tl.constexpr):
 def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
     """Return a function that runs the step on given gradients and scalars."""
     chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
+    if any(scales is not None for scales in arguments.scales):
+        raise NotImplementedError("the triton backend has no state in 8 bits; choose another backend or state_dtype")
     operator = partial(_operators()[0], *arguments.flats, chunks.slots, chunks.chunks)
     known: tuple[object, list[int]] = (None, [])  # the gradient table of the last step, and the dtypes in it
 
@@ -310,6 +312,9 @@ def _step(
     state0: Tensor | None,
     state1: Tensor | None,
     state2: Tensor | None,
+    scales0: Tensor | None,
+    scales1: Tensor | None,
+    scales2: Tensor | None,
     steps: Tensor,
     table: Tensor,
     slots: Tensor,
