@@ -25,7 +25,7 @@ HDET_WIDEST void encode_block(const float* __restrict values, float inverse, con
                               int64_t at, int64_t count, uint8_t* __restrict codes) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t bits = Noise::half(noise.word(stream, at + i), at + i);
-    codes[i] = encoded<kSigned>(values[i], inverse, static_cast<float>(static_cast<int>(bits)) + 0.5f);
+    codes[i] = encoded<kSigned>(values[i], inverse, (static_cast<float>(static_cast<int>(bits)) + 0.5f) * 0x1p-16f);
   }
 }
 
@@ -45,9 +45,10 @@ inline void store_codes(const float* values, void* stored, float* scales, bool i
   auto* codes = static_cast<uint8_t*>(stored) + at;
   for (int64_t done = 0; done < count; done += kStateBlock) {
     const int64_t here = std::min(kStateBlock, count - done);
-    const float scale = scale_of(largest_bits(values + done, here));
+    const uint32_t largest = largest_bits(values + done, here);
+    const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);
     const auto encode = is_signed ? encode_block<true> : encode_block<false>;
-    encode(values + done, inverse_of(scale), noise, stream, at + done, here, codes + done);
+    encode(values + done, is_signed ? inverse_of<true>(scale) : inverse_of<false>(scale), noise, stream, at + done, here, codes + done);
     scales[done / kStateBlock] = scale;
   }
 }
