@@ -1,7 +1,7 @@
 """Optimizer state in 8 bits, in plain torch: codes of one byte, and a float32 scale for every block of them.
 
-A *block* is :data:`BLOCK` consecutive elements of a slot, in memory order; the last one may be shorter. Its scale is its
-largest magnitude. With x = value/scale, the code stands for a level between 0 and 1, and the levels are denser
+A *block* is :data:`BLOCK` consecutive elements of a slot, in memory order; the last one may be shorter. Its scale is
+its largest magnitude. With x = value/scale, the code stands for a level between 0 and 1, and the levels are denser
 towards 0 (companding), because the magnitudes in one block span many orders:
 
 ======== ================================ =========== =====================
@@ -16,8 +16,8 @@ that changes by a thousandth of itself at every step would stand still if it wer
 above zero never gets code 0: a parameter whose first moment is not zero would be divided by ε alone.
 
 A block whose largest magnitude is less than the smallest normal float32 gets scale 0 and decodes to zeros. A block with
-a value that is not finite gets scale NaN and decodes to NaN everywhere, so that the failure is seen. ``csrc/companding.h``
-and ``triton_companding.py`` have the same functions.
+a value that is not finite gets scale NaN and decodes to NaN everywhere, so that the failure is seen.
+``csrc/companding.h`` has the same functions.
 """
 
 from __future__ import annotations
