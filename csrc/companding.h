@@ -40,7 +40,7 @@ HDET_BOTH float unit_of(float scale) {
 // The value of a code, given as code − 128 for a state of either sign.
 template <bool kSigned>
 HDET_BOTH float value_of(float steps, float unit) {
-  return (kSigned ? steps * (steps < 0 ? -steps : steps) : level<kSigned>(steps)) * unit;
+  return (kSigned ? steps * fabsf(steps) : level<kSigned>(steps)) * unit;
 }
 
 template <bool kSigned>
@@ -89,7 +89,7 @@ HDET_BOTH float whole_part(float x) {
 // so that it never gets code 0.
 template <bool kSigned>
 HDET_BOTH float exact_level(float value, float inverse) {
-  const float x = (value < 0 ? -value : value) * inverse;
+  const float x = fabsf(value) * inverse;
 #ifdef __CUDA_ARCH__
   const float y = fminf(x, kTop<kSigned>);
 #else

@@ -8,7 +8,7 @@ A step flows through the files of this folder:
 3. :mod:`.parameter_watch` and :mod:`.fixed_gradients` notice parameters and gradients that were changed between steps.
 4. :mod:`.flat_group` holds a flat buffer of parameters with its state and step counts, and calls ``ops.Step`` on it.
 5. :mod:`.state_views` shows the flat state as ``optimizer.state``, as torch.optim does; :mod:`.loading` checks a
-   ``state_dict`` before it gets there.
+   ``state_dict`` before it gets there. :mod:`.coded_state` has the entries of state in 8 bits.
 
 :mod:`.base` ties them together. The folder depends on :mod:`hdet_kernels.ops`, ``buckets`` and ``tensors`` alone.
 """
@@ -16,7 +16,8 @@ A step flows through the files of this folder:
 from hdet_kernels.optim.adagrad import FusedAdagrad
 from hdet_kernels.optim.adam import FusedAdam, FusedAdamW
 from hdet_kernels.optim.base import FusedOptimizer
+from hdet_kernels.optim.coded_state import decoded_state_dict
 from hdet_kernels.optim.lion import FusedLion
 from hdet_kernels.optim.sgd import FusedSGD
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedAdamW", "FusedLion", "FusedOptimizer", "FusedSGD"]
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedAdamW", "FusedLion", "FusedOptimizer", "FusedSGD", "decoded_state_dict"]
