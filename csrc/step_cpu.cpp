@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "companding_cpu.h"
 #include "convert_cpu.h"
 #include "step.h"
 
@@ -60,10 +61,10 @@ inline Replica replica_of(const Work& work, int64_t row) {
 }
 
 // Steps elements at .. at + count of the flat buffers, at most kBlock of them, in every replica. `prepared` has the
-// numbers of the slot.
+// numbers of the slot. The scales of states that are codes are those from number `scale` on.
 template <int kStates, typename T, typename R>
 void update_block(const Work& work, const Prepared<R>* prepared, const Gradient& gradient, int64_t start, int64_t at,
-                  int64_t count) {
+                  int64_t count, int64_t scale) {
   T buffers[4 + kMaxStates][kBlock];
   T *direction = buffers[2], *root = buffers[3];
   const T* slope = widened(reinterpret_cast<const void*>(gradient.address), gradient.type, start, count, buffers[0]);
@@ -71,7 +72,14 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
   T* states[kMaxStates] = {};
   for (int k = 0; k < kStates; ++k) {
     states[k] = plain_states ? static_cast<T*>(work.states[k]) + at : buffers[4 + k];
-    if (!plain_states) load(work.states[k], work.state_type, at, count, states[k]);
+    if (plain_states) continue;
+    if constexpr (std::is_same_v<T, float>) {
+      if (work.scales[k] != nullptr) {
+        load_codes(work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count, states[k]);
+        continue;
+      }
+    }
+    load(work.states[k], work.state_type, at, count, states[k]);
   }
   const auto noise_of = [&](const Prepared<R>& own) { return work.stochastic_rounding ? &own.noise : nullptr; };
   for (int64_t row = 0; row < work.rows; ++row) {
@@ -95,8 +103,16 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
       store(theta, replica.param, work.param_type, at, count, noise_of(own), kParamStream);
     }
   }
-  for (int k = 0; k < kStates && !plain_states; ++k)
+  for (int k = 0; k < kStates && !plain_states; ++k) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (work.scales[k] != nullptr) {
+        store_codes(states[k], work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count,
+                    prepared[0].noise, kStateStream + k);
+        continue;
+      }
+    }
     store(states[k], work.states[k], work.state_type, at, count, noise_of(prepared[0]), kStateStream + k);
+  }
 }
 
 template <typename T, typename R>
@@ -124,10 +140,11 @@ void step(const Work& work) {
       for (int64_t done = 0; done < chunk.count; done += kBlock) {
         const int64_t count = std::min(kBlock, chunk.count - done);
         const int64_t start = chunk.start + done, at = chunk.offset + done;
+        const int64_t scale = kBlocksPerChunk * i + done / kStateBlock;
         if (uses_most_states(own->rule, work)) {
-          update_block<R::kMostStates, T>(work, own, gradient, start, at, count);
+          update_block<R::kMostStates, T>(work, own, gradient, start, at, count, scale);
         } else {
-          update_block<R::kFewestStates, T>(work, own, gradient, start, at, count);
+          update_block<R::kFewestStates, T>(work, own, gradient, start, at, count, scale);
         }
       }
     }
@@ -135,11 +152,13 @@ void step(const Work& work) {
 }
 
 void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
-              std::optional<Tensor> state1, std::optional<Tensor> state2, Tensor steps, Tensor table, Tensor slots,
+              std::optional<Tensor> state1, std::optional<Tensor> state2, std::optional<Tensor> scales0,
+              std::optional<Tensor> scales1, std::optional<Tensor> scales2, Tensor steps, Tensor table, Tensor slots,
               Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
               std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
-  const Work work = checked_work(rule, param, master, {state0, state1, state2}, steps, table, slots, chunks, gradients,
-                                 scratch, grad_scale, norm, found_inf, stochastic_rounding, rows);
+  const Work work = checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1, scales2}, steps,
+                                 table, slots, chunks, gradients, scratch, grad_scale, norm, found_inf,
+                                 stochastic_rounding, rows);
   if (work.param_type == ScalarType::Double) {
     with_rule<double>(work, [&]<typename R>() { step<double, R>(work); });
   } else {

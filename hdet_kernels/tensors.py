@@ -143,7 +143,12 @@ def own_storage(view: Tensor) -> Tensor:
 
 def compact(tensor: Tensor) -> Tensor:
     """Return ``tensor`` if its storage holds nothing else, and a copy of it otherwise, for saving."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    # In the order in which the elements lie in memory, in which the blocks of state in 8 bits run.
+    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    back = [order.index(dimension) for dimension in range(tensor.dim())]
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def in_shared_memory(tensor: Tensor) -> bool:

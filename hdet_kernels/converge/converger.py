@@ -56,6 +56,7 @@ class Converger:
             staging buffers, averaged there and unpacked). Of distributed tensors the local shards are averaged.
         ensemble: the replicas. Where a process holds several (64 at most), the tensors have one row for each.
         state: returns the current optimizer state of the parameters, by name.
+        write_state: takes the averaged state, by name, where ``state`` returns copies (of state in 8 bits).
         counts: the optimizer's step counts. Where they differ, as after a step that one replica skipped, they become
             the largest when state is averaged.
         buffers: returns the current buffers of the model. Floating-point ones are averaged, integer ones become those
@@ -82,6 +83,7 @@ class Converger:
         ensemble: Ensemble,
         *,
         state: Callable[[], Mapping[str, Tensor]] = dict,
+        write_state: Callable[[Mapping[str, Tensor]], None] | None = None,
         counts: Counts | None = None,
         buffers: Callable[[], Sequence[Tensor]] = tuple,
         names: Names = tuple,
@@ -101,7 +103,7 @@ class Converger:
                 f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "
                 "several processes if need be"
             )
-        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names)
+        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names, write_state)
         resolve(self.tensors.params[0].device, backend)  # raises for a backend that is unknown or cannot be used
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES

@@ -178,7 +178,9 @@ class ModelTensors:
         counts: Counts | None,
         buffers: Callable[[], Sequence[Tensor]],
         names: Names = tuple,
+        write_state: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
+        self.write_state = write_state
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
         # Integers (quantised frozen weights) have no mean and do not diverge.
@@ -260,6 +262,8 @@ class ModelTensors:
     def settle(self, payload: Payload, *, counts: bool) -> None:
         """Write averaged copies back, round the parameters from their masters and, if asked, write the step counts."""
         payload.put_back()
+        if self.write_state is not None and payload.state:
+            self.write_state(payload.state)
         if self.buckets is not None:
             self.buckets.round_masters()
             self.buckets.advance_versions()

@@ -8,7 +8,7 @@ A step flows through the files of this folder:
 3. :mod:`.parameter_watch` and :mod:`.fixed_gradients` notice parameters and gradients that were changed between steps.
 4. :mod:`.flat_group` holds a flat buffer of parameters with its state and step counts, and calls ``ops.Step`` on it.
 5. :mod:`.state_views` shows the flat state as ``optimizer.state``, as torch.optim does; :mod:`.loading` checks a
-   ``state_dict`` before it gets there.
+   ``state_dict`` before it gets there. :mod:`.coded_state` has the entries of state in 8 bits.
 
 :mod:`.base` ties them together. :mod:`.rowwise_adagrad` stands beside it: its state is a number a row,
 and its gradients are sparse. The folder depends on :mod:`hdet_kernels.ops`, ``buckets`` and ``tensors`` alone.
@@ -17,6 +17,7 @@ and its gradients are sparse. The folder depends on :mod:`hdet_kernels.ops`, ``b
 from hdet_kernels.optim.adagrad import FusedAdagrad
 from hdet_kernels.optim.adam import FusedAdam, FusedAdamW
 from hdet_kernels.optim.base import FusedOptimizer
+from hdet_kernels.optim.coded_state import decoded_state_dict
 from hdet_kernels.optim.lion import FusedLion
 from hdet_kernels.optim.rowwise_adagrad import FusedRowWiseAdagrad
 from hdet_kernels.optim.sgd import FusedSGD
@@ -29,4 +30,5 @@ __all__ = [
     "FusedOptimizer",
     "FusedRowWiseAdagrad",
     "FusedSGD",
+    "decoded_state_dict",
 ]

@@ -16,6 +16,7 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_params, check_ties
+from hdet_kernels.optim.coded_state import scale_name
 from hdet_kernels.optim.fixed_gradients import FixedGradients
 from hdet_kernels.optim.flat_group import flat_groups_of, total_norm
 from hdet_kernels.optim.group_entries import Group
@@ -72,7 +73,7 @@ class FusedOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self.options = options
         self.check_group(defaults)
-        if options.stochastic_rounding:
+        if options.rounds_stochastically:
             # The same on every rank: with different seeds, replicas under DDP would drift apart.
             defaults[ROUNDING_SEED] = 0
         check_params(params)
@@ -116,21 +117,29 @@ class FusedOptimizer(Optimizer):
         ``buckets.flats`` and named ``"number of the flat buffer/name of the state"``.
 
         State that all replicas of a stack share is left out: it follows from their common gradient and needs no
-        averaging.
+        averaging. State in 8 bits is decoded: these are copies, which :meth:`write_state_flats` writes back.
         """
         return {
             f"{number}/{name}": buffer
             for number, flat in enumerate(self._flat_groups)
-            for name, buffer in flat.states.items()
-            if buffer is not None and (flat.replicas == 1 or not flat.shares_state)
+            if flat.replicas == 1 or not flat.shares_state
+            for name, buffer in flat.read_states().items()
         }
+
+    def write_state_flats(self, flats: Mapping[str, Tensor]) -> None:
+        """Write changed copies of :meth:`state_flats` back: state in 8 bits is encoded, rounding to nearest."""
+        if self.options.state_dtype == torch.int8:
+            for number, flat in enumerate(self._flat_groups):
+                of_group = {name: flats[key] for name in flat.states if (key := f"{number}/{name}") in flats}
+                flat.write_states(of_group)
 
     def all_state_flats(self) -> dict[str, Tensor]:
         """Return every flat buffer of the state: those of :meth:`state_flats`, those that all replicas of a stack
-        share, and the step counts as ``"number of the flat buffer/step"``."""
+        share, the step counts as ``"number of the flat buffer/step"``, and of state in 8 bits codes and scales."""
         found: dict[str, Tensor] = {}
         for number, flat in enumerate(self._flat_groups):
             found |= {f"{number}/{name}": buffer for name, buffer in flat.states.items() if buffer is not None}
+            found |= {f"{number}/{scale_name(name)}": part for name, part in flat.scales.items() if part is not None}
             found[f"{number}/step"] = flat.steps
         return found
 

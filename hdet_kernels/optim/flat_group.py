@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -15,8 +15,10 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK, block_count, first_scales
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
+from hdet_kernels.optim.coded_state import decoded, write_codes
 from hdet_kernels.optim.options import Options
 from hdet_kernels.tensors import Slot
 
@@ -93,6 +95,9 @@ class FlatGroup:
         self.steps = torch.zeros(len(self.chunks.entries), dtype=torch.float32, device=flat.device)
         #: Flat state buffers by their name in torch.optim; None until one is needed.
         self.states: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
+        #: Of state in 8 bits, the scales of each buffer: [8 for every chunk], of separate states [replicas, …].
+        self.scales: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
+        self._first_scales = first_scales(slot.numel for slot in slots)
         self._step: ops.Step | None = None
 
     @torch.inference_mode(False)
@@ -113,8 +118,59 @@ class FlatGroup:
             dtype = self.options.state_dtype_for(self.flat.dtype)
             like = self.flat[0] if self.shares_state else self.flat
             flat = self.states[name] = torch.zeros_like(like, dtype=dtype)
+            if dtype == torch.uint8:
+                numel = BLOCKS_PER_CHUNK * len(self.chunks.chunks)
+                shape = (numel,) if flat.dim() == 1 else (len(flat), numel // len(flat))
+                self.scales[name] = torch.zeros(shape, device=flat.device)
             self._step = None
         return flat
+
+    def scale_view(self, name: str, index: int) -> Tensor | None:
+        """Return the scales of slot ``index`` of state ``name``, [blocks] or [replicas, blocks]; None without any."""
+        scales, first = self.scales[name], self._first_scales[index]
+        return None if scales is None else scales[..., first : first + block_count(self.slots[index].numel)]
+
+    def write_state(self, name: str, index: int, value: Tensor | float, scales: Tensor | None = None) -> None:
+        """Write a value to slot ``index`` of state ``name``: one number for all elements, numbers, or 8-bit codes.
+
+        Args:
+            name: the name of the state.
+            index: the number of the slot.
+            value: the value.
+            scales: of codes, their scales; otherwise None.
+        """
+        view, own_scales = self.view(self.state_buffer(name), index), self.scale_view(name, index)
+        if own_scales is not None:
+            write_codes(name, value, scales, self.slots[index], view, own_scales)
+        elif isinstance(value, Tensor):
+            view.copy_(value if scales is None else decoded(name, value, scales))
+        else:
+            view.fill_(value)
+
+    @torch.no_grad()
+    def read_states(self) -> dict[str, Tensor]:
+        """Return the flat state buffers in use by name; of state in 8 bits float32 copies."""
+        found = {name: flat for name, flat in self.states.items() if flat is not None}
+        for name, codes in found.items():
+            if self.scales[name] is None:
+                continue
+            found[name] = torch.zeros_like(codes, dtype=torch.float32)
+            for index in range(len(self.slots)):
+                scales = self.scale_view(name, index)
+                assert scales is not None
+                self.view(found[name], index).copy_(decoded(name, self.view(codes, index), scales))
+        return found
+
+    @torch.no_grad()
+    def write_states(self, values: Mapping[str, Tensor]) -> None:
+        """Encode what :meth:`read_states` copied, rounding to nearest; state that has not changed stays as it is."""
+        for name, old in self.read_states().items():
+            if self.scales[name] is None or name not in values:
+                continue
+            new = values[name].view_as(old)
+            if not torch.equal(old, new):
+                for index in range(len(self.slots)):
+                    self.write_state(name, index, self.view(new, index))
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Return slot ``index`` of a buffer laid out like the parameters, with the parameter's shape and strides."""
@@ -147,6 +203,7 @@ class FlatGroup:
             self._chosen_backend = chosen()
             # Replicas with their own states are stepped as one long buffer; the chunk table knows whose each part is.
             flats = (self.flat, self.master, *self.states.values())
+            scales = tuple(None if scale is None else scale.view(-1) for scale in self.scales.values())
             if self._has_separate_states or self.replicas == 1:
                 flats = tuple(None if flat is None else flat.view(-1) for flat in flats)
             param, master, *states = flats
@@ -162,6 +219,7 @@ class FlatGroup:
                 stochastic_rounding=self.options.stochastic_rounding,
                 backend=self.options.backend,
                 rows=param.shape[0] if param.dim() == 2 else 1,
+                scales=scales,
             )
         self._step(grads, scalars.on(self.flat.device))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hdet_kernels.ops import STATES
 from hdet_kernels.optim.checks import check_seed
+from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
 from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
 from hdet_kernels.optim.precision import wrap_tensors
@@ -146,7 +147,8 @@ def _check_names(
     where: str, entries: Mapping[str, Any], needed: Sequence[str], states: Sequence[str], kind: str
 ) -> None:
     missing = [name for name in needed if entries.get(name) is None]
-    unknown = [name for name in entries if name not in (*states, "step", MASTER)]
+    scales = [scale_name(name) for name in states if is_coded(entries.get(name))]
+    unknown = [name for name in entries if name not in (*states, *scales, "step", MASTER)]
     if missing or unknown:
         raise ValueError(
             f"{where} has {', '.join(map(str, entries)) or 'no entries'}; {kind} "
@@ -160,8 +162,13 @@ def _check_names(
 
 def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, *, counts_down: bool) -> None:
     rows = set()
+    scales = {scale_name(name) for name, value in entries.items() if is_coded(value)}
     for name, value in entries.items():
-        if name == "step" or value is None:
+        if name == "step" or name in scales or value is None:
+            continue
+        if name != MASTER and is_coded(value):
+            check_coded(where, name, value, entries.get(scale_name(name)))
+            rows.add(_check_shape(where, name, value, param))
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
             given = f"{value.dtype} {value.layout}" if isinstance(value, Tensor) else repr(value)

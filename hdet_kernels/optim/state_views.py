@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
 from hdet_kernels.ops.chunks import MatchedGradients
+from hdet_kernels.optim.coded_state import is_coded, scale_name
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
@@ -74,11 +75,11 @@ class StateViews:
                 names = optimizer.state_names(group)
                 kept = [name for name in flat.states if given.get(name) is not None]
                 for name in dict.fromkeys([*names, *kept]):
-                    view = flat.view(flat.state_buffer(name), index)
                     if name in kept:
-                        view.copy_(given[name])
+                        scales = given.get(scale_name(name)) if is_coded(given[name]) else None
+                        flat.write_state(name, index, given[name], scales)
                     else:
-                        view.fill_(optimizer.initial_state(name, group))
+                        flat.write_state(name, index, optimizer.initial_state(name, group))
                 if flat.master is not None:
                     flat.view(flat.master, index).copy_(given.get(MASTER, tied[0]))
                 # Rules whose state has no step count need to know only whether they have stepped before.
@@ -102,7 +103,7 @@ class StateViews:
     def share(self) -> None:
         """Give all replicas of a stack one state: that of the first."""
         for flat in self.flat_groups:
-            counted = (*flat.states, "step")
+            counted = (*flat.states, *map(scale_name, flat.states), "step")
             for param in (param for tied in flat.params for param in tied if param in self.optimizer.state):
                 self.optimizer.state[param] = {
                     name: value[0].clone() if name in counted and isinstance(value, Tensor) and value.dim() else value
@@ -150,6 +151,7 @@ class StateViews:
                 names = self.optimizer.state_names(self.optimizer.param_groups[flat.groups[index]]) if given else ()
                 needed = [name for name in names if name not in OPTIONAL_STATES]
                 needed += ["step"] if given and self.optimizer.shows_step else []
+                needed += [scale_name(name) for name in flat.states if is_coded(given.get(name))]
                 missing = [name for name in needed if given.get(name) is None]
                 if missing:
                     raise KeyError(
@@ -175,14 +177,19 @@ class StateViews:
         flat.slots_without_entry.discard(index)
         optimizer = self.optimizer
         # Stochastic rounding depends on the step count, so every rule's checkpoint needs it then.
-        counted = optimizer.shows_step or optimizer.options.stochastic_rounding
+        counted = optimizer.shows_step or optimizer.options.rounds_stochastically
         shown: dict[str, Tensor] = {"step": flat.step_count(index)} if counted else {}
-        shown |= {name: flat.view(flat.state_buffer(name), index) for name in names}
+        for name in names:
+            shown[name] = flat.view(flat.state_buffer(name), index)
+            if (scales := flat.scale_view(name, index)) is not None:
+                shown[scale_name(name)] = scales
         if flat.master is not None:
             shown[MASTER] = flat.view(flat.master, index)
         shown = {name: own_storage(view) for name, view in shown.items()}
         for param in flat.params[index] if shown else ():
             entry = optimizer.state[param]
+            for name in map(scale_name, flat.states):
+                entry.pop(name, None)  # of codes that were loaded and decoded
             entry.update(shown)
             self._entries[param] = entry
 
