@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.operators import ROWWISE, fake_in_place, register
-from hdet_kernels.ops.rounding import WORD, mix, round_stochastically, rounding_key
+from hdet_kernels.ops.rounding import random_bits_at, round_stochastically, rounding_key
 from hdet_kernels.ops.rowwise import RowWiseArguments, arithmetic
 from hdet_kernels.ops.table import COLUMNS
 
@@ -83,6 +83,4 @@ def _random_bits(given: RowWiseArguments, key: Tensor, rows: Tensor | None) -> T
     height, width = given.param.shape
     row = torch.arange(height, device=given.param.device) if rows is None else rows
     position = row[:, None] * width + torch.arange(width, device=given.param.device)
-    pair = position >> 1
-    word: Tensor = mix(mix((pair & WORD) ^ key) + (pair >> 32))
-    return (word >> (16 * (position & 1))) & 0xFFFF
+    return random_bits_at(key, 0, position)

@@ -25,12 +25,16 @@ def rounding_key(seed: Tensor, t: Tensor) -> Tensor:
 
 
 def random_bits(key: Any, stream: int, offset: int, like: Tensor) -> Tensor:
-    """Return 16 random bits for each element of ``like``, which begins at flat position ``offset``.
+    """Return 16 random bits for each element of ``like``, which begins at flat position ``offset``."""
+    return random_bits_at(key, stream, torch.arange(offset, offset + like.numel(), device=like.device))
+
+
+def random_bits_at(key: Any, stream: int, position: Tensor) -> Tensor:
+    """Return 16 random bits for each flat position.
 
     The bits are a function of key, stream and flat position alone. One 64-bit hash serves four neighbours. ``stream``
     is 0 for parameters, and 2 and up for their states.
     """
-    position = torch.arange(offset, offset + like.numel(), device=like.device)
     quad = position >> 2
     once = ((mix((quad & WORD) ^ key) + (quad >> 32) + stream * GOLDEN) & WORD) * 0xD2511F53
     high = (once >> 32) & WORD

@@ -84,7 +84,7 @@ def _update_row(
             w = widened(tl.load(param + at, mask=column < width, other=0.0), wide)
             if DECOUPLED:
                 w = w * kept
-            write(param, at, w - rate_of_row * g, column < width, random_base(at >> 1, key), 0, STOCHASTIC)
+            write(param, at, w - rate_of_row * g, column < width, random_base(at >> 2, key), 0, STOCHASTIC)
 
 
 @triton.jit
