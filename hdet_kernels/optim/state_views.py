@@ -13,6 +13,7 @@ from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
+from hdet_kernels.sharded import distributed_like, part_like, part_of
 from hdet_kernels.tensors import compact, own_storage
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
@@ -76,11 +77,12 @@ class StateViews:
                 for name in dict.fromkeys([*names, *kept]):
                     view = flat.view(flat.state_buffer(name), index)
                     if name in kept:
-                        view.copy_(given[name])
+                        view.copy_(part_like(tied[0], given[name]))
                     else:
                         view.fill_(optimizer.initial_state(name, group))
                 if flat.master is not None:
-                    flat.view(flat.master, index).copy_(given.get(MASTER, tied[0]))
+                    master = part_like(tied[0], given[MASTER]) if MASTER in given else part_of(tied[0])
+                    flat.view(flat.master, index).copy_(master)
                 # Rules whose state has no step count need to know only whether they have stepped before.
                 step = given.get("step", 1.0 if kept else 0.0)
                 if isinstance(step, Tensor):
@@ -183,7 +185,9 @@ class StateViews:
         shown = {name: own_storage(view) for name, view in shown.items()}
         for param in flat.params[index] if shown else ():
             entry = optimizer.state[param]
-            entry.update(shown)
+            entry.update(
+                {name: own if name == "step" else distributed_like(param, own) for name, own in shown.items()}
+            )
             self._entries[param] = entry
 
 
