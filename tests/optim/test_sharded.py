@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -123,19 +122,21 @@ def _twins(rank: int, mesh: DeviceMesh, rule: str, dtype: torch.dtype, **options
 # Norms over several meshes, and parameters that are not distributed
 
 
-def _count_all_reduces(call: Callable[[], Any]) -> int:
-    counted, original = itertools.count(), dist.all_reduce
+def _all_reduced(call: Callable[[], Any]) -> list[tuple[int, int]]:
+    """Return the address and the bytes of every tensor that is all-reduced during ``call``."""
+    noted: list[tuple[int, int]] = []
+    original = dist.all_reduce
 
-    def noted(*args: Any, **keywords: Any) -> Any:
-        next(counted)
-        return original(*args, **keywords)
+    def all_reduce(tensor: Tensor, *args: Any, **keywords: Any) -> Any:
+        noted.append((tensor.data_ptr(), tensor.nbytes))
+        return original(tensor, *args, **keywords)
 
-    dist.all_reduce = noted
+    dist.all_reduce = all_reduce
     try:
         call()
     finally:
         dist.all_reduce = original
-    return next(counted)
+    return noted
 
 
 def _mixed(rank: int, mesh: dict[str, DeviceMesh]) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def _mixed(rank: int, mesh: dict[str, DeviceMesh]) -> dict[str, Any]:
     # A gradient that is divided in another way than its parameter, as tensor parallelism leaves it.
     params[2].grad = distribute_tensor(plain[2].grad, mesh["fsdp"], [Shard(0)])
     # One for [Shard(0)] of one mesh, one for the shard dimension of the other, two for what is divided along both.
-    collectives = _count_all_reduces(optimizer.step)
+    collectives = len(_all_reduced(optimizer.step))
     reference.step()
     unequal = [(whole(a) - b).abs().max().item() for a, b in zip(params, plain, strict=True)]
     return {"collectives": collectives, "unequal": max(unequal), "flats": len(optimizer.buckets.flats)}
@@ -217,6 +218,40 @@ def _changed(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
+# Replicas that are averaged
+
+
+def _averaged(rank: int, mesh: DeviceMesh, gradients: str) -> dict[str, Any]:
+    """Train two replicas of two processes to a sync; of the all-reduces there, tell size, and whether in a buffer."""
+    module = shard(network(), mesh if gradients == "shared" else mesh["shard"])
+    optimizer = hk.FusedAdamW(module.parameters(), lr=0.05, max_grad_norm=0.5)
+    settings = {"sync_every": 2, "gradients": gradients, "auto_lr": False}
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.05, 8, ensemble=hk.ProcessEnsemble(mesh), **settings)
+    calls: list[tuple[int, int]] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = backward(module, rank, step)
+        optimizer.step()
+        before = [flat.clone() for flat in optimizer.buckets.flats]
+        calls = _all_reduced(lambda loss=loss: scheduler.step(torch.tensor(loss)))
+    (flat,) = optimizer.buckets.flats
+    others = [torch.empty_like(flat) for _ in range(4)]
+    dist.all_gather(others, before[0])
+    mean = (others[rank % 2] + others[rank % 2 + 2]) / 2
+    # FSDP gathers the averages: a forward pass on whole parameters gives the same.
+    whole_module = network()
+    for param, own in zip(whole_module.parameters(), module.parameters(), strict=True):
+        param.data = whole(own)
+    inputs = torch.arange(8)
+    return {
+        "in place": [(nbytes == flat.nbytes, address == flat.data_ptr()) for address, nbytes in calls],
+        "mean": torch.equal(flat, mean),
+        "moved": not torch.equal(flat, before[0]),
+        "forward": torch.equal(module(inputs), whole_module(inputs)),
+        "collectives": scheduler.history[0].collectives,
+    }
+
+
 QUICK_TWINS = (("adam-amsgrad", torch.bfloat16, "fixed"), ("lion", torch.float32, "autograd"))
 TWINS = [
     (rule, dtype, gradients)
@@ -237,6 +272,7 @@ def _quick(rank: int) -> dict[str, Any]:
         "mixed": _mixed(rank, mesh),
         "scaled": _scaled(rank, mesh["fsdp"]),
         "changed": _changed(rank, mesh["fsdp"]),
+        "averaged": {gradients: _averaged(rank, mesh["hsdp"], gradients) for gradients in ("shared", "local")},
     }
 
 
@@ -277,6 +313,15 @@ def test_models_that_are_converted_moved_and_loaded_train_on(quick: Any) -> None
         assert changed["dtype"] == torch.float64
         assert changed["moved"] and changed["homed"] and changed["versions"]
         assert changed["losses"][0] == pytest.approx(changed["losses"][1], rel=1e-9)
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_replicas_are_averaged_in_place(quick: Any, gradients: str) -> None:
+    for found in quick:
+        averaged = found["averaged"][gradients]
+        assert averaged["in place"][0] == (True, True), "the flat buffer itself"
+        assert len(averaged["in place"]) == (1 if gradients == "shared" else 2), "moments in a collective of their own"
+        assert averaged["mean"] and averaged["moved"] and averaged["forward"]
 
 
 def _full(rank: int) -> dict[str, Any]:
