@@ -43,24 +43,40 @@ def gathered_shards(params: Sequence[Tensor]) -> dict[int, GatheredShard]:
     Raises:
         RuntimeError: if this version of torch keeps its records elsewhere.
     """
+    wanted = set(map(id, params))
+    return {
+        id(record.sharded_param): GatheredShard(record)
+        for group in _groups_of(params)
+        for record in group.fsdp_params
+        if id(record.sharded_param) in wanted
+    }
+
+
+def drop_gathered(params: Sequence[Tensor]) -> None:
+    """Have FSDP gather parameters anew at the next forward pass, because their shards were written.
+
+    A forward pass without a backward pass leaves the parameters of the root module gathered, and the next one would
+    use these: after an evaluation, the values from before an average.
+    """
+    for group in _groups_of(params):
+        group.reshard()
+
+
+def _groups_of(params: Sequence[Tensor]) -> list[Any]:
+    """Return FSDP's groups that have one of ``params``."""
     wanted = {id(param) for param in params if is_distributed(param)}
     if not wanted or "torch.distributed.fsdp._fully_shard" not in sys.modules:
-        return {}
+        return []
     try:
-        # The records are known to the modules, and an optimizer has parameters only. All modules are in this mapping.
+        # The groups are known to the modules, and an optimizer has parameters only. All modules are in this mapping.
         modules = sys.modules["torch.distributed._composable_state"]._module_state_mapping
         states = [state for reference in list(modules.values()) if (state := reference()) is not None]
-        groups = [group for state in states for group in _groups(state)]
-        return {
-            id(record.sharded_param): GatheredShard(record)
-            for group in groups
-            for record in group.fsdp_params
-            if id(record.sharded_param) in wanted
-        }
+        groups = {id(group): group for state in states for group in _groups(state)}
+        return [group for group in groups.values() if any(id(r.sharded_param) in wanted for r in group.fsdp_params)]
     except (AttributeError, KeyError) as error:
         raise RuntimeError(
             f"torch {torch.__version__} does not keep sharded parameters where this version of hdet_kernels looks for "
-            f"them ({error}): train parameters of fully_shard with torch.optim, or use torch 2.11 to 2.13"
+            f"them ({error}): use torch 2.11 to 2.13 with fully_shard"
         ) from error
 
 

@@ -79,7 +79,7 @@ def part_like(param: Tensor, value: Tensor) -> Tensor:
     elif value.placements != placements:  # type: ignore[attr-defined]
         value = value.redistribute(mesh, placements)  # type: ignore[attr-defined]
     part = part_of(value.detach())
-    return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
+    return part.wait() if hasattr(part, "wait") else part
 
 
 def why_unlike(param: Tensor, value: Tensor) -> str | None:

@@ -229,9 +229,9 @@ def total_norm(flat_groups: Sequence[FlatGroup], grads: Sequence[MatchedGradient
     the whole gradients: every process of their mesh must ask for it.
     """
     if any(flat.divided for flat in flat_groups):
-        # Also without a gradient here: other processes may have one.
-        pairs = [(flat, present) for flat, present in zip(flat_groups, grads, strict=True) if present.any or flat.divided]
-        return norm_over_meshes((flat.norm(present), flat.divided) for flat, present in pairs)
+        # Divided ones also without a gradient here: other processes may have one.
+        pairs = zip(flat_groups, grads, strict=True)
+        return norm_over_meshes([(flat.norm(own), flat.divided) for flat, own in pairs if own.any or flat.divided])
     norms = [flat.norm(present) for flat, present in zip(flat_groups, grads, strict=True) if present.any]
     if len(norms) < 2:
         return norms[0] if norms else None

@@ -185,9 +185,7 @@ class StateViews:
         shown = {name: own_storage(view) for name, view in shown.items()}
         for param in flat.params[index] if shown else ():
             entry = optimizer.state[param]
-            entry.update(
-                {name: own if name == "step" else distributed_like(param, own) for name, own in shown.items()}
-            )
+            entry.update({name: own if name == "step" else distributed_like(param, own) for name, own in shown.items()})
             self._entries[param] = entry
 
 

@@ -3,74 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import hdet_kernels as hk
 from tests.optim.cases import FUSED, PAIRS
+from tests.optim.sharded_net import backward, meshes, network, numbers, shard, train, whole
 from tests.ranks import run_ranks
 from tests.training import same
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Return a model whose parameters divide unevenly, and leave some of four processes without a part."""
-    torch.manual_seed(0)
-    layers = nn.Embedding(11, 6), nn.Linear(6, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 1), nn.Flatten(0)
-    return nn.Sequential(*layers).to(dtype)
-
-
-def shard(module: nn.Sequential, mesh: DeviceMesh, **options: Any) -> nn.Sequential:
-    for part in (module[1], module):
-        fully_shard(part, mesh=mesh, **options)
-    return module
-
-
-def backward(module: nn.Module, rank: int, step: int) -> float:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    inputs, targets = torch.randint(11, (8,), generator=generator), torch.randn(8, generator=generator)
-    loss = (module(inputs).float() - targets).square().mean()
-    loss.backward()
-    return loss.item()
-
-
-def train(
-    module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int], clip: float | None = None
-) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        losses.append(backward(module, rank, step))
-        if clip is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
-    return losses
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def numbers(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return parameters and state in full. All processes of the mesh must ask."""
-    state = [entry[name] for entry in optimizer.state.values() for name in sorted(entry)]
-    return [whole(tensor) for tensor in (*module.parameters(), *state)]
-
-
-def meshes() -> dict[str, DeviceMesh]:
-    return {
-        "hsdp": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
-        "fsdp": init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)),
-    }
 
 
 def homed(optimizer: Any) -> bool:
@@ -228,27 +178,44 @@ def _averaged(rank: int, mesh: DeviceMesh, gradients: str) -> dict[str, Any]:
     settings = {"sync_every": 2, "gradients": gradients, "auto_lr": False}
     scheduler = hk.HDETOneCycleLR(optimizer, 0.05, 8, ensemble=hk.ProcessEnsemble(mesh), **settings)
     calls: list[tuple[int, int]] = []
+    inputs = torch.arange(8)
     for step in range(2):
         optimizer.zero_grad()
         loss = backward(module, rank, step)
         optimizer.step()
         before = [flat.clone() for flat in optimizer.buckets.flats]
+        with torch.no_grad():
+            module(inputs)  # an evaluation, as of a probe, leaves parameters gathered that are about to be averaged
         calls = _all_reduced(lambda loss=loss: scheduler.step(torch.tensor(loss)))
     (flat,) = optimizer.buckets.flats
     others = [torch.empty_like(flat) for _ in range(4)]
     dist.all_gather(others, before[0])
     mean = (others[rank % 2] + others[rank % 2 + 2]) / 2
-    # FSDP gathers the averages: a forward pass on whole parameters gives the same.
-    whole_module = network()
-    for param, own in zip(whole_module.parameters(), module.parameters(), strict=True):
-        param.data = whole(own)
-    inputs = torch.arange(8)
+    averaged = flat.clone()
+
+    def gathers() -> bool:
+        """Return whether a forward pass is that of the whole parameters as they are in the shards."""
+        plain = network()
+        values = [module(inputs), *map(whole, optimizer.param_groups[0]["params"])]
+        for param, value in zip(plain.parameters(), values[1:], strict=True):
+            param.data = value
+        return torch.equal(values[0], plain(inputs))
+
+    gathered = [gathers()]
+    optimizer.zero_grad()
+    backward(module, rank, 2)
+    optimizer.step()
+    own = flat.clone()
+    with scheduler.consensus():
+        gathered.append(gathers())
+        consensus = not torch.equal(flat, own)
+    gathered.append(gathers())
     return {
         "in place": [(nbytes == flat.nbytes, address == flat.data_ptr()) for address, nbytes in calls],
-        "mean": torch.equal(flat, mean),
-        "moved": not torch.equal(flat, before[0]),
-        "forward": torch.equal(module(inputs), whole_module(inputs)),
-        "collectives": scheduler.history[0].collectives,
+        "mean": torch.equal(averaged, mean),
+        "moved": not torch.equal(averaged, before[0]),
+        "consensus": consensus and torch.equal(flat, own),
+        "gathered": gathered,
     }
 
 
@@ -311,7 +278,7 @@ def test_models_that_are_converted_moved_and_loaded_train_on(quick: Any) -> None
     for found in quick:
         changed = found["changed"]
         assert changed["dtype"] == torch.float64
-        assert changed["moved"] and changed["homed"] and changed["versions"]
+        assert [changed[name] for name in ("moved", "homed", "versions")] == [True] * 3
         assert changed["losses"][0] == pytest.approx(changed["losses"][1], rel=1e-9)
 
 
@@ -321,7 +288,13 @@ def test_replicas_are_averaged_in_place(quick: Any, gradients: str) -> None:
         averaged = found["averaged"][gradients]
         assert averaged["in place"][0] == (True, True), "the flat buffer itself"
         assert len(averaged["in place"]) == (1 if gradients == "shared" else 2), "moments in a collective of their own"
-        assert averaged["mean"] and averaged["moved"] and averaged["forward"]
+        assert [averaged[name] for name in ("mean", "moved", "consensus")] == [True] * 3
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_fsdp_gathers_what_an_average_wrote(quick: Any, gradients: str) -> None:
+    for found in quick:
+        assert found["averaged"][gradients]["gathered"] == [True, True, True], "after a sync, in consensus, after it"
 
 
 def _full(rank: int) -> dict[str, Any]:
