@@ -132,7 +132,8 @@ def norm_over_meshes(norms: Iterable[tuple[Tensor, Divided]]) -> Tensor:
     totals = []
     for divided, total in sums:
         for mesh, dimension in divided or ():
-            total = total.to(mesh.device_type)  # parameters that FSDP offloads are on the CPU
+            if total.device.type != mesh.device_type:  # parameters that FSDP offloads are on the CPU
+                total = total.to(mesh.device_type)
             torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
         totals.append(total.to(device))
     return torch.stack(totals).sum(dim=0).sqrt()
