@@ -172,7 +172,7 @@ def _changed(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _averaged(rank: int, mesh: DeviceMesh, gradients: str) -> dict[str, Any]:
-    """Train two replicas of two processes to a sync; of the all-reduces there, tell size, and whether in a buffer."""
+    """Train two replicas of two processes to a sync, and note what is all-reduced there."""
     module = shard(network(), mesh if gradients == "shared" else mesh["shard"])
     optimizer = hk.FusedAdamW(module.parameters(), lr=0.05, max_grad_norm=0.5)
     settings = {"sync_every": 2, "gradients": gradients, "auto_lr": False}
@@ -181,12 +181,13 @@ def _averaged(rank: int, mesh: DeviceMesh, gradients: str) -> dict[str, Any]:
     inputs = torch.arange(8)
     for step in range(2):
         optimizer.zero_grad()
-        loss = backward(module, rank, step)
+        for micro_batch in (step, step + 10):  # accumulated
+            scheduler.record_loss(backward(module, rank, micro_batch))
         optimizer.step()
         before = [flat.clone() for flat in optimizer.buckets.flats]
         with torch.no_grad():
             module(inputs)  # an evaluation, as of a probe, leaves parameters gathered that are about to be averaged
-        calls = _all_reduced(lambda loss=loss: scheduler.step(torch.tensor(loss)))
+        calls = _all_reduced(scheduler.step)
     (flat,) = optimizer.buckets.flats
     others = [torch.empty_like(flat) for _ in range(4)]
     dist.all_gather(others, before[0])
