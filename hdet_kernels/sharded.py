@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter, is_
 from typing import Any
 
@@ -30,6 +31,18 @@ def is_distributed(tensor: object) -> bool:
 def part_of(tensor: Tensor) -> Tensor:
     """Return this process's part of a distributed tensor, the object itself; any other tensor unchanged."""
     return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def parts_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Iterable[Tensor]]:
+    """Return a function that returns the parts of tensors of the kinds of these: DTensors or not, or both."""
+    count = sum(map(is_distributed, tensors))
+    if count == 0:
+        return _unchanged
+    return partial(map, _part if count == len(tensors) else part_of)
+
+
+def _unchanged(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors
 
 
 def divided_along(param: Tensor) -> Divided:

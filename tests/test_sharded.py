@@ -23,6 +23,7 @@ from hdet_kernels.sharded import (
     norm_over_meshes,
     part_like,
     part_of,
+    parts_of,
     why_unlike,
 )
 
@@ -61,6 +62,13 @@ def test_a_part_is_the_memory_of_the_parameter(mesh: DeviceMesh) -> None:
     assert isinstance(made, DTensor)
     assert made.placements == HSDP
     assert part_of(made).data_ptr() == moment.data_ptr()
+
+
+def test_parts_of_several(mesh: DeviceMesh) -> None:
+    plain, param = torch.ones(2), nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, HSDP))
+    for tensors in ([plain], [param], [plain, param]):
+        expected = [part_of(tensor) for tensor in tensors]
+        assert all(a is b for a, b in zip(parts_of(tensors)(tensors), expected, strict=True))
 
 
 def test_parts_of_values_that_are_divided_alike_otherwise_or_not_at_all(mesh: DeviceMesh) -> None:

@@ -9,7 +9,7 @@ from operator import is_
 from torch import Tensor
 
 from hdet_kernels.optim.group_entries import Group
-from hdet_kernels.sharded import is_distributed, part_of
+from hdet_kernels.sharded import parts_of
 
 
 class ParameterWatch:
@@ -24,7 +24,7 @@ class ParameterWatch:
         self._lists = [(group["params"], len(group["params"])) for group in groups]
         self._members = [param for members, _ in self._lists for param in members]
         self._params = params
-        self._distributed = any(map(is_distributed, params))
+        self._parts = parts_of(params)
         self.remember_addresses()
 
     def regrouped(self, groups: Sequence[Group], *, lists_only: bool) -> bool:
@@ -51,5 +51,4 @@ class ParameterWatch:
         self._addresses = self._addresses_now()
 
     def _addresses_now(self) -> list[int]:
-        # A distributed tensor has no memory itself.
-        return list(map(Tensor.data_ptr, map(part_of, self._params) if self._distributed else self._params))
+        return list(map(Tensor.data_ptr, self._parts(self._params)))

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hdet_kernels as hk
 from tests.optim.cases import FUSED, PAIRS
@@ -298,6 +299,29 @@ def test_fsdp_gathers_what_an_average_wrote(quick: Any, gradients: str) -> None:
         assert found["averaged"][gradients]["gathered"] == [True, True, True], "after a sync, in consensus, after it"
 
 
+def _two_dimensional(rank: int, mesh: DeviceMesh) -> list[Any]:
+    """Shard a model that is tensor parallel already, along the other dimension of the mesh."""
+    runs = []
+    for make, settings in ((torch.optim.AdamW, {}), (hk.FusedAdamW, {"max_grad_norm": 0.5})):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        fully_shard(parallelize_module(module, mesh["shard"], plan), mesh=mesh["replicate"])
+        optimizer = make(module.parameters(), lr=0.05, **settings)
+        losses = []
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step + 100 * (rank // 2)))
+            loss = module(inputs).square().mean()
+            loss.backward()
+            if make is torch.optim.AdamW:
+                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.item())
+        runs.append((torch.tensor(losses), *numbers(module, optimizer)))
+    return runs
+
+
 def _full(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     mesh = meshes()
@@ -313,6 +337,7 @@ def _full(rank: int) -> dict[str, Any]:
         "late": _beside_torch(rank, mesh["hsdp"], late=True, reshard_after_forward=False),
         "mixed": _beside_torch(rank, mesh["hsdp"], late=False, mp_policy=MIXED),
         "again": _beside_torch(rank, mesh["fsdp"], late=False, reshard_after_forward=2),
+        "two-dimensional": {"runs": _two_dimensional(rank, mesh["hsdp"])},
     }
 
 
@@ -320,6 +345,7 @@ def _full(rank: int) -> dict[str, Any]:
 def test_every_rule_precision_and_kind_of_gradients() -> None:
     for found in run_ranks(4, _full):
         assert all(found["twins"].values()), found["twins"]
-        for expected, got in (*found["rules"].values(), *(found[case]["runs"] for case in ("late", "mixed", "again"))):
+        cases = [found[case]["runs"] for case in ("late", "mixed", "again", "two-dimensional")]
+        for expected, got in (*found["rules"].values(), *cases):
             for a, b in zip(expected, got, strict=True):
                 torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
