@@ -252,6 +252,7 @@ class Converger:
         finally:
             for tensor, value in zip(self.tensors.covered(), own, strict=True):
                 tensor.copy_(value)
+            self.tensors.written()
 
     # A sync that overlaps with the next training steps
 

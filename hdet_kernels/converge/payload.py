@@ -18,6 +18,7 @@ from hdet_kernels.converge.nonfinite import begins_nonfinite, fingerprints, fini
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.summary import Checksum, TensorSummary, describe_layout, integer_hash
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
+from hdet_kernels.fsdp import drop_gathered
 from hdet_kernels.tensors import distinct, flat_view, has_overlap, is_dense, layout_hash, local, unique
 
 # Floating-point dtypes that kernels and collectives support.
@@ -266,9 +267,15 @@ class ModelTensors:
             self.write_state(payload.state)
         if self.buckets is not None:
             self.buckets.round_masters()
-            self.buckets.advance_versions()
+        self.written()
         if counts and payload.counts is not None and self.counts is not None:
             self.counts.write(payload.counts)
+
+    def written(self) -> None:
+        """Let autograd know that parameters were written, and FSDP, which may still have the ones before gathered."""
+        if self.buckets is not None:
+            self.buckets.advance_versions()
+        drop_gathered(self.params)
 
 
 def _flattened(tensor: Tensor, rows: int, gapped: list[tuple[Tensor, Tensor]]) -> Tensor:

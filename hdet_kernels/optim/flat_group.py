@@ -20,6 +20,7 @@ from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.coded_state import decoded, write_codes
 from hdet_kernels.optim.options import Options
+from hdet_kernels.sharded import divided_along, gradient_parts, norm_over_meshes
 from hdet_kernels.tensors import Slot
 
 
@@ -62,6 +63,8 @@ class FlatGroup:
         self.table = table
         #: The number of replicas; None for plain parameters.
         self.replicas = flat.shape[0] if flat.dim() == 2 else None
+        #: Along which dimensions of a mesh the parameters are divided; None for parameters that are not distributed.
+        self.divided = divided_along(params[0][0])
         #: Slots whose state has no entry in ``optimizer.state`` yet.
         self.slots_without_entry: set[int] = set(range(len(params)))
         self._first_params = [tied[0] for tied in params]
@@ -190,7 +193,7 @@ class FlatGroup:
         for index in self._tied_slots:
             parts = [param.grad.detach() for param in self.params[index] if param.grad is not None]
             grads[index] = sum(parts[1:], start=parts[0]) if parts else None
-        return self.chunks.match(grads)
+        return self.chunks.match(grads if self.divided is None else gradient_parts(self._first_params, grads))
 
     def norm(self, grads: MatchedGradients) -> Tensor:
         """Return the norm of all gradients as stored: one number, or [replicas] where each has its own state."""
@@ -280,8 +283,13 @@ def flat_groups_of(
 def total_norm(flat_groups: Sequence[FlatGroup], grads: Sequence[MatchedGradients]) -> Tensor | None:
     """Return the norm of the gradients of all flat groups as stored, on the device of the first; None without any.
 
-    It is one number, or [replicas] where each replica has its own state.
+    It is one number, or [replicas] where each replica has its own state. Of distributed parameters it is the norm of
+    the whole gradients: every process of their mesh must ask for it.
     """
+    if any(flat.divided for flat in flat_groups):
+        # Divided ones also without a gradient here: other processes may have one.
+        pairs = zip(flat_groups, grads, strict=True)
+        return norm_over_meshes([(flat.norm(own), flat.divided) for flat, own in pairs if own.any or flat.divided])
     norms = [flat.norm(present) for flat, present in zip(flat_groups, grads, strict=True) if present.any]
     if len(norms) < 2:
         return norms[0] if norms else None

@@ -21,6 +21,7 @@ from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Grou
 from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
 from hdet_kernels.optim.precision import wrap_tensors
 from hdet_kernels.optim.state_views import MASTER
+from hdet_kernels.sharded import why_unlike
 from hdet_kernels.tensors import replicas_of
 
 #: The largest step count that is loaded. Counts are float32, and no run has more steps.
@@ -175,6 +176,8 @@ def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, *, coun
             raise ValueError(f"{where} has {name}={given}, expected a tensor of floating-point numbers")
         if value.is_meta:
             raise ValueError(f"{where} has {name} on the meta device, without values; load it on a real device")
+        if (why_not := why_unlike(param, value)) is not None:
+            raise ValueError(f"{where} has a {name} that {why_not}")
         rows.add(_check_shape(where, name, value, param))
     _check_step(where, entries.get("step", 0), rows, counts_down=counts_down)
 

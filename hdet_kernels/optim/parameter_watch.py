@@ -9,6 +9,7 @@ from operator import is_
 from torch import Tensor
 
 from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.sharded import parts_of
 
 
 class ParameterWatch:
@@ -23,6 +24,7 @@ class ParameterWatch:
         self._lists = [(group["params"], len(group["params"])) for group in groups]
         self._members = [param for members, _ in self._lists for param in members]
         self._params = params
+        self._parts = parts_of(params)
         self.remember_addresses()
 
     def regrouped(self, groups: Sequence[Group], *, lists_only: bool) -> bool:
@@ -42,8 +44,11 @@ class ParameterWatch:
 
     def moved(self) -> bool:
         """Return whether a parameter has another address, at the cost of reading one pointer for each parameter."""
-        return list(map(Tensor.data_ptr, self._params)) != self._addresses
+        return self._addresses_now() != self._addresses
 
     def remember_addresses(self) -> None:
         """Take the addresses that the parameters have now as the expected ones."""
-        self._addresses = list(map(Tensor.data_ptr, self._params))
+        self._addresses = self._addresses_now()
+
+    def _addresses_now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._parts(self._params)))

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
 from hdet_kernels.ops.chunks import MatchedGradients
-from hdet_kernels.optim.coded_state import is_coded, scale_name
+from hdet_kernels.optim.coded_state import decoded, is_coded, scale_name
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
+from hdet_kernels.sharded import distributed_like, is_distributed, part_like, part_of
 from hdet_kernels.tensors import compact, own_storage
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
@@ -76,12 +77,16 @@ class StateViews:
                 kept = [name for name in flat.states if given.get(name) is not None]
                 for name in dict.fromkeys([*names, *kept]):
                     if name in kept:
-                        scales = given.get(scale_name(name)) if is_coded(given[name]) else None
-                        flat.write_state(name, index, given[name], scales)
+                        value = given[name]
+                        scales = given.get(scale_name(name)) if is_coded(value) else None
+                        if scales is not None and is_distributed(tied[0]):  # its blocks are those of the whole tensor
+                            value, scales = decoded(name, value, scales), None
+                        flat.write_state(name, index, part_like(tied[0], value), scales)
                     else:
                         flat.write_state(name, index, optimizer.initial_state(name, group))
                 if flat.master is not None:
-                    flat.view(flat.master, index).copy_(given.get(MASTER, tied[0]))
+                    master = part_like(tied[0], given[MASTER]) if MASTER in given else part_of(tied[0])
+                    flat.view(flat.master, index).copy_(master)
                 # Rules whose state has no step count need to know only whether they have stepped before.
                 step = given.get("step", 1.0 if kept else 0.0)
                 if isinstance(step, Tensor):
@@ -190,7 +195,7 @@ class StateViews:
             entry = optimizer.state[param]
             for name in map(scale_name, flat.states):
                 entry.pop(name, None)  # of codes that were loaded and decoded
-            entry.update(shown)
+            entry.update({name: own if name == "step" else distributed_like(param, own) for name, own in shown.items()})
             self._entries[param] = entry
 
 

@@ -83,12 +83,12 @@ def test_replicas_average_within_their_group_only(how: str, kind: str) -> None:
 class Sharded:
     """One rank of a sharded model: ``"hsdp"`` shares gradients over all ranks, ``"fsdp"`` within its replica."""
 
-    def __init__(self, rank: int, how: str, *, double: bool = False, **options: Any) -> None:
+    def __init__(self, rank: int, how: str, *, double: bool = False, kind: str = "ours", **options: Any) -> None:
         self.rank = rank
         mesh = mesh_2x2()
         self.module = network().double() if double else network()
         fully_shard(self.module, mesh=mesh if how == "hsdp" else mesh["shard"])
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
+        self.optimizer = OPTIMIZERS[kind](self.module.parameters(), lr=0.01)
         self.ensemble = hk.ProcessEnsemble(mesh)
         self.scheduler = hk.HDETOneCycleLR(self.optimizer, ensemble=self.ensemble, **{**SETTINGS, **options})
         self.rates: list[float] = []
@@ -156,8 +156,8 @@ def _sharded(rank: int, how: str, options: dict[str, Any]) -> dict[str, Any]:
 SHARDED = Cases(
     4,
     _sharded,
-    {(how, size): (how, {"bucket_bytes": size}) for how, size in (("hsdp", 64), ("fsdp", None))},
-    full={(how, size): (how, {"bucket_bytes": size}) for how, size in (("hsdp", None), ("fsdp", 64))},
+    {("hsdp", 64): ("hsdp", {"bucket_bytes": 64}), ("fsdp", None): ("fsdp", {"kind": "torch"})},
+    full={("hsdp", None): ("hsdp", {"kind": "torch"}), ("fsdp", 64): ("fsdp", {"bucket_bytes": 64})},
 )
 
 
