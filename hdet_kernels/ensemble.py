@@ -193,9 +193,11 @@ class ProcessEnsemble:
 
     def gather(self, rows: Tensor) -> Tensor:
         row = rows.detach().reshape(-1).to(self._gather_device())
+        gathered = self._gathered(row, self.group, self.size)
         if self.shard_group is not None:
-            row = self._gathered(row, self.shard_group, self.parts).reshape(-1)
-        return self._gathered(row, self.group, self.size).cpu().view(self.size, self.parts, -1)
+            # Last, because it multiplies the bytes and the processes of a replica are near each other.
+            gathered = self._gathered(gathered.reshape(-1), self.shard_group, self.parts)
+        return gathered.cpu().view(self.parts, self.size, -1).transpose(0, 1).contiguous()
 
     def averages(self, device: torch.device) -> bool:
         return self.backends.get(device.type) == "nccl"
