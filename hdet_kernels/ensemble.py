@@ -19,9 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hdet_kernels.checks import check_whole, spell
+from hdet_kernels.row_gather import gather_by_doubling, gather_by_sum
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Of the messages of a gather, which must not be taken for those of a training script.
+_TAG = 0x4844
 
 
 class Collective(Protocol):
@@ -189,9 +193,11 @@ class ProcessEnsemble:
 
     def gather(self, rows: Tensor) -> Tensor:
         row = rows.detach().reshape(-1).to(self._gather_device())
+        gathered = self._gathered(row, self.group, self.size)
         if self.shard_group is not None:
-            row = self._gathered(row, self.shard_group, self.parts).reshape(-1)
-        return self._gathered(row, self.group, self.size).cpu().view(self.size, self.parts, -1)
+            # Last, because it multiplies the bytes and the processes of a replica are near each other.
+            gathered = self._gathered(gathered.reshape(-1), self.shard_group, self.parts)
+        return gathered.cpu().view(self.parts, self.size, -1).transpose(0, 1).contiguous()
 
     def averages(self, device: torch.device) -> bool:
         return self.backends.get(device.type) == "nccl"
@@ -277,10 +283,21 @@ class ProcessEnsemble:
         return made
 
     def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
-        gathered = torch.empty(count, row.numel(), dtype=row.dtype, device=row.device)
-        self._kept = (gathered.view(-1), row)
-        _all_gather(*self._kept, group=group)
-        return gathered
+        place = dist.get_rank(group)
+        if row.device.type != "cpu":
+            return gather_by_sum(row, place, count, lambda table: dist.all_reduce(table, group=group))
+
+        def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:
+            self._kept = (sent, received)
+            started = [
+                dist.irecv(received, group=group, group_src=source, tag=_TAG),
+                dist.isend(sent, group=group, group_dst=to, tag=_TAG),
+            ]
+            for work in started:
+                if work is not None:
+                    work.wait()
+
+        return gather_by_doubling(row, place, count, exchange)
 
     def _gather_device(self) -> torch.device:
         return torch.device("cpu") if "cpu" in self.backends else torch.device("cuda", torch.cuda.current_device())
