@@ -13,7 +13,6 @@ from hdet_kernels.ops.chunks import MatchedGradients, is_contiguous
 from hdet_kernels.ops.live_tensors import LiveTensors, address_of
 from hdet_kernels.tensors import Slot
 
-
 # Bits of what the extension's function returns. csrc/live_tensors.cpp has the same.
 PRESENT, ABSENT, MOVED = 1, 2, 4
 
@@ -82,7 +81,7 @@ class _GradientsOf(Sequence[Tensor | None]):
     def __getitem__(self, index: int) -> Tensor | None: ...
     @overload
     def __getitem__(self, index: slice) -> list[Tensor | None]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | None | list[Tensor | None]:
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor | None] | None:
         if isinstance(index, slice):
             return [param.grad for param in self._params[index]]
         return self._params[index].grad
