@@ -347,7 +347,7 @@ class FusedOptimizer(Optimizer):
         self._flat_groups = flat_groups_of(
             self.rule, self.buckets, groups, len(self.param_groups), self.options, shares_state=shares_state
         )
-        self._watch = ParameterWatch(self.param_groups, self.buckets.params)
+        self._watch = ParameterWatch(self.param_groups, self.buckets.params, self.options.backend)
         self._fixed: list[FixedGradients] = []
         self._state_views = StateViews(self, self._flat_groups)
         self._state_views.adopt()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
-from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
 from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK, block_count, first_scales
+from hdet_kernels.ops.live_gradients import LiveGradients
+from hdet_kernels.ops.live_tensors import LiveTensors
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.coded_state import decoded, write_codes
@@ -69,12 +69,14 @@ class FlatGroup:
         self.slots_without_entry: set[int] = set(range(len(params)))
         self._first_params = [tied[0] for tied in params]
         self._tied_slots = [index for index, tied in enumerate(params) if len(tied) > 1]
+        self._live_gradients = LiveGradients(LiveTensors(self._first_params, options.backend), self.slots, flat.dtype)
         # Tensors that were made in inference mode have no version.
-        self._versioned = [[param for param in tied if not param.is_inference()] for tied in params]
-        self._all_versioned = list(chain.from_iterable(self._versioned))
-        # Of the last step: the table of its gradients, and the parameters that it wrote.
+        versioned = [(slot, param) for slot, tied in enumerate(params) for param in tied if not param.is_inference()]
+        self._versioned = LiveTensors((param for _, param in versioned), options.backend)
+        self._versioned_slots = np.array([slot for slot, _ in versioned], dtype=np.intp)
+        # Of the last step: the table of its gradients, and which of the versioned parameters it wrote, if not all.
         self._stepped_table: NDArray[np.int64] | None = None
-        self._written = self._all_versioned
+        self._written: NDArray[np.intp] | None = None
         self._chosen_backend: str | None = None
         self._lay_out(shares_state)
 
@@ -189,6 +191,8 @@ class FlatGroup:
 
     def gradients(self) -> MatchedGradients:
         """Return the gradients that the parameters have now. Those of tied parameters are summed."""
+        if not self._tied_slots and self.replicas is None and (found := self._live_gradients.match()) is not None:
+            return found
         grads = [param.grad for param in self._first_params]
         for index in self._tied_slots:
             parts = [param.grad.detach() for param in self.params[index] if param.grad is not None]
@@ -233,11 +237,11 @@ class FlatGroup:
         """
         # Gradients at the same addresses as at the last step have the same table.
         if grads.table is not self._stepped_table:
-            self._stepped_table, self._written = grads.table, self._all_versioned
-            if not grads.table[:, 0].all():  # some have NO_GRADIENT
-                given = zip(self._versioned, grads.tensors, strict=True)
-                self._written = [param for tied, grad in given if grad is not None for param in tied]
-        increment_version(self._written)
+            self._stepped_table = grads.table
+            self._written = None
+            if not grads.complete:
+                self._written = np.flatnonzero(grads.table[self._versioned_slots, 0] != NO_GRADIENT)
+        self._versioned.advance_versions(self._written)
 
 
 def flat_groups_of(

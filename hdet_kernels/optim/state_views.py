@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
-from hdet_kernels.ops.chunks import MatchedGradients
+from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients
 from hdet_kernels.optim.coded_state import decoded, is_coded, scale_name
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
@@ -119,7 +119,7 @@ class StateViews:
 
     def add_first_entries(self, flat: FlatGroup, grads: MatchedGradients) -> None:
         """Add the entries of parameters that step for the first time, as torch.optim does."""
-        fresh = [index for index in flat.slots_without_entry if grads.tensors[index] is not None]
+        fresh = [index for index in flat.slots_without_entry if grads.table[index, 0] != NO_GRADIENT]
         if not fresh:  # parameters that never get a gradient
             return
         state = self.optimizer.state
