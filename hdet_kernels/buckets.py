@@ -8,7 +8,7 @@ one for each collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,7 @@ ALIGN_BYTES = 128
 
 
 class Buckets:
-    """Parameters in one contiguous buffer per (device, dtype), each of them a part of it with its own strides.
+    """Parameters in one contiguous buffer per (device, dtype, kind), each of them a part of it with its own strides.
 
     The ``Parameter`` objects stay the same, so that ``model.load_state_dict``, autograd, DDP and ``torch.compile`` keep
     working. Each has a storage object of its own over its part (:func:`.tensors.own_storage`), so that saving one
@@ -82,6 +82,7 @@ class Buckets:
     Args:
         params: the parameters to move.
         bucket_bytes: the most bytes that one collective on them carries.
+        kind_of: the kind of a parameter; those of different kinds have different buffers. Default: one kind.
 
     Raises:
         ValueError, TypeError: before anything is moved, if a parameter cannot be: not a dense strided tensor,
@@ -90,7 +91,13 @@ class Buckets:
     """
 
     @torch.inference_mode(False)  # buffers made in inference mode could not be written outside of it
-    def __init__(self, params: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        kind_of: Callable[[Tensor], Hashable] | None = None,
+    ) -> None:
         self.params: tuple[Tensor, ...] = unique(params)
         if not self.params:
             raise ValueError("Buckets got no parameters: pass model.parameters() or an optimizer's parameters")
@@ -102,14 +109,14 @@ class Buckets:
         one = [one_replica(param) for param in self.params]
         owner = tied_to(one)
 
-        keys: list[tuple[torch.device, torch.dtype]] = []
+        keys: list[tuple[torch.device, torch.dtype, Hashable]] = []
         ends: list[int] = []
         slots: list[Slot] = []
         for index, param in enumerate(one):
             if owner[index] != index:
                 slots.append(slots[owner[index]])
                 continue
-            key = (param.device, param.dtype)
+            key = (param.device, param.dtype, None if kind_of is None else kind_of(self.params[index]))
             if key not in keys:
                 keys.append(key)
                 ends.append(0)
@@ -120,7 +127,7 @@ class Buckets:
         leading = () if self.replicas is None else (self.replicas,)
         self.flats: tuple[Tensor, ...] = tuple(
             torch.zeros((*leading, end), device=device, dtype=dtype)
-            for end, (device, dtype) in zip(ends, keys, strict=True)
+            for end, (device, dtype, _) in zip(ends, keys, strict=True)
         )
         #: Float32 masters of half-precision buffers; None for buffers without one.
         self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)
