@@ -12,7 +12,7 @@ float32. A and B are symmetric, so that on a GPU half of each of them is compute
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import torch
@@ -23,6 +23,9 @@ from hdet_kernels.ops.backends import backends, interpreting
 #: The least m from which a GPU computes half of A and B. Below it a product is too small for the saving to matter.
 #: Not measured: it is the size at which half of the tiles is less than three quarters of all.
 LEAST_SIZE = 256
+
+# Keeps NorMuon from dividing by zero.
+_TINY = 1e-10
 
 # A product x·xᵀ of a batch, or beta·base + alpha·x·xᵀ.
 _Gram = Callable[..., Tensor]
@@ -51,6 +54,33 @@ def orthogonalise_(
         rounded = x.bfloat16()
         _in_bfloat16_(rounded, coefficients, steps, eps, _gram_for(x, backend))
         x.copy_(rounded)
+
+
+def normalise_rows_(x: Tensor, squares: Sequence[Tensor], beta2: float, keep: Tensor) -> None:
+    """Apply NorMuon (arXiv 2510.05491) to the orthogonalised matrices O.
+
+    Each row is divided by the root of the mean of its squares over the steps, and the result has the norm of O::
+
+        v ← β₂·v + (1 − β₂)·mean(O², over columns)
+        N = O / (√v + 1e-10)
+        O ← N·‖O‖/‖N‖
+
+    Args:
+        x: The matrices O, [count, rows, columns].
+        squares: v in parts of the batch, each [part of count, rows, 1].
+        beta2: β₂.
+        keep: bool [count, 1, 1], where v is updated; elsewhere it stays as it is.
+    """
+    before = torch.cat(list(squares))
+    means = x.to(before.dtype).square().mean(2, keepdim=True)
+    after = before.lerp(means, 1 - beta2)
+    written = torch.where(keep, after, before).split([len(part) for part in squares])
+    for part, new in zip(squares, written, strict=True):
+        part.copy_(new)
+    sizes = 1 / (after.sqrt() + _TINY)
+    # ‖O‖ and ‖N‖, up to the root of the number of columns.
+    norm, scaled = (sums.sum(1, keepdim=True).sqrt() for sums in (means, means * sizes.square()))
+    x.mul_(sizes * (norm / (scaled + _TINY)))
 
 
 def _in_bfloat16_(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, gram: _Gram) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hdet_kernels import ops
 from hdet_kernels.ops.backends import chosen, resolve
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
-from hdet_kernels.ops.newton_schulz import orthogonalise_
+from hdet_kernels.ops.newton_schulz import normalise_rows_, orthogonalise_
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.tensors import Slot
@@ -27,9 +27,6 @@ PIECE_ELEMENTS = 2**26
 
 #: The name of NorMuon's state: for each row of a matrix the mean of the squares of its updates.
 ROW_SQUARES = "second_momentum_buffer"
-
-#: Keeps NorMuon from dividing by zero.
-_TINY = 1e-10
 
 
 class Orthogonal(NamedTuple):
@@ -112,6 +109,7 @@ class MuonGroup(FlatGroup):
         super()._lay_out(shares_state)
         self.states[ROW_SQUARES] = None
         self._pieces: list[Piece] = []
+        self._settings: list[Orthogonal] = []
         ends = np.cumsum([0, *(slot.shape[0] for slot in self.slots)])
         self._row_slots = [
             Slot(slot.flat, int(end), slot.shape[0], (slot.shape[0], 1), (1, 1))
@@ -169,8 +167,9 @@ class MuonGroup(FlatGroup):
         settings = piece.settings
         orthogonalise_(piece.update, settings.coefficients, settings.steps, settings.eps, backend=self._backend)
         if settings.normuon:
-            present = piece.move.chunks.point_at(updates)[:, 0] != NO_GRADIENT
-            _normalise_rows_(piece, present.view(-1, 1, 1), scalars.found_inf)
+            keep = piece.move.chunks.point_at(updates)[:, 0] != NO_GRADIENT
+            keep = keep if scalars.found_inf is None else keep & (scalars.found_inf <= 0)
+            normalise_rows_(piece.update, piece.row_squares, settings.beta2, keep.view(-1, 1, 1))
         if piece.counts is not None:
             piece.own_counts.copy_(piece.counts)
         piece.move(updates, ops.Scalars(found_inf=scalars.found_inf))
@@ -291,24 +290,3 @@ class MuonGroup(FlatGroup):
             squares = [flat[r, start : start + count * len(part)].view(len(part), count, 1) for r in replicas]
         in_place = own_counts.data_ptr() == counts.data_ptr()
         return Piece(part, replicas, settings, update, push, move, squares, own_counts, None if in_place else counts)
-
-
-def _normalise_rows_(piece: Piece, present: Tensor, found_inf: Tensor | None) -> None:
-    """Divide each row of the updates by the root of its mean square over the steps, and keep the norm of the update.
-
-    Args:
-        piece: the orthogonal updates, and NorMuon's state, which is updated.
-        present: which of the matrices have a gradient; the state of others stays.
-        found_inf: if above zero, the state stays as it is.
-    """
-    update, before = piece.update, torch.cat(piece.row_squares)
-    rows, columns = update.shape[1:]
-    means = update.to(before.dtype).square().mean(2, keepdim=True)
-    after = before.lerp(means, 1 - piece.settings.beta2)
-    keep = present if found_inf is None else present & (found_inf <= 0)
-    for state, new in zip(piece.row_squares, torch.where(keep, after, before).split(len(piece.slots)), strict=True):
-        state.copy_(new)
-    sizes = 1 / (after.sqrt() + _TINY)
-    norm = means.sum(1, keepdim=True).sqrt()
-    scaled = (means * sizes.square()).sum(1, keepdim=True).sqrt()
-    update.mul_(sizes * (norm / (scaled + _TINY)))

@@ -74,11 +74,12 @@ def fit_state(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     and the largest step count. After a sync with local gradients, all replicas are equal.
     """
     fitted = dict(entries)
-    own_shape = param.shape[1:]
+    # A state has the shape of its parameter, or one number for each row (NorMuon).
+    shapes = (tuple(param.shape[1:]), (*param.shape[1:-1], 1))
     per_replica = [
         name
         for name, value in fitted.items()
-        if name != "step" and isinstance(value, Tensor) and value.shape[1:] == own_shape and value.dim() == param.dim()
+        if name != "step" and isinstance(value, Tensor) and value.dim() and tuple(value.shape[1:]) in shapes
     ]
     of_other_stack = [name for name in per_replica if len(fitted[name]) not in (0, len(param))]
     for name in of_other_stack:
