@@ -109,8 +109,8 @@ def _in_float32(x: Tensor, coefficients: tuple[float, float, float], steps: int,
     a, b, c = coefficients
     tall = x.shape[1] > x.shape[2]
     now = _rounded(x.mT.float() if tall else x.float())
-    norm = _rounded(torch.linalg.vector_norm(now, dim=(1, 2), keepdim=True))
-    now = _rounded(now / norm.clamp_(min=eps))
+    norm = torch.linalg.vector_norm(now, dim=(1, 2), keepdim=True).clamp_(min=eps)
+    now = _rounded(now / _rounded(norm))
     for _ in range(steps):
         product = _rounded(torch.bmm(now, now.mT))
         polynomial = _rounded(torch.baddbmm(product, product, product, beta=b, alpha=c))
