@@ -115,11 +115,17 @@ def until_done(call: Call, device: str) -> Call:
 
 
 def take_turns(
-    benchmark: Any, calls: Mapping[str, Call], device: str, *, turns: int, iterations: int
+    benchmark: Any,
+    calls: Mapping[str, Call],
+    device: str,
+    *,
+    turns: int,
+    iterations: int,
+    against: str = "torch-fused",
 ) -> dict[str, list[float]]:
     """Time ``calls`` in turns of ``iterations`` each, forwards and backwards, so that clock drift affects all alike.
 
-    Records each time and the ratio of ours to ``torch-fused`` in ``benchmark``.
+    Records each time and the ratio of ours to ``against`` in ``benchmark``.
 
     Returns:
         The seconds of a call in every turn, by name.
@@ -138,9 +144,9 @@ def take_turns(
     benchmark.extra_info["ways"] = {name: _summary(found) for name, found in times.items()}
     for name in calls:
         if name.startswith("hdet-"):
-            benchmark.extra_info["ratio"] = found = ratio(times[name], times["torch-fused"])
+            benchmark.extra_info["ratio"] = found = ratio(times[name], times[against])
             spread = f"{found['low']:.4f} to {found['high']:.4f}"
-            print(f"\n{benchmark.name}: {name} / torch-fused {found['ratio']:.4f} ({spread})")
+            print(f"\n{benchmark.name}: {name} / {against} {found['ratio']:.4f} ({spread})")
     return times
 
 

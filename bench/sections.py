@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import end_to_end_section, memory_section, records, scaling_section
-from bench.comparison_table import NOTHING, TITLES, comparison, model, short, turns
+from bench.comparison_table import NOTHING, TITLES, comparison, in_order, model, short, turns
 from bench.markdown import section_text, table_lines
 from bench.records import Entry
 
@@ -102,6 +102,30 @@ def _stack_training(found: list[Entry]) -> str:
     header = ["", *names.values(), f"{title} / plain", f"processes / {title}"]
     heading = "Whole training step of a stack"
     return section_text(heading, description, records.sources(found), table_lines(header, body))
+
+
+def _muon(found: list[Entry]) -> str:
+    if not found:
+        return ""
+    used = in_order(entry["extra_info"]["ways"] for entry in found)
+    body = []
+    for entry in found:
+        info = entry["extra_info"]
+        cells = [f"{short(info['ways'][way]['ms'])} ms" if way in info["ways"] else NOTHING for way in used]
+        both = (info["ratio"], info["stack ratio"])
+        ratios = [f"{each['ratio']:.3f} ({each['low']:.3f}–{each['high']:.3f})" for each in both]
+        name = f"{entry['params']['model']}, {info['tensors']} matrices, {_millions(info['parameters'])}"
+        body.append([name, *cells, *ratios])
+    absent = {name: reason for entry in found for name, reason in entry["extra_info"]["absent"].items()}
+    description = (
+        "A step of Muon on the matrices of the blocks in fp32, in turns; torch is `torch.optim.Muon`. The last columns "
+        "are ratios of our fastest backend: to torch, and 8 replicas of a stack that share a gradient to one. In "
+        "brackets are the quartiles of the turns."
+    )
+    if absent:
+        description += " Not measured: " + "; ".join(f"{name} ({reason})" for name, reason in absent.items()) + "."
+    lines = table_lines(["", *(TITLES[way] for way in used), "ours / torch", "8 replicas / 1"], body)
+    return section_text("Muon", description, records.sources(found), lines)
 
 
 def _host_times(found: list[Entry]) -> str:
@@ -256,6 +280,7 @@ BY_DEVICE: dict[str, Section] = {
     "optim_step": _steps,
     "stack_step": _stack_steps,
     "stack_training": _stack_training,
+    "muon": _muon,
     "host_time": _host_times,
     "end_to_end": end_to_end_section.section,
     "reduce": _reductions,

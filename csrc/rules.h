@@ -18,7 +18,7 @@
 namespace hdet {
 
 // The order of STATES in hdet_kernels/ops/step.py.
-enum class Rule : int64_t { sgd, adam, adamw, adagrad, lion };
+enum class Rule : int64_t { sgd, adam, adamw, adagrad, lion, muon };
 
 // The inputs of `derive`.
 struct Moment {
@@ -233,6 +233,42 @@ struct Lion {
   template <int kStates, int kShort>
   HDET_BOTH T move(T theta, const Push<T>& push) const {
     return theta * keep - lr * push.direction;
+  }
+};
+
+// The two passes of Muon around the orthogonalisation of its update. With the state, the pass before it: the state is
+// the momentum, and what is stored as the parameter is the update. Without, the pass after it: the gradient is the
+// orthogonal update, by which the parameter moves.
+template <typename T>
+struct Muon {
+  static constexpr int kFewestStates = 0;
+  static constexpr int kMostStates = 1;
+  T factor, keep, lr, take;
+  int states;
+  bool nesterov;
+
+  static HDET_BOTH Muon derive(const Row& row, const Moment& now) {
+    return {static_cast<T>(now.factor),
+            static_cast<T>(1 - row.lr * row.weight_decay),
+            static_cast<T>(row.lr),
+            static_cast<T>(1 - row.momentum),
+            1,
+            row.nesterov != 0};
+  }
+
+  template <int kStates, bool kShort>
+  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
+    g *= factor;
+    if constexpr (kStates == 1) {
+      state[0] += take * (g - state[0]);
+      g = nesterov ? state[0] + take * (g - state[0]) : state[0];
+    }
+    return {g, T(1)};
+  }
+
+  template <int kStates, bool kShort>
+  HDET_BOTH T move(T theta, const Push<T>& push) const {
+    return kStates == 1 ? push.direction : theta * keep - lr * push.direction;
   }
 };
 

@@ -56,7 +56,7 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
                          const Tensor& slots, const Tensor& chunks, const Tensor& gradients, const Tensor& scratch,
                          const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& norm,
                          const std::optional<Tensor>& found_inf, bool stochastic_rounding, int64_t rows) {
-  HDET_CHECK(rule >= 0 && rule <= static_cast<int64_t>(Rule::lion), "unknown rule ", rule);
+  HDET_CHECK(rule >= 0 && rule <= static_cast<int64_t>(Rule::muon), "unknown rule ", rule);
   HDET_CHECK(table.dim() == 2 && table.size(1) == kColumns, "the hyperparameter table must have ", kColumns,
              " columns");
   HDET_CHECK(rows > 0 && param.numel() % rows == 0, "param has ", param.numel(), " elements, which are not ", rows,
@@ -151,6 +151,8 @@ void with_rule(const Work& work, Run&& run) {
       return checked_run.template operator()<Adagrad<T>>();
     case Rule::lion:
       return checked_run.template operator()<Lion<T>>();
+    case Rule::muon:
+      return checked_run.template operator()<Muon<T>>();
   }
 }
 

@@ -8,7 +8,7 @@ one for each collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +73,7 @@ ALIGN_BYTES = 128
 
 
 class Buckets:
-    """Parameters in one contiguous buffer per (device, dtype), each of them a part of it with its own strides.
+    """Parameters in one contiguous buffer per (device, dtype, kind), each of them a part of it with its own strides.
 
     The ``Parameter`` objects stay the same, so that ``model.load_state_dict``, autograd, DDP and ``torch.compile`` keep
     working. Each has a storage object of its own over its part (:func:`.tensors.own_storage`), so that saving one
@@ -87,6 +87,7 @@ class Buckets:
     Args:
         params: the parameters to move.
         bucket_bytes: the most bytes that one collective on them carries.
+        kind_of: the kind of a parameter; those of different kinds have different buffers. Default: one kind.
 
     Raises:
         ValueError, TypeError: before anything is moved, if a parameter cannot be: not a dense strided tensor,
@@ -94,7 +95,13 @@ class Buckets:
     """
 
     @torch.inference_mode(False)  # buffers made in inference mode could not be written outside of it
-    def __init__(self, params: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        kind_of: Callable[[Tensor], Hashable] | None = None,
+    ) -> None:
         self.params: tuple[Tensor, ...] = unique(params)
         if not self.params:
             raise ValueError("Buckets got no parameters: pass model.parameters() or an optimizer's parameters")
@@ -108,7 +115,7 @@ class Buckets:
         owner = tied_to(one)
         shards = gathered_shards(self.params)
 
-        keys: list[tuple[torch.device, torch.dtype, Divided, bool]] = []
+        keys: list[tuple[torch.device, torch.dtype, Divided, bool, Hashable]] = []
         ends: list[int] = []
         slots: list[Slot] = []
         # Elements that each parameter takes up, with those that FSDP pads its shard with.
@@ -119,7 +126,8 @@ class Buckets:
             if owner[index] != index:
                 slots.append(slots[owner[index]])
                 continue
-            key = (part.device, part.dtype, divided_along(param), shard is not None and shard.pinned)
+            kind = None if kind_of is None else kind_of(param)
+            key = (part.device, part.dtype, divided_along(param), shard is not None and shard.pinned, kind)
             if key not in keys:
                 keys.append(key)
                 ends.append(0)
@@ -130,7 +138,7 @@ class Buckets:
         leading = () if self.replicas is None else (self.replicas,)
         self.flats: tuple[Tensor, ...] = tuple(
             torch.zeros((*leading, end), device=device, dtype=dtype, pin_memory=pinned)
-            for end, (device, dtype, _, pinned) in zip(ends, keys, strict=True)
+            for end, (device, dtype, _, pinned, _) in zip(ends, keys, strict=True)
         )
         #: Float32 masters of half-precision buffers; None for buffers without one.
         self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)

@@ -36,6 +36,7 @@ PUBLIC = {
     "FusedAdam",
     "FusedAdamW",
     "FusedLion",
+    "FusedMuon",
     "FusedSGD",
     "HDETOneCycleLR",
     "HDETScheduler",

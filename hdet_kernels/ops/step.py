@@ -24,6 +24,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "adagrad": ("sum",),
     "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),
 }
 
 #: State buffers that are absent without momentum or without amsgrad.

@@ -37,7 +37,7 @@ AMSGRAD = tl.constexpr(COLUMNS.index("amsgrad"))
 MAXIMIZE = tl.constexpr(COLUMNS.index("maximize"))
 
 # The rules that derive, push and move below have a branch for.
-BRANCHES = ("sgd", "adam", "adamw", "adagrad", "lion")
+BRANCHES = ("sgd", "adam", "adamw", "adagrad", "lion", "muon")
 check_rules(__name__, BRANCHES)
 
 
@@ -63,6 +63,8 @@ def derive(RULE: tl.constexpr, n, row, t, first, inside):
         _derive_adagrad(n, row, t, inside)
     elif RULE == "lion":
         _derive_lion(n, row, inside)
+    elif RULE == "muon":
+        _derive_muon(n, row, inside)
     else:
         tl.static_assert(False, "derive has no branch for this update rule")
 
@@ -101,6 +103,8 @@ def push(
         direction, other = _push_adagrad(theta, g, n, state0, scales0, at, inside, random, STOCHASTIC)
     elif RULE == "lion":
         direction, other = _push_lion(g, n, state0, scales0, at, inside, random, STOCHASTIC)
+    elif RULE == "muon":
+        direction, other = _push_muon(g, n, state0, scales0, at, inside, random, STOCHASTIC)
     else:
         tl.static_assert(False, "push has no branch for this update rule")
     return direction, other
@@ -119,6 +123,8 @@ def move(RULE: tl.constexpr, theta, direction, other, n):
         theta = _move_adagrad(theta, direction, other, n)
     elif RULE == "lion":
         theta = _move_lion(theta, direction, n)
+    elif RULE == "muon":
+        theta = _move_muon(theta, direction, other, n)
     else:
         tl.static_assert(False, "move has no branch for this update rule")
     return theta
@@ -285,6 +291,34 @@ def _push_lion(g, n, average, scales, at, inside, random, STOCHASTIC: tl.constex
 @triton.jit
 def _move_lion(theta, sign, n):
     return theta * tl.load(n + 1) - tl.load(n + 2) * sign
+
+
+@triton.jit
+def _derive_muon(n, row, inside):
+    lr = column(row, LR, inside)
+    tl.store(n + 1, 1 - lr * column(row, WEIGHT_DECAY, inside), mask=inside)
+    tl.store(n + 2, lr, mask=inside)
+    tl.store(n + 3, 1 - column(row, MOMENTUM, inside), mask=inside)
+    tl.store(n + 4, column(row, NESTEROV, inside), mask=inside)
+
+
+@triton.jit
+def _push_muon(g, n, buffer, scales, at, inside, random, STOCHASTIC: tl.constexpr):
+    """Return the update, and 1 where it is the result: with the state."""
+    is_result = tl.zeros_like(g)
+    if buffer is not None:
+        take = tl.load(n + 3)
+        b = _read(buffer, scales, at, inside, g.dtype, True)
+        b = b + take * (g - b)
+        _write(buffer, scales, at, b, inside, random, 2, STOCHASTIC, True)
+        g = tl.where(tl.load(n + 4) != 0, b + take * (g - b), b)
+        is_result += 1
+    return g, is_result
+
+
+@triton.jit
+def _move_muon(theta, update, is_result, n):
+    return tl.where(is_result != 0, update, theta * tl.load(n + 1) - tl.load(n + 2) * update)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_params, check_ties
 from hdet_kernels.optim.coded_state import scale_name
 from hdet_kernels.optim.fixed_gradients import FixedGradients
-from hdet_kernels.optim.flat_group import flat_groups_of, total_norm
+from hdet_kernels.optim.flat_group import FlatGroup, flat_groups_of, total_norm
 from hdet_kernels.optim.group_entries import Group
 from hdet_kernels.optim.hooks import hook_step, hooks_if_registered
 from hdet_kernels.optim.hyperparameters import (
@@ -107,6 +107,18 @@ class FusedOptimizer(Optimizer):
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Return the names of the state buffers that parameters of ``group`` have."""
         return ops.STATES[self.rule]
+
+    def known_states(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the state buffers that a loaded state of ``group`` may have."""
+        return ops.STATES[self.rule]
+
+    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the state ``name`` of a parameter of ``shape``."""
+        return shape
+
+    def shows_step_of(self, group: Group) -> bool:
+        """Return whether torch.optim shows a ``step`` in the state of parameters of ``group``."""
+        return self.shows_step
 
     def initial_state(self, name: str, group: Group) -> float:
         """Return the value of the state ``name`` before the first step."""
@@ -340,12 +352,17 @@ class FusedOptimizer(Optimizer):
         """Move all parameters, with the state they have, into flat buffers."""
         check_ties(self.param_groups)
         group_of = {id(param): number for number, group in enumerate(self.param_groups) for param in group["params"]}
-        self.buckets = Buckets(param for group in self.param_groups for param in group["params"])
+        self.buckets = self._make_buckets()
         self.buckets.keep_masters(self.options.has_master)
         groups = [group_of[id(param)] for param in self.buckets.params]
         shares_state = share_gradients(self.buckets.params)
         self._flat_groups = flat_groups_of(
-            self.rule, self.buckets, groups, len(self.param_groups), self.options, shares_state=shares_state
+            self._make_flat_group,
+            self.buckets,
+            groups,
+            len(self.param_groups),
+            self.options,
+            shares_state=shares_state,
         )
         self._watch = ParameterWatch(self.param_groups, self.buckets.params, self.options.backend)
         self._fixed: list[FixedGradients] = []
@@ -354,6 +371,12 @@ class FusedOptimizer(Optimizer):
         self._hyperparameters = HyperparameterWriter(self, self._flat_groups, self._state_views, self.buckets.replicas)
         if self.options.gradients == "fixed":
             self._fixed = [FixedGradients(flat) for flat in self._flat_groups]
+
+    def _make_buckets(self) -> Buckets:
+        return Buckets(param for group in self.param_groups for param in group["params"])
+
+    def _make_flat_group(self, *arguments: Any, shares_state: bool) -> FlatGroup:
+        return FlatGroup(self.rule, *arguments, shares_state=shares_state)
 
     def _notice_regrouped_parameters(self) -> None:
         """Build anew if parameters were added, removed or replaced in ``param_groups`` by hand.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -181,6 +181,10 @@ class FlatGroup:
         """Return slot ``index`` of a buffer laid out like the parameters, with the parameter's shape and strides."""
         return self.slots[index].view(flat)
 
+    def state_shape(self, name: str, index: int) -> tuple[int, ...]:
+        """Return the shape that state ``name`` of slot ``index`` has for one replica."""
+        return self.slots[index].shape
+
     def step_count(self, index: int) -> Tensor:
         """Return the step count of slot ``index``: one number, or [replicas] where each has its own state."""
         return self.steps.view(-1, len(self.slots))[:, index] if self._has_separate_states else self.steps[index]
@@ -245,12 +249,18 @@ class FlatGroup:
 
 
 def flat_groups_of(
-    rule: str, buckets: Buckets, groups: Sequence[int], group_count: int, options: Options, *, shares_state: bool
+    make: Callable[..., FlatGroup],
+    buckets: Buckets,
+    groups: Sequence[int],
+    group_count: int,
+    options: Options,
+    *,
+    shares_state: bool,
 ) -> list[FlatGroup]:
     """Return a :class:`FlatGroup` for each flat buffer. Those on one device share one hyperparameter table.
 
     Args:
-        rule: the update rule.
+        make: called with the arguments of :class:`FlatGroup` after the rule, makes one.
         buckets: the parameters in their flat buffers.
         groups: the number of the parameter group of each of ``buckets.params``.
         group_count: how many parameter groups there are; the table has a row for each replica and group.
@@ -269,8 +279,7 @@ def flat_groups_of(
         if flat.device not in tables:
             tables[flat.device] = HyperTable((buckets.replicas or 1) * group_count, flat.device)
         made.append(
-            FlatGroup(
-                rule,
+            make(
                 flat,
                 master,
                 [[buckets.params[index] for index in members] for members in tied.values()],

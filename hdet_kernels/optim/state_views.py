@@ -24,7 +24,6 @@ MASTER = "master"
 class StatefulOptimizer(Protocol):
     """The attributes of an optimizer that :class:`StateViews` needs."""
 
-    shows_step: ClassVar[bool]
     eager_state: ClassVar[bool]
     options: Options
     param_groups: list[dict[str, Any]]
@@ -33,6 +32,8 @@ class StatefulOptimizer(Protocol):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]: ...
 
     def initial_state(self, name: str, group: dict[str, Any]) -> float: ...
+
+    def shows_step_of(self, group: dict[str, Any]) -> bool: ...
 
 
 class StateViews:
@@ -153,9 +154,10 @@ class StateViews:
         for flat in self.flat_groups:
             for index, tied in enumerate(flat.params):
                 given = self._given_entry(tied)
-                names = self.optimizer.state_names(self.optimizer.param_groups[flat.groups[index]]) if given else ()
+                group = self.optimizer.param_groups[flat.groups[index]]
+                names = self.optimizer.state_names(group) if given else ()
                 needed = [name for name in names if name not in OPTIONAL_STATES]
-                needed += ["step"] if given and self.optimizer.shows_step else []
+                needed += ["step"] if given and self.optimizer.shows_step_of(group) else []
                 needed += [scale_name(name) for name in flat.states if is_coded(given.get(name))]
                 missing = [name for name in needed if given.get(name) is None]
                 if missing:
@@ -168,8 +170,11 @@ class StateViews:
         return next((self.optimizer.state[p] for p in tied if self.optimizer.state.get(p)), {})
 
     def _has_state_per_replica(self, flat: FlatGroup, index: int) -> bool:
-        given, own_shape = self._given_entry(flat.params[index]), flat.slots[index].shape
-        return any(isinstance(given.get(name), Tensor) and given[name].shape != own_shape for name in flat.states)
+        given = self._given_entry(flat.params[index])
+        return any(
+            isinstance(given.get(name), Tensor) and given[name].shape != flat.state_shape(name, index)
+            for name in flat.states
+        )
 
     def _is_replaced(self, param: Tensor) -> bool:
         return self.optimizer.state.get(param) is not self._entries.get(param)
@@ -182,7 +187,8 @@ class StateViews:
         flat.slots_without_entry.discard(index)
         optimizer = self.optimizer
         # Stochastic rounding depends on the step count, so every rule's checkpoint needs it then.
-        counted = optimizer.shows_step or optimizer.options.rounds_stochastically
+        counted = optimizer.options.rounds_stochastically
+        counted = counted or optimizer.shows_step_of(optimizer.param_groups[flat.groups[index]])
         shown: dict[str, Tensor] = {"step": flat.step_count(index)} if counted else {}
         for name in names:
             shown[name] = flat.view(flat.state_buffer(name), index)
