@@ -93,12 +93,13 @@ class Payload:
         return [[*self.all_params, *others]]
 
     @contextlib.contextmanager
-    def restore_on_failure(self, plan: Plan) -> Iterator[None]:
+    def restore_on_failure(self, plan: Plan, *, written_last: bool) -> Iterator[None]:
         """Restore the tensors that are averaged in full, and the integers, if the block raises.
 
-        Compressed parameters need no copy: they are written after the last collective.
+        What is written after the last collective needs no copy: compressed parameters, and with ``written_last`` all
+        that is averaged in full.
         """
-        in_full = itertools.chain.from_iterable(self.regions_in_full(plan))
+        in_full = () if written_last else itertools.chain.from_iterable(self.regions_in_full(plan))
         changed = [*in_full, *(self.integers if plan.integers else ())]
         backups = [tensor.clone() for tensor in changed]
         try:
