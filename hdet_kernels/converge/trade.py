@@ -44,41 +44,56 @@ class Trade:
     operating system can take longer than the average itself.
 
     Args:
-        transport: the replicas, the size of the buckets, and how these are packed.
+        transport: the size of the buckets, and how these are packed.
+        ensemble: that of the transport.
+
+    Attributes:
+        norm: of the means that the latest average was to measure; None before the first one.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, ensemble: Trading) -> None:
+        self.norm: float | None = None
+        self._transport, self._ensemble = transport, ensemble
         self._staging = Staging()
         self._memory: list[Tensor] = []
 
     def fits(self, regions: Regions) -> bool:
         """Return whether all of these tensors can be averaged here. The same on all processes."""
-        ensemble = self._transport.ensemble
-        if not isinstance(ensemble, Trading) or ensemble.processes == 1:
-            return False
-        return all(ensemble.trades(tensor.device) for region in regions for tensor in region)
+        devices = {tensor.device for region in regions for tensor in region}
+        return self._ensemble.processes > 1 and all(map(self._ensemble.trades, devices))
 
     def average(
-        self, regions: Regions, included: NDArray[np.bool_], *, rescaled: bool
+        self, regions: Regions, included: NDArray[np.bool_], *, rescaled: bool, measured: int
     ) -> tuple[Cost, Callable[[], None]]:
         """Exchange the means over the ``included`` replicas, [replicas]. Collective. Writes to none of the tensors.
 
-        The arguments are those of :meth:`.transport.Transport.average`.
+        Args:
+            regions, included, rescaled: see :meth:`.transport.Transport.average`.
+            measured: the number of tensors, counted from the first, whose means :attr:`norm` is the norm of.
 
         Returns:
             The cost, in which a bucket counts as one collective, and a function that writes the means to the tensors.
             That takes no other process, and once begun it is completed even if it is interrupted.
         """
         transport = self._transport
-        buckets = [found for region in regions for found in transport.cut([region], self._bucket_bytes(region))]
+        buckets: list[tuple[Sequence[Tensor], Bucket]] = []
+        lengths = []  # of the part of each bucket that is measured, which is at its start
+        for region in regions:
+            for _, bucket in transport.cut([region], self._bucket_bytes(region)):
+                buckets.append((region, bucket))
+                lengths.append(sum(piece.stop - piece.start for piece in bucket.pieces if piece.index < measured))
+            measured -= len(region)
+        if not buckets:
+            return Cost(), lambda: None
         mean = Mean.over(included, transport.ensemble, torch.device("cpu"), rescaled=rescaled)
         memory, self._memory = self._memory_for([bucket for _, bucket in buckets]), []
-        cost = run_transfers(self._transfers(buckets, memory, included, mean))
-        self._confirm()
+        squares: list[Tensor] = []
+        cost = run_transfers(self._transfers(buckets, memory, lengths, included, mean, squares))
+        total = self._confirm(math.fsum(map(float, squares)))
         self._memory = memory  # kept only now: after a failure something might still be written to it
 
         divisor = mean.after if _divided_last(mean) else 1.0
+        self.norm = math.sqrt(total) / divisor
 
         def write() -> None:
             missing = list(zip(buckets, memory, strict=True))
@@ -100,7 +115,7 @@ class Trade:
 
     def _memory_for(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Return memory for the mean of each bucket: that of the last average where it fits."""
-        processes, found = self._transport.ensemble.processes, []
+        processes, found = self._ensemble.processes, []
         for bucket, known in itertools.zip_longest(buckets, self._memory[: len(buckets)]):
             size = -(-bucket.numel // processes) * processes
             fits = known is not None and (known.numel(), known.dtype) == (size, bucket.dtype)
@@ -111,22 +126,34 @@ class Trade:
         self,
         buckets: Sequence[tuple[Sequence[Tensor], Bucket]],
         memory: Sequence[Tensor],
+        lengths: Sequence[int],
         included: NDArray[np.bool_],
         mean: Mean,
+        squares: list[Tensor],
     ) -> Iterator[tuple[Transfer, int]]:
         """Yield the transfer of every bucket, and its bytes."""
-        ensemble = self._transport.ensemble
-        contributors = np.flatnonzero(included.reshape(ensemble.processes, -1).any(axis=1)).tolist()
-        for (region, bucket), room in zip(buckets, memory, strict=True):
+        contributors = np.flatnonzero(included.reshape(self._ensemble.processes, -1).any(axis=1)).tolist()
+        for (region, bucket), room, length in zip(buckets, memory, lengths, strict=True):
+
+            def measure(means: Tensor, start: int, length: int = length) -> None:
+                if start < length:
+                    squares.append(self._transport.checksum_of_one([means[: length - start]], means.device) ** 2)
+
             # The scale divides what is sent, so that it has to be packed then.
             whole = self._transport.in_place(region, bucket) if mean.scale == 1 else None
             if whole is None:
-                yield self._packed(region, bucket, mean, contributors, room), bucket.nbytes
+                yield self._packed(region, bucket, mean, contributors, room, measure), bucket.nbytes
             else:
-                yield self._rounds(whole, mean, contributors, room), bucket.nbytes
+                yield self._rounds(whole, mean, contributors, room, measure), bucket.nbytes
 
     def _packed(
-        self, region: Sequence[Tensor], bucket: Bucket, mean: Mean, contributors: Sequence[int], room: Tensor
+        self,
+        region: Sequence[Tensor],
+        bucket: Bucket,
+        mean: Mean,
+        contributors: Sequence[int],
+        room: Tensor,
+        measure: Callable[[Tensor, int], None],
     ) -> Transfer:
         with self._staging.buffer(bucket) as packed:
             if mean.scale == 1:
@@ -134,9 +161,16 @@ class Trade:
                 packer.pack(tensors, packed, mean.included)
             else:
                 pack_scaled(region, bucket, mean, packed)
-            yield from self._rounds(packed, mean, contributors, room)
+            yield from self._rounds(packed, mean, contributors, room, measure)
 
-    def _rounds(self, own: Tensor, mean: Mean, contributors: Sequence[int], room: Tensor) -> Transfer:
+    def _rounds(
+        self,
+        own: Tensor,
+        mean: Mean,
+        contributors: Sequence[int],
+        room: Tensor,
+        measure: Callable[[Tensor, int], None],
+    ) -> Transfer:
         """Exchange one bucket: every process receives what is added to its shard, then the means of all shards.
 
         Args:
@@ -144,10 +178,9 @@ class Trade:
             mean: how the mean is computed.
             contributors: the processes that add to it.
             room: memory for the mean, with places of equal size for the shards.
+            measure: takes the means of the shard of this process, and where in the bucket they start.
         """
-        ensemble = self._transport.ensemble
-        if not isinstance(ensemble, Trading):
-            raise TypeError(f"{ensemble} does not pass messages between single processes")
+        ensemble = self._ensemble
         places = room.view(ensemble.processes, -1)
         sizes = _shard_sizes(own.numel(), ensemble.processes)
         size, here = sizes[ensemble.process], ensemble.process
@@ -162,14 +195,19 @@ class Trade:
             divide_within_range(means[here], mean.after)
         elif not _divided_last(mean):
             means[here].div_(mean.after)
+        measure(means[here], sum(sizes[:here]))
         yield ensemble.trade([means[here]] * ensemble.processes, means)
 
-    def _confirm(self) -> None:
-        """Wait until everything has arrived on all processes. Otherwise one might write what another never received."""
-        ensemble = self._transport.ensemble
-        if isinstance(ensemble, Trading):
-            sent, received = torch.zeros(1), torch.zeros(ensemble.processes, 1)
-            ensemble.trade([sent] * ensemble.processes, list(received)).wait()
+    def _confirm(self, own: float) -> float:
+        """Wait until everything has arrived on all processes; return the sum of the ``own`` numbers of all.
+
+        Without that one process might write what another never received.
+        """
+        ensemble = self._ensemble
+        sent = torch.tensor([own], dtype=torch.float64, device="cpu")
+        received = sent.repeat(ensemble.processes, 1)
+        ensemble.trade([sent] * ensemble.processes, list(received)).wait()
+        return float(received.sum())
 
     def _write(self, region: Sequence[Tensor], bucket: Bucket, means: Tensor, divisor: float) -> None:
         whole = self._transport.in_place(region, bucket)
