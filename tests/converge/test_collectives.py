@@ -348,4 +348,4 @@ def _stateless(rank: int, ours: bool) -> list[str]:
 def test_plain_sgd_has_no_state_to_bring_along() -> None:
     found = Cases(2, _stateless, [(False,), (True,)])
     for case in found.cases:
-        assert found[case] == [["all_gather", "all_reduce"]] * 2
+        assert found[case] == [["all_gather", *BUCKET_OF_TWO]] * 2
