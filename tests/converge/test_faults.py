@@ -155,22 +155,23 @@ def check_refused(result: dict[str, Any]) -> None:
 
 
 def sabotage(number: int, act: Callable[[], None], instead: bool) -> None:
-    """Act in this process after its ``number``-th all_reduce from now on is finished, or instead of it."""
-    original = dist.all_reduce
+    """Act in this process after its ``number``-th all_reduce or trade from now on is finished, or instead of it."""
     calls = itertools.count(1)
+    places: tuple[tuple[Any, str], ...] = ((dist, "all_reduce"), (hk.ProcessEnsemble, "trade"))
+    for place, name in places:
 
-    def all_reduce(*args: Any, **keywords: Any) -> Any:
-        here = next(calls) == number
-        if here and instead:
-            act()
-        work = original(*args, **keywords)
-        if here:
-            if work is not None:
-                work.wait()
-            act()
-        return work
+        def collective(*args: Any, original: Any = getattr(place, name), **keywords: Any) -> Any:
+            here = next(calls) == number
+            if here and instead:
+                act()
+            work = original(*args, **keywords)
+            if here:
+                if work is not None:
+                    work.wait()
+                act()
+            return work
 
-    dist.all_reduce = all_reduce
+        setattr(place, name, collective)
 
 
 def end_process() -> None:
