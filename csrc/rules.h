@@ -243,6 +243,7 @@ template <typename T>
 struct Muon {
   static constexpr int kFewestStates = 0;
   static constexpr int kMostStates = 1;
+  static constexpr bool kSignedFirst = true;
   T factor, keep, lr, take;
   int states;
   bool nesterov;

@@ -16,6 +16,7 @@ from torch import Tensor
 from hdet_kernels import ops
 from hdet_kernels.ops.backends import chosen, resolve
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
+from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK, block_count
 from hdet_kernels.ops.newton_schulz import normalise_rows_, orthogonalise_
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.optim.flat_group import FlatGroup
@@ -107,7 +108,7 @@ class MuonGroup(FlatGroup):
 
     def _lay_out(self, shares_state: bool) -> None:
         super()._lay_out(shares_state)
-        self.states[ROW_SQUARES] = None
+        self.states[ROW_SQUARES] = self.scales[ROW_SQUARES] = None
         self._pieces: list[Piece] = []
         self._settings: list[Orthogonal] = []
         ends = np.cumsum([0, *(slot.shape[0] for slot in self.slots)])
@@ -151,7 +152,7 @@ class MuonGroup(FlatGroup):
         # On the device, so that a captured graph reads the hyperparameters of its replay.
         torch.index_select(self.table.tensor, 0, self._row_of_slot, out=self._own_rows)
         self._own_rows.mul_(self._row_factors)
-        if self.options.stochastic_rounding:
+        if self.options.rounds_stochastically:
             self._push_steps.copy_(self.steps)
         for piece in self._pieces:
             self._step_piece(piece, grads, scalars)
@@ -239,6 +240,10 @@ class MuonGroup(FlatGroup):
         per_replica = self.table.tensor.shape[0] // (self.replicas or 1)
         momentum = self.state_buffer("momentum_buffer")
         momentum = momentum.view(-1, momentum.shape[-1])
+        scales = self.scales["momentum_buffer"]
+        scales = None if scales is None else scales.view(-1, scales.shape[-1])
+        first, last = self._first_scales[part.start], self._first_scales[part.stop - 1] + block_count(slots[-1].numel)
+        last += -last % BLOCKS_PER_CHUNK
         push_counts = self._push_steps.view(-1, len(self.slots))
         options = self.options
         push = []
@@ -258,6 +263,7 @@ class MuonGroup(FlatGroup):
                     # A momentum in bfloat16 is rounded at random, and with it the update, by less than it is anyway.
                     stochastic_rounding=options.stochastic_rounding and momentum.dtype == torch.bfloat16,
                     backend=options.backend,
+                    scales=() if scales is None else [scales[replica, first:last]],
                 )
             )
         shared = self.replicas is not None and not self._has_separate_states and self.replicas > 1
