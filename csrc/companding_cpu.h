@@ -20,14 +20,16 @@ HDET_WIDEST inline uint32_t largest_bits(const float* __restrict values, int cou
   return largest;
 }
 
-// Words of random bits for `count` pairs of neighbours from pair `first` on. Noise::word has the same bits; here the
-// upper half of the number of a pair is told from the lower one, which keeps all arithmetic in 32 bits.
+// The words of random bits of `count` quads of neighbours from quad `first` on, two for each. Noise::word has the same
+// bits; here the upper half of the number of a quad is told from the lower one, which keeps its arithmetic in 32 bits.
 HDET_WIDEST inline void random_words(const Noise noise, uint32_t stream, uint64_t first, int count,
                                      uint32_t* __restrict words) {
   const auto low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 32);
   for (int i = 0; i < count; ++i) {
-    const uint32_t pair = low + static_cast<uint32_t>(i);
-    words[i] = mix(mix(pair ^ noise.key) + (pair < low ? high + 1 : high) + stream * kGolden);
+    const uint32_t quad = low + static_cast<uint32_t>(i);
+    const Noise::Words both = Noise::words(mix(quad ^ noise.key) + (quad < low ? high + 1 : high), stream);
+    words[2 * i] = both.first;
+    words[2 * i + 1] = both.second;
   }
 }
 
@@ -35,7 +37,7 @@ template <bool kSigned>
 HDET_WIDEST void encode_block(const float* __restrict values, float inverse, const uint16_t* __restrict noise,
                               int count, uint8_t* __restrict codes) {
   for (int i = 0; i < count; ++i)
-    codes[i] = encoded<kSigned>(values[i], inverse, static_cast<float>(static_cast<int>(noise[i])) + 0.5f);
+    codes[i] = encoded<kSigned>(values[i], inverse, (static_cast<float>(static_cast<int>(noise[i])) + 0.5f) * 0x1p-16f);
 }
 
 // Decodes elements at .. at + count of a state, the first of which begins the block with scale scales[0].
@@ -51,16 +53,18 @@ inline void load_codes(const void* stored, const float* scales, bool is_signed, 
 // Encodes what load_codes decodes, rounding stochastically.
 inline void store_codes(const float* values, void* stored, float* scales, bool is_signed, int64_t at, int64_t count,
                         const Noise& noise, uint32_t stream) {
-  uint32_t words[kStateBlock / 2 + 1];
-  const auto* halves = reinterpret_cast<const uint16_t*>(words);  // the low half is for the even position
+  uint32_t words[kStateBlock / 2 + 2];
+  const auto* halves = reinterpret_cast<const uint16_t*>(words);  // the low half of a word comes first
   auto* codes = static_cast<uint8_t*>(stored) + at;
   for (int64_t done = 0; done < count; done += kStateBlock) {
     const int here = static_cast<int>(std::min(kStateBlock, count - done));
-    const int64_t odd = (at + done) & 1;
-    random_words(noise, stream, static_cast<uint64_t>(at + done) >> 1, static_cast<int>(odd + here + 1) / 2, words);
-    const float scale = scale_of(largest_bits(values + done, here));
+    const int64_t skipped = (at + done) & 3;
+    random_words(noise, stream, static_cast<uint64_t>(at + done) >> 2, static_cast<int>(skipped + here + 3) / 4, words);
+    const uint32_t largest = largest_bits(values + done, here);
+    const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);
+    const float inverse = is_signed ? inverse_of<true>(scale) : inverse_of<false>(scale);
     const auto encode = is_signed ? encode_block<true> : encode_block<false>;
-    encode(values + done, inverse_of(scale), halves + odd, here, codes + done);
+    encode(values + done, inverse, halves + skipped, here, codes + done);
     scales[done / kStateBlock] = scale;
   }
 }

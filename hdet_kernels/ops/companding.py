@@ -1,7 +1,7 @@
 """Optimizer state in 8 bits, in plain torch: codes of one byte, and a float32 scale for every block of them.
 
-A *block* is :data:`BLOCK` consecutive elements of a slot, in memory order; the last one may be shorter. Its scale is
-its largest magnitude. With x = value/scale, the code stands for a level between 0 and 1, and the levels are denser
+A *block* is :data:`BLOCK` consecutive elements of a slot, in memory order; the last one may be shorter. Its scale is its
+largest magnitude. With x = value/scale, the code stands for a level between 0 and 1, and the levels are denser
 towards 0 (companding), because the magnitudes in one block span many orders:
 
 ======== ================================ =========== =====================
@@ -15,9 +15,10 @@ A step rounds to one of the two neighbouring levels with the probabilities that 
 that changes by a thousandth of itself at every step would stand still if it were rounded to nearest. A second moment
 above zero never gets code 0: a parameter whose first moment is not zero would be divided by ε alone.
 
-A block whose largest magnitude is less than the smallest normal float32 gets scale 0 and decodes to zeros. A block with
-a value that is not finite gets scale NaN and decodes to NaN everywhere, so that the failure is seen.
-``csrc/companding.h`` has the same functions.
+Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴. Those units and their inverses
+must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets scale NaN and
+decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to zeros.
+``csrc/companding.h`` and ``triton_companding.py`` have the same functions.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ BLOCKS_PER_CHUNK = CHUNK // BLOCK
 #: States that can be negative. All others are sums of squares.
 SIGNED_STATES = frozenset({"momentum_buffer", "exp_avg"})
 
-#: In place of 16 random bits plus ½: rounding to nearest.
-NEAREST = 32768.0
+#: In place of a uniform random number: rounding to nearest.
+NEAREST = 0.5
 
-_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+#: By whether the state is signed, the level of the scale, rounded to float32, and the smallest scale.
+TOP = {True: 127.0**2, False: 4228250624.0}
+SMALLEST_SCALE = {True: 2.0**-112, False: 2.0**-94}
 
 
 def block_count(numel: int) -> int:
@@ -66,11 +69,11 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
         scales: float32 [blocks of n], or [replicas, blocks of n].
         signed: Whether the state can be negative.
     """
-    own = scales.repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
+    unit = (scales * (1 / TOP[signed])).repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
     if not signed:
-        return _level(codes.float(), signed) * own
+        return _level(codes.float(), signed) * unit
     steps = codes.float() - 128
-    return torch.where(steps < 0, -_level(steps, signed), _level(steps, signed)) * own
+    return steps * steps.abs() * unit
 
 
 def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tuple[Tensor, Tensor]:
@@ -87,23 +90,23 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     count = values.shape[-1]
     padded = torch.nn.functional.pad(values, (0, -count % BLOCK)).unflatten(-1, (-1, BLOCK))
     largest = padded.abs().amax(-1)  # NaN where a value is
-    scales = torch.where(largest < _SMALLEST_NORMAL, 0.0, torch.where(largest.isfinite(), largest, torch.nan))
-    inverse = torch.where(scales > 0, 1 / scales, 0.0).repeat_interleave(BLOCK, dim=-1)[..., :count]
+    scales = torch.where(largest.isfinite(), largest.clamp(min=SMALLEST_SCALE[signed]), torch.nan)
+    inverse = (TOP[signed] / scales).repeat_interleave(BLOCK, dim=-1)[..., :count]
     x = values.abs() * inverse
-    x = torch.where(x < 1, x, 1.0)  # also where it is NaN
-    root = x.sqrt()
-    below = ((root if signed else root.sqrt()) * (127 if signed else 255)).floor()
-    low, high = _level(below, signed), _level(below + 1, signed)
-    threshold = noise if isinstance(noise, float) else noise.float() + 0.5
-    up = (x - low) * 65536 > threshold * (high - low)
+    x = torch.where(x < TOP[signed], x, TOP[signed])  # also where it is NaN
     if not signed:
-        return torch.where(up | ((below == 0) & (x > 0)), below + 1, below).to(torch.uint8), scales
-    steps = below + up
+        x = torch.where((x > 0) & (x < 1), 1.0, x)
+    root = x.sqrt()
+    below = (root if signed else root.sqrt()).floor()
+    low, high = _level(below, signed), _level(below + 1, signed)
+    uniform = noise if isinstance(noise, float) else (noise.float() + 0.5) * 2.0**-16
+    steps = below + (uniform * (high - low) < x - low)
+    if not signed:
+        return steps.to(torch.uint8), scales
     return (128 + torch.where(values < 0, -steps, steps)).to(torch.uint8), scales
 
 
 def _level(steps: Tensor, signed: bool) -> Tensor:
-    """Return the level of ``steps`` steps above 0, as a part of the scale."""
-    part = steps * (1 / 127 if signed else 1 / 255)
-    square = part * part
+    """Return the level of ``steps`` steps above 0, a whole number."""
+    square = steps * steps
     return square if signed else square * square

@@ -13,6 +13,7 @@ from hdet_kernels.ops import Scalars
 from hdet_kernels.ops.chunks import CHUNK
 from hdet_kernels.ops.companding import BLOCK, BLOCKS_PER_CHUNK, SIGNED_STATES, block_count, decode, first_scales
 from tests.ops.cases import (
+    BACKENDS,
     BF16,
     FP16,
     FP32,
@@ -20,15 +21,16 @@ from tests.ops.cases import (
     Case,
     Precision,
     assert_same,
-    available,
+    interpreted,
     make_case,
     make_table,
     naming,
+    share,
 )
 from tests.optim.cases import choose_backends
 
-CODED = [available("torch", "cpu"), available("cpp", "cpu")]
-COMPILED = [available("cpp", "cpu")]
+CODED = [backend for backend in BACKENDS if backend.id != "torch-cuda"]
+COMPILED = [backend for backend in CODED if backend.id != "torch-cpu"]
 
 # A block that ends inside of a chunk, an odd position, an empty slot, whole chunks, a chunk that lacks an element.
 SIZES = (BLOCK + 1, 3, 0, CHUNK, 2 * CHUNK - 1)

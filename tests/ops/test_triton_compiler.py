@@ -269,7 +269,7 @@ def _round_at(values, rounded, where):
     offset = tl.load(where)
     lanes = tl.arange(0, 64)
     at = offset + lanes
-    base = random_base(at >> 1, key_of(tl.load(where + 1).to(tl.float64), tl.load(where + 2).to(tl.float64)))
+    base = random_base(at >> 2, key_of(tl.load(where + 1).to(tl.float64), tl.load(where + 2).to(tl.float64)))
     write(rounded - offset, at, tl.load(values + lanes), lanes < 64, base, 3, True)
 
 
