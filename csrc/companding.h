@@ -92,10 +92,11 @@ HDET_BOTH float exact_level(float value, float inverse) {
   const float x = fabsf(value) * inverse;
 #ifdef __CUDA_ARCH__
   const float y = fminf(x, kTop<kSigned>);
+  return !kSigned && y > 0 ? fmaxf(y, 1.0f) : y;
 #else
   const float y = x < kTop<kSigned> ? x : kTop<kSigned>;
-#endif
   return !kSigned && y > 0 && y < 1 ? 1.0f : y;
+#endif
 }
 
 // Rounds a value to a neighbouring level, up with a probability equal to its distance from the lower one, given a
@@ -111,7 +112,11 @@ HDET_BOTH float steps_of(float value, float inverse, float uniform) {
   // The difference of two squares is 2c + 1, exactly.
   const float width = kSigned ? below + (below + 1) : level<kSigned>(below + 1) - low;
   const float steps = uniform * width < x - low ? below + 1 : below;
+#ifdef __CUDA_ARCH__
+  return kSigned ? copysignf(steps, value) : steps;
+#else
   return kSigned && value < 0 ? -steps : steps;
+#endif
 }
 
 template <bool kSigned>

@@ -85,9 +85,16 @@ HDET_BOTH float float_of_bf16(uint16_t bits) { return bits_as<float>(static_cast
 
 // Rounds float32 to bf16, up with a probability equal to the fraction that is cut off, given 16 uniform random bits.
 HDET_BOTH BFloat16 round_stochastically(float value, uint32_t noise) {
+#ifdef __CUDA_ARCH__
+  // The arithmetic of a GPU has one NaN, 0x7fffffff, to which nothing can be added. As whole numbers, all other floats
+  // are less than 0x7fc00000, and infinity plus the noise is still infinity above the bits that are cut off.
+  const int least = min(__float_as_int(value), 0x7fc00000);
+  return bits_as<BFloat16>(static_cast<uint16_t>((static_cast<uint32_t>(least) + noise) >> 16));
+#else
   const auto bits = bits_as<uint32_t>(value);
   if ((bits & 0x7f800000u) == 0x7f800000u) return BFloat16(value);
   return bits_as<BFloat16>(static_cast<uint16_t>((bits + noise) >> 16));
+#endif
 }
 
 // The full value of a parameter: its master, if the parameter is the master's rounding bit for bit. If it is not, other

@@ -6,7 +6,8 @@
 // states by the gradient and returns a direction, and `move` applies it to one parameter. Replicas that share a
 // gradient share the push of replica 0, and each moves by numbers of its own. T is the type of the arithmetic: double
 // for double, float for all others. kShort says that results are stored in 16 bits: then the last two of a quotient's
-// 24 bits may be wrong, which takes a third of the instructions on a GPU.
+// 24 bits may be wrong, which takes a third of the instructions on a GPU. kShortest: so are the states, in 8 bits, and
+// numbers below 2⁻¹²⁶ count as 0 in quotients and roots.
 #pragma once
 
 #include <cmath>
@@ -46,17 +47,29 @@ HDET_BOTH Moment advanced(Rule rule, const Row& row, float& steps, const float* 
   return {rule, t, first, gradient_factor(row, grad_scale, norm)};
 }
 
-template <bool kShort, typename T>
+inline constexpr int kShortest = 2;
+
+template <int kShort, typename T>
 HDET_BOTH T quotient(T a, T b) {
 #ifdef __CUDA_ARCH__
+  if constexpr (kShort == kShortest && sizeof(T) == 4) {
+    float y;
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
   if constexpr (kShort && sizeof(T) == 4) return __fdividef(a, b);
 #endif
   return a / b;
 }
 
-template <bool kShort, typename T>
+template <int kShort, typename T>
 HDET_BOTH T root(T x) {
 #ifdef __CUDA_ARCH__
+  if constexpr (kShort == kShortest && sizeof(T) == 4) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
   if constexpr (kShort && sizeof(T) == 4) {
     float y;
     asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -95,7 +108,7 @@ struct Sgd {
             row.nesterov != 0};
   }
 
-  template <int kStates, bool kShort>
+  template <int kStates, int kShort>
   HDET_BOTH Push<T> push(T theta, T g, T* state) const {
     g *= factor;
     if constexpr (kStates == 1) {
@@ -107,7 +120,7 @@ struct Sgd {
   }
 
   // Without a state, each replica can have a weight decay of its own.
-  template <int kStates, bool kShort>
+  template <int kStates, int kShort>
   HDET_BOTH T move(T theta, const Push<T>& push) const {
     return theta - lr * (kStates == 0 ? with_l2(theta, push.direction) : push.direction);
   }
@@ -141,7 +154,7 @@ struct Adam {
             row.amsgrad != 0 ? 3 : 2};
   }
 
-  template <int kStates, bool kShort>
+  template <int kStates, int kShort>
   HDET_BOTH Push<T> push(T theta, T g, T* state) const {
     g *= factor;
     if (l2 != 0) g += l2 * theta;
@@ -156,7 +169,7 @@ struct Adam {
     return {state[0], root<kShort>(second)};
   }
 
-  template <int kStates, bool kShort>
+  template <int kStates, int kShort>
   HDET_BOTH T move(T theta, const Push<T>& push) const {
     return theta * keep - size * quotient<kShort>(push.direction, push.root * per_root + eps);
   }
@@ -175,7 +188,7 @@ struct Adagrad {
             static_cast<T>(row.lr / (1 + (now.t - 1) * row.lr_decay)), static_cast<T>(row.eps), 1};
   }
 
-  template <int kStates, bool kShort>
+  template <int kStates, int kShort>
   HDET_BOTH Push<T> push(T theta, T g, T* state) const {
     g *= factor;
     if (decay != 0) g += decay * theta;
@@ -183,7 +196,7 @@ struct Adagrad {
     return {g, root<kShort>(state[0])};
   }
 
-  template <int kStates, bool kShort>
+  template <int kStates, int kShort>
   HDET_BOTH T move(T theta, const Push<T>& push) const {
     return theta - size * quotient<kShort>(push.direction, push.root + eps);
   }
@@ -208,7 +221,7 @@ struct Lion {
             1};
   }
 
-  template <int kStates, bool kShort>
+  template <int kStates, int kShort>
   HDET_BOTH Push<T> push(T theta, T g, T* state) const {
     g *= factor;
     const T blend = keep1 * state[0] + take1 * g;
@@ -217,7 +230,7 @@ struct Lion {
     return {blend > 0 ? T(1) : blend < 0 ? T(-1) : blend, T(1)};
   }
 
-  template <int kStates, bool kShort>
+  template <int kStates, int kShort>
   HDET_BOTH T move(T theta, const Push<T>& push) const {
     return theta * keep - lr * push.direction;
   }

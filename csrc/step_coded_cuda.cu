@@ -12,6 +12,8 @@ constexpr int kWarp = 32;
 constexpr int kCodesPerThread = static_cast<int>(kStateBlock) / kWarp;
 // A warp steps two of the eight blocks of a full chunk, one after the other.
 constexpr int kWarps = 4;
+// The registers of AdamW allow six thread blocks on a multiprocessor, whose loads are 36 KiB in flight.
+constexpr int kThreadBlocks = 6;
 // Replicas that share a gradient: those whose parameters are loaded before the first is stored.
 constexpr int kRowsInFlight = 2;
 
@@ -107,7 +109,7 @@ struct SharedCodes {
     for (int k = 0; k < kStates; ++k) codes[k].bytes = fetch<Pack<uint8_t, kWidth>>(from.states[k] + at);
   }
 
-  template <bool kShort>
+  template <int kShort>
   __device__ __forceinline__ void push(const R& rule, const Parameters<Store, kWidth>& parameters, GradientType type,
                                        const float (&scales)[kCount], Push<float> (&pushes)[kWidth]) {
     decode<0>(scales);
@@ -124,9 +126,12 @@ struct SharedCodes {
     }
   }
 
+  // The largest of `others` and the magnitude_bits of state k. A sum of squares has no sign, and the NaN of a GPU's
+  // arithmetic has none either.
   __device__ __forceinline__ uint32_t largest(int k, uint32_t others) const {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) others = max(others, magnitude_bits(states[k][j]));
+    for (int j = 0; j < kWidth; ++j)
+      others = max(others, is_signed(k) ? magnitude_bits(states[k][j]) : __float_as_uint(states[k][j]));
     return others;
   }
 
@@ -158,7 +163,7 @@ struct BlockStep {
   using Shared = SharedCodes<kStates, kWidth, Store, R>;
   static constexpr int kCount = Shared<1>::kCount;
   static constexpr bool kShared = kTogether > 1;
-  static constexpr bool kShort = sizeof(typename Store::Param) == 2 && !Store::kHasMaster;
+  static constexpr int kShort = sizeof(typename Store::Param) == 2 && !Store::kHasMaster ? kShortest : 0;
   const Work& work;
   const Buffers<Store>& buffers;
   const Prepared<R>& own;
@@ -309,7 +314,7 @@ __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store
 }
 
 template <int kTogether, typename Store, typename R>
-__global__ void __launch_bounds__(kWarps * kWarp)
+__global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMaster ? 1 : kThreadBlocks)
     walk_codes(const Work work, const Prepared<R>* __restrict__ prepared) {
   const Chunk chunk = work.chunks[blockIdx.x];
   const Gradient gradient = work.gradients[chunk.slot];
