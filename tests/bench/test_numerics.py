@@ -18,7 +18,7 @@ RECORD = Path(__file__).parents[2] / "bench" / "results" / "numerics_cpu.json"
 
 
 #: Precisions of ``make test``; the others are compared with these by ``make test-full``.
-QUICK = ("fp32", "bf16, master", "bf16, stochastic rounding", "bf16, master, state bf16")
+QUICK = ("fp32", "bf16, master", "bf16, stochastic rounding", "bf16, master, state bf16", "fp32, state int8")
 
 
 def check(found: dict[str, dict[str, float]]) -> None:
