@@ -17,9 +17,15 @@ import torch
 from hdet_kernels.ops import backends
 from tests.ops.cases import available
 
-pytest.importorskip("triton", reason=f"triton: {backends.backends()['triton']}")
+triton = pytest.importorskip("triton", reason=f"triton: {backends.backends()['triton']}")
 
-from hdet_kernels.ops.triton_gram import gram
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from hdet_kernels.ops import triton_gram  # noqa: E402
+
+# By compute capability (A100, H100 and H200, B200), the instruction that multiplies.
+PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 
 
 @pytest.mark.parametrize("backend", [available("triton", "cuda"), available("triton", "cpu")])
@@ -29,10 +35,10 @@ def test_products_are_those_of_float64_and_symmetric(backend: tuple[str, str]) -
     for size, inner in ((1, 1), (40, 33)) if device == "cpu" else ((1, 1), (40, 33), (300, 130), (256, 512)):
         x = torch.randn(2, size, inner, generator=generator).to(device, torch.bfloat16)
         exact = x.double()
-        product = gram(x)
-        polynomial = gram(product, product, -0.75, 0.01)
+        product = triton_gram.gram(x)
+        polynomial = triton_gram.gram(product, product, -0.75, 0.01)
         of_product = product.double()
-        transposed = gram(x.mT.contiguous().mT)
+        transposed = triton_gram.gram(x.mT.contiguous().mT)
         assert torch.equal(product, product.mT)
         assert torch.equal(polynomial, polynomial.mT)
         assert torch.equal(transposed, product)
