@@ -35,7 +35,7 @@ def gpt2(layers: int, width: int) -> models.Shapes:
 def llama(layers: int, width: int) -> models.Shapes:
     """Return the matrices of the blocks of a Llama: a quarter of the heads for keys and values."""
     block: models.Shapes = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
-    return (block + [(4 * width, width), (4 * width, width), (width, 4 * width)]) * layers
+    return [*block, (4 * width, width), (4 * width, width), (width, 4 * width)] * layers
 
 
 # On the CPU they are small: without instructions for bfloat16, torch.optim.Muon takes seconds for a step.

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.tensor
 from torch import Tensor, nn
 
 import hdet_kernels as hk
@@ -181,6 +183,17 @@ def test_bad_arguments_are_refused_before_anything_moves() -> None:
     with pytest.raises(ValueError, match="eps of matrices cannot differ between replicas"):
         stepped(optimizer)
     assert len(optimizer.param_groups) == 2
+
+
+def test_shards_of_matrices_are_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        shard = torch.distributed.tensor.distribute_tensor(torch.ones(4, 3), mesh)
+        with pytest.raises(ValueError, match="is a shard, and Muon orthogonalises whole matrices"):
+            hk.FusedMuon([nn.Parameter(shard)])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on CPUs without products of bfloat16
