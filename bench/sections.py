@@ -17,6 +17,8 @@ GRADIENTS = {
     "swapped": "gradients in two sets of tensors by turns",
     "new": "gradients fresh from a backward pass",
 }
+# The bare loops of ``test_host_time.py``.
+LOOPS = {"gradients": "param.grad", "addresses": "param.grad.data_ptr()"}
 # Bytes of an element.
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -140,16 +142,20 @@ def _host_times(found: list[Entry]) -> str:
         column = f"{info['tensors']:,} tensor{'s' if info['tensors'] > 1 else ''}".replace(",", " ")
         column += ", until the device is done" if "is_done" in entry["name"] else ""
         columns += [column] if column not in columns else []
-        if params["way"] == "addresses":
-            row = "loop over `param.grad.data_ptr()` alone"
+        if params["way"] in LOOPS:
+            row = f"loop over `{LOOPS[params['way']]}` alone"
         elif not params["way"].startswith("hdet-"):
             row = TITLES[params["way"]]
         else:
             row = f"{TITLES[params['way']]}, {GRADIENTS[params['addresses']]}"
         rows.setdefault(row, {})[column] = short(info["us"])
     body = ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
+    heading = "Host time of a step"
     description = "Time in µs until `step()` returns, on an idle device, for AdamW in fp32."
-    return section_text("Host time of a step", description, records.sources(found), table_lines(["", *columns], body))
+    if records.device_of(found[0]) == "cpu":
+        heading += " on the CPU"
+        description += " It includes the update of the tensors, which have four elements each."
+    return section_text(heading, description, records.sources(found), table_lines(["", *columns], body))
 
 
 def _reductions(found: list[Entry]) -> str:
