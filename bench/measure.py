@@ -141,7 +141,7 @@ def take_turns(
             times[name].append(seconds_each(calls[name], device, iterations))
 
     benchmark.pedantic(turn, rounds=rounds(turns))
-    benchmark.extra_info["ways"] = {name: _summary(found) for name, found in times.items()}
+    benchmark.extra_info["ways"] = {name: summary(found) for name, found in times.items()}
     for name in calls:
         if name.startswith("hdet-"):
             benchmark.extra_info["ratio"] = found = ratio(times[name], times[against])
@@ -150,7 +150,8 @@ def take_turns(
     return times
 
 
-def _summary(times: Sequence[float]) -> dict[str, float]:
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Return the median and the best in milliseconds, and the distance of the quartiles as a share of the median."""
     median = statistics.median(times)
     low, high = _quartiles(times)
     return {"ms": median * 1e3, "best ms": min(times) * 1e3, "spread": (high - low) / median}

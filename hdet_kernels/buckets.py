@@ -62,10 +62,8 @@ __all__ = [
     "wide_dtype",
 ]
 
-#: Bytes of one collective. A 124 M-parameter fp32 model fits into one. Between two gloo ranks the size matters little:
-#: averaging 64 MB in place took 89 to 96 ms in buckets of 1 to 512 MiB (``bench/test_converge.py``). Packed, it took 89
-#: to 112 ms in buckets of 4 to 32 MiB, and 159 ms in one bucket, which leaves nothing to overlap with. With many
-#: replicas the size matters more: every bucket pays the latency of all hops again (``bench/cost_model.py``).
+#: Bytes of one collective. A 124 M-parameter fp32 model fits into one. Every bucket pays the latency of all hops again
+#: (``bench/cost_model.py``).
 BUCKET_BYTES = 512 * 2**20
 
 #: Every tensor starts at a multiple of this in its flat buffer: one GPU cache line, or 8 accesses of 16 bytes.

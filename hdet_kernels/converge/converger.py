@@ -3,7 +3,7 @@
 First every replica sends one handshake row: step, loss, layout, whether its values are finite. Replicas that disagree
 get an error that names them, instead of a hang or a wrong mean. A replica with non-finite values is left out and
 receives the mean of the others. Only then is anything changed, in ⌈bytes / bucket_bytes⌉ collectives. If a collective
-fails, everything is restored.
+fails, everything is restored, or nothing was written yet (:mod:`.trade`).
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Converger:
         compress: ``"bf16"`` or ``"int8"``: parameters travel as rounded differences to the last consensus, with error
             feedback. State and buffers travel in full, and so do parameters the first time and when a replica is left
             out.
-        backup: keep a copy of what is averaged until the average is complete, so that everything can be restored if a
-            peer dies. Without it, a failure leaves a mixture of old and averaged values.
+        backup: keep a copy of what is averaged until the average is complete, so that everything is as it was if a peer
+            dies. CPU tensors over gloo are averaged in that copy, whose memory is kept for the next average. Without
+            it, a failure leaves a mixture of old and averaged values.
         outer: an :class:`hdet_kernels.Outer`. Costs two copies of the parameters of one replica (one without momentum).
         merge: ``"mean"``, or ``"best"``: all replicas become a copy of the healthy one with the lowest loss, on the
             probe where there is one; the first of several. Without any loss, the mean.

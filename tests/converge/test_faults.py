@@ -157,10 +157,9 @@ def check_refused(result: dict[str, Any]) -> None:
 def sabotage(number: int, act: Callable[[], None], instead: bool) -> None:
     """Act in this process after its ``number``-th all_reduce or trade from now on is finished, or instead of it."""
     calls = itertools.count(1)
-    places: tuple[tuple[Any, str], ...] = ((dist, "all_reduce"), (hk.ProcessEnsemble, "trade"))
-    for place, name in places:
 
-        def collective(*args: Any, original: Any = getattr(place, name), **keywords: Any) -> Any:
+    def sabotaged(original: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(*args: Any, **keywords: Any) -> Any:
             here = next(calls) == number
             if here and instead:
                 act()
@@ -171,7 +170,10 @@ def sabotage(number: int, act: Callable[[], None], instead: bool) -> None:
                 act()
             return work
 
-        setattr(place, name, collective)
+        return collective
+
+    dist.all_reduce = sabotaged(dist.all_reduce)
+    hk.ProcessEnsemble.trade = sabotaged(hk.ProcessEnsemble.trade)  # type: ignore[method-assign]
 
 
 def end_process() -> None:
