@@ -64,11 +64,11 @@ def text(results: Path) -> str:
 
 
 def _answer() -> str:
-    centre = max(overhead(2048, model, network) for model, network in product(MODELS, NETWORKS[:2]))
+    centre = max(overhead(REPLICAS[-1], model, network) for model, network in product(MODELS, NETWORKS[:2]))
     plain, cheap = ([overhead(8, model, NETWORKS[2], sync) for model in MODELS] for sync in (PLAIN, CHEAPEST))
     return (
-        f"In a data centre: at most {share(centre)} of the training time, with up to 2048 replicas and "
-        f"T = {PLAIN.every}, the default of long runs. Over lines of 1 Gb/s, 8 replicas pay {share(min(plain))} to "
+        f"In a data centre: at most {share(centre)} of the training time, with up to {_count(REPLICAS[-1])} "
+        f"replicas and T = {PLAIN.every}, the default of long runs. Over lines of 1 Gb/s, 8 replicas pay {share(min(plain))} to "
         f"{share(max(plain))} in fp32, and {share(min(cheap))} to {share(max(cheap))} in int8 behind the next "
         f"{CHEAPEST.overlap} steps."
     )
@@ -141,8 +141,8 @@ def _thousands() -> str:
             f"{nodes.node} {_seconds(known)} instead of {_seconds(flat)}.",
             "",
             f"What is left on InfiniBand, {share(whole)} with 16 384 replicas, are the parameters: an all-reduce moves "
-            f"at least twice their bytes, which takes {share(floor)} of the training time through one card. Less than "
-            f"that needs more cards a node, or `overlap_steps={FEW_STEPS.overlap}`.",
+            f"at least twice their bytes, which takes {share(floor)} of the training time through one card. Less needs "
+            f"nodes whose replicas share their cards, or `overlap_steps={FEW_STEPS.overlap}`.",
         ]
     )
 
@@ -194,8 +194,25 @@ def _check(record: dict[str, Any]) -> str:
             f"{_errors(record, 'textbook error')}.",
             "",
             *table_lines(header, rows),
+            "",
+            "The gather of the control rows alone, in turns with gloo's all-gather of as many bytes, which is a ring:",
+            "",
+            *_gathers(record),
         ]
     )
+
+
+def _gathers(record: dict[str, Any]) -> list[str]:
+    rows = [
+        [
+            f"{link['rate Mb/s']} Mb/s, {link['delay ms']:g} ms",
+            str(entry["ranks"]),
+            *(_seconds(entry[name]) for name in ("measured s", "predicted s", "ring s", "ring predicted s")),
+        ]
+        for link in record["links"]
+        for entry in link["gathers"]
+    ]
+    return table_lines(["link", "ranks", "in pairs", "predicted", "around a ring", "predicted"], rows)
 
 
 def _averages(link: dict[str, Any]) -> list[dict[str, Any]]:
