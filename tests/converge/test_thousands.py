@@ -61,8 +61,8 @@ def test_thousands_of_replicas_agree_and_leave_the_bad_one_out() -> None:
 MESSAGES = {
     "step": "the step ({others}: step 3; {odd}: step 4): a replica stepped more often, or resumed from",
     "layout": (
-        "the layout of parameters and buffers ({others}: elements 3, tensor 0 parameter 0: float32 (3,) with strides (1,); "
-        "{odd}: elements 4, tensor 0 parameter 0: float32 (4,) with strides (1,)): all replicas must build the same model"
+        "the layout of parameters and buffers ({others}: elements 3, tensor 0 parameter 0: float32 (3,) with strides "
+        "(1,); {odd}: elements 4, tensor 0 parameter 0: float32 (4,) with strides (1,)): all replicas must build the"
     ),
 }
 
