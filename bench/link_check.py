@@ -71,7 +71,8 @@ def gloo_phase(ranks: int, chunk: float, link: Link) -> float:
 
 def predicted(ranks: int, nbytes: int, link: Link, local: float, cores: int) -> float:
     """Return the seconds of an average over gloo; ``local`` is the time of the local memory passes for each byte."""
-    return predicted_gather(ranks, link) + 2 * gloo_phase(ranks, nbytes / ranks, link) + local * nbytes * max(1.0, ranks / cores)
+    row = predicted_gather(ranks, link)
+    return row + 2 * gloo_phase(ranks, nbytes / ranks, link) + local * nbytes * max(1.0, ranks / cores)
 
 
 def predicted_gather(ranks: int, link: Link) -> float:

@@ -184,8 +184,8 @@ def none_sound(columns: Mapping[str, Floats], names: Sequence[Sequence[str]], st
 def name_ranks(chosen: Flags, ranks: Floats) -> str:
     """Return "rank 2" or "ranks 0, 1, 3": the ``ranks`` [replicas, parts] of the ``chosen`` replicas or parts.
 
-    Where a rank holds several replicas, they are named by their numbers: "replicas 2, 3 of rank 1". Many that follow each
-    other are named as "ranks 0-516, 518-1023".
+    Where a rank holds several replicas, they are named by their numbers: "replicas 2, 3 of rank 1". Many are
+    named as "ranks 0-516, 518-1023".
     """
     flags = chosen if chosen.ndim == 2 else np.broadcast_to(chosen[:, None], ranks.shape)
     if len(np.unique(ranks[:, 0])) == len(ranks):
