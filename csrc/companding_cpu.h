@@ -20,19 +20,6 @@ HDET_WIDEST inline uint32_t largest_bits(const float* __restrict values, int cou
   return largest;
 }
 
-// The words of random bits of `count` quads of neighbours from quad `first` on, two for each. Noise::word has the same
-// bits; here the upper half of the number of a quad is told from the lower one, which keeps its arithmetic in 32 bits.
-HDET_WIDEST inline void random_words(const Noise noise, uint32_t stream, uint64_t first, int count,
-                                     uint32_t* __restrict words) {
-  const auto low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 32);
-  for (int i = 0; i < count; ++i) {
-    const uint32_t quad = low + static_cast<uint32_t>(i);
-    const Noise::Words both = Noise::words(mix(quad ^ noise.key) + (quad < low ? high + 1 : high), stream);
-    words[2 * i] = both.first;
-    words[2 * i + 1] = both.second;
-  }
-}
-
 template <bool kSigned>
 HDET_WIDEST void encode_block(const float* __restrict values, float inverse, const uint16_t* __restrict noise,
                               int count, uint8_t* __restrict codes) {

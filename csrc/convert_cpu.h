@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "check.h"
-#include "rounding.h"
+#include "stored_cpu.h"
 #include "table.h"
 
 namespace hdet {
@@ -13,85 +13,88 @@ namespace hdet {
 // The elements that are converted at a time. Five buffers of that many floats fit into the first-level cache.
 inline constexpr int64_t kBlock = 1024;
 
-// By default x86-64 code is compiled for processors of 2003, with vectors of four floats. A function with this
-// attribute is compiled three times, and the loader picks the widest version that the processor supports. All give the
-// same bits.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define HDET_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define HDET_WIDEST
-#endif
-
-template <typename S, typename T>
-void load_as(const void* stored, int64_t at, int64_t count, T* __restrict out) {
-  if constexpr (std::is_same_v<S, BFloat16>) {
-    const uint16_t* __restrict from = static_cast<const uint16_t*>(stored) + at;
-    for (int64_t i = 0; i < count; ++i) out[i] = float_of_bf16(from[i]);
-  } else {
-    const S* __restrict from = static_cast<const S*>(stored) + at;
-    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(from[i]);
-  }
+template <typename S>
+Plain<S> plain(const void* numbers, int64_t at) {
+  return Plain<S>{static_cast<typename Stored<S>::Raw*>(const_cast<void*>(numbers))}.from(at);
 }
 
-template <typename T>
-void load(const void* stored, ScalarType type, int64_t at, int64_t count, T* out) {
-  if (type == ScalarType::BFloat16) return load_as<BFloat16>(stored, at, count, out);
-  load_as<Half>(stored, at, count, out);
+template <typename T, typename Numbers>
+static HDET_WIDEST void read_span(const Numbers numbers, int64_t count, T* out) {
+  for_each<typename Numbers::Format, T>(count, [&](auto type, int64_t i) {
+    using V = decltype(type);
+    Stored<T>::write(numbers.template read<V>(i), out + i);
+  });
 }
+
+template <typename T, typename Numbers>
+static HDET_WIDEST void write_span(const T* values, int64_t count, const Numbers numbers) {
+  for_each<typename Numbers::Format, T>(count, [&](auto type, int64_t i) {
+    using V = decltype(type);
+    numbers.write(i, Stored<T>::template read<V>(values + i));
+  });
+}
+
+template <typename S>
+inline constexpr GradientType gradient_type = std::is_same_v<S, double>     ? GradientType::float64
+                                              : std::is_same_v<S, BFloat16> ? GradientType::bfloat16
+                                              : std::is_same_v<S, Half>     ? GradientType::float16
+                                                                            : GradientType::float32;
 
 // Returns the gradient from element `start` on: in place if it has the type of the arithmetic, else copied to `buffer`.
 template <typename T>
 const T* widened(const void* gradient, GradientType type, int64_t start, int64_t count, T* buffer) {
-  constexpr GradientType kOwn = std::is_same_v<T, double> ? GradientType::float64 : GradientType::float32;
-  if (type == kOwn) return static_cast<const T*>(gradient) + start;
+  if (type == gradient_type<T>) return static_cast<const T*>(gradient) + start;
   switch (type) {
     case GradientType::float32:
-      load_as<float>(gradient, start, count, buffer);
+      read_span(plain<float>(gradient, start), count, buffer);
       break;
     case GradientType::float64:
-      load_as<double>(gradient, start, count, buffer);
+      read_span(plain<double>(gradient, start), count, buffer);
       break;
     case GradientType::bfloat16:
-      load_as<BFloat16>(gradient, start, count, buffer);
+      read_span(plain<BFloat16>(gradient, start), count, buffer);
       break;
     case GradientType::float16:
-      load_as<Half>(gradient, start, count, buffer);
+      read_span(plain<Half>(gradient, start), count, buffer);
       break;
   }
   return buffer;
 }
 
-// Replaces the parameters that are the roundings of their masters by the masters.
-template <typename T>
-void prefer_master(const float* __restrict master, const void* param, ScalarType type, int64_t at, int64_t count,
-                   T* __restrict theta) {
-  const uint16_t* __restrict bits = static_cast<const uint16_t*>(param) + at;
-  if (type == ScalarType::BFloat16) {
-    for (int64_t i = 0; i < count; ++i) theta[i] = bits[i] == bf16_bits(master[i]) ? T(master[i]) : theta[i];
-  } else {
-    for (int64_t i = 0; i < count; ++i) theta[i] = in_full(bits_as<Half>(bits[i]), master[i]);
+// The words of random bits of `count` quads of neighbours from quad `first` on, two for each. Noise::word has the same
+// bits; here the upper half of the number of a quad is told from the lower one, which keeps its arithmetic in 32 bits.
+HDET_WIDEST inline void random_words(const Noise noise, uint32_t stream, uint64_t first, int count,
+                                     uint32_t* __restrict words) {
+  const auto low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 32);
+  for (int i = 0; i < count; ++i) {
+    const uint32_t quad = low + static_cast<uint32_t>(i);
+    const Noise::Words both = Noise::words(mix(quad ^ noise.key) + (quad < low ? high + 1 : high), stream);
+    words[2 * i] = both.first;
+    words[2 * i + 1] = both.second;
   }
 }
 
-// Stores values rounded to nearest or, where `noise` is not null, stochastically to bf16.
+// As round_stochastically, without branches.
 template <typename T>
-void store(const T* __restrict values, void* stored, ScalarType type, int64_t at, int64_t count, const Noise* noise,
-           uint32_t stream) {
-  if (type == ScalarType::Half) {
-    Half* __restrict to = static_cast<Half*>(stored) + at;
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<Half>(static_cast<float>(values[i]));
-    return;
-  }
-  uint16_t* __restrict to = static_cast<uint16_t*>(stored) + at;
-  if (noise == nullptr) {
-    for (int64_t i = 0; i < count; ++i) to[i] = bf16_bits(static_cast<float>(values[i]));
-    return;
-  }
-  const Noise own = *noise;
+static HDET_WIDEST void round_span(const T* __restrict values, const uint16_t* __restrict noise, int64_t count,
+                                   uint16_t* __restrict to) {
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t half = Noise::half(own.word(stream, at + i), at + i);
-    to[i] = bits_as<uint16_t>(round_stochastically(static_cast<float>(values[i]), half));
+    const auto value = static_cast<float>(values[i]);
+    const auto bits = bits_as<uint32_t>(value);
+    const uint32_t raised = bits + ((bits & 0x7f800000u) == 0x7f800000u ? 0u : noise[i]);
+    to[i] = value != value ? uint16_t{0x7fc0} : static_cast<uint16_t>(raised >> 16);
   }
+}
+
+// Rounds at most kBlock values stochastically to bf16. They lie at position `at` of their flat buffer.
+template <typename T>
+void write_stochastically(const T* values, int64_t count, const Noise& noise, uint32_t stream, int64_t at,
+                          uint16_t* to) {
+  uint32_t words[kBlock / 2 + 2];
+  const auto* halves = reinterpret_cast<const uint16_t*>(words);  // the low half of a word comes first
+  const int64_t skipped = at & 3;
+  random_words(noise, stream, static_cast<uint64_t>(at) >> 2, static_cast<int>(skipped + count + 3) / 4, words);
+  round_span(values, halves + skipped, count, to);
 }
 
 }  // namespace hdet

@@ -29,13 +29,12 @@ void add_to_chunk(const Chunk& chunk, int64_t address, int64_t key, double scale
   if constexpr (std::is_same_v<S, T>) {
     add(normals, factor, chunk.start, chunk.count, static_cast<T*>(stored) + chunk.start);
   } else {
-    constexpr ScalarType kType = std::is_same_v<S, BFloat16> ? ScalarType::BFloat16 : ScalarType::Half;
     T buffer[kBlock];
     for (int64_t done = 0; done < chunk.count; done += kBlock) {
       const int64_t start = chunk.start + done, count = std::min(kBlock, chunk.count - done);
-      load_as<S>(stored, start, count, buffer);
+      read_span(plain<S>(stored, start), count, buffer);
       add(normals, factor, start, count, buffer);
-      store(buffer, stored, kType, start, count, nullptr, kParamStream);
+      write_span(buffer, count, plain<S>(stored, start));
     }
   }
 }

@@ -69,9 +69,10 @@ void unpack_block(const T* from, T divisor, const Gradient& place, int64_t strid
   char* first = static_cast<char*>(address) + start * size;
   if (size == sizeof(T)) {
     std::memcpy(first, from, count * size);
+  } else if (place.type == GradientType::bfloat16) {
+    write_span(from, count, plain<BFloat16>(address, start));
   } else {
-    const ScalarType type = place.type == GradientType::bfloat16 ? ScalarType::BFloat16 : ScalarType::Half;
-    store(from, address, type, start, count, nullptr, kParamStream);
+    write_span(from, count, plain<Half>(address, start));
   }
   for (int64_t row = 1; row < rows; ++row) std::memcpy(first + row * stride * size, first, count * size);
 }

@@ -74,11 +74,19 @@ HDET_BOTH To bits_as(From value) {
   return bits;
 }
 
-// Rounds to nearest, ties to even, and every NaN to one NaN. It has no branches, so that the compiler vectorises it.
+// Rounds to nearest, ties to even, and every NaN to one NaN. It has no branches, so that the compiler vectorises it. The
+// CPU's form works on the two 16-bit halves: a vector holds twice as many of them.
 HDET_BOTH uint16_t bf16_bits(float value) {
   const auto bits = bits_as<uint32_t>(value);
+#ifdef __CUDA_ARCH__
   const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
+#else
+  const auto high = static_cast<uint16_t>(bits >> 16), low = static_cast<uint16_t>(bits);
+  const auto most = static_cast<uint16_t>(0x8000u - (high & 1u));  // the largest low half that is rounded down
+  const auto nearest = static_cast<uint16_t>(high + (low > most));
+  return value != value ? uint16_t{0x7fc0} : nearest;
+#endif
 }
 
 HDET_BOTH float float_of_bf16(uint16_t bits) { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }

@@ -11,7 +11,9 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
+#include "lanes_cpu.h"
 #include "rounding.h"
 #include "table.h"
 
@@ -76,8 +78,11 @@ HDET_BOTH T root(T x) {
     return y;
   }
 #endif
-  using std::sqrt;
-  return sqrt(x);
+#ifdef HDET_LANES
+  if constexpr (std::is_same_v<T, Lanes>) return vsqrtq_f32(x);
+  else
+#endif
+    return std::sqrt(x);
 }
 
 // The result of a push. Adam and Adagrad divide the direction by the root; the other rules do not use it.
@@ -108,25 +113,26 @@ struct Sgd {
             row.nesterov != 0};
   }
 
-  template <int kStates, int kShort>
-  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if constexpr (kStates == 1) {
       g = with_l2(theta, g);
       state[0] = first ? g : momentum * state[0] + take * g;
       g = nesterov ? g + momentum * state[0] : state[0];
     }
-    return {g, T(1)};
+    return {g, V{} + T(1)};
   }
 
   // Without a state, each replica can have a weight decay of its own.
-  template <int kStates, int kShort>
-  HDET_BOTH T move(T theta, const Push<T>& push) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH V move(V theta, const Push<V>& push) const {
     return theta - lr * (kStates == 0 ? with_l2(theta, push.direction) : push.direction);
   }
 
   // A decay of 0 is skipped, because 0·θ is not 0 where θ is infinite.
-  HDET_BOTH T with_l2(T theta, T g) const { return decay != 0 ? g + decay * theta : g; }
+  template <typename V>
+  HDET_BOTH V with_l2(V theta, V g) const { return decay != 0 ? g + decay * theta : g; }
 };
 
 // Adam and AdamW: weight decay is added to the gradient (l2) or shrinks the parameter (keep).
@@ -154,13 +160,13 @@ struct Adam {
             row.amsgrad != 0 ? 3 : 2};
   }
 
-  template <int kStates, int kShort>
-  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if (l2 != 0) g += l2 * theta;
     state[0] += take1 * (g - state[0]);
     state[1] = keep2 * state[1] + take2 * g * g;  // in this order, as torch: g² alone overflows from 1.9e19 on
-    T second = state[1];
+    V second = state[1];
     if constexpr (kStates == 3) {
       // NaN propagates, as in torch.maximum.
       second = second > state[2] || second != second ? second : state[2];
@@ -169,8 +175,8 @@ struct Adam {
     return {state[0], root<kShort>(second)};
   }
 
-  template <int kStates, int kShort>
-  HDET_BOTH T move(T theta, const Push<T>& push) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH V move(V theta, const Push<V>& push) const {
     return theta * keep - size * quotient<kShort>(push.direction, push.root * per_root + eps);
   }
 };
@@ -188,16 +194,16 @@ struct Adagrad {
             static_cast<T>(row.lr / (1 + (now.t - 1) * row.lr_decay)), static_cast<T>(row.eps), 1};
   }
 
-  template <int kStates, int kShort>
-  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if (decay != 0) g += decay * theta;
     state[0] += g * g;
     return {g, root<kShort>(state[0])};
   }
 
-  template <int kStates, int kShort>
-  HDET_BOTH T move(T theta, const Push<T>& push) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH V move(V theta, const Push<V>& push) const {
     return theta - size * quotient<kShort>(push.direction, push.root + eps);
   }
 };
@@ -221,17 +227,17 @@ struct Lion {
             1};
   }
 
-  template <int kStates, int kShort>
-  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
-    const T blend = keep1 * state[0] + take1 * g;
+    const V blend = keep1 * state[0] + take1 * g;
     state[0] = keep2 * state[0] + take2 * g;
     // sign(0) = 0, and NaN stays NaN.
-    return {blend > 0 ? T(1) : blend < 0 ? T(-1) : blend, T(1)};
+    return {blend > 0 ? V{} + T(1) : blend < 0 ? V{} - T(1) : blend, V{} + T(1)};
   }
 
-  template <int kStates, int kShort>
-  HDET_BOTH T move(T theta, const Push<T>& push) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH V move(V theta, const Push<V>& push) const {
     return theta * keep - lr * push.direction;
   }
 };
@@ -257,18 +263,18 @@ struct Muon {
             row.nesterov != 0};
   }
 
-  template <int kStates, bool kShort>
-  HDET_BOTH Push<T> push(T theta, T g, T* state) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if constexpr (kStates == 1) {
       state[0] += take * (g - state[0]);
       g = nesterov ? state[0] + take * (g - state[0]) : state[0];
     }
-    return {g, T(1)};
+    return {g, V{} + T(1)};
   }
 
-  template <int kStates, bool kShort>
-  HDET_BOTH T move(T theta, const Push<T>& push) const {
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH V move(V theta, const Push<V>& push) const {
     return kStates == 1 ? push.direction : theta * keep - lr * push.direction;
   }
 };

@@ -1,5 +1,6 @@
 // The step on the CPU: threads share the chunks. The rules run on float or double. Numbers that are stored in another
-// type are converted in a small buffer that stays in the first-level cache.
+// type are converted in the loop of the rule. For replicas and stochastic rounding, which take several loops, they are
+// converted in a small buffer that stays in the first-level cache.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -17,25 +18,39 @@ constexpr int64_t kElementsPerThread = 32768;
 template <typename T>
 constexpr ScalarType kTypeOf = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
 
-// The rule is passed by value and the buffers as restricted arguments, so that the compiler knows that no store changes
-// the rule or another buffer, and vectorises. With kShared the push is stored in `direction` and `root` and no
-// parameter moves.
-template <int kStates, bool kShared, typename T, typename R>
-HDET_WIDEST void update_span(const R rule, T* __restrict theta, const T* __restrict gradient, T* __restrict first,
-                 T* __restrict second, T* __restrict third, T* __restrict direction, T* __restrict root,
-                 int64_t count) {
+// Steps parameters where they are stored, in one loop that converts them on the way. The rule is passed by value, so
+// that the compiler knows that no store changes it, and vectorises.
+template <int kStates, typename T, typename R, typename Params, typename Slope, typename State>
+HDET_WIDEST void update_span(const R rule, const Params params, const Slope slope, const State first,
+                             const State second, const State third, int64_t count) {
+  for_each<typename Params::Format, T>(count, [&](auto type, int64_t i) {
+    using V = decltype(type);
+    V state[kMaxStates] = {};
+    if constexpr (kStates > 0) state[0] = first.template read<V>(i);
+    if constexpr (kStates > 1) state[1] = second.template read<V>(i);
+    if constexpr (kStates > 2) state[2] = third.template read<V>(i);
+    const V theta = params.template read<V>(i);
+    const Push<V> push = rule.template push<kStates, false>(theta, slope.template read<V>(i), state);
+    params.write(i, rule.template move<kStates, false>(theta, push));
+    if constexpr (kStates > 0) first.write(i, state[0]);
+    if constexpr (kStates > 1) second.write(i, state[1]);
+    if constexpr (kStates > 2) third.write(i, state[2]);
+  });
+}
+
+// Updates the states and stores the push. No parameter moves.
+template <int kStates, typename T, typename R>
+HDET_WIDEST void push_span(const R rule, const T* __restrict theta, const T* __restrict gradient, T* __restrict first,
+                           T* __restrict second, T* __restrict third, T* __restrict direction, T* __restrict root,
+                           int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     T state[kMaxStates] = {};
     if constexpr (kStates > 0) state[0] = first[i];
     if constexpr (kStates > 1) state[1] = second[i];
     if constexpr (kStates > 2) state[2] = third[i];
     const Push<T> push = rule.template push<kStates, false>(theta[i], gradient[i], state);
-    if constexpr (kShared) {
-      direction[i] = push.direction;
-      root[i] = push.root;
-    } else {
-      theta[i] = rule.template move<kStates, false>(theta[i], push);
-    }
+    direction[i] = push.direction;
+    root[i] = push.root;
     if constexpr (kStates > 0) first[i] = state[0];
     if constexpr (kStates > 1) second[i] = state[1];
     if constexpr (kStates > 2) third[i] = state[2];
@@ -44,31 +59,61 @@ HDET_WIDEST void update_span(const R rule, T* __restrict theta, const T* __restr
 
 template <int kStates, typename T, typename R>
 HDET_WIDEST void move_span(const R rule, T* __restrict theta, const T* __restrict direction, const T* __restrict root,
-                 int64_t count) {
+                           int64_t count) {
   for (int64_t i = 0; i < count; ++i) theta[i] = rule.template move<kStates, false>(theta[i], {direction[i], root[i]});
 }
 
-// The parameters of one replica.
-struct Replica {
-  void* param;
-  float* master;  // may be null
-};
-
-inline Replica replica_of(const Work& work, int64_t row) {
-  const int64_t size = work.param_type == ScalarType::Double ? 8 : work.param_type == ScalarType::Float ? 4 : 2;
-  const int64_t from = row * work.row_size;
-  return {static_cast<char*>(work.param) + from * size, work.master == nullptr ? nullptr : work.master + from};
+// Calls run with the parameters of a replica from element `at` on.
+template <typename T, typename Run>
+void with_params(const Work& work, int64_t row, int64_t at, Run&& run) {
+  const int64_t from = row * work.row_size + at;
+  const auto narrow = [&]<typename S>() {
+    if (work.master == nullptr) return run(plain<S>(work.param, from));
+    run(Mastered<S>{static_cast<uint16_t*>(work.param), work.master}.from(from));
+  };
+  if (work.param_type == kTypeOf<T>) return run(plain<T>(work.param, from));
+  if constexpr (std::is_same_v<T, float>) {
+    if (work.param_type == ScalarType::BFloat16) return narrow.template operator()<BFloat16>();
+    narrow.template operator()<Half>();
+  }
 }
 
-// Steps elements at .. at + count of the flat buffers, at most kBlock of them, in every replica. `prepared` has the
-// numbers of the slot. The scales of states that are codes are those from number `scale` on.
+// Steps elements at .. at + count of the flat buffers, at most kBlock of them, where they are stored. `own` has the
+// numbers of the slot.
+template <int kStates, typename T, typename R>
+void update_in_place(const Work& work, const Prepared<R>& own, const Gradient& gradient, int64_t start, int64_t at,
+                     int64_t count) {
+  const auto* address = reinterpret_cast<const void*>(gradient.address);
+  with_params<T>(work, 0, at, [&]<typename Params>(const Params params) {
+    const auto with_slope = [&](const auto slope) {
+      const auto with_states = [&]<typename S>() {
+        const auto state = [&](int k) { return kStates > k ? plain<S>(work.states[k], at) : Plain<S>{}; };
+        update_span<kStates, T>(own.rule, params, slope, state(0), state(1), state(2), count);
+      };
+      if constexpr (std::is_same_v<T, float> && kStates > 0 && !std::is_same_v<typename Params::Number, Half>) {
+        if (work.state_type == ScalarType::BFloat16) return with_states.template operator()<BFloat16>();
+      }
+      with_states.template operator()<T>();
+    };
+    if constexpr (!std::is_same_v<typename Params::Number, T>) {
+      if (gradient.type == gradient_type<typename Params::Number>)
+        return with_slope(plain<typename Params::Number>(address, start));
+    }
+    T buffer[kBlock];
+    with_slope(plain<T>(widened(address, gradient.type, start, count, buffer), 0));
+  });
+}
+
+// Steps elements at .. at + count of the flat buffers, at most kBlock of them, in every replica, through buffers in the
+// type of the arithmetic. `prepared` has the numbers of the slot. The scales of states that are codes are those from number
+// `scale` on.
 template <int kStates, typename T, typename R>
 void update_block(const Work& work, const Prepared<R>* prepared, const Gradient& gradient, int64_t start, int64_t at,
                   int64_t count, int64_t scale) {
   T buffers[4 + kMaxStates][kBlock];
   T *direction = buffers[2], *root = buffers[3];
   const T* slope = widened(reinterpret_cast<const void*>(gradient.address), gradient.type, start, count, buffers[0]);
-  const bool plain = work.param_type == kTypeOf<T>, plain_states = work.state_type == kTypeOf<T>;
+  const bool plain_states = work.state_type == kTypeOf<T>;
   T* states[kMaxStates] = {};
   for (int k = 0; k < kStates; ++k) {
     states[k] = plain_states ? static_cast<T*>(work.states[k]) + at : buffers[4 + k];
@@ -79,29 +124,24 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
         continue;
       }
     }
-    load(work.states[k], work.state_type, at, count, states[k]);
+    read_span(plain<BFloat16>(work.states[k], at), count, states[k]);
   }
-  const auto noise_of = [&](const Prepared<R>& own) { return work.stochastic_rounding ? &own.noise : nullptr; };
   for (int64_t row = 0; row < work.rows; ++row) {
-    const Replica replica = replica_of(work, row);
     const Prepared<R>& own = prepared[row * work.slot_count];
-    T* theta = plain ? static_cast<T*>(replica.param) + at : buffers[1];
-    if (!plain) {
-      load(replica.param, work.param_type, at, count, theta);
-      if (replica.master != nullptr)
-        prefer_master(replica.master + at, replica.param, work.param_type, at, count, theta);
-    }
-    if (work.rows == 1) {
-      update_span<kStates, false>(own.rule, theta, slope, states[0], states[1], states[2], direction, root, count);
-    } else {
+    with_params<T>(work, row, at, [&]<typename Params>(const Params params) {
+      constexpr bool kInPlace = std::is_same_v<Params, Plain<T>>;
+      T* theta = buffers[1];
+      if constexpr (kInPlace) theta = params.numbers;
+      if constexpr (!kInPlace) read_span(params, count, theta);
       if (row == 0)
-        update_span<kStates, true>(own.rule, theta, slope, states[0], states[1], states[2], direction, root, count);
+        push_span<kStates>(own.rule, theta, slope, states[0], states[1], states[2], direction, root, count);
       move_span<kStates>(own.rule, theta, direction, root, count);
-    }
-    if (!plain) {
-      if (replica.master != nullptr) std::copy_n(theta, count, replica.master + at);
-      store(theta, replica.param, work.param_type, at, count, noise_of(own), kParamStream);
-    }
+      if constexpr (std::is_same_v<Params, Plain<BFloat16>>) {
+        if (work.stochastic_rounding)
+          return write_stochastically(theta, count, own.noise, kParamStream, at, params.numbers);
+      }
+      if constexpr (!kInPlace) write_span(theta, count, params);
+    });
   }
   for (int k = 0; k < kStates && !plain_states; ++k) {
     if constexpr (std::is_same_v<T, float>) {
@@ -111,7 +151,22 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
         continue;
       }
     }
-    store(states[k], work.states[k], work.state_type, at, count, noise_of(prepared[0]), kStateStream + k);
+    const auto stored = plain<BFloat16>(work.states[k], at);
+    if (work.stochastic_rounding) {
+      write_stochastically(states[k], count, prepared[0].noise, kStateStream + k, at, stored.numbers);
+    } else {
+      write_span(states[k], count, stored);
+    }
+  }
+}
+
+template <int kStates, typename T, typename R>
+void update(const Work& work, const Prepared<R>* prepared, const Gradient& gradient, int64_t start, int64_t at,
+            int64_t count, int64_t scale) {
+  if (work.rows == 1 && !work.stochastic_rounding && work.scales[0] == nullptr) {
+    update_in_place<kStates, T>(work, *prepared, gradient, start, at, count);
+  } else {
+    update_block<kStates, T>(work, prepared, gradient, start, at, count, scale);
   }
 }
 
@@ -142,9 +197,9 @@ void step(const Work& work) {
         const int64_t start = chunk.start + done, at = chunk.offset + done;
         const int64_t scale = kBlocksPerChunk * i + done / kStateBlock;
         if (uses_most_states(own->rule, work)) {
-          update_block<R::kMostStates, T>(work, own, gradient, start, at, count, scale);
+          update<R::kMostStates, T>(work, own, gradient, start, at, count, scale);
         } else {
-          update_block<R::kFewestStates, T>(work, own, gradient, start, at, count, scale);
+          update<R::kFewestStates, T>(work, own, gradient, start, at, count, scale);
         }
       }
     }
