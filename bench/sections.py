@@ -241,6 +241,19 @@ def _on_the_cpu(found: list[Entry]) -> str:
     return turns("Optimizer step on the CPU", description, found, lambda entry: entry["params"]["model"])
 
 
+def _sharded(found: list[Entry]) -> str:
+    description = (
+        "AdamW in fp32 on the shards of `fully_shard`, with two threads, in turns; one process holds all shards. With "
+        "clipping, torch's times have `clip_grad_norm_` in them. In brackets are the quartiles of the turns."
+    )
+    title = "Optimizer step under `fully_shard` on the CPU"
+    return turns(title, description, found, lambda entry: _sharded_case(entry["params"]))
+
+
+def _sharded_case(params: Entry) -> str:
+    return f"{params['model']}{', clipped' if params['clip'] else ''}"
+
+
 def _scheduler(found: list[Entry]) -> str:
     if not found:
         return ""
@@ -304,6 +317,7 @@ BY_DEVICE: dict[str, Section] = {
 OTHERS: dict[str, Section] = {
     "overlap": _overlap,
     "cpp_step": _on_the_cpu,
+    "sharded_step": _sharded,
     "scheduler_step": _scheduler,
     "converge": _converge,
 }

@@ -31,6 +31,7 @@ SUITES: dict[str, Suite] = {
     "memory": Suite("peak memory in bytes a parameter, for every precision, beside torch"),
     "overlap": Suite("time that a sync adds to training, waited for and behind the next steps"),
     "cpp_step": Suite("the `cpp` backend beside torch's optimizers on the CPU, in turns", by_device=False),
+    "sharded_step": Suite("a step under `fully_shard` beside torch's optimizers on the CPU, in turns", by_device=False),
     "scheduler_step": Suite("`scheduler.step()` beside torch", by_device=False),
     "converge": Suite("the average of two gloo ranks beside one all-reduce per tensor", by_device=False),
 }

@@ -23,6 +23,8 @@ OPTIONAL = {
     "tensorboard",
     "torch._dynamo",
     "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
     "torch.utils.tensorboard",
     "transformers",
     "triton",
