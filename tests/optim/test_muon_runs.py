@@ -12,14 +12,14 @@ import hdet_kernels as hk
 from hdet_kernels.optim import muon_group
 from hdet_kernels.optim.muon_group import ROW_SQUARES
 from hdet_kernels.stack.parameter import StackedParameter
-from tests.ops.cases import BACKENDS
+from tests.ops.cases import QUICK
 from tests.optim.cases import assert_equal, choose_backends
 from tests.optim.muon_cases import LR, MIXED, give, parameters
 from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
-@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "torch-cpu", "cpp-cpu"))
+@pytest.mark.parametrize("backend", choose_backends(QUICK, "torch-cpu", "cpp-cpu"))
 def test_replicas_of_a_stack_step_as_if_alone(
     backend: tuple[str, str], shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
