@@ -201,10 +201,11 @@ class MuonGroup(FlatGroup):
         self._backend = resolve(device, self.options.backend)
         held = range(rows if self._has_separate_states else 1)
         ratios = [self._settings_of(g).ratio(slot.shape) for g, slot in zip(self.groups, self.slots, strict=True)]
-        factors = torch.ones((len(self.slots), len(COLUMNS)), dtype=self.table.tensor.dtype, device="cpu")
-        factors[:, COLUMNS.index("lr")] = torch.tensor(ratios, device="cpu")
+        wide = self.table.tensor.dtype
+        factors = torch.ones((len(self.slots), len(COLUMNS)), dtype=wide, device="cpu")
+        factors[:, COLUMNS.index("lr")] = torch.tensor(ratios, dtype=wide, device="cpu")
         # Weight decay acts with the learning rate as it was.
-        factors[:, COLUMNS.index("weight_decay")] = 1 / torch.tensor(ratios, dtype=factors.dtype, device="cpu")
+        factors[:, COLUMNS.index("weight_decay")] = 1 / torch.tensor(ratios, dtype=wide, device="cpu")
         self._row_factors = factors.repeat(rows, 1).to(device)
         per_replica = self.table.tensor.shape[0] // rows
         rows_of = [replica * per_replica + group for replica in range(rows) for group in self.groups]
@@ -224,8 +225,8 @@ class MuonGroup(FlatGroup):
                 together = max(most // len(part), 1)
                 cuts += [(part, held[first : first + together]) for first in range(0, len(held), together)]
         extents = [len(replicas) * len(part) * self._pitch(part) for part, replicas in cuts]
-        wide = self.flat.dtype == torch.float64
-        scratch = torch.zeros(max(extents, default=0), dtype=torch.float64 if wide else torch.bfloat16, device=device)
+        dtype = torch.float64 if self.flat.dtype == torch.float64 else torch.bfloat16
+        scratch = torch.zeros(max(extents, default=0), dtype=dtype, device=device)
         self._pieces = [self._bind(part, replicas, scratch) for part, replicas in cuts]
 
     def _pitch(self, part: range) -> int:
