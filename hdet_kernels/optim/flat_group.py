@@ -244,7 +244,8 @@ class FlatGroup:
             self._stepped_table = grads.table
             self._written = None
             if not grads.complete:
-                self._written = np.flatnonzero(grads.table[self._versioned_slots, 0] != NO_GRADIENT)
+                written = grads.table[self._versioned_slots, 0] != NO_GRADIENT
+                self._written = None if written.all() else np.flatnonzero(written)
         self._versioned.advance_versions(self._written)
 
 

@@ -12,6 +12,7 @@ from hdet_kernels.ops.chunks import GRADIENT_DTYPES, ChunkTable, MatchedGradient
 from hdet_kernels.ops.extension import why_not
 from hdet_kernels.ops.live_gradients import LiveGradients
 from hdet_kernels.ops.live_tensors import LiveTensors
+from hdet_kernels.optim import FusedAdamW
 from hdet_kernels.tensors import Slot
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
@@ -138,3 +139,12 @@ def test_a_swapped_parameter_has_the_gradient_of_its_new_tensor() -> None:
     torch.utils.swap_tensors(params[0], other)
     del other
     assert matched(live).table[0, 0] == address
+
+
+def test_an_optimizer_with_default_gradients_uses_them() -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    (flat,) = FusedAdamW(params)._flat_groups
+    sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
+    first = flat.gradients()
+    assert first.complete
+    assert flat.gradients() is first
