@@ -94,8 +94,7 @@ def test_average(benchmark: BenchmarkFixture, lead: Callable[[int], None], model
         for method in order:
             times[method].append(measure.seconds_each(lambda m=method: lead(first + METHODS.index(m)), "cpu", 1))  # type: ignore[misc]
 
-    turn()
-    turn()
+    turn()  # to warm up
     for found in times.values():
         found.clear()
     benchmark.pedantic(turn, rounds=measure.rounds(20 if len(MODELS[model]) < 1000 else 6))
