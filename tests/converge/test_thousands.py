@@ -54,7 +54,7 @@ def test_a_thousand_replicas_agree_and_leave_the_bad_one_out() -> None:
 
 
 @pytest.mark.full
-def test_an_odd_number_of_nodes_agrees_and_leaves_the_bad_one_out() -> None:
+def test_three_times_512_replicas_agree_and_leave_the_bad_one_out() -> None:
     check_converge(1536)
 
 
