@@ -323,14 +323,12 @@ class ProcessEnsemble:
             return gather_by_sum(row, place, count, lambda table: dist.all_reduce(table, group=group))
 
         def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:
-            self._kept = (sent, received)
-            started = [
+            for started in (
                 dist.irecv(received, group=group, group_src=source, tag=_TAG),
                 dist.isend(sent, group=group, group_dst=to, tag=_TAG),
-            ]
-            for work in started:
-                if work is not None:
-                    work.wait()
+            ):
+                if started is not None:
+                    started.wait()
 
         return gather_by_doubling(row, place, count, exchange)
 

@@ -54,8 +54,8 @@ def test_a_thousand_replicas_agree_and_leave_the_bad_one_out() -> None:
 
 
 @pytest.mark.full
-def test_thousands_of_replicas_agree_and_leave_the_bad_one_out() -> None:
-    check_converge(3000)
+def test_three_times_512_replicas_agree_and_leave_the_bad_one_out() -> None:
+    check_converge(1536)
 
 
 MESSAGES = {
