@@ -81,7 +81,8 @@ static HDET_WIDEST void round_span(const T* __restrict values, const uint16_t* _
   for (int64_t i = 0; i < count; ++i) {
     const auto value = static_cast<float>(values[i]);
     const auto bits = bits_as<uint32_t>(value);
-    const uint32_t raised = bits + ((bits & 0x7f800000u) == 0x7f800000u ? 0u : noise[i]);
+    const uint32_t more = noise[i];
+    const uint32_t raised = bits + ((bits & 0x7f800000u) == 0x7f800000u ? 0u : more);
     to[i] = value != value ? uint16_t{0x7fc0} : static_cast<uint16_t>(raised >> 16);
   }
 }

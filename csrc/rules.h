@@ -169,7 +169,7 @@ struct Adam {
     V second = state[1];
     if constexpr (kStates == 3) {
       // NaN propagates, as in torch.maximum.
-      second = second > state[2] || second != second ? second : state[2];
+      second = (second > state[2]) | (second != second) ? second : state[2];
       state[2] = second;
     }
     return {state[0], root<kShort>(second)};
