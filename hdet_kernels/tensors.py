@@ -146,7 +146,7 @@ def compact(tensor: Tensor) -> Tensor:
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     # In the order in which the elements lie in memory, in which the blocks of state in 8 bits run.
-    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride()[dimension])
     back = [order.index(dimension) for dimension in range(tensor.dim())]
     return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
