@@ -1,7 +1,7 @@
 """Optimizer state in 8 bits, in plain torch: codes of one byte, and a float32 scale for every block of them.
 
-A *block* is :data:`BLOCK` consecutive elements of a slot, in memory order; the last one may be shorter. Its scale is its
-largest magnitude. With x = value/scale, the code stands for a level between 0 and 1, and the levels are denser
+A *block* is :data:`BLOCK` consecutive elements of a slot, in memory order; the last one may be shorter. Its scale is
+its largest magnitude. With x = value/scale, the code stands for a level between 0 and 1, and the levels are denser
 towards 0 (companding), because the magnitudes in one block span many orders:
 
 ======== ================================ =========== =====================

@@ -76,7 +76,8 @@ def _advance(
     """Fill ``numbers`` [rows, slots, NUMBERS] and ``plan`` [rows, slots, 3], and count the step.
 
     ``plan`` has the address of the gradient (NO_GRADIENT where the slot is skipped) and its dtype, both for replica 0
-    alone, and with ``RANDOM`` the key of the random bits. The hyperparameter table has ``groups`` rows for each replica.
+    alone, and with ``RANDOM`` the key of the random bits. The hyperparameter table has ``groups`` rows for each
+    replica.
     """
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < count

@@ -86,8 +86,8 @@ def push(
 ):
     """Update the states of elements ``at`` of the flat buffers, and return the direction and the second shared value.
 
-    A state is ``None`` where the rule has none, and its scales where it is not stored in 8 bits. ``theta`` is used only where weight decay is an L2 penalty (number 1 of
-    sgd, adam, adagrad) and not 0.
+    A state is ``None`` where the rule has none, and its scales where it is not stored in 8 bits. ``theta`` is used only
+    where weight decay is an L2 penalty (number 1 of sgd, adam, adagrad) and not 0.
     """
     states, scales = (state0, state1, state2), (scales0, scales1, scales2)
     if RULE == "sgd":
@@ -289,7 +289,7 @@ def _move_lion(theta, sign, n):
 
 @triton.jit
 def _read(state, scales, at, mask, dtype: tl.constexpr, SIGNED: tl.constexpr):
-    if scales is not None:
+    if scales is not None:  # noqa: SIM108 (of two branches, Triton compiles one)
         value = read_codes(state, scales, at, mask, SIGNED)
     else:
         value = read(state, at, mask, dtype)
