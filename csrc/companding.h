@@ -1,5 +1,5 @@
-// Optimizer state in 8 bits: codes of one byte, and a float scale for every block of them. hdet_kernels/ops/companding.py
-// has the equations, and gives the same bits.
+// Optimizer state in 8 bits: codes of one byte, and a float scale for every block of them.
+// hdet_kernels/ops/companding.py has the equations, and gives the same bits.
 #pragma once
 
 #include <cmath>
@@ -101,8 +101,8 @@ HDET_BOTH float exact_level(float value, float inverse) {
 
 // Rounds a value to a neighbouring level, up with a probability equal to its distance from the lower one, given a
 // uniform random number: 16 random bits plus ½, over 2¹⁶. Returns the signed number of steps, between −127 and 127 or 0
-// and 255. A root that is wrong in its last bits does no harm: x then lies just outside of the two levels, and is rounded
-// to the nearer one.
+// and 255. A root that is wrong in its last bits does no harm: x then lies just outside of the two levels, and is
+// rounded to the nearer one.
 template <bool kSigned>
 HDET_BOTH float steps_of(float value, float inverse, float uniform) {
   const float x = exact_level<kSigned>(value, inverse);

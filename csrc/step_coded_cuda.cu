@@ -1,6 +1,11 @@
 // The step on CUDA with states in 8 bits. A warp steps the 256 elements of one block of codes, 8 consecutive ones a
 // thread: 16 bytes of bf16 and 8 bytes of codes are one access each, and the largest magnitude of a block is one
 // reduction within the warp.
+//
+// AdamW on bf16 parameters with stochastic rounding moves 10 bytes an element, so instructions are what limits it:
+// about 105 for an element (counted in the machine code for an H200, full blocks). Of these 6 load, 30 decode and push,
+// 26 encode the first moment, 34 encode the second and move (random bits included), and 7 round the parameter. Roots
+// and quotients that do not treat numbers below 2⁻¹²⁶ apart, and signs without comparisons, saved 20 more.
 #include <torch/csrc/stable/ops.h>
 
 #include "step_cuda.h"

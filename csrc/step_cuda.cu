@@ -15,6 +15,8 @@ namespace {
 // The choice means that a thread moves two packs of each buffer, one after the other. With both in flight at once it
 // was 90 %, because fewer blocks fit. Chunks of 4096 need twice the threads for the same share (and take 0.11 ms for
 // many-small-10k). Streaming loads and stores, and overlapping the two launches, changed less than one percent.
+// Rounding a number stochastically takes 9.6 instructions (machine code for an H200); with a hash for each pair of
+// neighbours and a test for numbers that are not finite it took 16.6, and AdamW in bf16 about 86 an element, now 65.
 constexpr int kPacksPerThread = 2;
 constexpr int kTypicalChunk = 2048;
 // For replicas that share a gradient, a thread loads a pack of this many of them before it stores the first; of more in
