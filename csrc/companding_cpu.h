@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "companding.h"
 #include "convert_cpu.h"
@@ -40,13 +41,15 @@ inline void load_codes(const void* stored, const float* scales, bool is_signed, 
 // Encodes what load_codes decodes, rounding stochastically.
 inline void store_codes(const float* values, void* stored, float* scales, bool is_signed, int64_t at, int64_t count,
                         const Noise& noise, uint32_t stream) {
-  uint32_t words[kStateBlock / 2 + 2];
-  const auto* halves = reinterpret_cast<const uint16_t*>(words);  // the low half of a word comes first
+  uint32_t words[kStateBlock / 2 + 2] = {};
+  uint16_t halves[2 * (kStateBlock / 2 + 2)];  // the low half of a word comes first
+  static_assert(sizeof(words) == sizeof(halves));
   auto* codes = static_cast<uint8_t*>(stored) + at;
   for (int64_t done = 0; done < count; done += kStateBlock) {
     const int here = static_cast<int>(std::min(kStateBlock, count - done));
     const int64_t skipped = (at + done) & 3;
     random_words(noise, stream, static_cast<uint64_t>(at + done) >> 2, static_cast<int>(skipped + here + 3) / 4, words);
+    std::memcpy(halves, words, sizeof(words));
     const uint32_t largest = largest_bits(values + done, here);
     const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);
     const float inverse = is_signed ? inverse_of<true>(scale) : inverse_of<false>(scale);
