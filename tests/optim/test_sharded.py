@@ -90,6 +90,24 @@ def _all_reduced(call: Callable[[], Any]) -> list[tuple[int, int]]:
     return noted
 
 
+def _traded(call: Callable[[], Any]) -> list[tuple[int, int]]:
+    """Return the address and the bytes of every buffer of which a process sends the shards of the others in ``call``."""
+    noted: list[tuple[int, int]] = []
+    original = hk.ProcessEnsemble.trade
+
+    def trade(self: Any, sent: Any, received: Any) -> Any:
+        if len({part.data_ptr() for part in sent}) > 1:  # the means and confirmations are the same for all
+            noted.append((sent[0].data_ptr(), sum(part.nbytes for part in sent)))
+        return original(self, sent, received)
+
+    hk.ProcessEnsemble.trade = trade  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        hk.ProcessEnsemble.trade = original  # type: ignore[method-assign]
+    return noted
+
+
 def _mixed(rank: int, mesh: dict[str, DeviceMesh]) -> dict[str, Any]:
     torch.manual_seed(1)
     values = [torch.randn(shape) for shape in ((5, 3), (3, 4), (6,), (2, 2), (8, 4))]
@@ -173,7 +191,7 @@ def _changed(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _averaged(rank: int, mesh: DeviceMesh, gradients: str) -> dict[str, Any]:
-    """Train two replicas of two processes to a sync, and note what is all-reduced there."""
+    """Train two replicas of two processes to a sync, and note what is averaged there."""
     module = shard(network(), mesh if gradients == "shared" else mesh["shard"])
     optimizer = hk.FusedAdamW(module.parameters(), lr=0.05, max_grad_norm=0.5)
     settings = {"sync_every": 2, "gradients": gradients, "auto_lr": False}
@@ -188,7 +206,7 @@ def _averaged(rank: int, mesh: DeviceMesh, gradients: str) -> dict[str, Any]:
         before = [flat.clone() for flat in optimizer.buckets.flats]
         with torch.no_grad():
             module(inputs)  # an evaluation, as of a probe, leaves parameters gathered that are about to be averaged
-        calls = _all_reduced(scheduler.step)
+        calls = _traded(scheduler.step)
     (flat,) = optimizer.buckets.flats
     others = [torch.empty_like(flat) for _ in range(4)]
     dist.all_gather(others, before[0])
