@@ -91,7 +91,7 @@ def _all_reduced(call: Callable[[], Any]) -> list[tuple[int, int]]:
 
 
 def _traded(call: Callable[[], Any]) -> list[tuple[int, int]]:
-    """Return the address and the bytes of every buffer of which a process sends the shards of the others in ``call``."""
+    """Return the address and the bytes of every buffer whose shards this process sends to the others in ``call``."""
     noted: list[tuple[int, int]] = []
     original = hk.ProcessEnsemble.trade
 
