@@ -93,7 +93,7 @@ def turns(heading: str, description: str, found: list[Entry], label: Callable[[E
         info, ratio = entry["extra_info"], entry["extra_info"]["ratio"]
         cells = [cell(info["ways"].get(way)) for way in used]
         body.append([label(entry), *cells, f"{ratio['ratio']:.3f} ({ratio['low']:.3f}–{ratio['high']:.3f})"])
-    header = ["", *(TITLES[way] for way in used), "ours / torch fused"]
+    header = ["", *(TITLES[way] for way in used), "ours / torch"]
     return section_text(heading, description, records.sources(found), table_lines(header, body))
 
 

@@ -125,7 +125,7 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Time ``calls`` in turns of ``iterations`` each, forwards and backwards, so that clock drift affects all alike.
 
-    Records each time and the ratio of ours to ``against`` in ``benchmark``.
+    Records each time in ``benchmark``, and the ratio of ours to ``against`` or, without that, ``torch-foreach``.
 
     Returns:
         The seconds of a call in every turn, by name.
@@ -142,11 +142,12 @@ def take_turns(
 
     benchmark.pedantic(turn, rounds=rounds(turns))
     benchmark.extra_info["ways"] = {name: summary(found) for name, found in times.items()}
+    peer = against if against in calls else "torch-foreach"
     for name in calls:
         if name.startswith("hdet-"):
-            benchmark.extra_info["ratio"] = found = ratio(times[name], times[against])
+            benchmark.extra_info["ratio"] = found = ratio(times[name], times[peer])
             spread = f"{found['low']:.4f} to {found['high']:.4f}"
-            print(f"\n{benchmark.name}: {name} / {against} {found['ratio']:.4f} ({spread})")
+            print(f"\n{benchmark.name}: {name} / {peer} {found['ratio']:.4f} ({spread})")
     return times
 
 

@@ -213,6 +213,38 @@ def test_random_bits_are_uniform_and_independent() -> None:
             assert shifted.abs().max() * len(values) ** 0.5 < 5.5
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("backend", [backend for backend in ON_CPU if backend.id == "cpp-cpu"])
+def test_every_16_bit_number_and_every_tie_is_converted_as_torch_does(
+    backend: tuple[str, str], dtype: torch.dtype
+) -> None:
+    where, device = backend
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    still = make_case("sgd", (every.numel(),), dtype, device, optional=False)
+    (zeros,), span = still.grads, still.span(0)
+    assert zeros is not None
+    zeros.zero_()
+    still.param[span] = every
+    still.step(make_table(device, {"lr": 1.0}), where)
+    number = ~every.isnan()
+    assert torch.equal(still.param[span].isnan(), ~number)
+    assert torch.equal(still.param[span].view(torch.int16)[number], every.view(torch.int16)[number])
+
+    low = every[every.isfinite()].float()
+    middle = low + (low - torch.nextafter(low.to(dtype), torch.tensor(0.0, dtype=dtype)).float()) / 2
+    up, nowhere = torch.tensor(float("inf")), torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38, 1e-45])
+    values = torch.cat([middle, torch.nextafter(middle, up), torch.nextafter(middle, -up), nowhere])
+    values = values[values != 0]
+    for row in ({"lr": -1.0}, {"lr": -1.0, "momentum": 0.5}):
+        case = make_case("sgd", (values.numel(),), dtype, device, optional=True, state=FP32, grads=(FP32,))
+        (grad,), span = case.grads, case.span(0)
+        assert grad is not None
+        case.param[span] = 0.0
+        grad.copy_(values)
+        case.step(make_table(device, row), where)
+        torch.testing.assert_close(case.param[span], values.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
 MASTERED = {name: precision for name, precision in PRECISIONS.items() if precision.master}
 
 
