@@ -58,7 +58,12 @@ def write_codes(
         codes: The codes of the slot, a view of the flat buffer.
         own_scales: The scales of the slot, a view of theirs.
     """
-    if isinstance(value, Tensor) and scales is not None:
+    if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
+        one, scale = encode(torch.full((1,), value, device=codes.device), name in SIGNED_STATES)
+        codes.copy_(one.squeeze(0))
+        own_scales.copy_(scale)
+        return
+    if scales is not None:
         row = value if scales.dim() == 1 else value[0] if len(value) else None
         if row is not None and _in_order(row, slot):
             codes.copy_(value)
@@ -68,7 +73,7 @@ def write_codes(
     replicas = own_scales.shape[:-1]
     numbers = torch.zeros((*replicas, slot.numel), device=codes.device)
     shaped = torch.as_strided(numbers, codes.shape, (*(slot.numel for _ in replicas), *slot.stride))
-    _ = shaped.copy_(value) if isinstance(value, Tensor) else shaped.fill_(value)
+    shaped.copy_(value)
     coded, largest = encode(numbers, name in SIGNED_STATES)
     codes.copy_(torch.as_strided(coded, shaped.shape, shaped.stride()))
     own_scales.copy_(largest)

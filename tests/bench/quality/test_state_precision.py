@@ -14,6 +14,7 @@ from bench.quality import state_precision
 RECORD = Path(__file__).parents[3] / "bench" / "results" / "state_quality_cpu.json"
 
 
+@pytest.mark.full
 def test_the_command_writes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     out = tmp_path / "found.json"
