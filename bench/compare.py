@@ -33,9 +33,9 @@ IMPLEMENTATION = ("way", "kind", "method")
 # Parameters of our implementations only: peers are measured once for all values.
 OURS_ALONE = ("addresses",)
 # Names that are no implementations: a part of every step that is measured alone.
-PARTS = ("addresses",)
+PARTS = ("gradients", "addresses")
 # Methods of ``test_converge.py`` that are the peers of all others.
-PLAIN = ("one AllReduce per tensor", "copy of the same bytes")
+PLAIN = ("one AllReduce per tensor", "one flat AllReduce", "copy of the same bytes")
 COPY = "a copy of its bytes"
 
 

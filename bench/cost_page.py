@@ -22,15 +22,23 @@ from bench.cost_model import (
     NVLINK,
     PLAIN,
     REPLICAS,
+    ROW_BYTES,
     TREE_SHARE,
     Model,
+    Network,
+    Sync,
+    control_row,
+    control_row_over_gloo,
     ddp_overhead,
     overhead,
+    ring_gather,
 )
 from bench.markdown import table_lines
 
 PLOT = "converge_cost.png"
 SHOWN_REPLICAS = (8, 128, 2048, 16384)
+# Steps that hide the average of the smallest model in a data centre.
+FEW_STEPS = Sync(overlap=2)
 
 
 def text(results: Path) -> str:
@@ -48,6 +56,7 @@ def text(results: Path) -> str:
         "\n".join(cost_table()),
         f"![Cost of averaging against the number of replicas, over three networks]({PLOT})",
         _model(),
+        _thousands(),
         _constants(),
         _check(json.loads((results / "cost_check.json").read_text())),
     ]
@@ -55,13 +64,13 @@ def text(results: Path) -> str:
 
 
 def _answer() -> str:
-    centre = max(overhead(2048, model, network) for model, network in product(MODELS, NETWORKS[:2]))
+    centre = max(overhead(REPLICAS[-1], model, network) for model, network in product(MODELS, NETWORKS[:2]))
     plain, cheap = ([overhead(8, model, NETWORKS[2], sync) for model in MODELS] for sync in (PLAIN, CHEAPEST))
     return (
-        f"In a data centre: at most {share(centre)} of the training time, with up to 2048 replicas and "
-        f"T = {PLAIN.every}, the default of long runs. Over lines of 1 Gb/s, 8 replicas pay {share(min(plain))} to "
-        f"{share(max(plain))} in fp32, and {share(min(cheap))} to {share(max(cheap))} in int8 behind the next "
-        f"{CHEAPEST.overlap} steps."
+        f"In a data centre: at most {share(centre)} of the training time, with up to {_count(REPLICAS[-1])} "
+        f"replicas and T = {PLAIN.every}, the default of long runs. Over lines of 1 Gb/s, 8 replicas pay "
+        f"{share(min(plain))} to {share(max(plain))} in fp32, and {share(min(cheap))} to {share(max(cheap))} in int8 "
+        f"behind the next {CHEAPEST.overlap} steps."
     )
 
 
@@ -87,13 +96,56 @@ A message of B bytes takes α + B/β over a link with latency α and bandwidth �
 | ring | 2(N−1)·α + 2(N−1)/N·B/β | reduce-scatter, then all-gather |
 | tree | 2⌈log₂N⌉·α + 2·B/({TREE_SHARE:.2f}·β) | double binary tree |
 | two-phase | N·α + 2(N−1)/N·B/β | all-to-all and all-gather, for int8 |
-| control row | (N−1)·(α + 160/β) | all-gather around a ring, before every average |
+| control row | 2⌈log₂N⌉·α + 2·{ROW_BYTES}·N/({TREE_SHARE:.2f}·β) | tree over a table of all rows, at every average |
+| control row, gloo | ⌈log₂N⌉·α + {ROW_BYTES}·(N−1)/β | exchanges in pairs, in which the known rows double |
 
 Parameters travel in buckets of 512 MiB of fp32, one after the other, and each bucket pays its latencies. NCCL uses the
 faster of ring and tree. In nodes of eight GPUs all bytes cross NVLink, and an eighth of them each network card. Passes
 over local memory (checksum, backup, compression) run at the copy bandwidth. A model that does not fit one GPU
 (16 bytes a parameter in 70 % of {H200.memory / 1e9:g} GB) is sharded over S of them, a power of two, and each GPU
-averages its shard. Over the internet all shards of a replica share one line."""
+averages its shard. Over the internet all shards of a replica share one line. The time in which the processes evaluate
+the rows is left out."""
+
+
+def _thousands() -> str:
+    """Return the section on the control row with thousands of replicas."""
+    (nodes, card, _), model = NETWORKS, MODELS[0]
+    cycle = PLAIN.every * model.step(H200)
+    rows = []
+    for network in (nodes, card):
+        for n in (128, 1024, 16384):
+            times = [ring_gather(n, network), control_row(n, network), control_row_over_gloo(n, network)]
+            costs = [overhead(n, model, network, sync) for sync in (PLAIN, FEW_STEPS)]
+            as_ring = costs[0] + (times[0] - times[1]) / cycle
+            rows.append([network.name, _count(n), *map(_seconds, times), *map(share, (as_ring, *costs))])
+    header = ["network", "replicas", "around a ring", "as a tree", "in pairs", "average, with the ring", "average"]
+    header.append(f"average behind {FEW_STEPS.overlap} steps")
+    flat, known = (control_row_over_gloo(16384, Network("", card.link, node, NVLINK)) for node in (1, nodes.node))
+    floor = 2 * 4 * model.params / card.link.bandwidth / cycle
+    whole = overhead(16384, model, card)
+    return "\n".join(
+        [
+            "## Thousands of replicas",
+            "",
+            "Every process sees the control row of every replica: the controller, the history and the errors that name "
+            "ranks need them. Around a ring, as in the all-gather of NCCL and gloo, that takes N−1 hops. So NCCL adds "
+            "up a table that is zero but for the own row, which is a tree for small messages, and over gloo the "
+            "processes exchange what they know in pairs, the distant ones first. The bits of a row stay as they are. "
+            "The table has the seconds of the control row, and the share of the training time that an average takes "
+            f"with it, for {_sized(model)} parameters in fp32.",
+            "",
+            *table_lines(header, rows),
+            "",
+            "Both ways have two levels where nodes have several processes. NCCL's tree is a chain within a node. The "
+            "last exchanges, with most of the bytes, are between neighbours, so that nodes of 2ʲ consecutive ranks "
+            "keep j of the hops to themselves, without being told where a node ends: with 16 384 replicas in nodes of "
+            f"{nodes.node} the rows take {_seconds(known)} instead of {_seconds(flat)}.",
+            "",
+            f"What is left on InfiniBand, {share(whole)} with 16 384 replicas, are the parameters: an all-reduce moves "
+            f"at least twice their bytes, which takes {share(floor)} of the training time through one card. Less needs "
+            f"nodes whose replicas share their cards, or `overlap_steps={FEW_STEPS.overlap}`.",
+        ]
+    )
 
 
 def _constants() -> str:
@@ -143,8 +195,25 @@ def _check(record: dict[str, Any]) -> str:
             f"{_errors(record, 'textbook error')}.",
             "",
             *table_lines(header, rows),
+            "",
+            "The gather of the control rows alone, in turns with gloo's all-gather of as many bytes, which is a ring:",
+            "",
+            *_gathers(record),
         ]
     )
+
+
+def _gathers(record: dict[str, Any]) -> list[str]:
+    rows = [
+        [
+            f"{link['rate Mb/s']} Mb/s, {link['delay ms']:g} ms",
+            str(entry["ranks"]),
+            *(_seconds(entry[name]) for name in ("measured s", "predicted s", "ring s", "ring predicted s")),
+        ]
+        for link in record["links"]
+        for entry in link["gathers"]
+    ]
+    return table_lines(["link", "ranks", "in pairs", "predicted", "around a ring", "predicted"], rows)
 
 
 def _averages(link: dict[str, Any]) -> list[dict[str, Any]]:

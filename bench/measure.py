@@ -115,11 +115,17 @@ def until_done(call: Call, device: str) -> Call:
 
 
 def take_turns(
-    benchmark: Any, calls: Mapping[str, Call], device: str, *, turns: int, iterations: int
+    benchmark: Any,
+    calls: Mapping[str, Call],
+    device: str,
+    *,
+    turns: int,
+    iterations: int,
+    against: str = "torch-fused",
 ) -> dict[str, list[float]]:
     """Time ``calls`` in turns of ``iterations`` each, forwards and backwards, so that clock drift affects all alike.
 
-    Records each time in ``benchmark``, and the ratio of ours to ``torch-fused`` or, without that, ``torch-foreach``.
+    Records each time in ``benchmark``, and the ratio of ours to ``against`` or, without that, ``torch-foreach``.
 
     Returns:
         The seconds of a call in every turn, by name.
@@ -135,8 +141,8 @@ def take_turns(
             times[name].append(seconds_each(calls[name], device, iterations))
 
     benchmark.pedantic(turn, rounds=rounds(turns))
-    benchmark.extra_info["ways"] = {name: _summary(found) for name, found in times.items()}
-    peer = "torch-fused" if "torch-fused" in calls else "torch-foreach"
+    benchmark.extra_info["ways"] = {name: summary(found) for name, found in times.items()}
+    peer = against if against in calls else "torch-foreach"
     for name in calls:
         if name.startswith("hdet-"):
             benchmark.extra_info["ratio"] = found = ratio(times[name], times[peer])
@@ -145,7 +151,8 @@ def take_turns(
     return times
 
 
-def _summary(times: Sequence[float]) -> dict[str, float]:
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Return the median and the best in milliseconds, and the distance of the quartiles as a share of the median."""
     median = statistics.median(times)
     low, high = _quartiles(times)
     return {"ms": median * 1e3, "best ms": min(times) * 1e3, "spread": (high - low) / median}

@@ -1,6 +1,6 @@
 """Measure the error of every update rule and precision against float64 over many steps, and at extreme numbers.
 
-    python -m bench.numerics [--steps 100000] [--device cuda] [--jobs 6] [--out FILE]
+    python -m bench.numerics [--steps 100000] [--device cuda] [--jobs 6] [--precisions NAME …] [--out FILE]
 
 One parameter of 64 elements. Its gradients are scripted, exact in every precision, and of sizes from 1e-4 to 1. The
 truth is the recursion of ``numerics_rules.py`` in float64. Errors are relative to the largest parameter: the root mean
@@ -38,6 +38,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
     "bf16, stochastic rounding": (BF16, {"stochastic_rounding": True}, "torch bf16"),
     "fp32, state bf16": (FP32, {"state_dtype": BF16}, "torch bf16"),
     "bf16, master, state bf16": (BF16, {"state_dtype": BF16}, "torch bf16"),
+    "fp32, state int8": (FP32, {"state_dtype": "int8"}, "torch bf16"),
 }
 
 BASELINES = {"torch fp32": FP32, "torch bf16": BF16}
@@ -94,17 +95,17 @@ def errors(
     return found
 
 
-def _errors_of(name: str, steps: int, device: str) -> dict[str, dict[str, float]]:
+def _errors_of(name: str, steps: int, device: str, precisions: Iterable[str]) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
-    found = errors(RULES[name], steps, device)
+    found = errors(RULES[name], steps, device, precisions=precisions)
     line = ", ".join(f"{precision}: {entry['rms']:.2g}" for precision, entry in found.items())
     print(f"{name}: {line}", flush=True)
     return found
 
 
-def measured(steps: int, device: str, jobs: int = 1) -> dict[str, Any]:
+def measured(steps: int, device: str, jobs: int = 1, precisions: Iterable[str] = tuple(PRECISIONS)) -> dict[str, Any]:
     """Return the errors of all rules, each measured in one of ``jobs`` processes."""
-    calls = [(name, steps, device) for name in RULES]
+    calls = [(name, steps, device, tuple(precisions)) for name in RULES]
     if jobs == 1:
         return dict(zip(RULES, itertools.starmap(_errors_of, calls), strict=True))
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
@@ -116,6 +117,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--jobs", type=int, default=1, help="rules that are measured at the same time")
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        default=list(PRECISIONS),
+        choices=list(PRECISIONS),
+        help="those to measure",
+        metavar="NAME",
+    )
     parser.add_argument("--out", type=Path, help="write a JSON file")
     arguments = parser.parse_args()
     device = arguments.device
@@ -132,7 +141,9 @@ def main() -> None:
     }
     for part in ("learning rates", "subnormals"):
         print(part, json.dumps(record[part], indent=1))
-    record["errors"] = measured(arguments.steps, device, arguments.jobs)
+    record["errors"] = measured(arguments.steps, device, arguments.jobs, arguments.precisions)
+    if arguments.precisions != list(PRECISIONS):
+        record["command"] += " --precisions " + " ".join(f'"{name}"' for name in arguments.precisions)
     if arguments.out is not None:
         record["command"] += f" --out {arguments.out.name}"
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -26,6 +26,9 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight
 # The cases of ``test_optim_step.py`` that most peers can run.
 ALL = ("adamw-fp32", "adamw-fp32-clip", "adamw-bf16")
 
+# Those of peers with state in 8 bits.
+CODED = (*ALL, "adamw-bf16-int8-state")
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -146,6 +149,7 @@ PEERS: dict[str, Peer] = {
         "torchao.optim",
         _torchao,
         ("cuda", "cpu"),
+        CODED,
         compiled=True,
         note="moments in 8 bits with a scale for 256, where a tensor is a multiple of that",
     ),
@@ -161,6 +165,7 @@ PEERS: dict[str, Peer] = {
         "bitsandbytes",
         "bitsandbytes.optim",
         _bitsandbytes_8bit,
+        works=CODED,
         note="moments in 8 bits with a scale for 256, of tensors from 4096 elements on",
     ),
     "optimi": Peer("optimi", "torch-optimi", "optimi", _optimi, ("cuda", "cpu"), note="Triton where there is a GPU"),
@@ -170,7 +175,7 @@ PEERS: dict[str, Peer] = {
         "flashoptim",
         "flashoptim",
         _flashoptim_8bit,
-        works=("adamw-bf16",),
+        works=("adamw-bf16", "adamw-bf16-int8-state"),
         note="moments in 8 bits, and 8 bits more of each bf16 parameter",
     ),
 }

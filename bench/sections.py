@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import end_to_end_section, memory_section, records, scaling_section
-from bench.comparison_table import NOTHING, TITLES, comparison, model, short, turns
+from bench.comparison_table import NOTHING, TITLES, comparison, in_order, model, short, turns
 from bench.markdown import section_text, table_lines
 from bench.records import Entry
 
@@ -17,6 +17,8 @@ GRADIENTS = {
     "swapped": "gradients in two sets of tensors by turns",
     "new": "gradients fresh from a backward pass",
 }
+# The bare loops of ``test_host_time.py``.
+LOOPS = {"gradients": "param.grad", "addresses": "param.grad.data_ptr()"}
 # Bytes of an element.
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -104,6 +106,30 @@ def _stack_training(found: list[Entry]) -> str:
     return section_text(heading, description, records.sources(found), table_lines(header, body))
 
 
+def _muon(found: list[Entry]) -> str:
+    if not found:
+        return ""
+    used = in_order(entry["extra_info"]["ways"] for entry in found)
+    body = []
+    for entry in found:
+        info = entry["extra_info"]
+        cells = [f"{short(info['ways'][way]['ms'])} ms" if way in info["ways"] else NOTHING for way in used]
+        both = (info["ratio"], info["stack ratio"])
+        ratios = [f"{each['ratio']:.3f} ({each['low']:.3f}–{each['high']:.3f})" for each in both]
+        name = f"{entry['params']['model']}, {info['tensors']} matrices, {_millions(info['parameters'])}"
+        body.append([name, *cells, *ratios])
+    absent = {name: reason for entry in found for name, reason in entry["extra_info"]["absent"].items()}
+    description = (
+        "A step of Muon on the matrices of the blocks in fp32, in turns; torch is `torch.optim.Muon`. The last columns "
+        "are ratios of our fastest backend: to torch, and 8 replicas of a stack that share a gradient to one. In "
+        "brackets are the quartiles of the turns."
+    )
+    if absent:
+        description += " Not measured: " + "; ".join(f"{name} ({reason})" for name, reason in absent.items()) + "."
+    lines = table_lines(["", *(TITLES[way] for way in used), "ours / torch", "8 replicas / 1"], body)
+    return section_text("Muon", description, records.sources(found), lines)
+
+
 def _host_times(found: list[Entry]) -> str:
     if not found:
         return ""
@@ -116,16 +142,20 @@ def _host_times(found: list[Entry]) -> str:
         column = f"{info['tensors']:,} tensor{'s' if info['tensors'] > 1 else ''}".replace(",", " ")
         column += ", until the device is done" if "is_done" in entry["name"] else ""
         columns += [column] if column not in columns else []
-        if params["way"] == "addresses":
-            row = "loop over `param.grad.data_ptr()` alone"
+        if params["way"] in LOOPS:
+            row = f"loop over `{LOOPS[params['way']]}` alone"
         elif not params["way"].startswith("hdet-"):
             row = TITLES[params["way"]]
         else:
             row = f"{TITLES[params['way']]}, {GRADIENTS[params['addresses']]}"
         rows.setdefault(row, {})[column] = short(info["us"])
     body = ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
+    heading = "Host time of a step"
     description = "Time in µs until `step()` returns, on an idle device, for AdamW in fp32."
-    return section_text("Host time of a step", description, records.sources(found), table_lines(["", *columns], body))
+    if records.device_of(found[0]) == "cpu":
+        heading += " on the CPU"
+        description += " It includes the update of the tensors, which have four elements each."
+    return section_text(heading, description, records.sources(found), table_lines(["", *columns], body))
 
 
 def _reductions(found: list[Entry]) -> str:
@@ -215,6 +245,19 @@ def _on_the_cpu(found: list[Entry]) -> str:
     return turns("Optimizer step on the CPU", description, found, lambda entry: entry["params"]["model"])
 
 
+def _sharded(found: list[Entry]) -> str:
+    description = (
+        "AdamW in fp32 on the shards of `fully_shard`, with two threads, in turns; one process holds all shards. With "
+        "clipping, torch's times have `clip_grad_norm_` in them. In brackets are the quartiles of the turns."
+    )
+    title = "Optimizer step under `fully_shard` on the CPU"
+    return turns(title, description, found, lambda entry: _sharded_case(entry["params"]))
+
+
+def _sharded_case(params: Entry) -> str:
+    return f"{params['model']}{', clipped' if params['clip'] else ''}"
+
+
 def _scheduler(found: list[Entry]) -> str:
     if not found:
         return ""
@@ -229,16 +272,20 @@ def _scheduler(found: list[Entry]) -> str:
 def _converge(found: list[Entry]) -> str:
     if not found:
         return ""
-    columns = list(dict.fromkeys(entry["params"]["model"] for entry in found))
-    rows: dict[str, dict[str, str]] = {}
-    for entry in found:
-        stats = entry["stats"]
-        rows.setdefault(entry["params"]["method"], {})[entry["params"]["model"]] = f"{short(stats['median'] * 1e3)} ms"
+    columns = [entry["params"]["model"] for entry in found]
+    body = []
+    for way in found[0]["extra_info"]["ways"]:
+        cells = []
+        for entry in found:
+            info = entry["extra_info"]
+            ratio = f", {info['ratios'][way]['ratio']:.2f}" if way in info["ratios"] else ""
+            cells.append(f"{short(info['ways'][way]['ms'])} ms{ratio}")
+        body.append([way, *cells])
     description = (
-        "Two ranks on one machine; columns have the number of tensors and the elements of each. *loose*: parameters "
-        "that are packed into a staging buffer. *in place*: parameters that live in buckets."
+        "Two ranks on one machine, all methods in turns; the second number is the ratio to the faster of the two "
+        "all-reduces, of which the flat one has 16 tensors in one buffer already and copies more of them there and "
+        "back. *loose*: parameters of any optimizer. *in place*: parameters that live in buckets."
     )
-    body = [[row, *(cells.get(column, NOTHING) for column in columns)] for row, cells in rows.items()]
     return section_text(
         "Average of two replicas over gloo", description, records.sources(found), table_lines(["", *columns], body)
     )
@@ -260,6 +307,7 @@ BY_DEVICE: dict[str, Section] = {
     "optim_step": _steps,
     "stack_step": _stack_steps,
     "stack_training": _stack_training,
+    "muon": _muon,
     "host_time": _host_times,
     "end_to_end": end_to_end_section.section,
     "reduce": _reductions,
@@ -273,6 +321,7 @@ BY_DEVICE: dict[str, Section] = {
 OTHERS: dict[str, Section] = {
     "overlap": _overlap,
     "cpp_step": _on_the_cpu,
+    "sharded_step": _sharded,
     "scheduler_step": _scheduler,
     "converge": _converge,
 }

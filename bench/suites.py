@@ -22,6 +22,7 @@ SUITES: dict[str, Suite] = {
     "end_to_end": Suite("whole training steps of four models, HDET beside plain torch: time, memory, profile"),
     "stack_step": Suite("one optimizer step of R stacked replicas, and their initial noise"),
     "stack_training": Suite("a whole training step of 8 stacked replicas, beside a plain model and 8 processes"),
+    "muon": Suite("a step of Muon beside torch.optim.Muon and other packages, and of 8 stacked replicas"),
     "reduce": Suite("norm of all gradients"),
     "pack": Suite("tensors into one staging buffer and back, and the mean of stacked replicas"),
     "noise": Suite("normal noise added to all tensors"),
@@ -30,6 +31,7 @@ SUITES: dict[str, Suite] = {
     "memory": Suite("peak memory in bytes a parameter, for every precision, beside torch"),
     "overlap": Suite("time that a sync adds to training, waited for and behind the next steps"),
     "cpp_step": Suite("the `cpp` backend beside torch's optimizers on the CPU, in turns", by_device=False),
+    "sharded_step": Suite("a step under `fully_shard` beside torch's optimizers on the CPU, in turns", by_device=False),
     "scheduler_step": Suite("`scheduler.step()` beside torch", by_device=False),
     "converge": Suite("the average of two gloo ranks beside one all-reduce per tensor", by_device=False),
 }

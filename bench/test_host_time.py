@@ -5,7 +5,10 @@
 Single calls on an idle device are timed, so that they never wait for a full queue. ``fixed`` is ``gradients="fixed"``.
 The others are the default: ``same`` has gradients at the addresses of the last step, ``swapped`` in one of two sets of
 tensors by turns, ``new`` in tensors of a fresh backward pass, which have no Python object yet. torch and the peers
-(``peers.py``) are measured after a backward pass too. ``addresses`` is the bare loop over the gradients' addresses.
+(``peers.py``) are measured after a backward pass too. Two bare loops show what Python alone takes: ``gradients`` reads
+``param.grad`` and ``addresses`` also the gradients' addresses.
+
+On a CPU the tensors have four elements, so that the update itself takes a small part of the time.
 """
 
 from __future__ import annotations
@@ -21,19 +24,25 @@ from bench import copy_bandwidth, implementations, measure, models, peers
 
 # Models with one, some and many tensors, which host time depends on.
 MODELS: dict[str, dict[str, models.Shapes]] = {
-    device: {"one-tensor": [(1024, 1024)], **{name: models.MODELS[device][name].shapes for name in names}}
-    for device, names in {
-        "cuda": ("gpt2-124M", "many-small-10k"),
-        "cpu": ("transformer-5M", "many-small-1k"),
-    }.items()
+    "cuda": {
+        "one-tensor": [(1024, 1024)],
+        **{name: models.MODELS["cuda"][name].shapes for name in ("gpt2-124M", "many-small-10k")},
+    },
+    "cpu": {"one-tensor": [(4,)], "tiny-148": [(4,)] * 148, "tiny-10k": [(4,)] * 10_000},
+}
+
+# The bare loops.
+LOOPS: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "gradients": lambda params: [param.grad for param in params],
+    "addresses": lambda params: [param.grad.data_ptr() for param in params],  # type: ignore[union-attr]
 }
 
 
 def _cases(wall: bool) -> Iterator[Any]:
     for device, known in MODELS.items():
         for model in known:
-            if wall and not models.is_small(model):
-                continue  # dominated by the device: test_optim_step.py measures it
+            if wall and (device == "cpu" or not models.is_small(model)):
+                continue  # done when it returns, or dominated by the device: test_optim_step.py measures it
             for way, addresses in _ways(device, wall):
                 reason = implementations.why_not(way, device, tensors=len(known[model]))
                 yield implementations.case(device, model, way, addresses, why_not=reason)
@@ -46,12 +55,12 @@ def _ways(device: str, wall: bool) -> Iterator[tuple[str, str]]:
         if backend != "torch":  # the fallback is not measured
             yield from ((f"hdet-{backend}", addresses) for addresses in ("fixed", "same", "swapped", "new"))
     if not wall:
-        yield from (("addresses", "swapped"), ("addresses", "new"))
+        yield from ((loop, addresses) for loop in LOOPS for addresses in ("swapped", "new"))
 
 
 def call_of(way: str, addresses: str, params: list[nn.Parameter]) -> measure.Call:
-    if way == "addresses":
-        return lambda: [param.grad.data_ptr() for param in params]  # type: ignore[union-attr]
+    if way in LOOPS:
+        return partial(LOOPS[way], params)
     options = {"gradients": "fixed"} if addresses == "fixed" else {}
     return implementations.optimizer(way, "adamw", params, **options).step
 

@@ -38,8 +38,8 @@ class StepCase:
     """
 
     rule: str
-    read: int
-    written: int
+    read: float
+    written: float
     beside: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
@@ -52,12 +52,18 @@ class StepCase:
 SIZES = {"cuda": ("gpt2-124M", "llama-1.2B"), "cpu": ("transformer-5M",)}
 BF16, FP16 = torch.bfloat16, torch.float16
 ALL_BF16 = {"state_dtype": BF16, "master_weights": False}
+# Two moments in a byte each, with a float32 scale for 256 of them.
+CODES = 2 * (1 + 4 / 256)
 WORKS = {
     "adamw-fp32": StepCase("adamw", 16, 12, ("torch-foreach", "torch-fused"), small_too=True),
     "adamw-fp32-clip": StepCase("adamw", 20, 12, ("torch-fused",), max_grad_norm=1.0, small_too=True),
     "adamw-fp32-bf16-state": StepCase("adamw", 12, 8, options={"state_dtype": BF16}),
     "adamw-bf16": StepCase("adamw", 8, 6, ("torch-fused",), BF16, ALL_BF16),
     "adamw-bf16-stochastic": StepCase("adamw", 8, 6, (), BF16, {"state_dtype": BF16, "stochastic_rounding": True}),
+    "adamw-fp32-int8-state": StepCase("adamw", 8 + CODES, 4 + CODES, options={"state_dtype": "int8"}),
+    "adamw-bf16-int8-state": StepCase(
+        "adamw", 4 + CODES, 2 + CODES, (), BF16, {"state_dtype": "int8", "stochastic_rounding": True}
+    ),
     # θ is read too, to notice a parameter that was written from outside and differs from its rounded master.
     "adamw-bf16-master": StepCase("adamw", 16, 14, (), BF16, {"master_weights": True}),
     "adamw-fp16-master": StepCase("adamw", 16, 14, (), FP16, {"master_weights": True}, sizes=True),

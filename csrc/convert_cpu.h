@@ -61,13 +61,16 @@ const T* widened(const void* gradient, GradientType type, int64_t start, int64_t
   return buffer;
 }
 
-// The words of `count` pairs of positions that have the same upper half, as 16 bits for each position.
-static HDET_WIDEST void random_halves(const Noise noise, uint32_t stream, uint32_t low, uint32_t high, int64_t count,
-                                      uint16_t* __restrict halves) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t word = noise.word_of_pair(stream, low + static_cast<uint32_t>(i), high);
-    halves[2 * i] = static_cast<uint16_t>(word);
-    halves[2 * i + 1] = static_cast<uint16_t>(word >> 16);
+// The words of random bits of `count` quads of neighbours from quad `first` on, two for each. Noise::word has the same
+// bits; here the upper half of the number of a quad is told from the lower one, which keeps its arithmetic in 32 bits.
+HDET_WIDEST inline void random_words(const Noise noise, uint32_t stream, uint64_t first, int count,
+                                     uint32_t* __restrict words) {
+  const auto low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 32);
+  for (int i = 0; i < count; ++i) {
+    const uint32_t quad = low + static_cast<uint32_t>(i);
+    const Noise::Words both = Noise::words(mix(quad ^ noise.key) + (quad < low ? high + 1 : high), stream);
+    words[2 * i] = both.first;
+    words[2 * i + 1] = both.second;
   }
 }
 
@@ -88,17 +91,11 @@ static HDET_WIDEST void round_span(const T* __restrict values, const uint16_t* _
 template <typename T>
 void write_stochastically(const T* values, int64_t count, const Noise& noise, uint32_t stream, int64_t at,
                           uint16_t* to) {
-  uint16_t halves[kBlock + 2];
-  const auto pair = static_cast<uint64_t>(at) >> 1, end = (static_cast<uint64_t>(at + count) + 1) >> 1;
-  const uint64_t carry = ((pair >> 32) + 1) << 32;  // the first pair with another upper half
-  const uint64_t middle = std::min(end, carry);
-  const auto fill = [&](uint64_t begin, uint64_t until) {
-    random_halves(noise, stream, static_cast<uint32_t>(begin), static_cast<uint32_t>(begin >> 32),
-                  static_cast<int64_t>(until - begin), halves + 2 * (begin - pair));
-  };
-  fill(pair, middle);
-  if (middle < end) fill(middle, end);
-  round_span(values, halves + (at & 1), count, to);
+  uint32_t words[kBlock / 2 + 2];
+  const auto* halves = reinterpret_cast<const uint16_t*>(words);  // the low half of a word comes first
+  const int64_t skipped = at & 3;
+  random_words(noise, stream, static_cast<uint64_t>(at) >> 2, static_cast<int>(skipped + count + 3) / 4, words);
+  round_span(values, halves + skipped, count, to);
 }
 
 }  // namespace hdet

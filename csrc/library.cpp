@@ -8,9 +8,9 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   // device of the parameters. The scratch has 128 bytes for each slot of each replica; its contents do not matter.
   m.def(
       "step_(int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, "
-      "Tensor(e!)? state2, Tensor(f!) steps, Tensor table, Tensor slots, Tensor chunks, Tensor gradients, "
-      "Tensor(g!) scratch, Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding, "
-      "int rows) -> ()");
+      "Tensor(e!)? state2, Tensor(f!)? scales0, Tensor(g!)? scales1, Tensor(h!)? scales2, Tensor(i!) steps, "
+      "Tensor table, Tensor slots, Tensor chunks, Tensor gradients, Tensor(j!) scratch, Tensor? grad_scale, "
+      "Tensor? norm, Tensor? found_inf, bool stochastic_rounding, int rows) -> ()");
   // √(Σ g²) over the gradients of each replica, float64 [rows], in one pass. The chunks come replica by replica,
   // equally many for each.
   m.def("grad_norm(Tensor chunks, Tensor gradients, int rows) -> Tensor");
@@ -30,4 +30,10 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   // Add normal noise, with a scale and a key for each slot, to tensors that are accessed through their addresses, as
   // in unpack. hdet_kernels/ops/noise.py has the equations.
   m.def("add_noise_(Tensor chunks, Tensor(a!) tensors, Tensor keys, Tensor scales) -> ()");
+  // One step of row-wise Adagrad on an embedding table, for the rows that have a gradient. The caller counts the step.
+  // hdet_kernels/ops/rowwise.py has the equations.
+  m.def(
+      "rowwise_adagrad_(Tensor(a!) param, Tensor(b!) sums, Tensor steps, Tensor table, int table_row, Tensor values, "
+      "Tensor? rows, Tensor? order, Tensor? grad_scale, Tensor? found_inf, bool decoupled, "
+      "bool stochastic_rounding) -> ()");
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "convert_cpu.h"
@@ -15,28 +16,42 @@ namespace {
 constexpr int64_t kChunksPerThread = 8;
 constexpr int64_t kLanes = 16;
 
-// Σ x² in double, which the square of a float cannot overflow.
+// a·b + c of a product that is exact in double, so that both forms give the same bits. Without an instruction for the
+// first, it would be a function call.
+inline double add_exact_product(double a, double b, double c) {
+#ifdef __FP_FAST_FMA
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Adds x² to the lanes, in double, which the square of a float cannot overflow.
 template <typename T>
-double sum_of_squares(const T* values, int64_t count) {
-  double lanes[kLanes] = {};
+void add_squares(const T* values, int64_t count, double* sums) {
+  double lanes[kLanes];  // of its own, so that they stay in registers
+  std::copy_n(sums, kLanes, lanes);
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes)
-    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += static_cast<double>(values[i + k]) * values[i + k];
+    for (int64_t k = 0; k < kLanes; ++k) {
+      const double x = values[i + k];
+      lanes[k] = std::is_same_v<T, float> ? add_exact_product(x, x, lanes[k]) : lanes[k] + x * x;
+    }
   for (; i < count; ++i) lanes[i % kLanes] += static_cast<double>(values[i]) * values[i];
-  double sum = 0;
-  for (const double lane : lanes) sum += lane;
-  return sum;
+  std::copy_n(lanes, kLanes, sums);
 }
 
 template <typename T>
 double sum_chunk(const Chunk& chunk, const Gradient& gradient) {
   T buffer[kBlock];
-  double sum = 0;
+  double lanes[kLanes] = {};
   for (int64_t done = 0; done < chunk.count; done += kBlock) {
     const int64_t count = std::min(kBlock, chunk.count - done);
     const void* address = reinterpret_cast<const void*>(gradient.address);
-    sum += sum_of_squares(widened(address, gradient.type, chunk.start + done, count, buffer), count);
+    add_squares(widened(address, gradient.type, chunk.start + done, count, buffer), count, lanes);
   }
+  double sum = 0;
+  for (const double lane : lanes) sum += lane;
   return sum;
 }
 

@@ -32,21 +32,36 @@ HDET_BOTH uint32_t mix(uint32_t x) {
 inline constexpr uint32_t kParamStream = 0;
 inline constexpr uint32_t kStateStream = 2;
 
-// The random bits of one slot at one step, a function of the key and the position in the flat buffer alone. One hash
-// serves two neighbours: the low half is for the even position, the high half for the odd one.
+// The random bits of one slot at one step, a function of the key and the position in the flat buffer alone. One hash of
+// 64 bits serves four neighbours with 16 bits each. It mixes with wide products, because a GPU computes both halves of
+// one in one instruction.
 struct Noise {
   uint32_t key;
+
+  // The bits of positions 4·quad .. 4·quad + 3, the lower half of each word before its upper half.
+  struct Words {
+    uint32_t first, second;
+  };
 
   static HDET_BOTH Noise of(double seed, double t) {
     return {mix(static_cast<uint32_t>(seed) + kGolden * static_cast<uint32_t>(t))};
   }
-  HDET_BOTH uint32_t word(uint32_t stream, int64_t position) const {
-    const auto pair = static_cast<uint64_t>(position) >> 1;
-    return word_of_pair(stream, static_cast<uint32_t>(pair), static_cast<uint32_t>(pair >> 32));
+  // The part of the hash that the streams share.
+  HDET_BOTH uint32_t base(int64_t position) const {
+    const auto quad = static_cast<uint64_t>(position) >> 2;
+    return mix(static_cast<uint32_t>(quad) ^ key) + static_cast<uint32_t>(quad >> 32);
   }
-  // The word of a pair of positions, whose number is given as two halves.
-  HDET_BOTH uint32_t word_of_pair(uint32_t stream, uint32_t low, uint32_t high) const {
-    return mix(mix(low ^ key) + high + stream * kGolden);
+  static HDET_BOTH Words words(uint32_t base, uint32_t stream) {
+    const uint64_t once = static_cast<uint64_t>(base + stream * kGolden) * 0xd2511f53u;
+    const auto high = static_cast<uint32_t>(once >> 32);
+    const uint64_t twice = static_cast<uint64_t>(high ^ static_cast<uint32_t>(once)) * 0xcd9e8d57u;
+    const auto low = static_cast<uint32_t>(twice);
+    return {low ^ high, static_cast<uint32_t>(twice >> 32) ^ (low << 16 | low >> 16)};
+  }
+  // The word with the bits of a position and of the one that differs in its lowest bit.
+  HDET_BOTH uint32_t word(uint32_t stream, int64_t position) const {
+    const Words both = words(base(position), stream);
+    return (position & 2) != 0 ? both.second : both.first;
   }
   static HDET_BOTH uint32_t half(uint32_t word, int64_t position) { return (word >> (16 * (position & 1))) & 0xffffu; }
 };
@@ -78,9 +93,16 @@ HDET_BOTH float float_of_bf16(uint16_t bits) { return bits_as<float>(static_cast
 
 // Rounds float32 to bf16, up with a probability equal to the fraction that is cut off, given 16 uniform random bits.
 HDET_BOTH BFloat16 round_stochastically(float value, uint32_t noise) {
+#ifdef __CUDA_ARCH__
+  // The arithmetic of a GPU has one NaN, 0x7fffffff, to which nothing can be added. As whole numbers, all other floats
+  // are less than 0x7fc00000, and infinity plus the noise is still infinity above the bits that are cut off.
+  const int least = min(__float_as_int(value), 0x7fc00000);
+  return bits_as<BFloat16>(static_cast<uint16_t>((static_cast<uint32_t>(least) + noise) >> 16));
+#else
   const auto bits = bits_as<uint32_t>(value);
   if ((bits & 0x7f800000u) == 0x7f800000u) return BFloat16(value);
   return bits_as<BFloat16>(static_cast<uint16_t>((bits + noise) >> 16));
+#endif
 }
 
 // The full value of a parameter: its master, if the parameter is the master's rounding bit for bit. If it is not, other

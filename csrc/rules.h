@@ -6,7 +6,8 @@
 // states by the gradient and returns a direction, and `move` applies it to one parameter. Replicas that share a
 // gradient share the push of replica 0, and each moves by numbers of its own. T is the type of the arithmetic: double
 // for double, float for all others. kShort says that results are stored in 16 bits: then the last two of a quotient's
-// 24 bits may be wrong, which takes a third of the instructions on a GPU.
+// 24 bits may be wrong, which takes a third of the instructions on a GPU. kShortest: so are the states, in 8 bits, and
+// numbers below 2⁻¹²⁶ count as 0 in quotients and roots.
 #pragma once
 
 #include <cmath>
@@ -19,7 +20,7 @@
 namespace hdet {
 
 // The order of STATES in hdet_kernels/ops/step.py.
-enum class Rule : int64_t { sgd, adam, adamw, adagrad, lion };
+enum class Rule : int64_t { sgd, adam, adamw, adagrad, lion, muon };
 
 // The inputs of `derive`.
 struct Moment {
@@ -48,17 +49,29 @@ HDET_BOTH Moment advanced(Rule rule, const Row& row, float& steps, const float* 
   return {rule, t, first, gradient_factor(row, grad_scale, norm)};
 }
 
-template <bool kShort, typename T>
+inline constexpr int kShortest = 2;
+
+template <int kShort, typename T>
 HDET_BOTH T quotient(T a, T b) {
 #ifdef __CUDA_ARCH__
+  if constexpr (kShort == kShortest && sizeof(T) == 4) {
+    float y;
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
   if constexpr (kShort && sizeof(T) == 4) return __fdividef(a, b);
 #endif
   return a / b;
 }
 
-template <bool kShort, typename T>
+template <int kShort, typename T>
 HDET_BOTH T root(T x) {
 #ifdef __CUDA_ARCH__
+  if constexpr (kShort == kShortest && sizeof(T) == 4) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
   if constexpr (kShort && sizeof(T) == 4) {
     float y;
     asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -81,6 +94,8 @@ struct Push {
 
 template <typename T>
 struct Sgd {
+  // Whether the first state can be negative. All others are sums of squares.
+  static constexpr bool kSignedFirst = true;
   static constexpr int kFewestStates = 0;
   static constexpr int kMostStates = 1;
   T factor, decay, momentum, take, lr;
@@ -98,7 +113,7 @@ struct Sgd {
             row.nesterov != 0};
   }
 
-  template <int kStates, bool kShort, typename V>
+  template <int kStates, int kShort, typename V>
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if constexpr (kStates == 1) {
@@ -110,7 +125,7 @@ struct Sgd {
   }
 
   // Without a state, each replica can have a weight decay of its own.
-  template <int kStates, bool kShort, typename V>
+  template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
     return theta - lr * (kStates == 0 ? with_l2(theta, push.direction) : push.direction);
   }
@@ -123,6 +138,7 @@ struct Sgd {
 // Adam and AdamW: weight decay is added to the gradient (l2) or shrinks the parameter (keep).
 template <typename T>
 struct Adam {
+  static constexpr bool kSignedFirst = true;
   static constexpr int kFewestStates = 2;
   static constexpr int kMostStates = 3;
   T keep, size, per_root, eps;  // the numbers of `move`, in 16 bytes for one load
@@ -144,7 +160,7 @@ struct Adam {
             row.amsgrad != 0 ? 3 : 2};
   }
 
-  template <int kStates, bool kShort, typename V>
+  template <int kStates, int kShort, typename V>
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if (l2 != 0) g += l2 * theta;
@@ -159,7 +175,7 @@ struct Adam {
     return {state[0], root<kShort>(second)};
   }
 
-  template <int kStates, bool kShort, typename V>
+  template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
     return theta * keep - size * quotient<kShort>(push.direction, push.root * per_root + eps);
   }
@@ -167,6 +183,7 @@ struct Adam {
 
 template <typename T>
 struct Adagrad {
+  static constexpr bool kSignedFirst = false;
   static constexpr int kFewestStates = 1;
   static constexpr int kMostStates = 1;
   T factor, decay, size, eps;
@@ -177,7 +194,7 @@ struct Adagrad {
             static_cast<T>(row.lr / (1 + (now.t - 1) * row.lr_decay)), static_cast<T>(row.eps), 1};
   }
 
-  template <int kStates, bool kShort, typename V>
+  template <int kStates, int kShort, typename V>
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if (decay != 0) g += decay * theta;
@@ -185,7 +202,7 @@ struct Adagrad {
     return {g, root<kShort>(state[0])};
   }
 
-  template <int kStates, bool kShort, typename V>
+  template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
     return theta - size * quotient<kShort>(push.direction, push.root + eps);
   }
@@ -193,6 +210,7 @@ struct Adagrad {
 
 template <typename T>
 struct Lion {
+  static constexpr bool kSignedFirst = true;
   static constexpr int kFewestStates = 1;
   static constexpr int kMostStates = 1;
   T factor, keep, lr, keep1, take1, keep2, take2;
@@ -209,7 +227,7 @@ struct Lion {
             1};
   }
 
-  template <int kStates, bool kShort, typename V>
+  template <int kStates, int kShort, typename V>
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     const V blend = keep1 * state[0] + take1 * g;
@@ -218,9 +236,46 @@ struct Lion {
     return {blend > 0 ? V{} + T(1) : blend < 0 ? V{} - T(1) : blend, V{} + T(1)};
   }
 
-  template <int kStates, bool kShort, typename V>
+  template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
     return theta * keep - lr * push.direction;
+  }
+};
+
+// The two passes of Muon around the orthogonalisation of its update. With the state, the pass before it: the state is
+// the momentum, and what is stored as the parameter is the update. Without, the pass after it: the gradient is the
+// orthogonal update, by which the parameter moves.
+template <typename T>
+struct Muon {
+  static constexpr int kFewestStates = 0;
+  static constexpr int kMostStates = 1;
+  static constexpr bool kSignedFirst = true;
+  T factor, keep, lr, take;
+  int states;
+  bool nesterov;
+
+  static HDET_BOTH Muon derive(const Row& row, const Moment& now) {
+    return {static_cast<T>(now.factor),
+            static_cast<T>(1 - row.lr * row.weight_decay),
+            static_cast<T>(row.lr),
+            static_cast<T>(1 - row.momentum),
+            1,
+            row.nesterov != 0};
+  }
+
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH Push<V> push(V theta, V g, V* state) const {
+    g *= factor;
+    if constexpr (kStates == 1) {
+      state[0] += take * (g - state[0]);
+      g = nesterov ? state[0] + take * (g - state[0]) : state[0];
+    }
+    return {g, V{} + T(1)};
+  }
+
+  template <int kStates, int kShort, typename V>
+  HDET_BOTH V move(V theta, const Push<V>& push) const {
+    return kStates == 1 ? push.direction : theta * keep - lr * push.direction;
   }
 };
 

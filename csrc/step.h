@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "check.h"
+#include "companding.h"
 #include "rules.h"
 #include "table.h"
 
@@ -28,6 +29,7 @@ struct Work {
   void* param;               // [rows, row_size]
   float* master;             // [rows, row_size], or null: there is no master
   void* states[kMaxStates];  // [row_size], or null where a state is not in use
+  float* scales[kMaxStates];  // of states that are codes of 8 bits: kBlocksPerChunk for each chunk; null for all others
   float* steps;
   const Row* table;
   const Slot* slots;
@@ -49,11 +51,12 @@ struct Work {
 };
 
 inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<Tensor>& master,
-                         const std::optional<Tensor> (&states)[kMaxStates], const Tensor& steps, const Tensor& table,
+                         const std::optional<Tensor> (&states)[kMaxStates],
+                         const std::optional<Tensor> (&scales)[kMaxStates], const Tensor& steps, const Tensor& table,
                          const Tensor& slots, const Tensor& chunks, const Tensor& gradients, const Tensor& scratch,
                          const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& norm,
                          const std::optional<Tensor>& found_inf, bool stochastic_rounding, int64_t rows) {
-  HDET_CHECK(rule >= 0 && rule <= static_cast<int64_t>(Rule::lion), "unknown rule ", rule);
+  HDET_CHECK(rule >= 0 && rule <= static_cast<int64_t>(Rule::muon), "unknown rule ", rule);
   HDET_CHECK(table.dim() == 2 && table.size(1) == kColumns, "the hyperparameter table must have ", kColumns,
              " columns");
   HDET_CHECK(rows > 0 && param.numel() % rows == 0, "param has ", param.numel(), " elements, which are not ", rows,
@@ -76,10 +79,15 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
   work.state_type = work.param_type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   work.param = checked<void>(param, "param", work.param_type, param.numel(), param);
   for (int i = 0; i < kMaxStates; ++i) {
+    HDET_CHECK(scales[i].has_value() == (states[i].has_value() && states[i]->scalar_type() == ScalarType::Byte),
+               "state ", i, " must have scales if it is uint8 codes, and else none");
     if (!states[i].has_value()) continue;
     HDET_CHECK(work.state_count == i, "state ", i, " is given and one before it is not");
     if (i == 0) work.state_type = states[i]->scalar_type();
     work.states[i] = checked<void>(*states[i], "state", work.state_type, work.row_size, param);
+    if (scales[i].has_value())
+      work.scales[i] =
+          checked<float>(*scales[i], "scales", ScalarType::Float, kBlocksPerChunk * work.chunk_count, param);
     work.state_count = i + 1;
   }
   if (master) work.master = checked<float>(*master, "master", ScalarType::Float, param.numel(), param);
@@ -103,7 +111,8 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
   HDET_CHECK(wide || narrow || work.param_type == ScalarType::Float,
              "parameters must be float32, float64, bfloat16 or float16");
   HDET_CHECK(work.state_type == (wide ? ScalarType::Double : ScalarType::Float) ||
-                 (work.state_type == ScalarType::BFloat16 && !wide && work.param_type != ScalarType::Half),
+                 ((work.state_type == ScalarType::BFloat16 || work.state_type == ScalarType::Byte) && !wide &&
+                  work.param_type != ScalarType::Half),
              "state has another dtype than expected");
   HDET_CHECK(work.master == nullptr || narrow, "only bfloat16 and float16 parameters have a master");
   HDET_CHECK(!stochastic_rounding || (work.master == nullptr && work.param_type != ScalarType::Half),
@@ -142,6 +151,8 @@ void with_rule(const Work& work, Run&& run) {
       return checked_run.template operator()<Adagrad<T>>();
     case Rule::lion:
       return checked_run.template operator()<Lion<T>>();
+    case Rule::muon:
+      return checked_run.template operator()<Muon<T>>();
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "companding_cpu.h"
 #include "convert_cpu.h"
 #include "step.h"
 
@@ -111,10 +112,11 @@ void update_in_place(const Work& work, const Prepared<R>& own, const Gradient& g
 }
 
 // Steps elements at .. at + count of the flat buffers, at most kBlock of them, in every replica, through buffers in the
-// type of the arithmetic. `prepared` has the numbers of the slot.
+// type of the arithmetic. `prepared` has the numbers of the slot. The scales of states that are codes are those from number
+// `scale` on.
 template <int kStates, typename T, typename R>
 void update_block(const Work& work, const Prepared<R>* prepared, const Gradient& gradient, int64_t start, int64_t at,
-                  int64_t count) {
+                  int64_t count, int64_t scale) {
   T buffers[4 + kMaxStates][kBlock];
   T *direction = buffers[2], *root = buffers[3];
   const T* slope = widened(reinterpret_cast<const void*>(gradient.address), gradient.type, start, count, buffers[0]);
@@ -122,7 +124,14 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
   T* states[kMaxStates] = {};
   for (int k = 0; k < kStates; ++k) {
     states[k] = plain_states ? static_cast<T*>(work.states[k]) + at : buffers[4 + k];
-    if (!plain_states) read_span(plain<BFloat16>(work.states[k], at), count, states[k]);
+    if (plain_states) continue;
+    if constexpr (std::is_same_v<T, float>) {
+      if (work.scales[k] != nullptr) {
+        load_codes(work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count, states[k]);
+        continue;
+      }
+    }
+    read_span(plain<BFloat16>(work.states[k], at), count, states[k]);
   }
   for (int64_t row = 0; row < work.rows; ++row) {
     const Prepared<R>& own = prepared[row * work.slot_count];
@@ -142,6 +151,13 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
     });
   }
   for (int k = 0; k < kStates && !plain_states; ++k) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (work.scales[k] != nullptr) {
+        store_codes(states[k], work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count,
+                    prepared[0].noise, kStateStream + k);
+        continue;
+      }
+    }
     const auto stored = plain<BFloat16>(work.states[k], at);
     if (work.stochastic_rounding) {
       write_stochastically(states[k], count, prepared[0].noise, kStateStream + k, at, stored.numbers);
@@ -153,12 +169,12 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
 
 template <int kStates, typename T, typename R>
 void update(const Work& work, const Prepared<R>* prepared, const Gradient& gradient, int64_t start, int64_t at,
-            int64_t count) {
+            int64_t count, int64_t scale) {
   const bool in_one_loop = kInOneLoop<Half> || work.param_type != ScalarType::Half;
-  if (work.rows == 1 && !work.stochastic_rounding && in_one_loop) {
+  if (work.rows == 1 && !work.stochastic_rounding && work.scales[0] == nullptr && in_one_loop) {
     update_in_place<kStates, T>(work, *prepared, gradient, start, at, count);
   } else {
-    update_block<kStates, T>(work, prepared, gradient, start, at, count);
+    update_block<kStates, T>(work, prepared, gradient, start, at, count, scale);
   }
 }
 
@@ -187,10 +203,11 @@ void step(const Work& work) {
       for (int64_t done = 0; done < chunk.count; done += kBlock) {
         const int64_t count = std::min(kBlock, chunk.count - done);
         const int64_t start = chunk.start + done, at = chunk.offset + done;
+        const int64_t scale = kBlocksPerChunk * i + done / kStateBlock;
         if (uses_most_states(own->rule, work)) {
-          update<R::kMostStates, T>(work, own, gradient, start, at, count);
+          update<R::kMostStates, T>(work, own, gradient, start, at, count, scale);
         } else {
-          update<R::kFewestStates, T>(work, own, gradient, start, at, count);
+          update<R::kFewestStates, T>(work, own, gradient, start, at, count, scale);
         }
       }
     }
@@ -198,11 +215,13 @@ void step(const Work& work) {
 }
 
 void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
-              std::optional<Tensor> state1, std::optional<Tensor> state2, Tensor steps, Tensor table, Tensor slots,
+              std::optional<Tensor> state1, std::optional<Tensor> state2, std::optional<Tensor> scales0,
+              std::optional<Tensor> scales1, std::optional<Tensor> scales2, Tensor steps, Tensor table, Tensor slots,
               Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
               std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
-  const Work work = checked_work(rule, param, master, {state0, state1, state2}, steps, table, slots, chunks, gradients,
-                                 scratch, grad_scale, norm, found_inf, stochastic_rounding, rows);
+  const Work work = checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1, scales2}, steps,
+                                 table, slots, chunks, gradients, scratch, grad_scale, norm, found_inf,
+                                 stochastic_rounding, rows);
   if (work.param_type == ScalarType::Double) {
     with_rule<double>(work, [&]<typename R>() { step<double, R>(work); });
   } else {

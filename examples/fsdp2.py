@@ -35,7 +35,7 @@ def train(steps: int, max_lr: float, shard: int, folder: Path, stop_after: int, 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in (*model.blocks, model):
         fully_shard(block, mesh=mesh["shard"], mp_policy=policy)  # within the replica: its gradients are its own
-    optimizer = torch.optim.AdamW(model.parameters(), lr=max_lr)
+    optimizer = hk.FusedAdamW(model.parameters(), lr=max_lr, max_grad_norm=1.0)
 
     def move(batch: Batch) -> Batch:
         return batch[0].to(device), batch[1].to(device)

@@ -35,7 +35,7 @@ def train(steps: int, max_lr: float, shard: int, folder: Path, stop_after: int, 
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)  # both dimensions: gradients are averaged over the replicas, too
-    optimizer = torch.optim.AdamW(model.parameters(), lr=max_lr)
+    optimizer = hk.FusedAdamW(model.parameters(), lr=max_lr, max_grad_norm=1.0)
     # (1) the scheduler; (2) the mesh tells it who the replicas are.
     scheduler = hk.HDETOneCycleLR(
         optimizer, max_lr, total_steps=steps, sync_every=max(2, steps // 20), ensemble=hk.ProcessEnsemble(mesh)

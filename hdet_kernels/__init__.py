@@ -40,7 +40,15 @@ from hdet_kernels.frontend import (
 )
 from hdet_kernels.initialise import warm_noisy_init_
 from hdet_kernels.ops.backends import backends, use_backend
-from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
+from hdet_kernels.optim import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedAdamW,
+    FusedLion,
+    FusedMuon,
+    FusedRowWiseAdagrad,
+    FusedSGD,
+)
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.scout.settings import ScoutSettings
 from hdet_kernels.stack import ReplicaStack
@@ -59,6 +67,8 @@ __all__ = [
     "FusedAdam",
     "FusedAdamW",
     "FusedLion",
+    "FusedMuon",
+    "FusedRowWiseAdagrad",
     "FusedSGD",
     "HDETOneCycleLR",
     "HDETScheduler",

@@ -8,14 +8,16 @@ one for each collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hdet_kernels.checks import check_whole
+from hdet_kernels.fsdp import gathered_shards
 from hdet_kernels.movable import check_movable, common_replicas, tied_to
+from hdet_kernels.sharded import Divided, divided_along, is_distributed, part_of
 from hdet_kernels.tensors import (
     Piece,
     Slot,
@@ -60,10 +62,8 @@ __all__ = [
     "wide_dtype",
 ]
 
-#: Bytes of one collective. A 124 M-parameter fp32 model fits into one. Between two gloo ranks the size matters little:
-#: averaging 64 MB in place took 89 to 96 ms in buckets of 1 to 512 MiB (``bench/test_converge.py``). Packed, it took 89
-#: to 112 ms in buckets of 4 to 32 MiB, and 159 ms in one bucket, which leaves nothing to overlap with. With many
-#: replicas the size matters more: every bucket pays the latency of all hops again (``bench/cost_model.py``).
+#: Bytes of one collective. A 124 M-parameter fp32 model fits into one. Every bucket pays the latency of all hops again
+#: (``bench/cost_model.py``).
 BUCKET_BYTES = 512 * 2**20
 
 #: Every tensor starts at a multiple of this in its flat buffer: one GPU cache line, or 8 accesses of 16 bytes.
@@ -71,7 +71,7 @@ ALIGN_BYTES = 128
 
 
 class Buckets:
-    """Parameters in one contiguous buffer per (device, dtype), each of them a part of it with its own strides.
+    """Parameters in one contiguous buffer per (device, dtype, kind), each of them a part of it with its own strides.
 
     The ``Parameter`` objects stay the same, so that ``model.load_state_dict``, autograd, DDP and ``torch.compile`` keep
     working. Each has a storage object of its own over its part (:func:`.tensors.own_storage`), so that saving one
@@ -79,18 +79,27 @@ class Buckets:
     one slot. Gaps between tensors are zeros. Stacked parameters, [replicas, …] each, share buffers [replicas, n] and
     their storage.
 
+    Of a distributed parameter (DTensor) it is the part of this process that moves. Distributed parameters have buffers
+    of their own, one for each way in which they are divided over a mesh. FSDP then gathers from these buffers.
+
     Args:
         params: the parameters to move.
         bucket_bytes: the most bytes that one collective on them carries.
+        kind_of: the kind of a parameter; those of different kinds have different buffers. Default: one kind.
 
     Raises:
         ValueError, TypeError: before anything is moved, if a parameter cannot be: not a dense strided tensor,
-            overlapping memory, a distributed tensor, memory shared in part with another parameter, or memory that
-            other processes may share.
+            overlapping memory, memory shared in part with another parameter, or memory that other processes may share.
     """
 
     @torch.inference_mode(False)  # buffers made in inference mode could not be written outside of it
-    def __init__(self, params: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        kind_of: Callable[[Tensor], Hashable] | None = None,
+    ) -> None:
         self.params: tuple[Tensor, ...] = unique(params)
         if not self.params:
             raise ValueError("Buckets got no parameters: pass model.parameters() or an optimizer's parameters")
@@ -99,28 +108,35 @@ class Buckets:
             check_movable(index, param)
         #: The number of replicas of stacked parameters; None for plain parameters.
         self.replicas = common_replicas(self.params)
-        one = [one_replica(param) for param in self.params]
+        parts = [part_of(param) for param in self.params]
+        one = [one_replica(param, part) for param, part in zip(self.params, parts, strict=True)]
         owner = tied_to(one)
+        shards = gathered_shards(self.params)
 
-        keys: list[tuple[torch.device, torch.dtype]] = []
+        keys: list[tuple[torch.device, torch.dtype, Divided, bool, Hashable]] = []
         ends: list[int] = []
         slots: list[Slot] = []
-        for index, param in enumerate(one):
+        # Elements that each parameter takes up, with those that FSDP pads its shard with.
+        self._lengths: list[int] = []
+        for index, (param, part) in enumerate(zip(self.params, one, strict=True)):
+            shard = shards.get(id(param))
+            self._lengths.append(part.numel() if shard is None else shard.padded)
             if owner[index] != index:
                 slots.append(slots[owner[index]])
                 continue
-            key = (param.device, param.dtype)
+            kind = None if kind_of is None else kind_of(param)
+            key = (part.device, part.dtype, divided_along(param), shard is not None and shard.pinned, kind)
             if key not in keys:
                 keys.append(key)
                 ends.append(0)
             flat = keys.index(key)
-            slots.append(Slot(flat, ends[flat], param.numel(), tuple(param.shape), tuple(param.stride())))
-            ends[flat] = _aligned(ends[flat] + param.numel(), param.element_size())
+            slots.append(Slot(flat, ends[flat], part.numel(), tuple(part.shape), tuple(part.stride())))
+            ends[flat] = _aligned(ends[flat] + self._lengths[index], part.element_size())
         self.slots: tuple[Slot, ...] = tuple(slots)
         leading = () if self.replicas is None else (self.replicas,)
         self.flats: tuple[Tensor, ...] = tuple(
-            torch.zeros((*leading, end), device=device, dtype=dtype)
-            for end, (device, dtype) in zip(ends, keys, strict=True)
+            torch.zeros((*leading, end), device=device, dtype=dtype, pin_memory=pinned)
+            for end, (device, dtype, _, pinned, _) in zip(ends, keys, strict=True)
         )
         #: Float32 masters of half-precision buffers; None for buffers without one.
         self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)
@@ -128,8 +144,8 @@ class Buckets:
         # Tensors that were made in inference mode have no version.
         self._versioned = [param for param in self.params if not param.is_inference()]
         with torch.no_grad():
-            for param, view in zip(self.params, self._views, strict=True):
-                view.copy_(param)
+            for part, view in zip(parts, self._views, strict=True):
+                view.copy_(part)
         self._take_home(range(len(self.params)))
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -181,18 +197,18 @@ class Buckets:
         """
         return [
             index
-            for index, (param, view) in enumerate(zip(self.params, self._views, strict=True))
-            if (param.data_ptr() != view.data_ptr() and view.numel())
-            or (param.device, param.dtype, param.shape, param.stride())
+            for index, (part, view) in enumerate(zip(map(part_of, self.params), self._views, strict=True))
+            if (part.data_ptr() != view.data_ptr() and view.numel())
+            or (part.device, part.dtype, part.shape, part.stride())
             != (view.device, view.dtype, view.shape, view.stride())
         ]
 
     def converted(self) -> bool:
         """Return whether a parameter has another device or dtype than its slot, and all have the shapes of theirs."""
-        pairs = list(zip(self.params, self._views, strict=True))
-        if any(param.shape != view.shape or in_shared_memory(param) for param, view in pairs):
+        pairs = list(zip(map(part_of, self.params), self._views, strict=True))
+        if any(part.shape != view.shape or in_shared_memory(part) for part, view in pairs):
             return False
-        return any((param.device, param.dtype) != (view.device, view.dtype) for param, view in pairs)
+        return any((part.device, part.dtype) != (view.device, view.dtype) for part, view in pairs)
 
     def rehome(self) -> list[int]:
         """Bring parameters that were moved away back into their slots, with the values they have now.
@@ -206,7 +222,7 @@ class Buckets:
         """
         moved = self.moved()
         for index in moved:
-            param, view = self.params[index], self._views[index]
+            param, view = part_of(self.params[index]), self._views[index]
             if in_shared_memory(param):
                 raise RuntimeError(
                     f"parameter {index} of shape {tuple(param.shape)} was put into shared memory after the optimizer "
@@ -221,7 +237,7 @@ class Buckets:
                     "optimizer and its scheduler again after model.to()"
                 )
         # Copied out first: a parameter may use the memory of another one's slot.
-        values = [self.params[index].detach().clone() for index in moved]
+        values = [part_of(self.params[index]).detach().clone() for index in moved]
         for index, value in zip(moved, values, strict=True):
             self._views[index].copy_(value)
         self._take_home(moved)
@@ -229,13 +245,22 @@ class Buckets:
 
     def _take_home(self, indices: Iterable[int]) -> None:
         """Make parameters the tensors of their slots. Tied parameters have the same slot, and get the same storage."""
+        shards = gathered_shards(self.params)
         owned: dict[int, Tensor] = {}
         for index in indices:
-            slot = id(self.slots[index])
+            param, slot = self.params[index], self.slots[index]
             # Not the view itself: share_memory() gives a storage other memory, and the view must keep its own.
-            if slot not in owned:
-                owned[slot] = own_storage(self._views[index])
-            self.params[index].data = owned[slot]
+            if not is_distributed(param):
+                if id(slot) not in owned:
+                    owned[id(slot)] = own_storage(self._views[index])
+                param.data = owned[id(slot)]
+                continue
+            if id(slot) not in owned:
+                owned[id(slot)] = own_storage(self.flats[slot.flat][slot.offset : slot.offset + self._lengths[index]])
+            memory = owned[id(slot)]
+            param._local_tensor = torch.as_strided(memory, slot.shape, slot.stride)  # type: ignore[attr-defined]
+            if (shard := shards.get(id(param))) is not None:
+                shard.gather_from(memory)
 
 
 @dataclass(frozen=True)

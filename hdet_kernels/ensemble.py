@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hdet_kernels.checks import check_whole, spell
+from hdet_kernels.row_gather import gather_by_doubling, gather_by_sum
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Of the messages of a gather, which must not be taken for those of a training script.
+_TAG = 0x4844
+# Tags of messages between single processes. Others on the same group usually have small ones.
+_FIRST_TAG, _TAGS = 2**28, 2**20
 
 
 class Collective(Protocol):
@@ -91,6 +97,23 @@ class Ensemble(Protocol):
 
     def twin(self) -> Ensemble:
         """Return the same replicas with process groups of their own, for collectives that run in the background."""
+
+
+@runtime_checkable
+class Trading(Protocol):
+    """An ensemble whose processes can also pass tensors to single other processes. Optional."""
+
+    process: int
+    processes: int
+
+    def trades(self, device: torch.device) -> bool:
+        """Return whether :meth:`trade` takes tensors on ``device``. The same on all processes."""
+
+    def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
+        """Start to send ``sent[p]`` to each other process p, and to receive ``received[p]`` from it. Collective.
+
+        The entries of this process are ignored. None, on both sides, and empty tensors are not sent.
+        """
 
 
 class SingleReplica:
@@ -183,15 +206,18 @@ class ProcessEnsemble:
         # Python object, and a thread that does so while the interpreter is ending aborts the process. So the tensors of
         # the latest collective are kept.
         self._kept: tuple[Tensor, ...] = ()
+        self._trades = 0
 
     def serves(self, device: torch.device) -> bool:
         return device.type in self.backends
 
     def gather(self, rows: Tensor) -> Tensor:
         row = rows.detach().reshape(-1).to(self._gather_device())
+        gathered = self._gathered(row, self.group, self.size)
         if self.shard_group is not None:
-            row = self._gathered(row, self.shard_group, self.parts).reshape(-1)
-        return self._gathered(row, self.group, self.size).cpu().view(self.size, self.parts, -1)
+            # Last, because it multiplies the bytes and the processes of a replica are near each other.
+            gathered = self._gathered(gathered.reshape(-1), self.shard_group, self.parts)
+        return gathered.cpu().view(self.parts, self.size, -1).transpose(0, 1).contiguous()
 
     def averages(self, device: torch.device) -> bool:
         return self.backends.get(device.type) == "nccl"
@@ -209,6 +235,21 @@ class ProcessEnsemble:
     def collect(self, gathered: Tensor, own: Tensor) -> Collective:
         whole, part = gathered.view(-1), own.view(-1)
         return self._started(_all_gather(whole, part, group=self.group, async_op=True), part, whole)
+
+    def trades(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self.backends.get("cpu") == "gloo"
+
+    def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
+        self._trades += 1
+        tag = _FIRST_TAG + self._trades % _TAGS  # a late message of a failed trade is not taken for one of the next
+        works: list[dist.Work | None] = []
+        for distance in range(1, self.processes):
+            source, target = (self.process - distance) % self.processes, (self.process + distance) % self.processes
+            if (place := received[source]) is not None and place.numel():
+                works.append(dist.irecv(place, group=self.group, group_src=source, tag=tag))
+            if (tensor := sent[target]) is not None and tensor.numel():
+                works.append(dist.isend(tensor, group=self.group, group_dst=target, tag=tag))
+        return _Traded(works, self._timeout)
 
     def confirm(self) -> None:
         if self.shard_group is not None:
@@ -277,10 +318,19 @@ class ProcessEnsemble:
         return made
 
     def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
-        gathered = torch.empty(count, row.numel(), dtype=row.dtype, device=row.device)
-        self._kept = (gathered.view(-1), row)
-        _all_gather(*self._kept, group=group)
-        return gathered
+        place = dist.get_rank(group)
+        if row.device.type != "cpu":
+            return gather_by_sum(row, place, count, lambda table: dist.all_reduce(table, group=group))
+
+        def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:
+            for started in (
+                dist.irecv(received, group=group, group_src=source, tag=_TAG),
+                dist.isend(sent, group=group, group_dst=to, tag=_TAG),
+            ):
+                if started is not None:
+                    started.wait()
+
+        return gather_by_doubling(row, place, count, exchange)
 
     def _gather_device(self) -> torch.device:
         return torch.device("cpu") if "cpu" in self.backends else torch.device("cuda", torch.cuda.current_device())
@@ -331,6 +381,14 @@ class RowEnsemble:
 
     def collect(self, gathered: Tensor, own: Tensor) -> Collective:
         return self.among.collect(gathered, own)
+
+    def trades(self, device: torch.device) -> bool:
+        return isinstance(self.among, Trading) and self.among.trades(device)
+
+    def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
+        if not isinstance(self.among, Trading):
+            raise TypeError(f"{self.among} does not pass tensors between single processes")
+        return self.among.trade(sent, received)
 
     def confirm(self) -> None:
         return None
@@ -420,6 +478,18 @@ class _Done:
 
     def wait(self) -> None:
         return None
+
+
+class _Traded:
+    """Messages to and from single processes; :meth:`wait` waits for all of them."""
+
+    def __init__(self, works: Sequence[dist.Work | None], timeout: datetime.timedelta | None) -> None:
+        self._works, self._timeout = works, timeout
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None and not (work.wait() if self._timeout is None else work.wait(self._timeout)):
+                raise RuntimeError("a message to or from another process was aborted: its process group was shut down")
 
 
 class _Awaited:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hdet_kernels.sharded import is_distributed, part_of
 from hdet_kernels.tensors import in_shared_memory, is_dense, one_replica, replicas_of
 
 
@@ -15,6 +16,12 @@ def check_movable(index: int, param: Tensor) -> None:
     """Raise TypeError or ValueError if parameter ``index`` cannot be moved into a flat buffer."""
     if not isinstance(param, Tensor):
         raise TypeError(f"Buckets expected tensors, parameter {index} is a {type(param).__name__}")
+    if is_distributed(param) and any(placement.is_partial() for placement in param.placements):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"parameter {index} is a DTensor with placements {param.placements}, a sum that is not formed yet: "  # type: ignore[attr-defined]
+            "redistribute it to Shard or Replicate placements first"
+        )
+    param = part_of(param)
     known = type(param) in (Tensor, torch.nn.Parameter) or replicas_of(param) is not None
     if not known or param.layout is not torch.strided:
         raise TypeError(

@@ -72,8 +72,10 @@ def in_full(param: Tensor, master: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a distributed tensor; any other tensor unchanged."""
+    if not hasattr(tensor, "to_local"):
+        return tensor.detach()
     with torch.no_grad():
-        part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        part: Tensor = tensor.to_local()
     return part.detach()
 
 
@@ -100,6 +102,8 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill their span of memory without gaps or overlaps, in any order of dimensions."""
+    if tensor.is_contiguous():  # by far the most common, and there may be very many tensors
+        return True
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size == 1:
@@ -143,7 +147,13 @@ def own_storage(view: Tensor) -> Tensor:
 
 def compact(tensor: Tensor) -> Tensor:
     """Return ``tensor`` if its storage holds nothing else, and a copy of it otherwise, for saving."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    # In the order in which the elements lie in memory, in which the blocks of state in 8 bits run.
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
+    back = [order.index(dimension) for dimension in range(tensor.dim())]
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def in_shared_memory(tensor: Tensor) -> bool:

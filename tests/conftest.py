@@ -1,7 +1,9 @@
 """Set up the test session: Triton's interpreter without a GPU, and the two test runs.
 
 ``make test`` runs what is not marked ``full``; ``make test-full`` runs the rest. Whatever needs a GPU belongs to the
-second, so that a machine without one prints the reason for each skip there.
+second, so that a machine without one prints the reason for each skip there. Triton's interpreter takes a second where
+others take a millisecond: of the cases of one test function it runs the first in ``make test``, the others in
+``make test-full``.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ def _seeded() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    interpreted: set[str] = set()
     for item in items:
+        function = item.nodeid.split("[")[0]
+        if "[triton-cpu" in item.nodeid or "-triton-cpu" in item.nodeid:
+            if function in interpreted:
+                item.add_marker(pytest.mark.full)
+            elif item.get_closest_marker("full") is None:
+                interpreted.add(function)
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.full)
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"))

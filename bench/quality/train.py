@@ -32,7 +32,7 @@ def train(task: Task, spec: Spec, device: torch.device) -> Record:
     torch.manual_seed(spec.seed)
     steps = spec.steps or task.steps
     model = task.model().to(device)
-    batches = _batches(task, steps, spec.seed, device)
+    batches = batches_of(task, steps, spec.seed, device)
     if spec.method in PEERS or spec.method == "plain":
         found = _train_plain(task, spec, model, batches, steps)
     else:
@@ -84,7 +84,8 @@ def schedule_of(kind: str, optimizer: torch.optim.Optimizer, steps: int) -> LRSc
     return None
 
 
-def _batches(task: Task, steps: int, seed: int, device: torch.device) -> Iterator[Batch]:
+def batches_of(task: Task, steps: int, seed: int, device: torch.device) -> Iterator[Batch]:
+    """Yield the batches of a run, each for all replicas together."""
     generator = Generator(device).manual_seed(1000 + seed)
     for _ in range(steps):
         yield task.draw(task.replicas * task.batch, generator)
@@ -125,7 +126,7 @@ def refresh_norms(task: Task, model: nn.Module, seed: int, count: int = 50) -> N
         return
     model.train()
     with torch.no_grad():
-        for batch in _batches(task, count, seed, next(model.parameters()).device):
+        for batch in batches_of(task, count, seed, next(model.parameters()).device):
             task.loss(model, *batch)
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-# The most tensors that an error message names.
-_MOST_NAMED = 3
+# The most tensors that an error message names, and the most ranks that it lists one by one.
+_MOST_NAMED, _MOST_LISTED = 3, 8
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,8 @@ def none_sound(columns: Mapping[str, Floats], names: Sequence[Sequence[str]], st
 def name_ranks(chosen: Flags, ranks: Floats) -> str:
     """Return "rank 2" or "ranks 0, 1, 3": the ``ranks`` [replicas, parts] of the ``chosen`` replicas or parts.
 
-    Where a rank holds several replicas, they are named by their numbers: "replicas 2, 3 of rank 1".
+    Where a rank holds several replicas, they are named by their numbers: "replicas 2, 3 of rank 1". Many are
+    named as "ranks 0-516, 518-1023".
     """
     flags = chosen if chosen.ndim == 2 else np.broadcast_to(chosen[:, None], ranks.shape)
     if len(np.unique(ranks[:, 0])) == len(ranks):
@@ -196,4 +197,9 @@ def name_ranks(chosen: Flags, ranks: Floats) -> str:
 
 
 def _plural(noun: str, numbers: NDArray[Any]) -> str:
-    return f"{noun}{'s' if len(numbers) != 1 else ''} {', '.join(f'{number:.0f}' for number in numbers)}"
+    if len(numbers) <= _MOST_LISTED:
+        listed = [f"{number:.0f}" for number in numbers]
+    else:
+        runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+        listed = [f"{run[0]:.0f}-{run[-1]:.0f}" if len(run) > 1 else f"{run[0]:.0f}" for run in runs]
+    return f"{noun}{'s' if len(numbers) != 1 else ''} {', '.join(listed)}"

@@ -3,7 +3,7 @@
 First every replica sends one handshake row: step, loss, layout, whether its values are finite. Replicas that disagree
 get an error that names them, instead of a hang or a wrong mean. A replica with non-finite values is left out and
 receives the mean of the others. Only then is anything changed, in ⌈bytes / bucket_bytes⌉ collectives. If a collective
-fails, everything is restored.
+fails, everything is restored, or nothing was written yet (:mod:`.trade`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +35,9 @@ from hdet_kernels.converge.overlap import Correction, OverlappedAverage
 from hdet_kernels.converge.payload import Counts, ModelTensors, Payload
 from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge, decide
 from hdet_kernels.converge.summary import TensorSummary, describe_layout
+from hdet_kernels.converge.trade import Trade
 from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take_first, take_largest
-from hdet_kernels.ensemble import Ensemble, check_ensemble, held
+from hdet_kernels.ensemble import Ensemble, Trading, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
 
@@ -56,6 +56,7 @@ class Converger:
             staging buffers, averaged there and unpacked). Of distributed tensors the local shards are averaged.
         ensemble: the replicas. Where a process holds several (64 at most), the tensors have one row for each.
         state: returns the current optimizer state of the parameters, by name.
+        write_state: takes the averaged state, by name, where ``state`` returns copies (of state in 8 bits).
         counts: the optimizer's step counts. Where they differ, as after a step that one replica skipped, they become
             the largest when state is averaged.
         buffers: returns the current buffers of the model. Floating-point ones are averaged, integer ones become those
@@ -68,8 +69,9 @@ class Converger:
         compress: ``"bf16"`` or ``"int8"``: parameters travel as rounded differences to the last consensus, with error
             feedback. State and buffers travel in full, and so do parameters the first time and when a replica is left
             out.
-        backup: keep a copy of what is averaged until the average is complete, so that everything can be restored if a
-            peer dies. Without it, a failure leaves a mixture of old and averaged values.
+        backup: keep a copy of what is averaged until the average is complete, so that everything is as it was if a peer
+            dies. CPU tensors over gloo are averaged in that copy, whose memory is kept for the next average. Without
+            it, a failure leaves a mixture of old and averaged values.
         outer: an :class:`hdet_kernels.Outer`. Costs two copies of the parameters of one replica (one without momentum).
         merge: ``"mean"``, or ``"best"``: all replicas become a copy of the healthy one with the lowest loss, on the
             probe where there is one; the first of several. Without any loss, the mean.
@@ -82,6 +84,7 @@ class Converger:
         ensemble: Ensemble,
         *,
         state: Callable[[], Mapping[str, Tensor]] = dict,
+        write_state: Callable[[Mapping[str, Tensor]], None] | None = None,
         counts: Counts | None = None,
         buffers: Callable[[], Sequence[Tensor]] = tuple,
         names: Names = tuple,
@@ -101,7 +104,7 @@ class Converger:
                 f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "
                 "several processes if need be"
             )
-        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names)
+        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names, write_state)
         resolve(self.tensors.params[0].device, backend)  # raises for a backend that is unknown or cannot be used
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES
@@ -111,6 +114,7 @@ class Converger:
         check_merge(merge, outer=outer, compress=compress)
         self.ensemble, self.backup, self.compress, self.merge = ensemble, backup, compress, merge
         self._transport = Transport(ensemble, self.bucket_bytes, backend)
+        self._trade = Trade(self._transport, ensemble) if isinstance(ensemble, Trading) else None
         # Overlapped averages have process groups of their own and, on a GPU, a stream. Made when first needed.
         self._background: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -138,9 +142,11 @@ class Converger:
         start = time.perf_counter()
         payload = self.tensors.payload(include_state=request.include_state)
         agreement, plan = self._agree(self._transport, report, payload, request)
-        with self._restore_on_failure(payload, plan):
-            cost = self._average(self._transport, payload, plan)
-        distance = distance_of(self._transport, agreement, plan, payload.all_params)
+        trade = self._trade_of(payload, plan)
+        cost = self._average_or_restore(payload, plan, trade)
+        # Parameters that travelled compressed were not measured on the way.
+        norm = trade.norm if trade is not None and not plan.compressed else None
+        distance = distance_of(self._transport, agreement, plan, payload.all_params, norm)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.settle(payload, counts=plan.counts)
         return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
@@ -185,22 +191,35 @@ class Converger:
             found = ", ".join(names[str(int(np.argmax(own)))][:3])
             log.warning("step %d: %s: elements that are not finite on all replicas stay as they are", step, found)
 
-    def _restore_on_failure(self, payload: Payload, plan: Plan) -> AbstractContextManager[None]:
-        """Return a context that restores all that ``plan`` changes if its block raises. Empty without ``backup``."""
-        return payload.restore_on_failure(plan) if self.backup and self.ensemble.talks else contextlib.nullcontext()
+    def _trade_of(self, payload: Payload, plan: Plan) -> Trade | None:
+        """Return what averages the payload without changing it before the end, if it can and that is wanted."""
+        if self._trade is None or not self.backup or not self._trade.fits(payload.regions_in_full(plan)):
+            return None
+        return self._trade
 
-    def _average(self, transport: Transport, payload: Payload, plan: Plan) -> Cost:
+    def _average_or_restore(self, payload: Payload, plan: Plan, trade: Trade | None) -> Cost:
+        """Average the payload in place, as planned; with ``backup`` all of it or nothing. Collective."""
+        if not (self.backup and self.ensemble.talks):
+            return self._average(self._transport, payload, plan)
+        with payload.restore_on_failure(plan, written_last=trade is not None):
+            return self._average(self._transport, payload, plan, trade)
+
+    def _average(self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None = None) -> Cost:
         """Average the payload in place, as planned. Collective. An error names the ranks that are missing."""
         with transport.attendance.explained():
-            return self._run_plan(transport, payload, plan)
+            return self._run_plan(transport, payload, plan, trade)
 
-    def _run_plan(self, transport: Transport, payload: Payload, plan: Plan) -> Cost:
+    def _run_plan(self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None) -> Cost:
         ensemble = transport.ensemble
         cost = handshake_cost(ensemble)
         own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
-        cost += transport.average(payload.regions_in_full(plan), plan.included, rescaled=plan.rescaled)
-        for averaged, before in zip(payload.all_buffers, own, strict=bool(own)):
-            keep_own(averaged, before, plan.healthy[held(ensemble)].tolist())
+        regions, write_means = payload.regions_in_full(plan), None
+        if trade is None:
+            cost += transport.average(regions, plan.included, rescaled=plan.rescaled)
+        else:
+            measured = len(payload.all_params) if plan.params and not plan.compressed else 0
+            more, write_means = trade.average(regions, plan.included, rescaled=plan.rescaled, measured=measured)
+            cost += more
         if plan.integers and payload.integers:
             cost += run_transfers([take_first(ensemble, payload.integers, plan.included)])
         if plan.counts and payload.counts is not None:
@@ -216,6 +235,10 @@ class Converger:
         if ensemble.parts > 1:
             ensemble.confirm()
             cost += Cost(4, 1)
+        if write_means is not None:
+            write_means()
+        for averaged, before in zip(payload.all_buffers, own, strict=bool(own)):
+            keep_own(averaged, before, plan.healthy[held(ensemble)].tolist())
         if write_consensus is not None:
             write_consensus()
         if self._compression is not None and plan.remembered:
@@ -250,6 +273,7 @@ class Converger:
         finally:
             for tensor, value in zip(self.tensors.covered(), own, strict=True):
                 tensor.copy_(value)
+            self.tensors.written()
 
     # A sync that overlaps with the next training steps
 
@@ -325,8 +349,7 @@ class Converger:
         agreement, plan = self._agree(self._transport, Report(step=0, kept=kept), state_alone, request)
         both = agreement.healthy & healthy_then if len(healthy_then) == len(agreement.healthy) else agreement.healthy
         plan = replace(plan, included=both if both.any() else agreement.healthy, params=False)
-        with self._restore_on_failure(state_alone, plan):
-            cost = self._average(self._transport, state_alone, plan)
+        cost = self._average_or_restore(state_alone, plan, self._trade_of(state_alone, plan))
         self.tensors.settle(state_alone, counts=plan.counts)
         return cost
 

@@ -21,7 +21,9 @@ from hdet_kernels.converge.transport import Transport
 from hdet_kernels.tensors import wide_dtype
 
 
-def distance_of(transport: Transport, agreement: Agreement, plan: Plan, averaged: Sequence[Tensor]) -> float | None:
+def distance_of(
+    transport: Transport, agreement: Agreement, plan: Plan, averaged: Sequence[Tensor], norm: float | None = None
+) -> float | None:
     """Return how far the replicas that were averaged lay apart: see :func:`relative_distance`.
 
     Of sharded replicas it is the distance in the shard that this process holds.
@@ -31,6 +33,7 @@ def distance_of(transport: Transport, agreement: Agreement, plan: Plan, averaged
         agreement: the conclusions from the handshake, with the norms before the average.
         plan: of the average.
         averaged: the parameters, after the average and before an outer step.
+        norm: their norm, if it is known.
 
     Returns:
         None where it cannot be told: of a single replica, where all became a copy of one, and where the checksum is no
@@ -43,10 +46,11 @@ def distance_of(transport: Transport, agreement: Agreement, plan: Plan, averaged
     kinds = {(tensor.device, tensor.dtype == torch.float64) for tensor in present}
     if len(kinds) != 1 or wide_dtype(present[0].device) != torch.float64:
         return None
-    # Where a process holds several replicas, all rows are the mean now.
-    one = [tensor[0] for tensor in present] if ensemble.rows > 1 else present
-    mean = float(transport.checksum_of_one(one, present[0].device))
-    return relative_distance(agreement.norms[plan.included, ensemble.part], mean)
+    if norm is None:
+        # Where a process holds several replicas, all rows are the mean now.
+        one = [tensor[0] for tensor in present] if ensemble.rows > 1 else present
+        norm = float(transport.checksum_of_one(one, present[0].device))
+    return relative_distance(agreement.norms[plan.included, ensemble.part], norm)
 
 
 def relative_distance(norms: NDArray[np.float64], mean: float) -> float | None:

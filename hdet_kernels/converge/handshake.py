@@ -159,9 +159,13 @@ def disagreement(ensemble: Ensemble, values: Mapping[str, Any], what: str, hint:
         ranks: [replicas, parts] the global ranks.
     """
     texts = _gather_texts(ensemble, values)
-    keys = list(dict.fromkeys(key for text in texts for key in text))
-    differing = [key for key in keys if len({_spell(text.get(key)) for text in texts}) > 1][:3]
-    labels = [", ".join(f"{key} {_spell(text.get(key))}" for key in differing) for text in texts]
+    distinct = {id(text): text for text in texts}
+    keys = list(dict.fromkeys(key for text in distinct.values() for key in text))
+    differing = [key for key in keys if len({_spell(text.get(key)) for text in distinct.values()}) > 1][:3]
+    spelled = {
+        which: ", ".join(f"{key} {_spell(text.get(key))}" for key in differing) for which, text in distinct.items()
+    }
+    labels = [spelled[id(text)] for text in texts]
     groups = []
     for label in dict.fromkeys(labels):
         who = np.array([other == label for other in labels]).reshape(ranks.shape)
@@ -218,15 +222,17 @@ def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) 
 
 
 def _gather_texts(ensemble: Ensemble, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the ``values`` of every process. Collective."""
+    """Return the ``values`` of every process. Collective. Equal ones are one object: there may be thousands."""
     text = torch.frombuffer(bytearray(json.dumps(values, default=str).encode()), dtype=torch.uint8)
     own = torch.full((ensemble.rows, 1), float(len(text)), dtype=torch.float64, device="cpu")
     lengths = ensemble.gather(own)
     padded = torch.zeros(ensemble.rows, int(lengths.max()), dtype=torch.uint8, device="cpu")
     padded[:, : len(text)] = text
-    gathered = ensemble.gather(padded).reshape(lengths.numel(), -1).tolist()
-    texts = [bytes(line[: int(length)]) for line, length in zip(gathered, lengths.reshape(-1).tolist(), strict=True)]
-    return [json.loads(text) for text in texts]
+    gathered = ensemble.gather(padded).reshape(lengths.numel(), -1).numpy()
+    sizes = lengths.reshape(-1).int().tolist()
+    texts = [line[:size].tobytes() for line, size in zip(gathered, sizes, strict=True)]
+    read = {text: json.loads(text) for text in dict.fromkeys(texts)}
+    return [read[text] for text in texts]
 
 
 def _spell(value: Any) -> str:

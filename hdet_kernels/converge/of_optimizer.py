@@ -54,6 +54,7 @@ def converger_of(
         buckets if isinstance(buckets, Buckets) else [p for group in optimizer.param_groups for p in group["params"]],
         ensemble,
         state=state,
+        write_state=getattr(optimizer, "write_state_flats", None),
         counts=StepCounts(optimizer),
         buffers=buffers,
         names=names,

@@ -18,6 +18,7 @@ from hdet_kernels.converge.nonfinite import begins_nonfinite, fingerprints, fini
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.summary import Checksum, TensorSummary, describe_layout, integer_hash
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
+from hdet_kernels.fsdp import drop_gathered
 from hdet_kernels.tensors import distinct, flat_view, has_overlap, is_dense, layout_hash, local, unique
 
 # Floating-point dtypes that kernels and collectives support.
@@ -93,12 +94,13 @@ class Payload:
         return [[*self.all_params, *others]]
 
     @contextlib.contextmanager
-    def restore_on_failure(self, plan: Plan) -> Iterator[None]:
+    def restore_on_failure(self, plan: Plan, *, written_last: bool) -> Iterator[None]:
         """Restore the tensors that are averaged in full, and the integers, if the block raises.
 
-        Compressed parameters need no copy: they are written after the last collective.
+        What is written after the last collective needs no copy: compressed parameters, and with ``written_last`` all
+        that is averaged in full.
         """
-        in_full = itertools.chain.from_iterable(self.regions_in_full(plan))
+        in_full = () if written_last else itertools.chain.from_iterable(self.regions_in_full(plan))
         changed = [*in_full, *(self.integers if plan.integers else ())]
         backups = [tensor.clone() for tensor in changed]
         try:
@@ -178,7 +180,9 @@ class ModelTensors:
         counts: Counts | None,
         buffers: Callable[[], Sequence[Tensor]],
         names: Names = tuple,
+        write_state: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
+        self.write_state = write_state
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
         # Integers (quantised frozen weights) have no mean and do not diverge.
@@ -208,7 +212,7 @@ class ModelTensors:
         gapped: list[tuple[Tensor, Tensor]] = []
 
         def flat(tensor: Tensor) -> Tensor:
-            return _flattened(local(tensor), self.rows, gapped)
+            return _flattened(tensor, self.rows, gapped)
 
         if self.buckets is not None:
             self.buckets.rehome()
@@ -217,12 +221,14 @@ class ModelTensors:
         present = list(self.buffers())
         began = {number: present[number] for number in self.masks if number < len(present)}
         # A buffer may be a view of a parameter, and two buffers may share their memory.
-        parts = [part for part in distinct(local(tensor) for tensor in (*self.params, *present)) if part.numel()]
-        own = {local(param).data_ptr() for param in self.params}
+        here = [local(param) for param in self.params]
+        parts = [part for part in distinct((*here, *map(local, present))) if part.numel()]
+        own = {param.data_ptr() for param in here}
         constant = {local(buffer).data_ptr() for buffer in began.values()} - own
+        others = own | constant
         loose = [part for part in parts if part.data_ptr() in own]
         masks = [part for part in parts if part.data_ptr() in constant]
-        buffers = [part for part in parts if part.data_ptr() not in own | constant]
+        buffers = [part for part in parts if part.data_ptr() not in others]
         floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         homed = None
         if self.buckets is not None:
@@ -234,7 +240,7 @@ class ModelTensors:
             buffers=[flat(buffer) for buffer in floating],
             masks=[flat(mask) for mask in masks],
             masks_changed=fingerprints(began.values()) != [self.masks[number] for number in began],
-            state={name: flat(value) for name, value in (self.state().items() if include_state else ())},
+            state={name: flat(local(value)) for name, value in (self.state().items() if include_state else ())},
             integers=[buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())],
             counts=self.counts.read() if include_state and self.counts is not None else None,
             gapped=gapped,
@@ -260,11 +266,19 @@ class ModelTensors:
     def settle(self, payload: Payload, *, counts: bool) -> None:
         """Write averaged copies back, round the parameters from their masters and, if asked, write the step counts."""
         payload.put_back()
+        if self.write_state is not None and payload.state:
+            self.write_state(payload.state)
         if self.buckets is not None:
             self.buckets.round_masters()
-            self.buckets.advance_versions()
+        self.written()
         if counts and payload.counts is not None and self.counts is not None:
             self.counts.write(payload.counts)
+
+    def written(self) -> None:
+        """Let autograd know that parameters were written, and FSDP, which may still have the ones before gathered."""
+        if self.buckets is not None:
+            self.buckets.advance_versions()
+        drop_gathered(self.params)
 
 
 def _flattened(tensor: Tensor, rows: int, gapped: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -146,7 +146,7 @@ class Transport:
             tensor.div_(mean.scale)
         yield self.ensemble.all_reduce(tensor, mean.operation)
         if mean.scale != 1:
-            _divide_within_range(tensor, mean.after)
+            divide_within_range(tensor, mean.after)
         elif mean.after != 1:
             tensor.div_(mean.after)
 
@@ -156,12 +156,12 @@ class Transport:
             if mean.scale == 1:
                 packer.pack(tensors, packed, mean.included, mean.before)
             else:
-                _pack_scaled(region, bucket, mean, packed)
+                pack_scaled(region, bucket, mean, packed)
             yield self.ensemble.all_reduce(packed, mean.operation)
             if mean.scale == 1:
                 packer.unpack(tensors, packed, mean.after)
             else:
-                _divide_within_range(packed, mean.after)
+                divide_within_range(packed, mean.after)
                 packer.unpack(tensors, packed)
 
     def cut(self, regions: Regions, bucket_bytes: int | None = None) -> Iterator[tuple[Sequence[Tensor], Bucket]]:
@@ -201,7 +201,7 @@ class Transport:
         return self._packs[key], tensors
 
 
-def _pack_scaled(region: Sequence[Tensor], bucket: Bucket, mean: Mean, packed: Tensor) -> None:
+def pack_scaled(region: Sequence[Tensor], bucket: Bucket, mean: Mean, packed: Tensor) -> None:
     """Pack the sum of the included rows, each divided by the scale first. In plain torch: it is hardly ever needed."""
     packed.zero_()
     spans = packed.split([piece.stop - piece.start for piece in bucket.pieces])
@@ -212,7 +212,7 @@ def _pack_scaled(region: Sequence[Tensor], bucket: Bucket, mean: Mean, packed: T
                 span.add_(row[piece.start : piece.stop].to(packed.dtype) / mean.scale)
 
 
-def _divide_within_range(values: Tensor, divisor: float) -> None:
+def divide_within_range(values: Tensor, divisor: float) -> None:
     """Divide, and where finite values become infinite by rounding, take the largest finite ones."""
     finite, most = values.isfinite(), torch.finfo(values.dtype).max
     values.div_(divisor)

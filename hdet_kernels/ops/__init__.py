@@ -5,17 +5,21 @@ The flow through this folder, for one optimizer step::
     table         hyperparameters, one row for each parameter group (and replica), on the device
     chunks        where the parameters lie in a flat buffer and where their gradients are
     stacked_chunks  the same for R replicas in the rows of one buffer
+    live_gradients  the gradients of all parameters in one call (live_tensors: the tensors that it looks at)
         │
     step          Step: checks its arguments once, then updates parameters and states in place
     reduce        grad_norm: the norm of all gradients
     noise         add_noise_: normal noise added to many tensors
+    rowwise       rowwise_adagrad_: row-wise Adagrad on an embedding table, for the rows that a gradient touches
     pack          Pack: pieces of tensors to and from one staging buffer (its table: piece_table)
     wire          Wire: the parts of a compressed average
         │
     backends      decides which backend runs, and says why one cannot
         │
-    reference     plain torch (reference_rules, reference_pack, reference_wire, reference_noise)
-    triton_kernels  Triton (triton_rules, triton_reduce, triton_pack, triton_wire, triton_noise, triton_rounding)
+    reference     plain torch (reference_rules, reference_pack, reference_wire, reference_noise,
+                  reference_rowwise)
+    triton_kernels  Triton (triton_rules, triton_reduce, triton_pack, triton_wire, triton_noise, triton_rowwise,
+                  triton_rounding)
     compiled      C++ and CUDA (``csrc/``), loaded by extension
 
 ``operators`` registers the operators that are written in Python with torch, and ``rounding`` has stochastic rounding in

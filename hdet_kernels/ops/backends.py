@@ -89,7 +89,8 @@ def resolve(device: torch.device | str, requested: str | None = None) -> str:
 def implementation(backend: str) -> ModuleType:
     """Return the module that implements a backend.
 
-    Each has ``bind_step``, ``grad_norm``, ``pack``, ``unpack``, ``wire_operators`` and ``add_noise_``.
+    Each has ``bind_step``, ``grad_norm``, ``pack``, ``unpack``, ``wire_operators``, ``add_noise_`` and
+    ``rowwise_adagrad``.
     """
     return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
 

@@ -55,6 +55,7 @@ class MatchedGradients:
         tensors: The gradients, ``None`` where a slot has none.
         table: Their entries of the gradient table, [slots, 2].
         any: Whether there is at least one gradient.
+        complete: Whether every slot is known to have one.
         copied: Whether one of them is a copy, because it had another layout or a dtype that kernels do not read.
         permanent: Whether they stay at these addresses in all later steps.
         replicas: If given, each tensor is [replicas, …] and the table has entries for each replica.
@@ -64,6 +65,7 @@ class MatchedGradients:
     table: NDArray[np.int64]
     any: bool
     copied: bool = False
+    complete: bool = False
     permanent: bool = False
     replicas: int | None = None
 
@@ -112,8 +114,8 @@ class ChunkTable:
         self._expected = tuple(slots)
         self._counts = [slot.numel for slot in slots]
         self._empty = [index for index, slot in enumerate(slots) if slot.numel == 0]
-        self._plain = [i for i, slot in enumerate(slots) if _is_contiguous(slot)]
-        self._permuted = [i for i, slot in enumerate(slots) if not _is_contiguous(slot)]
+        self._plain = [i for i, slot in enumerate(slots) if is_contiguous(slot)]
+        self._permuted = [i for i, slot in enumerate(slots) if not is_contiguous(slot)]
         self._strides = [slots[i].stride for i in self._permuted]
 
     def match(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
@@ -258,7 +260,8 @@ def _same_order(slot: Slot, strides: Sequence[int]) -> bool:
     return all(size == 1 or got == own for size, got, own in each)
 
 
-def _is_contiguous(slot: Slot) -> bool:
+def is_contiguous(slot: Slot) -> bool:
+    """Return whether the elements of a slot lie in the order of its shape."""
     expected = 1
     for size, stride in zip(reversed(slot.shape), reversed(slot.stride), strict=True):
         if size != 1 and stride != expected:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
 from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
+from hdet_kernels.ops.rowwise import RowWiseArguments
 from hdet_kernels.ops.step import Scalars, StepArguments
 
 # kScratchBytes of csrc/step.h.
@@ -58,3 +59,8 @@ def wire_operators() -> tuple[Any, Any, Any]:
 def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
     """Add normal noise to every tensor."""
     torch.ops.hdet_kernels.add_noise_(table.chunks, table.point_at(tensors), keys, scales)
+
+
+def rowwise_adagrad(given: RowWiseArguments) -> None:
+    """Update the rows of an embedding table that have a gradient."""
+    torch.ops.hdet_kernels.rowwise_adagrad_(*given)

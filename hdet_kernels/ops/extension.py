@@ -24,6 +24,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "merge": fake_in_place,
     "decode": fake_in_place,
     "add_noise_": fake_in_place,
+    "rowwise_adagrad_": fake_in_place,
 }
 
 

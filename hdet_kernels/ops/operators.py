@@ -18,11 +18,15 @@ NAMESPACE = "hdet_kernels"
 # Parts of the schemas that all backends share. csrc/library.cpp repeats them.
 FLATS = (
     "int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, Tensor(e!)? state2, "
-    "Tensor(f!) steps, Tensor table"
+    "Tensor(f!)? scales0, Tensor(g!)? scales1, Tensor(h!)? scales2, Tensor(i!) steps, Tensor table"
 )
 SCALARS = "Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding, int rows"
 ENCODE = "int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire"
 MERGE = "int format, Tensor wires, float divisor, Tensor(a!)? error, Tensor(b!) wire"
+ROWWISE = (
+    "Tensor(a!) param, Tensor(b!) sums, Tensor steps, Tensor table, int table_row, Tensor values, Tensor? rows, "
+    "Tensor? order, Tensor? grad_scale, Tensor? found_inf, bool decoupled, bool stochastic_rounding"
+)
 DECODE = "int format, Tensor wire, Tensor(a!) consensus, Tensor(b!)? target"
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -1,7 +1,7 @@
 """The ``torch`` backend: step and norm in plain torch, which runs anywhere and is the reference for other backends.
 
-``reference_rules.py`` has the update rules. The other operations are in ``reference_pack.py``, ``reference_wire.py``
-and ``reference_noise.py``.
+``reference_rules.py`` has the update rules. The other operations are in ``reference_pack.py``, ``reference_wire.py``,
+``reference_noise.py`` and ``reference_rowwise.py``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, flat_gradients
+from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode, first_scales
 from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, fake_norm, register
 from hdet_kernels.ops.reference_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.reference_pack import pack as pack
 from hdet_kernels.ops.reference_pack import unpack as unpack
+from hdet_kernels.ops.reference_rowwise import rowwise_adagrad as rowwise_adagrad
 from hdet_kernels.ops.reference_rules import RULES as RULES
 from hdet_kernels.ops.reference_rules import Numbers, Push, Scalar, States, choose
 from hdet_kernels.ops.reference_rules import Row as Row
@@ -31,10 +33,11 @@ def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars],
     """Return a function that runs the step on given gradients and scalars."""
     chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
     offsets = [slot.offset for slot in chunks.entries]
+    of_scales = first_scales(slot.numel for slot in chunks.entries)
     operator = partial(_operators()[0], *arguments.flats, chunks.slots)
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
-        operator(chunks.point_at(grads), offsets, flat_gradients(grads), *scalars, rounding, rows)
+        operator(chunks.point_at(grads), offsets, of_scales, flat_gradients(grads), *scalars, rounding, rows)
 
     return run
 
@@ -47,7 +50,7 @@ def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
 @cache
 def _operators() -> tuple[Any, Any]:
     """Register the operators of step and norm, once, and return them. They take the gradients as flat tensors."""
-    tables = "Tensor slots, Tensor gradients, int[] offsets, Tensor?[] tensors"
+    tables = "Tensor slots, Tensor gradients, int[] offsets, int[] first_scales, Tensor?[] tensors"
     return (
         register("torch_step_", f"{FLATS}, {tables}, {SCALARS}", "()", _step, fake_in_place),
         register("torch_grad_norm", "Tensor chunks, Tensor?[] tensors, int rows", "Tensor", _grad_norm, fake_norm),
@@ -61,11 +64,15 @@ def _step(
     state0: Tensor | None,
     state1: Tensor | None,
     state2: Tensor | None,
+    scales0: Tensor | None,
+    scales1: Tensor | None,
+    scales2: Tensor | None,
     steps: Tensor,
     table: Tensor,
     slots: Tensor,
     gradients: Tensor,
     offsets: Sequence[int],
+    of_scales: Sequence[int],
     tensors: Sequence[Tensor | None],
     grad_scale: Tensor | None,
     norm: Tensor | None,
@@ -76,6 +83,9 @@ def _step(
     name = list(STATES)[rule]
     own_rule = RULES[name]
     states = [state0, state1, state2][: len(STATES[name])]
+    scales = [scales0, scales1, scales2][: len(states)]
+    signed = [state in SIGNED_STATES for state in STATES[name]]
+    coded = any(scale is not None for scale in scales)
     params = param.view(rows, -1)
     masters = None if master is None else master.view(rows, -1)
     groups = slots[:, 2]
@@ -84,24 +94,34 @@ def _step(
     t = steps.to(table.dtype).abs() + 1
     columns = own_rule.derive(t, steps <= 0, own)
     columns["factor"] = _gradient_factor(h, grad_scale, _norm_of_slots(norm, groups, table))
-    if stochastic_rounding:
+    if stochastic_rounding or coded:
         columns["key"] = rounding_key(own.seed, t)
     skip: Scalar = False if found_inf is None else found_inf.squeeze() > 0
     free = _free_to_read(param)
     if free and skip:
         return
 
+    def put(target: Tensor, value: Tensor) -> None:
+        target.copy_(value if free else _unless(skip, target, value))
+
     def keep(target: Tensor, value: Tensor, n: Numbers, stream: int, offset: int) -> None:
         if stochastic_rounding and target.dtype == torch.bfloat16:
             value = round_stochastically(value, random_bits(n.key, stream, offset, value))
-        target.copy_(value if free else _unless(skip, target, value))
+        put(target, value)
 
     compute = torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
-    for offset, grad, numbers in zip(offsets, tensors, _by_slot(columns, rows, len(offsets), free), strict=True):
+    each = zip(offsets, of_scales, tensors, _by_slot(columns, rows, len(offsets), free), strict=True)
+    for offset, first_scale, grad, numbers in each:
         if grad is None or grad.numel() == 0:
             continue
         span = slice(offset, offset + grad.numel())
-        old = [None if state is None else state[span] for state in states]
+        blocks = slice(first_scale, first_scale + block_count(grad.numel()))
+        stored_states = [None if state is None else state[span] for state in states]
+        own_scales = [None if scale is None else scale[blocks] for scale in scales]
+        old = [
+            state if state is None or scale is None else decode(state, scale, sign)
+            for state, scale, sign in zip(stored_states, own_scales, signed, strict=True)
+        ]
         g, factor = grad.to(compute), numbers[0].factor
         if isinstance(factor, Tensor) or factor != 1:
             g = g * factor
@@ -117,9 +137,15 @@ def _step(
             keep(stored, theta, n, 0, offset)
             if masters is not None:
                 keep(masters[row, span], theta, n, 1, offset)
-        for stream, (target, value) in enumerate(zip(old, new, strict=False), start=2):
-            if target is not None and value is not None:
-                keep(target, value, numbers[0], stream, offset)
+        for k, (target, value) in enumerate(zip(stored_states, new, strict=False)):
+            if target is None or value is None or value is old[k]:
+                continue
+            if (scale := own_scales[k]) is None:
+                keep(target, value, numbers[0], 2 + k, offset)
+            else:
+                codes, largest = encode(value, signed[k], random_bits(numbers[0].key, 2 + k, offset, value))
+                put(target, codes)
+                put(scale, largest)
     counted = torch.where((h.momentum != 0) | (steps > 0), t, -t) if name == "sgd" else t
     counted = torch.where(gradients[:, 0] != NO_GRADIENT, counted.to(steps.dtype), steps)
     steps.copy_(counted if free else _unless(skip, steps, counted))

@@ -218,7 +218,43 @@ class Lion:
         return theta * n.keep - n.lr * sign
 
 
-RULES: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(), "adamw": AdamW(), "adagrad": Adagrad(), "lion": Lion()}
+class Muon:
+    """The two passes of Muon around the orthogonalisation of its update.
+
+    With the state, the pass before it, which stores the update in place of θ::
+
+        b ← μ·b + (1 − μ)·g
+        θ ← μ·b + (1 − μ)·g (nesterov), b (otherwise)
+
+    Without, the pass after it, for which g is the orthogonal update::
+
+        θ ← θ·(1 − lr·λ) − lr·g
+    """
+
+    def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
+        return {"keep": 1 - h.lr * h.weight_decay, "lr": h.lr, "take": 1 - h.momentum, "nesterov": h.nesterov > 0}
+
+    def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
+        """Return the update and whether it is the result."""
+        (buffer,) = states
+        if buffer is None:
+            return (g, False), states
+        moved = buffer + n.take * (g - buffer)
+        return (choose(n.nesterov, lambda: moved + n.take * (g - moved), lambda: moved), True), [moved]
+
+    def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
+        update, is_result = push
+        return update if is_result else theta * n.keep - n.lr * update
+
+
+RULES: dict[str, Rule] = {
+    "sgd": SGD(),
+    "adam": Adam(),
+    "adamw": AdamW(),
+    "adagrad": Adagrad(),
+    "lion": Lion(),
+    "muon": Muon(),
+}
 check_rules(__name__, RULES)
 
 

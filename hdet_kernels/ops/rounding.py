@@ -25,14 +25,23 @@ def rounding_key(seed: Tensor, t: Tensor) -> Tensor:
 
 
 def random_bits(key: Any, stream: int, offset: int, like: Tensor) -> Tensor:
-    """Return 16 random bits for each element of ``like``, which begins at flat position ``offset``.
+    """Return 16 random bits for each element of ``like``, which begins at flat position ``offset``."""
+    return random_bits_at(key, stream, torch.arange(offset, offset + like.numel(), device=like.device))
 
-    The bits are a function of key, stream and flat position alone. One 32-bit hash serves two neighbours. ``stream`` is
-    0 for parameters, and 2 and up for their states.
+
+def random_bits_at(key: Any, stream: int, position: Tensor) -> Tensor:
+    """Return 16 random bits for each flat position.
+
+    The bits are a function of key, stream and flat position alone. One 64-bit hash serves four neighbours. ``stream``
+    is 0 for parameters, and 2 and up for their states.
     """
-    position = torch.arange(offset, offset + like.numel(), device=like.device)
-    pair = position >> 1
-    word = mix(mix((pair & WORD) ^ key) + (pair >> 32) + stream * GOLDEN)
+    quad = position >> 2
+    once = ((mix((quad & WORD) ^ key) + (quad >> 32) + stream * GOLDEN) & WORD) * 0xD2511F53
+    high = (once >> 32) & WORD
+    twice = (high ^ (once & WORD)) * 0xCD9E8D57
+    low = twice & WORD
+    first, second = low ^ high, ((twice >> 32) & WORD) ^ (low >> 16 | low << 16)
+    word = torch.where((position & 2) != 0, second, first)
     return (word >> (16 * (position & 1))) & 0xFFFF
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.backends import implementation, resolve
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK
 from hdet_kernels.ops.table import COLUMNS
 
 #: The update rules and the names of their state buffers (torch.optim's names). ``csrc/rules.h`` has the same order.
@@ -23,17 +24,18 @@ STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "adagrad": ("sum",),
     "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),
 }
 
 #: State buffers that are absent without momentum or without amsgrad.
 OPTIONAL_STATES = frozenset({"momentum_buffer", "max_exp_avg_sq"})
 
 #: By dtype of the parameters, the dtypes that their state can have. The exponent of fp16 is too short for squares of
-#: gradients.
+#: gradients. ``uint8`` are the codes of :mod:`~hdet_kernels.ops.companding`.
 STATE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
-    torch.float32: (torch.float32, torch.bfloat16),
+    torch.float32: (torch.float32, torch.bfloat16, torch.uint8),
     torch.float64: (torch.float64,),
-    torch.bfloat16: (torch.float32, torch.bfloat16),
+    torch.bfloat16: (torch.float32, torch.bfloat16, torch.uint8),
     torch.float16: (torch.float32,),
 }
 
@@ -91,6 +93,7 @@ class StepArguments:
     rule: str
     param: Tensor
     states: Sequence[Tensor | None]
+    scales: Sequence[Tensor | None]
     steps: Tensor
     table: Tensor
     chunks: ChunkTable
@@ -101,8 +104,8 @@ class StepArguments:
     @property
     def flats(self) -> tuple[Any, ...]:
         """The first arguments of every backend's step operator (``operators.FLATS``)."""
-        states = [*self.states, None, None][:3]
-        return list(STATES).index(self.rule), self.param, self.master, *states, self.steps, self.table
+        states, scales = ([*given, None, None, None][:3] for given in (self.states, self.scales))
+        return list(STATES).index(self.rule), self.param, self.master, *states, *scales, self.steps, self.table
 
 
 class Step:
@@ -134,6 +137,8 @@ class Step:
             exact. The random bits depend only on the table's ``seed``, the step count and the position, so a run can be
             repeated bit for bit.
         rows: The number of replicas in ``param``.
+        scales: Of states that are uint8 codes, the scales of each: float32, ``BLOCKS_PER_CHUNK`` for every chunk. The
+            codes are always rounded stochastically.
         backend: A backend by name; the fastest available by default.
 
     Raises:
@@ -153,9 +158,10 @@ class Step:
         master: Tensor | None = None,
         stochastic_rounding: bool = False,
         rows: int = 1,
+        scales: Sequence[Tensor | None] = (),
         backend: str | None = None,
     ) -> None:
-        arguments = StepArguments(rule, param, states, steps, table, chunks, master, stochastic_rounding, rows)
+        arguments = StepArguments(rule, param, states, scales, steps, table, chunks, master, stochastic_rounding, rows)
         _check_arguments(arguments)
         self.chunks, self._table, self._rows = chunks, table, rows
         self.backend = resolve(param.device, backend)
@@ -175,7 +181,7 @@ def _check_arguments(given: StepArguments) -> None:
     if given.param.dtype not in DTYPES:
         raise TypeError(f"parameters must be one of {DTYPES}, got {given.param.dtype}")
     _check_shape(given)
-    buffers = _check_buffers(given)
+    buffers = _check_buffers(given) | _check_scales(given)
     _check_tables(given)
     tables = {"steps": given.steps, "table": given.table, "chunks": given.chunks.chunks}
     for name, tensor in (buffers | tables).items():
@@ -224,6 +230,30 @@ def _check_buffers(given: StepArguments) -> dict[str, Tensor]:
                 f"{'' if tensor.is_contiguous() else ', not contiguous'}"
             )
     return {name: tensor for name, (tensor, _) in buffers.items()}
+
+
+def _check_scales(given: StepArguments) -> dict[str, Tensor]:
+    """Check the scales of states that are codes, and return them by name."""
+    names = STATES[given.rule]
+    if len(given.scales) > len(names):
+        raise ValueError(f"{given.rule} has state buffers {names}, got scales of {len(given.scales)} of them")
+    found: dict[str, Tensor] = {}
+    numel = BLOCKS_PER_CHUNK * len(given.chunks.chunks)
+    for name, state, scales in zip(names, given.states, [*given.scales, None, None, None], strict=False):
+        if (scales is not None) != (state is not None and state.dtype == torch.uint8):
+            raise ValueError(
+                f"{name} is {None if state is None else state.dtype} and its scales are "
+                f"{'missing' if scales is None else 'given'}; uint8 codes have scales, and nothing else has"
+            )
+        if scales is None:
+            continue
+        if scales.shape != (numel,) or scales.dtype != torch.float32 or not scales.is_contiguous():
+            raise ValueError(
+                f"the scales of {name} must be {numel} contiguous float32 numbers, {BLOCKS_PER_CHUNK} for each chunk, "
+                f"got {scales.dtype} of shape {tuple(scales.shape)}"
+            )
+        found[f"scales of {name}"] = scales
+    return found
 
 
 def _check_tables(given: StepArguments) -> None:

@@ -49,6 +49,7 @@ class Staged:
         # The bytes that the device holds; None if they depend on which captured graph ran last.
         self._mirror: bytes | None = None
         self._captured: list[Tensor] = []
+        self._in_host_memory = self.tensor.numpy() if self.tensor.device.type == "cpu" else None
 
     def holds(self, values: NDArray[np.generic]) -> bool:
         """Return whether the device is known to hold ``values``."""
@@ -69,8 +70,8 @@ class Staged:
         written = values.tobytes()
         if written == self._mirror and not self.capturing:
             return False
-        if self.tensor.device.type == "cpu":
-            self.tensor.numpy()[...] = values
+        if self._in_host_memory is not None:
+            self._in_host_memory[...] = values
             self._mirror = written
             return True
         on_cuda = self.tensor.device.type == "cuda"

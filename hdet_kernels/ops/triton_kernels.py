@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, MatchedGradients
+from hdet_kernels.ops.companding import BLOCK as STATE_BLOCK
 from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, fake_norm, register
 from hdet_kernels.ops.step import STATES, Scalars, StepArguments
 from hdet_kernels.ops.table import COLUMNS
@@ -28,6 +29,7 @@ from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
 from hdet_kernels.ops.triton_reduce import read_norm
 from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
+from hdet_kernels.ops.triton_rowwise import rowwise_adagrad as rowwise_adagrad
 from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, move, push
 from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
 
@@ -45,6 +47,7 @@ _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: 
 _COLUMNS = tl.constexpr(len(COLUMNS))
 _NUMBERS = tl.constexpr(NUMBERS)
 _CHUNK = tl.constexpr(CHUNK)
+_STATE_BLOCK = tl.constexpr(STATE_BLOCK)
 _NO_GRADIENT = tl.constexpr(NO_GRADIENT)
 _EMPTY_GRADIENT = tl.constexpr(EMPTY_GRADIENT)
 
@@ -68,13 +71,14 @@ def _advance(
     groups,
     rows_per_norm,
     RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    RANDOM: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Fill ``numbers`` [rows, slots, NUMBERS] and ``plan`` [rows, slots, 3], and count the step.
 
     ``plan`` has the address of the gradient (NO_GRADIENT where the slot is skipped) and its dtype, both for replica 0
-    alone, and the key of the random bits. The hyperparameter table has ``groups`` rows for each replica.
+    alone, and with ``RANDOM`` the key of the random bits. The hyperparameter table has ``groups`` rows for each
+    replica.
     """
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < count
@@ -98,7 +102,7 @@ def _advance(
         n = numbers + mine * _NUMBERS
         tl.store(n, factor, mask=inside)
         derive(RULE, n, row, t, before <= 0, inside)
-        if STOCHASTIC:
+        if RANDOM:
             tl.store(plan + mine * 3 + 2, key_of(column(row, SEED, inside), t).to(tl.int64), mask=inside)
         replica += 1
     tl.store(steps + slot, count_after(RULE, first, before, t, inside), mask=inside & (address != _NO_GRADIENT))
@@ -111,6 +115,9 @@ def _walk(
     state0,
     state1,
     state2,
+    scales0,
+    scales1,
+    scales2,
     numbers,
     plan,
     chunks,
@@ -121,6 +128,7 @@ def _walk(
     TYPE: tl.constexpr,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    RANDOM: tl.constexpr,
     VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -140,6 +148,14 @@ def _walk(
         offset = tl.load(chunk)
         lanes = tl.arange(0, BLOCK)
         first = address.to(tl.pointer_type(TYPE)) + tl.load(chunk + 1) + begin
+        block = program * (BLOCK // _STATE_BLOCK)
+        if scales0 is not None:
+            scales0 += block
+        if scales1 is not None:
+            scales1 += block
+        if scales2 is not None:
+            scales2 += block
+        flats = (param, master, state0, state1, state2, scales0, scales1, scales2)
         stride, step = tl.cast(row_size, tl.int64), tl.cast(slot_count, tl.int64)
         whole = (count >= BLOCK) & (address % _ALIGNED == 0) & (offset % VECTOR == 0)
         if SHARED:
@@ -148,26 +164,24 @@ def _walk(
             # Tell the compiler what was just tested, so that VECTOR elements become one access.
             grad = tl.multiple_of(first + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
             at = offset // VECTOR * VECTOR + begin + lanes
-            # This is lanes // 2, written so that the compiler sees that neighbours share their random word.
-            halves = tl.reshape(tl.broadcast_to(tl.arange(0, BLOCK // 2)[:, None], [BLOCK // 2, 2]), [BLOCK])
-            pair = ((offset + begin) >> 1) + halves
+            # This is lanes // 4, written so that the compiler sees that neighbours share their random bits.
+            fours = tl.reshape(tl.broadcast_to(tl.arange(0, BLOCK // 4)[:, None], [BLOCK // 4, 4]), [BLOCK])
+            quad = ((offset + begin) >> 2) + fours
             inside = tl.full([BLOCK], True, tl.int1)
             if SHARED:
                 stride = stride // VECTOR * VECTOR
-                flats = (param, master, state0, state1, state2)
-                _rows(*flats, n, mine, grad, at, pair, inside, rows, stride, step, RULE, STOCHASTIC)
+                _rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM)
             else:
-                _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
+                _block(*flats, n, mine, grad, at, quad, inside, RULE, STOCHASTIC, RANDOM)
         else:
             grad = first + lanes
             at = offset + begin + lanes
-            pair = at >> 1
+            quad = at >> 2
             inside = lanes < count
             if SHARED:
-                flats = (param, master, state0, state1, state2)
-                _rows(*flats, n, mine, grad, at, pair, inside, rows, stride, step, RULE, STOCHASTIC)
+                _rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM)
             else:
-                _block(param, master, state0, state1, state2, n, mine, grad, at, pair, inside, RULE, STOCHASTIC)
+                _block(*flats, n, mine, grad, at, quad, inside, RULE, STOCHASTIC, RANDOM)
 
 
 @triton.jit
@@ -177,21 +191,26 @@ def _block(
     state0,
     state1,
     state2,
+    scales0,
+    scales1,
+    scales2,
     n,
     mine,
     grad,
     at,
-    pair,
+    quad,
     inside,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    RANDOM: tl.constexpr,
 ):
     """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``."""
     wide: tl.constexpr = n.dtype.element_ty
     theta = _in_full(param, master, at, inside, wide)
-    random = _random(pair, mine, STOCHASTIC)
+    random = _random(quad, mine, RANDOM)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
-    direction, other = push(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+    states = (state0, state1, state2, scales0, scales1, scales2)
+    direction, other = push(RULE, theta, g, n, *states, at, inside, random, STOCHASTIC)
     theta = move(RULE, theta, direction, other, n)
     if master is not None:
         tl.store(master + at, theta, mask=inside)
@@ -205,17 +224,21 @@ def _rows(
     state0,
     state1,
     state2,
+    scales0,
+    scales1,
+    scales2,
     n,
     mine,
     grad,
     at,
-    pair,
+    quad,
     inside,
     rows,
     stride,
     step,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    RANDOM: tl.constexpr,
 ):
     """Step the same elements of every row of the parameters.
 
@@ -227,8 +250,9 @@ def _rows(
     if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
         # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
         theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
-    random = _random(pair, mine, STOCHASTIC)
-    direction, other = push(RULE, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+    random = _random(quad, mine, RANDOM)
+    states = (state0, state1, state2, scales0, scales1, scales2)
+    direction, other = push(RULE, theta, g, n, *states, at, inside, random, STOCHASTIC)
     # The row is a scalar, because pointers that the loop advances would get another layout.
     row = tl.cast(0, tl.int64)
     while row < rows:
@@ -236,7 +260,7 @@ def _rows(
         moved = move(RULE, _in_full(param, master, start + at, inside, wide), direction, other, own)
         if master is not None:
             tl.store(master + (start + at), moved, mask=inside)
-        own_random = _random(pair, mine + row * (step * 3), STOCHASTIC)
+        own_random = _random(quad, mine + row * (step * 3), RANDOM)
         write(param + start, at, moved, inside, own_random, 0, STOCHASTIC)
         row += 1
 
@@ -254,11 +278,11 @@ def _in_full(param, master, at, inside, wide: tl.constexpr):
 
 
 @triton.jit
-def _random(pair, mine, STOCHASTIC: tl.constexpr):
-    """Return the base of the random words; it is not used without stochastic rounding."""
-    random = pair
-    if STOCHASTIC:
-        random = random_base(pair, tl.load(mine + 2).to(tl.uint32))
+def _random(quad, mine, RANDOM: tl.constexpr):
+    """Return the base of the random words; it is not used where nothing is rounded stochastically."""
+    random = quad
+    if RANDOM:
+        random = random_base(quad, tl.load(mine + 2).to(tl.uint32))
     return random
 
 
@@ -310,6 +334,9 @@ def _step(
     state0: Tensor | None,
     state1: Tensor | None,
     state2: Tensor | None,
+    scales0: Tensor | None,
+    scales1: Tensor | None,
+    scales2: Tensor | None,
     steps: Tensor,
     table: Tensor,
     slots: Tensor,
@@ -325,7 +352,9 @@ def _step(
     count = len(slots)
     if count == 0:
         return
-    structure = {"RULE": _RULES[rule], "STOCHASTIC": stochastic_rounding}
+    scales = (scales0, scales1, scales2)
+    # States in 8 bits are always rounded stochastically.
+    structure = {"RULE": _RULES[rule], "RANDOM": stochastic_rounding or any(scale is not None for scale in scales)}
     flats = (param, master, state0, state1, state2)
     wide = torch.float64 if param.dtype == torch.float64 else torch.float32
     numbers = torch.empty((rows, count, NUMBERS), dtype=wide, device=param.device)
@@ -354,6 +383,7 @@ def _step(
             block = BLOCK if rows == 1 else block_of_rows(vector)
             _walk[(len(chunks) * (CHUNK // block),)](
                 *flats,
+                *scales,
                 numbers,
                 plan,
                 chunks,
@@ -365,6 +395,7 @@ def _step(
                 VECTOR=vector,
                 SHARED=rows > 1,
                 BLOCK=block,
+                STOCHASTIC=stochastic_rounding,
                 num_warps=WARPS,
                 **structure,
             )

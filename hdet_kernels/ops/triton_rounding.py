@@ -23,9 +23,20 @@ def key_of(seed, t):
 
 
 @triton.jit
-def random_base(pair, key):
-    """Return the base of the random words of all streams. Flat positions ``2·pair`` and ``2·pair + 1`` share a word."""
-    return mix(pair.to(tl.uint32) ^ key) + (pair >> 32).to(tl.uint32)
+def random_base(quad, key):
+    """Return the base of the random bits of all streams. Flat positions ``4·quad`` .. ``4·quad + 3`` share a hash."""
+    return mix(quad.to(tl.uint32) ^ key) + (quad >> 32).to(tl.uint32)
+
+
+@triton.jit
+def random_bits(base, at, STREAM: tl.constexpr):
+    """Return the 16 random bits of flat positions ``at``, as uint32."""
+    once = (base + (STREAM * GOLDEN & 0xFFFFFFFF)).to(tl.uint64) * 0xD2511F53
+    high = (once >> 32).to(tl.uint32)
+    twice = (high ^ once.to(tl.uint32)).to(tl.uint64) * 0xCD9E8D57
+    low = twice.to(tl.uint32)
+    word = tl.where((at & 2) != 0, (twice >> 32).to(tl.uint32) ^ ((low << 16) | (low >> 16)), low ^ high)
+    return (word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF
 
 
 @triton.jit
@@ -39,8 +50,7 @@ def write(flat, at, value, mask, random, STREAM: tl.constexpr, STOCHASTIC: tl.co
     """Store ``value``, rounded to the buffer's dtype. ``STREAM`` is 0 for parameters, 2 and up for their states."""
     dtype: tl.constexpr = flat.dtype.element_ty
     if dtype == tl.bfloat16 and STOCHASTIC:
-        word = mix(random + (STREAM * GOLDEN & 0xFFFFFFFF))
-        value = _to_bfloat16(value, (word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF)
+        value = _to_bfloat16(value, random_bits(random, at, STREAM))
     tl.store(flat + at, nearest(value, dtype), mask=mask)
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from hdet_kernels.ops.step import check_rules
 from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.triton_companding import read_codes, write_codes
 from hdet_kernels.ops.triton_rounding import read, write
 
 # The numbers of a slot: as many as the rule with the most has.
@@ -36,7 +37,7 @@ AMSGRAD = tl.constexpr(COLUMNS.index("amsgrad"))
 MAXIMIZE = tl.constexpr(COLUMNS.index("maximize"))
 
 # The rules that derive, push and move below have a branch for.
-BRANCHES = ("sgd", "adam", "adamw", "adagrad", "lion")
+BRANCHES = ("sgd", "adam", "adamw", "adagrad", "lion", "muon")
 check_rules(__name__, BRANCHES)
 
 
@@ -62,28 +63,48 @@ def derive(RULE: tl.constexpr, n, row, t, first, inside):
         _derive_adagrad(n, row, t, inside)
     elif RULE == "lion":
         _derive_lion(n, row, inside)
+    elif RULE == "muon":
+        _derive_muon(n, row, inside)
     else:
         tl.static_assert(False, "derive has no branch for this update rule")
 
 
 @triton.jit
-def push(RULE: tl.constexpr, theta, g, n, state0, state1, state2, at, inside, random, STOCHASTIC: tl.constexpr):
+def push(
+    RULE: tl.constexpr,
+    theta,
+    g,
+    n,
+    state0,
+    state1,
+    state2,
+    scales0,
+    scales1,
+    scales2,
+    at,
+    inside,
+    random,
+    STOCHASTIC: tl.constexpr,
+):
     """Update the states of elements ``at`` of the flat buffers, and return the direction and the second shared value.
 
-    A state is ``None`` where the rule has none. ``theta`` is used only where weight decay is an L2 penalty (number 1 of
-    sgd, adam, adagrad) and not 0.
+    A state is ``None`` where the rule has none, and its scales where it is not stored in 8 bits. ``theta`` is used only
+    where weight decay is an L2 penalty (number 1 of sgd, adam, adagrad) and not 0.
     """
+    states, scales = (state0, state1, state2), (scales0, scales1, scales2)
     if RULE == "sgd":
-        direction, other = _push_sgd(theta, g, n, state0, at, inside, random, STOCHASTIC)
+        direction, other = _push_sgd(theta, g, n, state0, scales0, at, inside, random, STOCHASTIC)
     elif RULE == "adam":
         g = _with_l2(theta, g, tl.load(n + 1))
-        direction, other = _push_adam(g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+        direction, other = _push_adam(g, n, *states, *scales, at, inside, random, STOCHASTIC)
     elif RULE == "adamw":
-        direction, other = _push_adam(g, n, state0, state1, state2, at, inside, random, STOCHASTIC)
+        direction, other = _push_adam(g, n, *states, *scales, at, inside, random, STOCHASTIC)
     elif RULE == "adagrad":
-        direction, other = _push_adagrad(theta, g, n, state0, at, inside, random, STOCHASTIC)
+        direction, other = _push_adagrad(theta, g, n, state0, scales0, at, inside, random, STOCHASTIC)
     elif RULE == "lion":
-        direction, other = _push_lion(g, n, state0, at, inside, random, STOCHASTIC)
+        direction, other = _push_lion(g, n, state0, scales0, at, inside, random, STOCHASTIC)
+    elif RULE == "muon":
+        direction, other = _push_muon(g, n, state0, scales0, at, inside, random, STOCHASTIC)
     else:
         tl.static_assert(False, "push has no branch for this update rule")
     return direction, other
@@ -102,6 +123,8 @@ def move(RULE: tl.constexpr, theta, direction, other, n):
         theta = _move_adagrad(theta, direction, other, n)
     elif RULE == "lion":
         theta = _move_lion(theta, direction, n)
+    elif RULE == "muon":
+        theta = _move_muon(theta, direction, other, n)
     else:
         tl.static_assert(False, "move has no branch for this update rule")
     return theta
@@ -144,16 +167,16 @@ def _derive_sgd(n, row, first, inside):
 
 
 @triton.jit
-def _push_sgd(theta, g, n, buffer, at, inside, random, STOCHASTIC: tl.constexpr):
+def _push_sgd(theta, g, n, buffer, scales, at, inside, random, STOCHASTIC: tl.constexpr):
     """Return the direction and its momentum. With momentum 0 there is no state, and ``_move_sgd`` adds the decay."""
     momentum, take, nesterov, first = tl.load(n + 2), tl.load(n + 3), tl.load(n + 5), tl.load(n + 6)
     if buffer is not None:
         # Some groups may have no momentum: their part of the buffer is neither read nor written.
         on = tl.broadcast_to(momentum, g.shape) != 0
         slope = _with_l2(theta, g, tl.load(n + 1))
-        b = read(buffer, at, inside & on, g.dtype)
+        b = _read(buffer, scales, at, inside & on, g.dtype, True)
         b = tl.where(first != 0, slope, momentum * b + take * slope)
-        write(buffer, at, b, inside & on, random, 2, STOCHASTIC)
+        _write(buffer, scales, at, b, inside & on, random, 2, STOCHASTIC, True)
         g = tl.where(on, tl.where(nesterov != 0, slope + momentum * b, b), g)
     else:
         momentum = tl.zeros_like(momentum)
@@ -182,22 +205,35 @@ def _derive_adam(n, row, t, inside, DECOUPLED: tl.constexpr):
 
 
 @triton.jit
-def _push_adam(g, n, average, square, largest, at, inside, random, STOCHASTIC: tl.constexpr):
+def _push_adam(
+    g,
+    n,
+    average,
+    square,
+    largest,
+    average_scales,
+    square_scales,
+    largest_scales,
+    at,
+    inside,
+    random,
+    STOCHASTIC: tl.constexpr,
+):
     """Return the first moment and the root of the second."""
     take1, keep2, take2 = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4)
-    m = read(average, at, inside, g.dtype)
-    v = read(square, at, inside, g.dtype)
+    m = _read(average, average_scales, at, inside, g.dtype, True)
+    v = _read(square, square_scales, at, inside, g.dtype, False)
     m = m + take1 * (g - m)
     v = keep2 * v + take2 * g * g  # in this order, as torch: g² alone overflows from 1.9e19 on
-    write(average, at, m, inside, random, 2, STOCHASTIC)
-    write(square, at, v, inside, random, 3, STOCHASTIC)
+    _write(average, average_scales, at, m, inside, random, 2, STOCHASTIC, True)
+    _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
     used = v
     if largest is not None:
         # Some groups may not use amsgrad: their part of the buffer is neither read nor written.
         on = tl.broadcast_to(tl.load(n + 8), g.shape) != 0
-        u = read(largest, at, inside & on, g.dtype)
+        u = _read(largest, largest_scales, at, inside & on, g.dtype, False)
         u = tl.where((v > u) | (v != v), v, u)  # NaN propagates, as in torch.maximum
-        write(largest, at, u, inside & on, random, 4, STOCHASTIC)
+        _write(largest, largest_scales, at, u, inside & on, random, 4, STOCHASTIC, False)
         used = tl.where(on, u, v)
     return m, _root(used)
 
@@ -216,11 +252,11 @@ def _derive_adagrad(n, row, t, inside):
 
 
 @triton.jit
-def _push_adagrad(theta, g, n, total, at, inside, random, STOCHASTIC: tl.constexpr):
+def _push_adagrad(theta, g, n, total, scales, at, inside, random, STOCHASTIC: tl.constexpr):
     """Return the gradient and the root of the sum of its squares."""
     g = _with_l2(theta, g, tl.load(n + 1))
-    s = read(total, at, inside, g.dtype) + g * g
-    write(total, at, s, inside, random, 2, STOCHASTIC)
+    s = _read(total, scales, at, inside, g.dtype, False) + g * g
+    _write(total, scales, at, s, inside, random, 2, STOCHASTIC, False)
     return g, _root(s)
 
 
@@ -242,19 +278,66 @@ def _derive_lion(n, row, inside):
 
 
 @triton.jit
-def _push_lion(g, n, average, at, inside, random, STOCHASTIC: tl.constexpr):
+def _push_lion(g, n, average, scales, at, inside, random, STOCHASTIC: tl.constexpr):
     """Return the sign twice: Lion has no second value."""
     keep1, take1, keep2, take2 = tl.load(n + 3), tl.load(n + 4), tl.load(n + 5), tl.load(n + 6)
-    m = read(average, at, inside, g.dtype)
+    m = _read(average, scales, at, inside, g.dtype, True)
     blend = keep1 * m + take1 * g
     sign = tl.where(blend > 0, 1.0, tl.where(blend < 0, -1.0, blend))  # sign(0) = 0, and NaN stays NaN
-    write(average, at, keep2 * m + take2 * g, inside, random, 2, STOCHASTIC)
+    _write(average, scales, at, keep2 * m + take2 * g, inside, random, 2, STOCHASTIC, True)
     return sign, sign
 
 
 @triton.jit
 def _move_lion(theta, sign, n):
     return theta * tl.load(n + 1) - tl.load(n + 2) * sign
+
+
+@triton.jit
+def _derive_muon(n, row, inside):
+    lr = column(row, LR, inside)
+    tl.store(n + 1, 1 - lr * column(row, WEIGHT_DECAY, inside), mask=inside)
+    tl.store(n + 2, lr, mask=inside)
+    tl.store(n + 3, 1 - column(row, MOMENTUM, inside), mask=inside)
+    tl.store(n + 4, column(row, NESTEROV, inside), mask=inside)
+
+
+@triton.jit
+def _push_muon(g, n, buffer, scales, at, inside, random, STOCHASTIC: tl.constexpr):
+    """Return the update, and 1 where it is the result: with the state."""
+    is_result = tl.zeros_like(g)
+    if buffer is not None:
+        take = tl.load(n + 3)
+        b = _read(buffer, scales, at, inside, g.dtype, True)
+        b = b + take * (g - b)
+        _write(buffer, scales, at, b, inside, random, 2, STOCHASTIC, True)
+        g = tl.where(tl.load(n + 4) != 0, b + take * (g - b), b)
+        is_result += 1
+    return g, is_result
+
+
+@triton.jit
+def _move_muon(theta, update, is_result, n):
+    return tl.where(is_result != 0, update, theta * tl.load(n + 1) - tl.load(n + 2) * update)
+
+
+@triton.jit
+def _read(state, scales, at, mask, dtype: tl.constexpr, SIGNED: tl.constexpr):
+    if scales is not None:  # noqa: SIM108 (of two branches, Triton compiles one)
+        value = read_codes(state, scales, at, mask, SIGNED)
+    else:
+        value = read(state, at, mask, dtype)
+    return value
+
+
+@triton.jit
+def _write(
+    state, scales, at, value, mask, random, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr
+):
+    if scales is not None:
+        write_codes(state, scales, at, value, mask, random, STREAM, SIGNED)
+    else:
+        write(state, at, value, mask, random, STREAM, STOCHASTIC)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.checks import check_at_least_zero, check_below_one, check_flags
 from hdet_kernels.optim.group_entries import Group
-from hdet_kernels.optim.options import GradientStorage, Options
+from hdet_kernels.optim.options import GradientStorage, Options, StateDtype
 
 
 class _AdamFamily(FusedOptimizer):
@@ -66,7 +66,7 @@ class FusedAdam(_AdamFamily):
         max_grad_norm: float | None = None,
         gradients: GradientStorage = "autograd",
         master_weights: bool | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,
         advance_versions: bool = True,
@@ -95,7 +95,7 @@ class FusedAdamW(_AdamFamily):
         max_grad_norm: float | None = None,
         gradients: GradientStorage = "autograd",
         master_weights: bool | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,
         advance_versions: bool = True,

@@ -16,8 +16,9 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_params, check_ties
+from hdet_kernels.optim.coded_state import scale_name
 from hdet_kernels.optim.fixed_gradients import FixedGradients
-from hdet_kernels.optim.flat_group import flat_groups_of, total_norm
+from hdet_kernels.optim.flat_group import FlatGroup, flat_groups_of, total_norm
 from hdet_kernels.optim.group_entries import Group
 from hdet_kernels.optim.hooks import hook_step, hooks_if_registered
 from hdet_kernels.optim.hyperparameters import (
@@ -72,7 +73,7 @@ class FusedOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self.options = options
         self.check_group(defaults)
-        if options.stochastic_rounding:
+        if options.rounds_stochastically:
             # The same on every rank: with different seeds, replicas under DDP would drift apart.
             defaults[ROUNDING_SEED] = 0
         check_params(params)
@@ -107,6 +108,18 @@ class FusedOptimizer(Optimizer):
         """Return the names of the state buffers that parameters of ``group`` have."""
         return ops.STATES[self.rule]
 
+    def known_states(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the state buffers that a loaded state of ``group`` may have."""
+        return ops.STATES[self.rule]
+
+    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the state ``name`` of a parameter of ``shape``."""
+        return shape
+
+    def shows_step_of(self, group: Group) -> bool:
+        """Return whether torch.optim shows a ``step`` in the state of parameters of ``group``."""
+        return self.shows_step
+
     def initial_state(self, name: str, group: Group) -> float:
         """Return the value of the state ``name`` before the first step."""
         return 0.0
@@ -116,21 +129,29 @@ class FusedOptimizer(Optimizer):
         ``buckets.flats`` and named ``"number of the flat buffer/name of the state"``.
 
         State that all replicas of a stack share is left out: it follows from their common gradient and needs no
-        averaging.
+        averaging. State in 8 bits is decoded: these are copies, which :meth:`write_state_flats` writes back.
         """
         return {
             f"{number}/{name}": buffer
             for number, flat in enumerate(self._flat_groups)
-            for name, buffer in flat.states.items()
-            if buffer is not None and (flat.replicas == 1 or not flat.shares_state)
+            if flat.replicas == 1 or not flat.shares_state
+            for name, buffer in flat.read_states().items()
         }
+
+    def write_state_flats(self, flats: Mapping[str, Tensor]) -> None:
+        """Write changed copies of :meth:`state_flats` back: state in 8 bits is encoded, rounding to nearest."""
+        if self.options.state_dtype == torch.int8:
+            for number, flat in enumerate(self._flat_groups):
+                of_group = {name: flats[key] for name in flat.states if (key := f"{number}/{name}") in flats}
+                flat.write_states(of_group)
 
     def all_state_flats(self) -> dict[str, Tensor]:
         """Return every flat buffer of the state: those of :meth:`state_flats`, those that all replicas of a stack
-        share, and the step counts as ``"number of the flat buffer/step"``."""
+        share, the step counts as ``"number of the flat buffer/step"``, and of state in 8 bits codes and scales."""
         found: dict[str, Tensor] = {}
         for number, flat in enumerate(self._flat_groups):
             found |= {f"{number}/{name}": buffer for name, buffer in flat.states.items() if buffer is not None}
+            found |= {f"{number}/{scale_name(name)}": part for name, part in flat.scales.items() if part is not None}
             found[f"{number}/step"] = flat.steps
         return found
 
@@ -331,20 +352,31 @@ class FusedOptimizer(Optimizer):
         """Move all parameters, with the state they have, into flat buffers."""
         check_ties(self.param_groups)
         group_of = {id(param): number for number, group in enumerate(self.param_groups) for param in group["params"]}
-        self.buckets = Buckets(param for group in self.param_groups for param in group["params"])
+        self.buckets = self._make_buckets()
         self.buckets.keep_masters(self.options.has_master)
         groups = [group_of[id(param)] for param in self.buckets.params]
         shares_state = share_gradients(self.buckets.params)
         self._flat_groups = flat_groups_of(
-            self.rule, self.buckets, groups, len(self.param_groups), self.options, shares_state=shares_state
+            self._make_flat_group,
+            self.buckets,
+            groups,
+            len(self.param_groups),
+            self.options,
+            shares_state=shares_state,
         )
-        self._watch = ParameterWatch(self.param_groups, self.buckets.params)
+        self._watch = ParameterWatch(self.param_groups, self.buckets.params, self.options.backend)
         self._fixed: list[FixedGradients] = []
         self._state_views = StateViews(self, self._flat_groups)
         self._state_views.adopt()
         self._hyperparameters = HyperparameterWriter(self, self._flat_groups, self._state_views, self.buckets.replicas)
         if self.options.gradients == "fixed":
             self._fixed = [FixedGradients(flat) for flat in self._flat_groups]
+
+    def _make_buckets(self) -> Buckets:
+        return Buckets(param for group in self.param_groups for param in group["params"])
+
+    def _make_flat_group(self, *arguments: Any, shares_state: bool) -> FlatGroup:
+        return FlatGroup(self.rule, *arguments, shares_state=shares_state)
 
     def _notice_regrouped_parameters(self) -> None:
         """Build anew if parameters were added, removed or replaced in ``param_groups`` by hand.

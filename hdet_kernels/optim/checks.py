@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops import DTYPES
+from hdet_kernels.sharded import part_of
 
 
 def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
@@ -98,10 +99,11 @@ def check_ties(groups: Sequence[Mapping[str, Any]]) -> None:
     owner: dict[tuple[torch.device, int], int] = {}
     for number, group in enumerate(groups):
         for index, param in enumerate(group["params"]):
-            if param.numel() and owner.setdefault((param.device, param.data_ptr()), number) != number:
+            part = part_of(param)
+            if part.numel() and owner.setdefault((part.device, part.data_ptr()), number) != number:
                 raise ValueError(
                     f"parameter {index} of group {number} shares its memory with one of group "
-                    f"{owner[param.device, param.data_ptr()]}; tied parameters must be in one group"
+                    f"{owner[part.device, part.data_ptr()]}; tied parameters must be in one group"
                 )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.spot_check import SpotCheck
+from hdet_kernels.sharded import distributed_like, part_like, part_of
 from hdet_kernels.tensors import own_storage
 
 
@@ -43,14 +44,14 @@ class FixedGradients:
             view = own_storage(self.flat_group.view(self.flat, index))
             # Compared by address: our view may have been given other memory, and another tensor may use our memory.
             grads = [param.grad for param in tied if param.grad is not None]
-            others = [grad for grad in grads if grad.is_sparse or grad.data_ptr() != view.data_ptr()]
+            others = [grad for grad in grads if grad.is_sparse or part_of(grad).data_ptr() != view.data_ptr()]
             if len(others) == len(grads):
                 view.zero_()
             for other in others:
-                view.add_(other)
+                view.add_(part_like(tied[0], other))
             replaced |= bool(others)
             for param in tied:
-                param.grad = view if param.requires_grad else None
+                param.grad = distributed_like(param, view) if param.requires_grad else None
                 (trained if param.requires_grad else frozen).append(_Snapshot(param))
             stepped.append(view if any(param.requires_grad for param in tied) else None)
         self._trained, self._frozen = SpotCheck(trained), SpotCheck(frozen)
@@ -88,14 +89,14 @@ class _Snapshot:
 
     def __init__(self, param: Tensor) -> None:
         self.param, self.grad, self.trains = param, param.grad, param.requires_grad
-        self.address = param.data_ptr()
-        self.grad_address = 0 if self.grad is None else self.grad.data_ptr()
+        self.address = part_of(param).data_ptr()
+        self.grad_address = 0 if self.grad is None else part_of(self.grad).data_ptr()
 
     def changed(self) -> bool:
         param, grad = self.param, self.grad
         return (
             param.grad is not grad
             or param.requires_grad is not self.trains
-            or param.data_ptr() != self.address
-            or (grad is not None and grad.data_ptr() != self.grad_address)
+            or part_of(param).data_ptr() != self.address
+            or (grad is not None and part_of(grad).data_ptr() != self.grad_address)
         )

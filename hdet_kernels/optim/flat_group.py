@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
-from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
+from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK, block_count, first_scales
+from hdet_kernels.ops.live_gradients import LiveGradients
+from hdet_kernels.ops.live_tensors import LiveTensors
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
+from hdet_kernels.optim.coded_state import decoded, write_codes
 from hdet_kernels.optim.options import Options
+from hdet_kernels.sharded import divided_along, gradient_parts, norm_over_meshes
 from hdet_kernels.tensors import Slot
 
 
@@ -60,16 +63,20 @@ class FlatGroup:
         self.table = table
         #: The number of replicas; None for plain parameters.
         self.replicas = flat.shape[0] if flat.dim() == 2 else None
+        #: Along which dimensions of a mesh the parameters are divided; None for parameters that are not distributed.
+        self.divided = divided_along(params[0][0])
         #: Slots whose state has no entry in ``optimizer.state`` yet.
         self.slots_without_entry: set[int] = set(range(len(params)))
         self._first_params = [tied[0] for tied in params]
         self._tied_slots = [index for index, tied in enumerate(params) if len(tied) > 1]
+        self._live_gradients = LiveGradients(LiveTensors(self._first_params, options.backend), self.slots, flat.dtype)
         # Tensors that were made in inference mode have no version.
-        self._versioned = [[param for param in tied if not param.is_inference()] for tied in params]
-        self._all_versioned = list(chain.from_iterable(self._versioned))
-        # Of the last step: the table of its gradients, and the parameters that it wrote.
+        versioned = [(slot, param) for slot, tied in enumerate(params) for param in tied if not param.is_inference()]
+        self._versioned = LiveTensors((param for _, param in versioned), options.backend)
+        self._versioned_slots = np.array([slot for slot, _ in versioned], dtype=np.intp)
+        # Of the last step: the table of its gradients, and which of the versioned parameters it wrote, if not all.
         self._stepped_table: NDArray[np.int64] | None = None
-        self._written = self._all_versioned
+        self._written: NDArray[np.intp] | None = None
         self._chosen_backend: str | None = None
         self._lay_out(shares_state)
 
@@ -93,6 +100,9 @@ class FlatGroup:
         self.steps = torch.zeros(len(self.chunks.entries), dtype=torch.float32, device=flat.device)
         #: Flat state buffers by their name in torch.optim; None until one is needed.
         self.states: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
+        #: Of state in 8 bits, the scales of each buffer: [8 for every chunk], of separate states [replicas, …].
+        self.scales: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
+        self._first_scales = first_scales(slot.numel for slot in slots)
         self._step: ops.Step | None = None
 
     @torch.inference_mode(False)
@@ -113,12 +123,67 @@ class FlatGroup:
             dtype = self.options.state_dtype_for(self.flat.dtype)
             like = self.flat[0] if self.shares_state else self.flat
             flat = self.states[name] = torch.zeros_like(like, dtype=dtype)
+            if dtype == torch.uint8:
+                numel = BLOCKS_PER_CHUNK * len(self.chunks.chunks)
+                shape = (numel,) if flat.dim() == 1 else (len(flat), numel // len(flat))
+                self.scales[name] = torch.zeros(shape, device=flat.device)
             self._step = None
         return flat
+
+    def scale_view(self, name: str, index: int) -> Tensor | None:
+        """Return the scales of slot ``index`` of state ``name``, [blocks] or [replicas, blocks]; None without any."""
+        scales, first = self.scales[name], self._first_scales[index]
+        return None if scales is None else scales[..., first : first + block_count(self.slots[index].numel)]
+
+    def write_state(self, name: str, index: int, value: Tensor | float, scales: Tensor | None = None) -> None:
+        """Write a value to slot ``index`` of state ``name``: one number for all elements, numbers, or 8-bit codes.
+
+        Args:
+            name: the name of the state.
+            index: the number of the slot.
+            value: the value.
+            scales: of codes, their scales; otherwise None.
+        """
+        view, own_scales = self.view(self.state_buffer(name), index), self.scale_view(name, index)
+        if own_scales is not None:
+            write_codes(name, value, scales, self.slots[index], view, own_scales)
+        elif isinstance(value, Tensor):
+            view.copy_(value if scales is None else decoded(name, value, scales))
+        else:
+            view.fill_(value)
+
+    @torch.no_grad()
+    def read_states(self) -> dict[str, Tensor]:
+        """Return the flat state buffers in use by name; of state in 8 bits float32 copies."""
+        found = {name: flat for name, flat in self.states.items() if flat is not None}
+        for name, codes in found.items():
+            if self.scales[name] is None:
+                continue
+            found[name] = torch.zeros_like(codes, dtype=torch.float32)
+            for index in range(len(self.slots)):
+                scales = self.scale_view(name, index)
+                assert scales is not None
+                self.view(found[name], index).copy_(decoded(name, self.view(codes, index), scales))
+        return found
+
+    @torch.no_grad()
+    def write_states(self, values: Mapping[str, Tensor]) -> None:
+        """Encode what :meth:`read_states` copied, rounding to nearest; state that has not changed stays as it is."""
+        for name, old in self.read_states().items():
+            if self.scales[name] is None or name not in values:
+                continue
+            new = values[name].view_as(old)
+            if not torch.equal(old, new):
+                for index in range(len(self.slots)):
+                    self.write_state(name, index, self.view(new, index))
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Return slot ``index`` of a buffer laid out like the parameters, with the parameter's shape and strides."""
         return self.slots[index].view(flat)
+
+    def state_shape(self, name: str, index: int) -> tuple[int, ...]:
+        """Return the shape that state ``name`` of slot ``index`` has for one replica."""
+        return self.slots[index].shape
 
     def step_count(self, index: int) -> Tensor:
         """Return the step count of slot ``index``: one number, or [replicas] where each has its own state."""
@@ -130,11 +195,13 @@ class FlatGroup:
 
     def gradients(self) -> MatchedGradients:
         """Return the gradients that the parameters have now. Those of tied parameters are summed."""
+        if not self._tied_slots and self.replicas is None and (found := self._live_gradients.match()) is not None:
+            return found
         grads = [param.grad for param in self._first_params]
         for index in self._tied_slots:
             parts = [param.grad.detach() for param in self.params[index] if param.grad is not None]
             grads[index] = sum(parts[1:], start=parts[0]) if parts else None
-        return self.chunks.match(grads)
+        return self.chunks.match(grads if self.divided is None else gradient_parts(self._first_params, grads))
 
     def norm(self, grads: MatchedGradients) -> Tensor:
         """Return the norm of all gradients as stored: one number, or [replicas] where each has its own state."""
@@ -147,6 +214,7 @@ class FlatGroup:
             self._chosen_backend = chosen()
             # Replicas with their own states are stepped as one long buffer; the chunk table knows whose each part is.
             flats = (self.flat, self.master, *self.states.values())
+            scales = tuple(None if scale is None else scale.view(-1) for scale in self.scales.values())
             if self._has_separate_states or self.replicas == 1:
                 flats = tuple(None if flat is None else flat.view(-1) for flat in flats)
             param, master, *states = flats
@@ -162,6 +230,7 @@ class FlatGroup:
                 stochastic_rounding=self.options.stochastic_rounding,
                 backend=self.options.backend,
                 rows=param.shape[0] if param.dim() == 2 else 1,
+                scales=scales,
             )
         self._step(grads, scalars.on(self.flat.device))
 
@@ -172,20 +241,27 @@ class FlatGroup:
         """
         # Gradients at the same addresses as at the last step have the same table.
         if grads.table is not self._stepped_table:
-            self._stepped_table, self._written = grads.table, self._all_versioned
-            if not grads.table[:, 0].all():  # some have NO_GRADIENT
-                given = zip(self._versioned, grads.tensors, strict=True)
-                self._written = [param for tied, grad in given if grad is not None for param in tied]
-        increment_version(self._written)
+            self._stepped_table = grads.table
+            self._written = None
+            if not grads.complete:
+                written = grads.table[self._versioned_slots, 0] != NO_GRADIENT
+                self._written = None if written.all() else np.flatnonzero(written)
+        self._versioned.advance_versions(self._written)
 
 
 def flat_groups_of(
-    rule: str, buckets: Buckets, groups: Sequence[int], group_count: int, options: Options, *, shares_state: bool
+    make: Callable[..., FlatGroup],
+    buckets: Buckets,
+    groups: Sequence[int],
+    group_count: int,
+    options: Options,
+    *,
+    shares_state: bool,
 ) -> list[FlatGroup]:
     """Return a :class:`FlatGroup` for each flat buffer. Those on one device share one hyperparameter table.
 
     Args:
-        rule: the update rule.
+        make: called with the arguments of :class:`FlatGroup` after the rule, makes one.
         buckets: the parameters in their flat buffers.
         groups: the number of the parameter group of each of ``buckets.params``.
         group_count: how many parameter groups there are; the table has a row for each replica and group.
@@ -204,8 +280,7 @@ def flat_groups_of(
         if flat.device not in tables:
             tables[flat.device] = HyperTable((buckets.replicas or 1) * group_count, flat.device)
         made.append(
-            FlatGroup(
-                rule,
+            make(
                 flat,
                 master,
                 [[buckets.params[index] for index in members] for members in tied.values()],
@@ -222,8 +297,13 @@ def flat_groups_of(
 def total_norm(flat_groups: Sequence[FlatGroup], grads: Sequence[MatchedGradients]) -> Tensor | None:
     """Return the norm of the gradients of all flat groups as stored, on the device of the first; None without any.
 
-    It is one number, or [replicas] where each replica has its own state.
+    It is one number, or [replicas] where each replica has its own state. Of distributed parameters it is the norm of
+    the whole gradients: every process of their mesh must ask for it.
     """
+    if any(flat.divided for flat in flat_groups):
+        # Divided ones also without a gradient here: other processes may have one.
+        pairs = zip(flat_groups, grads, strict=True)
+        return norm_over_meshes([(flat.norm(own), flat.divided) for flat, own in pairs if own.any or flat.divided])
     norms = [flat.norm(present) for flat, present in zip(flat_groups, grads, strict=True) if present.any]
     if len(norms) < 2:
         return norms[0] if norms else None

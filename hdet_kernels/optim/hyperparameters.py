@@ -110,9 +110,10 @@ class HyperparameterWriter:
 
 
 def freeze_betas(group: Group) -> None:
-    """Make ``betas`` a tuple: a change inside a list would go unnoticed."""
-    if isinstance(group.get("betas"), list):
-        group["betas"] = tuple(group["betas"])
+    """Make ``betas`` and the like tuples: a change inside a list would go unnoticed."""
+    for name in ("betas", "adamw_betas", "ns_coefficients"):
+        if isinstance(group.get(name), list):
+            group[name] = tuple(group[name])
 
 
 def _only_floats_changed(values: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:

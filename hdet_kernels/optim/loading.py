@@ -14,26 +14,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import STATES
 from hdet_kernels.optim.checks import check_seed
+from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
 from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
 from hdet_kernels.optim.precision import wrap_tensors
 from hdet_kernels.optim.state_views import MASTER
+from hdet_kernels.sharded import why_unlike
 from hdet_kernels.tensors import replicas_of
 
 #: The largest step count that is loaded. Counts are float32, and no run has more steps.
 _MOST_STEPS = 2**53
 
+#: Options of FusedMuon that torch.optim.Muon does not have.
+_MUON_OPTIONS = ("use_muon", "adamw_betas", "normuon", "normuon_beta2")
+
 #: Options that a group may lack: ours, and those that torch adds itself when it loads an older state_dict.
-_ADDED_OPTIONS = (*IMPLEMENTATION_OPTIONS, ROUNDING_SEED, "amsgrad", "maximize", "nesterov")
+_ADDED_OPTIONS = (*IMPLEMENTATION_OPTIONS, ROUNDING_SEED, "amsgrad", "maximize", "nesterov", *_MUON_OPTIONS)
 
 
 class LoadingOptimizer(Protocol):
     """The attributes of an optimizer that the checks need."""
 
-    rule: ClassVar[str]
-    shows_step: ClassVar[bool]
     eager_state: ClassVar[bool]
     optional_state: ClassVar[bool]
     defaults: dict[str, Any]
@@ -42,6 +44,12 @@ class LoadingOptimizer(Protocol):
     def check_group(self, group: Mapping[str, Any]) -> None: ...
 
     def state_names(self, group: Group) -> tuple[str, ...]: ...
+
+    def known_states(self, group: Group) -> tuple[str, ...]: ...
+
+    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]: ...
+
+    def shows_step_of(self, group: Group) -> bool: ...
 
 
 def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:
@@ -64,14 +72,14 @@ def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:
         check_seed(group.get(ROUNDING_SEED, 0))
         _check_per_replica(group)
         needed = () if optimizer.optional_state else optimizer.state_names(group)
-        needed = ("step", *needed) if optimizer.shows_step else needed
+        needed = ("step", *needed) if optimizer.shows_step_of(group) else needed
         for where, key, param in _members(number, saved, own["params"]):
             entries = state.get(key, {})
             if not isinstance(entries, Mapping):
                 raise ValueError(f"{where} is a {type(entries).__name__}, expected a dict of tensors")
             if entries or optimizer.eager_state:
-                _check_names(where, entries, needed, STATES[optimizer.rule], kind)
-                _check_values(where, entries, param, counts_down=optimizer.optional_state)
+                _check_names(where, entries, needed, optimizer.known_states(group), kind)
+                _check_values(where, entries, param, optimizer)
 
 
 def _check_options(number: int, saved: Mapping[str, Any], defaults: Mapping[str, Any], kind: str) -> None:
@@ -146,7 +154,8 @@ def _check_names(
     where: str, entries: Mapping[str, Any], needed: Sequence[str], states: Sequence[str], kind: str
 ) -> None:
     missing = [name for name in needed if entries.get(name) is None]
-    unknown = [name for name in entries if name not in (*states, "step", MASTER)]
+    scales = [scale_name(name) for name in states if is_coded(entries.get(name))]
+    unknown = [name for name in entries if name not in (*states, *scales, "step", MASTER)]
     if missing or unknown:
         raise ValueError(
             f"{where} has {', '.join(map(str, entries)) or 'no entries'}; {kind} "
@@ -158,28 +167,37 @@ def _check_names(
         )
 
 
-def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, *, counts_down: bool) -> None:
+def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimizer: LoadingOptimizer) -> None:
     rows = set()
+    scales = {scale_name(name) for name, value in entries.items() if is_coded(value)}
+    stacked = replicas_of(param) is not None
     for name, value in entries.items():
-        if name == "step" or value is None:
+        if name == "step" or name in scales or value is None:
+            continue
+        if name != MASTER and is_coded(value):
+            check_coded(where, name, value, entries.get(scale_name(name)))
+            rows.add(_check_shape(where, name, value, param, tuple(param.shape[1:] if stacked else param.shape)))
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
             given = f"{value.dtype} {value.layout}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{where} has {name}={given}, expected a tensor of floating-point numbers")
         if value.is_meta:
             raise ValueError(f"{where} has {name} on the meta device, without values; load it on a real device")
-        rows.add(_check_shape(where, name, value, param))
-    _check_step(where, entries.get("step", 0), rows, counts_down=counts_down)
+        if (why_not := why_unlike(param, value)) is not None:
+            raise ValueError(f"{where} has a {name} that {why_not}")
+        own = optimizer.state_shape(name, tuple(param.shape[1:] if stacked else param.shape))
+        rows.add(_check_shape(where, name, value, param, own))
+    _check_step(where, entries.get("step", 0), rows, counts_down=optimizer.optional_state)
 
 
-def _check_shape(where: str, name: str, value: Tensor, param: Tensor) -> int | None:
-    """Raise ValueError unless ``value`` fits ``param``; return how many replicas it has if each has its own."""
-    if replicas_of(param) is None:
-        if value.shape == param.shape:
-            return None
-    elif value.shape == param.shape[1:]:  # one for all replicas
+def _check_shape(where: str, name: str, value: Tensor, param: Tensor, own: tuple[int, ...]) -> int | None:
+    """Raise ValueError unless ``value`` fits ``param``; return how many replicas it has if each has its own.
+
+    ``own`` is the shape that it has for one replica.
+    """
+    if value.shape == own:  # of a stack: one for all replicas
         return None
-    elif value.shape[1:] == param.shape[1:] and value.dim() == param.dim() and len(value):
+    if replicas_of(param) is not None and value.shape[1:] == own and value.dim() == len(own) + 1 and len(value):
         return len(value)
     raise ValueError(
         f"{where} has {name} of shape {tuple(value.shape)}, its parameter has {tuple(param.shape)}; "

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from hdet_kernels.checks import check_choice
 from hdet_kernels.ops import MASTERED, STATE_DTYPES
+from hdet_kernels.sharded import is_distributed
 from hdet_kernels.tensors import replicas_of
 
 GradientStorage = Literal["autograd", "fixed"]
+StateDtype = torch.dtype | Literal["int8"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Options:
 
     gradients: GradientStorage = "autograd"
     master_weights: bool | None = None
-    state_dtype: torch.dtype = torch.float32
+    state_dtype: StateDtype = torch.float32
     stochastic_rounding: bool = False
     backend: str | None = None
     advance_versions: bool = True
@@ -48,8 +50,10 @@ class Options:
         check_choice("gradients", self.gradients, get_args(GradientStorage))
         if self.master_weights is not None and not isinstance(self.master_weights, bool):
             raise ValueError(f"master_weights must be True, False or None to choose, got {self.master_weights!r}")
-        if not any(self.state_dtype is dtype for dtype in (torch.float32, torch.bfloat16)):
-            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {self.state_dtype!r}")
+        if isinstance(self.state_dtype, str) and self.state_dtype == "int8":
+            object.__setattr__(self, "state_dtype", torch.int8)
+        if not any(self.state_dtype is dtype for dtype in (torch.float32, torch.bfloat16, torch.int8)):
+            raise ValueError(f'state_dtype must be torch.float32, torch.bfloat16 or "int8", got {self.state_dtype!r}')
         if self.backend is not None and not isinstance(self.backend, str):
             raise ValueError(f"backend must be a name of hdet_kernels.backends() or None, got {self.backend!r}")
         for name in ("stochastic_rounding", "advance_versions"):
@@ -80,9 +84,15 @@ class Options:
                 f"parameter {index} is torch.float16, and stochastic rounding is for bfloat16; convert the model to "
                 "bfloat16, or use master_weights=True"
             )
-        if self.state_dtype == torch.bfloat16 and torch.bfloat16 not in STATE_DTYPES[param.dtype]:
+        if self.state_dtype == torch.int8 and is_distributed(param):
             raise ValueError(
-                f"parameter {index} is {param.dtype}, whose state cannot be bfloat16; leave state_dtype out, or "
+                f'parameter {index} is distributed (FSDP2), and state_dtype="int8" is for whole parameters: blocks of '
+                "codes could not be divided in another way; use state_dtype=torch.bfloat16"
+            )
+        if self.state_dtype != torch.float32 and self._stored_dtype not in STATE_DTYPES[param.dtype]:
+            narrow = str(self.state_dtype).removeprefix("torch.")
+            raise ValueError(
+                f"parameter {index} is {param.dtype}, whose state cannot be {narrow}; leave state_dtype out, or "
                 "convert the model to bfloat16"
             )
 
@@ -93,4 +103,15 @@ class Options:
 
     def state_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the moments of parameters of ``dtype``."""
-        return torch.float64 if dtype == torch.float64 else self.state_dtype
+        return torch.float64 if dtype == torch.float64 else self._stored_dtype
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether a step draws random bits: for numbers in bf16 if asked to, for state in 8 bits always."""
+        return self.stochastic_rounding or self.state_dtype == torch.int8
+
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        """The dtype of the state's buffers. 8-bit state is stored as codes without a sign."""
+        assert isinstance(self.state_dtype, torch.dtype)
+        return torch.uint8 if self.state_dtype == torch.int8 else self.state_dtype

@@ -8,6 +8,7 @@ from operator import is_
 
 from torch import Tensor
 
+from hdet_kernels.ops.live_tensors import LiveTensors
 from hdet_kernels.optim.group_entries import Group
 
 
@@ -17,13 +18,13 @@ class ParameterWatch:
     Args:
         groups: the optimizer's ``param_groups``.
         params: all of their parameters, each once.
+        backend: the backend that steps them, by name.
     """
 
-    def __init__(self, groups: Sequence[Group], params: Sequence[Tensor]) -> None:
+    def __init__(self, groups: Sequence[Group], params: Sequence[Tensor], backend: str | None = None) -> None:
         self._lists = [(group["params"], len(group["params"])) for group in groups]
         self._members = [param for members, _ in self._lists for param in members]
-        self._params = params
-        self.remember_addresses()
+        self._params = LiveTensors(params, backend)
 
     def regrouped(self, groups: Sequence[Group], *, lists_only: bool) -> bool:
         """Return whether parameters were added to, removed from or replaced in ``groups`` by hand.
@@ -42,8 +43,8 @@ class ParameterWatch:
 
     def moved(self) -> bool:
         """Return whether a parameter has another address, at the cost of reading one pointer for each parameter."""
-        return list(map(Tensor.data_ptr, self._params)) != self._addresses
+        return self._params.moved()
 
     def remember_addresses(self) -> None:
         """Take the addresses that the parameters have now as the expected ones."""
-        self._addresses = list(map(Tensor.data_ptr, self._params))
+        self._params.remember_addresses()

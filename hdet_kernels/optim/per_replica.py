@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hdet_kernels.optim.coded_state import decoded_entries, is_coded, scale_name
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group, read_entry, replace_entry
 from hdet_kernels.tensors import replicas_of
 
@@ -73,12 +74,17 @@ def fit_state(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     Per-replica state of a stack with another number of replicas becomes one state for all: the mean over the replicas,
     and the largest step count. After a sync with local gradients, all replicas are equal.
     """
+    # A state has the shape of its parameter, or one number for each row (NorMuon).
+    shapes = (tuple(param.shape[1:]), (*param.shape[1:-1], 1))
     fitted = dict(entries)
-    own_shape = param.shape[1:]
+    coded = [value for value in fitted.values() if is_coded(value)]
+    if any(tuple(value.shape[1:]) in shapes and len(value) != len(param) for value in coded):
+        fitted = decoded_entries(entries)
+    others = {"step", *(scale_name(name) for name, value in fitted.items() if is_coded(value))}
     per_replica = [
         name
         for name, value in fitted.items()
-        if name != "step" and isinstance(value, Tensor) and value.shape[1:] == own_shape and value.dim() == param.dim()
+        if name not in others and isinstance(value, Tensor) and value.dim() and tuple(value.shape[1:]) in shapes
     ]
     of_other_stack = [name for name in per_replica if len(fitted[name]) not in (0, len(param))]
     for name in of_other_stack:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
-from hdet_kernels.ops.chunks import MatchedGradients
+from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients
+from hdet_kernels.optim.coded_state import decoded, is_coded, scale_name
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
+from hdet_kernels.sharded import distributed_like, is_distributed, part_like, part_of
 from hdet_kernels.tensors import compact, own_storage
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
@@ -22,7 +24,6 @@ MASTER = "master"
 class StatefulOptimizer(Protocol):
     """The attributes of an optimizer that :class:`StateViews` needs."""
 
-    shows_step: ClassVar[bool]
     eager_state: ClassVar[bool]
     options: Options
     param_groups: list[dict[str, Any]]
@@ -31,6 +32,8 @@ class StatefulOptimizer(Protocol):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]: ...
 
     def initial_state(self, name: str, group: dict[str, Any]) -> float: ...
+
+    def shows_step_of(self, group: dict[str, Any]) -> bool: ...
 
 
 class StateViews:
@@ -74,13 +77,17 @@ class StateViews:
                 names = optimizer.state_names(group)
                 kept = [name for name in flat.states if given.get(name) is not None]
                 for name in dict.fromkeys([*names, *kept]):
-                    view = flat.view(flat.state_buffer(name), index)
                     if name in kept:
-                        view.copy_(given[name])
+                        value = given[name]
+                        scales = given.get(scale_name(name)) if is_coded(value) else None
+                        if scales is not None and is_distributed(tied[0]):  # its blocks are those of the whole tensor
+                            value, scales = decoded(name, value, scales), None
+                        flat.write_state(name, index, part_like(tied[0], value), scales)
                     else:
-                        view.fill_(optimizer.initial_state(name, group))
+                        flat.write_state(name, index, optimizer.initial_state(name, group))
                 if flat.master is not None:
-                    flat.view(flat.master, index).copy_(given.get(MASTER, tied[0]))
+                    master = part_like(tied[0], given[MASTER]) if MASTER in given else part_of(tied[0])
+                    flat.view(flat.master, index).copy_(master)
                 # Rules whose state has no step count need to know only whether they have stepped before.
                 step = given.get("step", 1.0 if kept else 0.0)
                 if isinstance(step, Tensor):
@@ -102,7 +109,7 @@ class StateViews:
     def share(self) -> None:
         """Give all replicas of a stack one state: that of the first."""
         for flat in self.flat_groups:
-            counted = (*flat.states, "step")
+            counted = (*flat.states, *map(scale_name, flat.states), "step")
             for param in (param for tied in flat.params for param in tied if param in self.optimizer.state):
                 self.optimizer.state[param] = {
                     name: value[0].clone() if name in counted and isinstance(value, Tensor) and value.dim() else value
@@ -113,7 +120,7 @@ class StateViews:
 
     def add_first_entries(self, flat: FlatGroup, grads: MatchedGradients) -> None:
         """Add the entries of parameters that step for the first time, as torch.optim does."""
-        fresh = [index for index in flat.slots_without_entry if grads.tensors[index] is not None]
+        fresh = [index for index in flat.slots_without_entry if grads.table[index, 0] != NO_GRADIENT]
         if not fresh:  # parameters that never get a gradient
             return
         state = self.optimizer.state
@@ -147,9 +154,11 @@ class StateViews:
         for flat in self.flat_groups:
             for index, tied in enumerate(flat.params):
                 given = self._given_entry(tied)
-                names = self.optimizer.state_names(self.optimizer.param_groups[flat.groups[index]]) if given else ()
+                group = self.optimizer.param_groups[flat.groups[index]]
+                names = self.optimizer.state_names(group) if given else ()
                 needed = [name for name in names if name not in OPTIONAL_STATES]
-                needed += ["step"] if given and self.optimizer.shows_step else []
+                needed += ["step"] if given and self.optimizer.shows_step_of(group) else []
+                needed += [scale_name(name) for name in flat.states if is_coded(given.get(name))]
                 missing = [name for name in needed if given.get(name) is None]
                 if missing:
                     raise KeyError(
@@ -161,8 +170,11 @@ class StateViews:
         return next((self.optimizer.state[p] for p in tied if self.optimizer.state.get(p)), {})
 
     def _has_state_per_replica(self, flat: FlatGroup, index: int) -> bool:
-        given, own_shape = self._given_entry(flat.params[index]), flat.slots[index].shape
-        return any(isinstance(given.get(name), Tensor) and given[name].shape != own_shape for name in flat.states)
+        given = self._given_entry(flat.params[index])
+        return any(
+            isinstance(given.get(name), Tensor) and given[name].shape != flat.state_shape(name, index)
+            for name in flat.states
+        )
 
     def _is_replaced(self, param: Tensor) -> bool:
         return self.optimizer.state.get(param) is not self._entries.get(param)
@@ -175,15 +187,21 @@ class StateViews:
         flat.slots_without_entry.discard(index)
         optimizer = self.optimizer
         # Stochastic rounding depends on the step count, so every rule's checkpoint needs it then.
-        counted = optimizer.shows_step or optimizer.options.stochastic_rounding
+        counted = optimizer.options.rounds_stochastically
+        counted = counted or optimizer.shows_step_of(optimizer.param_groups[flat.groups[index]])
         shown: dict[str, Tensor] = {"step": flat.step_count(index)} if counted else {}
-        shown |= {name: flat.view(flat.state_buffer(name), index) for name in names}
+        for name in names:
+            shown[name] = flat.view(flat.state_buffer(name), index)
+            if (scales := flat.scale_view(name, index)) is not None:
+                shown[scale_name(name)] = scales
         if flat.master is not None:
             shown[MASTER] = flat.view(flat.master, index)
         shown = {name: own_storage(view) for name, view in shown.items()}
         for param in flat.params[index] if shown else ():
             entry = optimizer.state[param]
-            entry.update(shown)
+            for name in map(scale_name, flat.states):
+                entry.pop(name, None)  # of codes that were loaded and decoded
+            entry.update({name: own if name == "step" else distributed_like(param, own) for name, own in shown.items()})
             self._entries[param] = entry
 
 

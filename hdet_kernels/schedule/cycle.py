@@ -160,15 +160,14 @@ class Cycle:
             Whether values changed: then :meth:`write` is due once the schedule has moved on.
         """
         self._check_step(last_step)
-        if loss is not None:
-            loss = checked_loss(loss, "the loss", self.ensemble.rows)
+        checked = None if loss is None else checked_loss(loss, "the loss", self.ensemble.rows)
         self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         step = self.step + 1
         syncs = self.run.syncs_at(step)
         lands = self.overlapping is not None and (syncs or step >= self.overlapping.due)
         mark = self.window.mark() if syncs or lands else None
-        if loss is not None:
-            self.window.record(loss)
+        if checked is not None:
+            self.window.add(checked)
         self._check_losses()
         if mark is not None:
             try:

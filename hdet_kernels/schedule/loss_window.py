@@ -35,8 +35,10 @@ class LossWindow:
         ``divided_by``: what it was divided by before. It counts as that part of a loss: the k micro-batches of a step,
         each divided by k, are one.
         """
-        loss = checked_loss(loss, "the loss", self.rows)
-        divisor = checked_divisor(divided_by)
+        self.add(checked_loss(loss, "the loss", self.rows), checked_divisor(divided_by))
+
+    def add(self, loss: float | Tensor, divisor: float = 1) -> None:
+        """Add a loss that :func:`checked_loss` returned."""
         if not isinstance(loss, Tensor):
             self.sum += loss
         elif isinstance(self.sum, Tensor) and self.sum.device == loss.device:

@@ -14,6 +14,7 @@ from hdet_kernels.checks import check_callable
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.ties import saved_ties
 from hdet_kernels.optim.base import FusedOptimizer
+from hdet_kernels.optim.rowwise_adagrad import FusedRowWiseAdagrad
 from hdet_kernels.schedule.attachment import own_values_back
 from hdet_kernels.schedule.build import learning_rates
 from hdet_kernels.schedule.checkpoint import saving
@@ -93,7 +94,7 @@ class WithCycle:
         if self._cycle is None or self._begun:  # first: this is looked at before every step
             return
         optimizer = self._inner
-        if not isinstance(optimizer, FusedOptimizer):
+        if not isinstance(optimizer, FusedOptimizer | FusedRowWiseAdagrad):
             return
         optimizer.rehome()
         known, now = self._cycle.converger.tensors.buckets, optimizer.buckets

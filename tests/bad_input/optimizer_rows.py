@@ -94,7 +94,7 @@ KEYWORDS: list[Row] = [
     ),
     *(
         Row(f"state_dtype={value!r}", build(state_dtype=value), BOTH, "state_dtype must be ")
-        for value in (torch.float16, torch.int8, None, "bf16", float)
+        for value in (torch.float16, torch.uint8, None, "bf16", "uint8", float)
     ),
     Row("masters and rounding", build(master_weights=True, stochastic_rounding=True), ValueError, "exclude each other"),
     *(

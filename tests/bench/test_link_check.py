@@ -17,11 +17,11 @@ RECORD = RESULTS / "cost_check.json"
 @pytest.mark.parametrize(
     ("nbytes", "expected_ms"),
     [
-        # 1 ms a hop, so 2 with the request before it, and 1 kB/ms. The row: 160 bytes in 3 rounds. Few bytes: 2·3
-        # rounds of 2 ms and half a chunk. Locally 2 µs a byte, as four ranks share two cores.
-        (8, 3 * (2 + 0.08) + 2 * 3 * (2 + 0.001) + 0.016),
+        # 1 ms a hop, so 2 with the request before it, and 1 kB/ms. The rows: 2 exchanges, in which 3 rows of 168 bytes
+        # arrive. Few bytes: 2·3 rounds of 2 ms and half a chunk. Locally 2 µs a byte, as four ranks share two cores.
+        (8, 2 * 2 + 3 * 0.168 + 2 * 3 * (2 + 0.001) + 0.016),
         # Many bytes: 2·3/4 of their time, and one request for each phase.
-        (80_000, 3 * (2 + 0.08) + 120 + 4 + 160),
+        (80_000, 2 * 2 + 3 * 0.168 + 120 + 4 + 160),
     ],
 )
 def test_predictions_by_hand(nbytes: int, expected_ms: float) -> None:
@@ -45,6 +45,15 @@ def test_record_agrees_with_the_formulas() -> None:
         assert entry["predicted s"] == pytest.approx(guess, rel=1e-3)
         assert entry["textbook s"] == pytest.approx(link_check.textbook(ranks, nbytes, fitted), rel=1e-3)
         assert entry["error"] == pytest.approx(entry["predicted s"] / entry["measured s"] - 1, abs=1e-3)
+
+
+def test_record_of_the_gathers_agrees_with_the_formulas() -> None:
+    for link in json.loads(RECORD.read_text())["links"]:
+        fitted = link_check.Link("fitted", link["fitted"]["hop s"], link["fitted"]["bytes/s"])
+        assert [entry["ranks"] for entry in link["gathers"]] == list(link_check.RANKS)
+        for entry in link["gathers"]:
+            assert entry["predicted s"] == pytest.approx(link_check.predicted_gather(entry["ranks"], fitted), rel=1e-3)
+            assert entry["error"] == pytest.approx(entry["predicted s"] / entry["measured s"] - 1, abs=1e-3)
 
 
 def test_record_covers_all_links_ranks_and_sizes() -> None:

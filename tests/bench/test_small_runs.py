@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hdet_kernels as hk
-from bench import records
+from bench import records, sections
 
 ROOT = Path(__file__).parents[2]
 TRAININGS = ("gpt2", "llama", "recsys", "resnet")
@@ -27,6 +27,7 @@ MORE_CASES = [
     *(f"test_scaling.py::test_scaling[cpu-tensors-{n}-hdet-cpp-fixed]" for n in (1, 10, 100)),
     *(f"test_memory.py::test_memory[cpu-adamw-fp32-{way}]" for way in ("torch-fused", "hdet-cpp")),
     "test_memory.py::test_memory[cpu-adamw-bf16-stochastic-bf16-state-hdet-cpp]",
+    "test_muon.py::test_muon[cpu-gpt2-64-wide]",
 ]
 
 
@@ -109,6 +110,7 @@ def test_more_recorded_entries_make_their_sections(more: list[dict[str, Any]]) -
     check_section(more, "end_to_end", ["gpt2-tiny", "resnet-tiny"])
     check_section(more, "scaling", ["10⁶", "slope"])
     check_section(more, "memory", ["torch fused"])
+    assert "gpt2-64-wide, 8 matrices" in sections.text(records.of(more, "muon"))
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (dist, "broadcast"),
     (dist, "all_to_all_single"),
     (ensemble, "_all_gather"),
+    (ensemble.ProcessEnsemble, "trade"),
 )
 
 

@@ -155,22 +155,25 @@ def check_refused(result: dict[str, Any]) -> None:
 
 
 def sabotage(number: int, act: Callable[[], None], instead: bool) -> None:
-    """Act in this process after its ``number``-th all_reduce from now on is finished, or instead of it."""
-    original = dist.all_reduce
+    """Act in this process after its ``number``-th all_reduce or trade from now on is finished, or instead of it."""
     calls = itertools.count(1)
 
-    def all_reduce(*args: Any, **keywords: Any) -> Any:
-        here = next(calls) == number
-        if here and instead:
-            act()
-        work = original(*args, **keywords)
-        if here:
-            if work is not None:
-                work.wait()
-            act()
-        return work
+    def sabotaged(original: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(*args: Any, **keywords: Any) -> Any:
+            here = next(calls) == number
+            if here and instead:
+                act()
+            work = original(*args, **keywords)
+            if here:
+                if work is not None:
+                    work.wait()
+                act()
+            return work
 
-    dist.all_reduce = all_reduce
+        return collective
+
+    dist.all_reduce = sabotaged(dist.all_reduce)
+    hk.ProcessEnsemble.trade = sabotaged(hk.ProcessEnsemble.trade)  # type: ignore[method-assign]
 
 
 def end_process() -> None:

@@ -411,7 +411,7 @@ def test_training_does_not_wait_for_a_late_rank() -> None:
 def _slow_collective(rank: int) -> dict[int, list[bool]]:
     """Collectives of the second sync do not start before steps 8, 9 and 10 are made. By overlap_steps, for each of
     them, whether it ran in the main thread."""
-    original = dist.all_reduce
+    original, traded = dist.all_reduce, hk.ProcessEnsemble.trade
     in_main: dict[int, list[bool]] = {}
     for overlap_steps in (SYNC - 1, 0):
         replica = Replica(rank, "sgd homed", overlap_steps)
@@ -424,13 +424,17 @@ def _slow_collective(rank: int) -> dict[int, list[bool]]:
                 raise RuntimeError("training waits for the collective")
             return original(*args, **keywords)
 
-        dist.all_reduce = all_reduce
+        def trade(*args: Any, k: int = overlap_steps) -> Any:
+            in_main.setdefault(k, []).append(threading.current_thread() is threading.main_thread())
+            return traded(*args)
+
+        dist.all_reduce, hk.ProcessEnsemble.trade = all_reduce, trade  # type: ignore[method-assign]
         replica.train(3)
         went_on.set()
         dist.barrier()
         dist.all_reduce = original if overlap_steps == 0 else all_reduce
         replica.train(1)
-        dist.all_reduce = original
+        dist.all_reduce, hk.ProcessEnsemble.trade = original, traded  # type: ignore[method-assign]
     return in_main
 
 

@@ -201,7 +201,7 @@ def test_a_failure_restores_what_the_plan_changes(same_integers: bool) -> None:
         pass
 
     def fail() -> None:
-        with payload.restore_on_failure(planned(same_integers=same_integers)):
+        with payload.restore_on_failure(planned(same_integers=same_integers), written_last=False):
             for tensor in own.values():
                 tensor.zero_()
             raise Cable
@@ -214,7 +214,7 @@ def test_a_failure_restores_what_the_plan_changes(same_integers: bool) -> None:
 
 def test_without_a_failure_nothing_is_restored() -> None:
     payload, own = full_payload()
-    with payload.restore_on_failure(planned()):
+    with payload.restore_on_failure(planned(), written_last=False):
         own["param"].zero_()
     assert not own["param"].any()
 

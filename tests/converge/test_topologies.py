@@ -83,12 +83,12 @@ def test_replicas_average_within_their_group_only(how: str, kind: str) -> None:
 class Sharded:
     """One rank of a sharded model: ``"hsdp"`` shares gradients over all ranks, ``"fsdp"`` within its replica."""
 
-    def __init__(self, rank: int, how: str, *, double: bool = False, **options: Any) -> None:
+    def __init__(self, rank: int, how: str, *, double: bool = False, kind: str = "ours", **options: Any) -> None:
         self.rank = rank
         mesh = mesh_2x2()
         self.module = network().double() if double else network()
         fully_shard(self.module, mesh=mesh if how == "hsdp" else mesh["shard"])
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
+        self.optimizer = OPTIMIZERS[kind](self.module.parameters(), lr=0.01)
         self.ensemble = hk.ProcessEnsemble(mesh)
         self.scheduler = hk.HDETOneCycleLR(self.optimizer, ensemble=self.ensemble, **{**SETTINGS, **options})
         self.rates: list[float] = []
@@ -156,8 +156,8 @@ def _sharded(rank: int, how: str, options: dict[str, Any]) -> dict[str, Any]:
 SHARDED = Cases(
     4,
     _sharded,
-    {(how, size): (how, {"bucket_bytes": size}) for how, size in (("hsdp", 64), ("fsdp", None))},
-    full={(how, size): (how, {"bucket_bytes": size}) for how, size in (("hsdp", None), ("fsdp", 64))},
+    {("hsdp", 64): ("hsdp", {"bucket_bytes": 64}), ("fsdp", None): ("fsdp", {"kind": "torch"})},
+    full={("hsdp", None): ("hsdp", {"kind": "torch"}), ("fsdp", 64): ("fsdp", {"bucket_bytes": 64})},
 )
 
 
@@ -276,25 +276,24 @@ def _killed_shard(rank: int, after: int) -> tuple[str, bool]:
 
 
 def end_process_after(count: int) -> None:
-    """Kill this process once it has finished ``count`` more all_reduces."""
+    """Kill this process once it has finished ``count`` more rounds of messages."""
     if not count:
         os.kill(os.getpid(), signal.SIGKILL)
-    original, finished = dist.all_reduce, []
+    original, finished = hk.ProcessEnsemble.trade, []
 
-    def all_reduce(*args: Any, **keywords: Any) -> Any:
-        work = original(*args, **keywords)
+    def trade(*args: Any) -> Any:
+        work = original(*args)
         finished.append(work)
         if len(finished) == count:
-            if work is not None:
-                work.wait()
+            work.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return work
 
-    dist.all_reduce = all_reduce
+    hk.ProcessEnsemble.trade = trade  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
-    "after", [pytest.param(0, marks=pytest.mark.full, id="before"), pytest.param(2, id="after 2 buckets")]
+    "after", [pytest.param(0, marks=pytest.mark.full, id="before"), pytest.param(2, id="after 2 rounds")]
 )
 def test_a_killed_shard_leaves_no_replica_averaged_in_part(after: int) -> None:
     """Rank 3 takes part in the averages of ranks 1 and 3 alone; ranks 0 and 2 must not keep theirs."""

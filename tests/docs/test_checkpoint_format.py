@@ -109,10 +109,11 @@ def test_the_optimizers() -> None:
         (hk.FusedAdamW, torch.bfloat16, {"amsgrad": True}),
         (hk.FusedAdagrad, torch.float32, {}),
         (hk.FusedLion, torch.float32, {}),
+        (hk.FusedMuon, torch.float32, {"normuon": True}),
         (hk.FusedSGD, torch.bfloat16, {"momentum": 0.9, "stochastic_rounding": True, "master_weights": False}),
     ]
     for make, dtype, options in cases:
-        param = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+        param = torch.nn.Parameter(torch.ones((3, 1) if make is hk.FusedMuon else 3, dtype=dtype))
         param.grad = torch.ones_like(param)
         optimizer = make([param], lr=0.1, **options)
         optimizer.step()

@@ -34,6 +34,8 @@ RULES: dict[str, tuple[str, dict[str, float]]] = {
     "adamw-amsgrad": ("adamw", {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "amsgrad": 1, "maximize": 1}),
     "adagrad": ("adagrad", {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01, "eps": 1e-10}),
     "lion": ("lion", {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "maximize": 1}),
+    "muon": ("muon", {"lr": 0.02, "momentum": 0.95, "nesterov": 1}),
+    "muon-move": ("muon", {"lr": 0.02, "weight_decay": 0.1}),
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from hdet_kernels.buckets import Piece
 from hdet_kernels.ops import STATES
 from hdet_kernels.ops.chunks import flat_gradients
+from hdet_kernels.ops.companding import first_scales
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
 from hdet_kernels.ops.piece_table import PieceTable
 from tests.ops.cases import BF16, FP32, Case
@@ -33,7 +34,7 @@ def step_operators(backend: str) -> tuple[Any, Any]:
 
 def step_arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
     """Return the arguments of the step operator, with three ``scalars``."""
-    flats = [case.param, case.master, *[*case.states, None, None][:3], case.steps]
+    flats = [case.param, case.master, *[*case.states, None, None][:3], None, None, None, case.steps]
     return [list(STATES).index(case.rule), *flats, table, *step_tables(case, backend), *scalars, False, 1]
 
 
@@ -42,7 +43,8 @@ def step_tables(case: Case, backend: str) -> list[Any]:
     grads = case.chunks.match(case.grads)
     on_device = case.chunks.point_at(grads)
     if backend == "torch":
-        return [case.chunks.slots, on_device, [slot.offset for slot in case.chunks.entries], flat_gradients(grads)]
+        spans = [slot.offset for slot in case.chunks.entries], first_scales(slot.numel for slot in case.chunks.entries)
+        return [case.chunks.slots, on_device, *spans, flat_gradients(grads)]
     if is_compiled(backend):
         scratch = torch.zeros(SCRATCH_BYTES * len(case.chunks.entries), dtype=torch.uint8, device=case.param.device)
         return [case.chunks.slots, case.chunks.chunks, on_device, scratch]

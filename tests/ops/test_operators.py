@@ -103,7 +103,7 @@ def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -
     for compiled in (False, True):
         case = small_case("adamw", device)
         table = make_table(device, row).tensor
-        rule, *flats = step_arguments(case, where, table, None, None, None)[:8]
+        rule, *flats = step_arguments(case, where, table, None, None, None)[:11]
         tables, grads = step_tables(case, where), norm_arguments(case, where)
 
         def train(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdet_kernels.ops.rounding import round_stochastically
+from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
 from tests.ops.cases import (
     BACKENDS,
     BF16,
@@ -190,6 +190,27 @@ def test_rounding_is_up_with_the_probability_of_what_is_cut_off() -> None:
     for part in (0, 1, 0x4000, 0xFFFF):
         value = torch.tensor(0x3F800000 + part, dtype=torch.int32).view(FP32).expand(2**16)
         assert (round_stochastically(value, noise) > 1).sum().item() == part
+
+
+def test_random_bits_are_uniform_and_independent() -> None:
+    """Of neighbours that share a hash, of streams, of steps, and of positions one hash and one block apart."""
+    count = 2**16
+    like = torch.empty(count)
+    sources = [(7, 0), (7, 2), (7, 3), (8, 0), (rounding_key(torch.tensor(7.0), torch.tensor(1.0)), 0)]
+    columns = [random_bits(key, stream, 0, like).view(-1, 4) for key, stream in sources]
+    for halves in columns:
+        for bit in range(16):
+            ones = ((halves >> bit) & 1).double().mean(0)
+            assert ((ones - 0.5).abs() * 2 * (count / 4) ** 0.5 < 5).all(), f"bit {bit}"
+    uniform = torch.cat(columns, dim=1).double() / 2**16
+    for values in (uniform, (uniform < 0.03).double(), (uniform < 0.5).double()):
+        values = (values - values.mean(0)) / values.std(0)
+        correlation = values.T @ values / len(values)
+        correlation.fill_diagonal_(0)
+        assert correlation.abs().max() * len(values) ** 0.5 < 5.5
+        for lag in (1, 64):
+            shifted = (values[lag:] * values[:-lag]).mean(0)
+            assert shifted.abs().max() * len(values) ** 0.5 < 5.5
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.optim import FusedAdamW, FusedLion, FusedSGD
+from hdet_kernels.optim import FusedAdamW, FusedLion, FusedMuon, FusedSGD
 from tests.ops.cases import available
 
 pytestmark = [
@@ -98,6 +98,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], dict[str, Any]]
     "adamw-onecycle-clipped": (FusedAdamW, one_cycle, {"lr": 0.01, "max_grad_norm": 0.1}),
     "adamw-bf16-state": (FusedAdamW, one_cycle, {"lr": 0.01, "state_dtype": torch.bfloat16}),
     "lion-tensor-lr": (FusedLion, decay, {"lr": "tensor"}),
+    "muon-onecycle-clipped": (FusedMuon, one_cycle, {"lr": 0.01, "max_grad_norm": 0.1, "normuon": True}),
+    "muon-tensor-lr": (FusedMuon, decay, {"lr": "tensor"}),
     "sgd-tensor-lr": (FusedSGD, decay, {"lr": "tensor", "momentum": 0.9}),
 }
 

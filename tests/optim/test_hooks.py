@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -71,3 +72,16 @@ def test_a_step_wrapped_by_functools_runs_hooks_once() -> None:
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     run(optimizer, params, range(2))
     assert calls == ["before", "before"]
+
+
+def test_a_hook_may_change_the_arguments_of_the_step() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params)
+    seen: list[object] = []
+    optimizer.register_step_pre_hook(lambda self, args, kwargs: ((*args, lambda: 3.0), kwargs))
+    optimizer.register_step_post_hook(lambda self, args, kwargs: seen.append((args[0] is self, args[1]())))
+    assert optimizer.step() == 3.0
+    assert seen == [(True, 3.0)]
+    optimizer.register_step_pre_hook(lambda *_: 1)
+    with pytest.raises(RuntimeError, match=r"None or a tuple of \(new_args, new_kwargs\), got 1"):
+        optimizer.step()

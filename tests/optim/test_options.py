@@ -33,6 +33,11 @@ def test_dtype_of_the_state() -> None:
         made = Options(state_dtype=given)
         assert [made.state_dtype_for(dtype) for dtype in (torch.float32, torch.bfloat16)] == [given] * 2
         assert made.state_dtype_for(torch.float64) == torch.float64
+    for spelled in ("int8", torch.int8):
+        made = Options(state_dtype=spelled)
+        assert made == Options(state_dtype=torch.int8)
+        assert made.rounds_stochastically
+        assert [made.state_dtype_for(dtype) for dtype in (torch.float32, torch.bfloat16)] == [torch.uint8] * 2
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,9 @@ def test_dtype_of_the_state() -> None:
         (torch.float16, {"stochastic_rounding": True}, "parameter 0 is torch.float16.*bfloat16"),
         (torch.float16, {"state_dtype": torch.bfloat16}, "parameter 0 is torch.float16, whose state"),
         (torch.float64, {"state_dtype": torch.bfloat16}, "parameter 0 is torch.float64, whose state"),
-        (torch.float32, {"state_dtype": torch.float16}, "state_dtype must be torch.float32 or torch.bfloat16, got"),
+        (torch.float32, {"state_dtype": torch.float16}, 'state_dtype must be torch.float32, torch.bfloat16 or "int8"'),
+        (torch.float64, {"state_dtype": "int8"}, "parameter 0 is torch.float64, whose state cannot be int8"),
+        (torch.float16, {"state_dtype": "int8"}, "parameter 0 is torch.float16, whose state cannot be int8"),
         (torch.float32, {"gradients": "flat"}, "gradients must be one of 'autograd', 'fixed', got 'flat'"),
         (torch.float32, {"master_weights": "yes"}, "master_weights must be True, False or None"),
         (torch.float32, {"stochastic_rounding": None}, "stochastic_rounding must be True or False, got None"),

@@ -28,7 +28,7 @@ from tests.optim.cases import (
 )
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-STATES = {"fp32-state": torch.float32, "bf16-state": torch.bfloat16}
+STATES = {"fp32-state": torch.float32, "bf16-state": torch.bfloat16, "int8-state": "int8"}
 
 
 def masters(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:

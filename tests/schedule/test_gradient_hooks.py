@@ -234,7 +234,7 @@ def _shards(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = network()
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = hk.FusedAdamW(model.parameters(), lr=0.01)
     controller = hk.RegressionController(start_at=0.0, stop_at=1.0, trust=None)
     ensemble = hk.ProcessEnsemble(mesh)
     scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 64, sync_every=4, auto_lr=controller, ensemble=ensemble)

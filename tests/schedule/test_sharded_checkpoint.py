@@ -26,13 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 class Sharded:
     """One of four ranks of two HSDP replicas, or a plain replica with the same settings."""
 
-    def __init__(self, rank: int, *, shards: int = 2, total_steps: int = 16, **options: Any) -> None:
+    def __init__(
+        self, rank: int, *, shards: int = 2, total_steps: int = 16, make_optimizer: Any = hk.FusedAdamW, **options: Any
+    ) -> None:
         self.rank, self.module = rank, network()
         if shards > 1:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             fully_shard(self.module, mesh=mesh)
             options["ensemble"] = hk.ProcessEnsemble(mesh)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
+        self.optimizer = make_optimizer(self.module.parameters(), lr=0.01)
         self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.01, total_steps, sync_every=4, **options)
 
     def train(self, until: int) -> Sharded:

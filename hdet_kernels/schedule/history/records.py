@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from hdet_kernels.schedule.history.metrics import flat, loss_metrics, short_names, value_metrics
 
 Kind = Literal["sync", "early", "last", "manual", "scout"]
@@ -107,8 +109,9 @@ class SyncRecord:
     @property
     def mean_loss(self) -> float | None:
         """The mean of the finite training losses; None if there is none."""
-        finite = [loss for loss in self.losses if math.isfinite(loss)]
-        return math.fsum(loss / len(finite) for loss in finite) if finite else None
+        losses = np.array(self.losses, dtype=np.float64)  # thousands of them where there are thousands of replicas
+        finite = losses[np.isfinite(losses)]
+        return math.fsum((finite / len(finite)).tolist()) if len(finite) else None
 
 
 @dataclass

@@ -146,7 +146,7 @@ class LastSound:
         reset_others(self.optimizer, kept_state, kept_others)
         if (buckets := self.converger.tensors.buckets) is not None:
             buckets.round_masters()
-            buckets.advance_versions()
+        self.converger.tensors.written()
         self.converger.load_state_dict(kept["compression"], own=self._own)
         self.converger.load_outer_state_dict(kept["outer"])
         if self.displacement is not None:
@@ -157,21 +157,16 @@ class LastSound:
     def model_held(self) -> Iterator[None]:
         """Have the parameters and buffers of the copy inside the block, and the current ones again after it."""
         with torch.no_grad():
-            buckets = self.converger.tensors.buckets
             now = [*self._full(read=True), *map(_real, self._buffers())]
             own = [tensor.clone() for tensor in now]
             kept = self.copy.read()
             self._write_model([*kept["params"], *kept["buffers"]])
             self.copy.was_read()
-            if buckets is not None:
-                buckets.advance_versions()
         try:
             yield
         finally:
             with torch.no_grad():
                 self._write_model(own)
-                if buckets is not None:
-                    buckets.advance_versions()
 
     def _write_model(self, values: Sequence[Tensor]) -> None:
         """Write parameters in full precision, and then buffers, to the tensors in use."""
@@ -181,6 +176,7 @@ class LastSound:
                 target.copy_(value)
         if (buckets := self.converger.tensors.buckets) is not None:
             buckets.round_masters()
+        self.converger.tensors.written()
 
     def drop(self) -> None:
         """Free the copy."""

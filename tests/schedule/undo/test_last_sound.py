@@ -169,7 +169,7 @@ def _sharded(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = network()
     fully_shard(model, mesh=mesh["shard"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = hk.FusedAdamW(model.parameters(), lr=0.01)
     settings: dict[str, Any] = {"sync_every": SYNC, "auto_lr": Scripted(SOUND_THEN_BROKEN), "spread": 0.5}
     ensemble = hk.ProcessEnsemble(mesh)
     scheduler = hk.HDETOneCycleLR(optimizer, 0.05, TOTAL, ensemble=ensemble, **settings)

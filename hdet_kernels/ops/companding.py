@@ -1,0 +1,112 @@
+"""Optimizer state in 8 bits, in plain torch: codes of one byte, and a float32 scale for every block of them.
+
+A *block* is :data:`BLOCK` consecutive elements of a slot, in memory order; the last one may be shorter. Its scale is
+its largest magnitude. With x = value/scale, the code stands for a level between 0 and 1, and the levels are denser
+towards 0 (companding), because the magnitudes in one block span many orders:
+
+======== ================================ =========== =====================
+state    names                            code        decoded
+======== ================================ =========== =====================
+signed   momentum_buffer, exp_avg         128 ± c     ±(c/127)²·scale
+unsigned exp_avg_sq, max_exp_avg_sq, sum  c           (c/255)⁴·scale
+======== ================================ =========== =====================
+
+A step rounds to one of the two neighbouring levels with the probabilities that make the expectation exact. A moment
+that changes by a thousandth of itself at every step would stand still if it were rounded to nearest. A second moment
+above zero never gets code 0: a parameter whose first moment is not zero would be divided by ε alone.
+
+Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴. Those units and their inverses
+must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets scale NaN and
+decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to zeros.
+``csrc/companding.h`` and ``triton_companding.py`` have the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops.chunks import CHUNK
+
+#: Elements that share a scale.
+BLOCK = 256
+
+#: Scales of each chunk of the chunk table. A chunk that is not full leaves some of them unused.
+BLOCKS_PER_CHUNK = CHUNK // BLOCK
+
+#: States that can be negative. All others are sums of squares.
+SIGNED_STATES = frozenset({"momentum_buffer", "exp_avg"})
+
+#: In place of a uniform random number: rounding to nearest.
+NEAREST = 0.5
+
+#: By whether the state is signed, the level of the scale, rounded to float32, and the smallest scale.
+TOP = {True: 127.0**2, False: 4228250624.0}
+SMALLEST_SCALE = {True: 2.0**-112, False: 2.0**-94}
+
+
+def block_count(numel: int) -> int:
+    """Return the number of blocks of a slot of ``numel`` elements."""
+    return -(-numel // BLOCK)
+
+
+def first_scales(numels: Iterable[int]) -> list[int]:
+    """Return for each slot of a chunk table, given their numbers of elements, the index of its first scale.
+
+    The other scales of the slot follow it, because all chunks of a slot but the last are full.
+    """
+    return list(accumulate((BLOCKS_PER_CHUNK * -(-numel // CHUNK) for numel in numels), initial=0))[:-1]
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """Return the float32 values of a slot.
+
+    Args:
+        codes: uint8 [n], or [replicas, n].
+        scales: float32 [blocks of n], or [replicas, blocks of n].
+        signed: Whether the state can be negative.
+    """
+    unit = (scales * (1 / TOP[signed])).repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
+    if not signed:
+        return _level(codes.float(), signed) * unit
+    steps = codes.float() - 128
+    return steps * steps.abs() * unit
+
+
+def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of a slot.
+
+    Args:
+        values: float32 [n], or [replicas, n].
+        signed: Whether the state can be negative.
+        noise: 16 random bits for each element; default: round to nearest.
+
+    Returns:
+        uint8 codes of the shape of ``values``, and float32 scales [blocks of n] or [replicas, blocks of n].
+    """
+    count = values.shape[-1]
+    padded = torch.nn.functional.pad(values, (0, -count % BLOCK)).unflatten(-1, (-1, BLOCK))
+    largest = padded.abs().amax(-1)  # NaN where a value is
+    scales = torch.where(largest.isfinite(), largest.clamp(min=SMALLEST_SCALE[signed]), torch.nan)
+    inverse = (TOP[signed] / scales).repeat_interleave(BLOCK, dim=-1)[..., :count]
+    x = values.abs() * inverse
+    x = torch.where(x < TOP[signed], x, TOP[signed])  # also where it is NaN
+    if not signed:
+        x = torch.where((x > 0) & (x < 1), 1.0, x)
+    root = x.sqrt()
+    below = (root if signed else root.sqrt()).floor()
+    low, high = _level(below, signed), _level(below + 1, signed)
+    uniform = noise if isinstance(noise, float) else (noise.float() + 0.5) * 2.0**-16
+    steps = below + (uniform * (high - low) < x - low)
+    if not signed:
+        return steps.to(torch.uint8), scales
+    return (128 + torch.where(values < 0, -steps, steps)).to(torch.uint8), scales
+
+
+def _level(steps: Tensor, signed: bool) -> Tensor:
+    """Return the level of ``steps`` steps above 0, a whole number."""
+    square = steps * steps
+    return square if signed else square * square

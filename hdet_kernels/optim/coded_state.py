@@ -1,0 +1,134 @@
+"""Optimizer state in 8 bits as ``state[p]`` shows it: ``"exp_avg"`` are the codes, ``"exp_avg_scale"`` their scales.
+
+The codes have the shape of the parameter, and the scales are [blocks], or [replicas, blocks] where each replica of a
+stack has its own state. The blocks run over the elements in the order in which the codes lie in memory.
+:mod:`hdet_kernels.ops.companding` has the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode
+from hdet_kernels.tensors import Slot, flat_view
+
+_SUFFIX = "_scale"
+
+
+def scale_name(name: str) -> str:
+    """Return the name in ``state[p]`` of the scales of state ``name``."""
+    return name + _SUFFIX
+
+
+def is_coded(value: object) -> bool:
+    """Return whether a value of ``state[p]`` consists of codes."""
+    return isinstance(value, Tensor) and value.dtype == torch.uint8
+
+
+def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 values of an entry of ``state[p]``, in its shape and layout.
+
+    Args:
+        name: The name of the state, which says whether it can be negative.
+        codes: The codes, dense in memory, or with replicas in the first dimension that are.
+        scales: Their scales.
+    """
+    if scales.dim() == 2:
+        rows = [decoded(name, row, own) for row, own in zip(codes.unbind(), scales, strict=True)]
+        return torch.stack(rows) if rows else codes.float()
+    values = torch.empty_like(codes, dtype=torch.float32)
+    flat_view(values).copy_(decode(flat_view(codes), scales, name in SIGNED_STATES))
+    return values
+
+
+def write_codes(
+    name: str, value: Tensor | float, scales: Tensor | None, slot: Slot, codes: Tensor, own_scales: Tensor
+) -> None:
+    """Write a value to a slot of 8-bit state: codes in the same memory order as they are, anything else encoded.
+
+    Args:
+        name: The name of the state.
+        value: One number for all elements, numbers, or codes, of the shape of ``codes`` or without its replicas.
+        scales: Of codes, their scales; otherwise None.
+        slot: The place of the parameter.
+        codes: The codes of the slot, a view of the flat buffer.
+        own_scales: The scales of the slot, a view of theirs.
+    """
+    if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
+        one, scale = encode(torch.full((1,), value, device=codes.device), name in SIGNED_STATES)
+        codes.copy_(one.squeeze(0))
+        own_scales.copy_(scale)
+        return
+    if scales is not None:
+        row = value if scales.dim() == 1 else value[0] if len(value) else None
+        if row is not None and _in_order(row, slot):
+            codes.copy_(value)
+            own_scales.copy_(scales)
+            return
+        value = decoded(name, value, scales)
+    replicas = own_scales.shape[:-1]
+    numbers = torch.zeros((*replicas, slot.numel), device=codes.device)
+    shaped = torch.as_strided(numbers, codes.shape, (*(slot.numel for _ in replicas), *slot.stride))
+    shaped.copy_(value)
+    coded, largest = encode(numbers, name in SIGNED_STATES)
+    codes.copy_(torch.as_strided(coded, shaped.shape, shaped.stride()))
+    own_scales.copy_(largest)
+
+
+def _in_order(codes: Tensor, slot: Slot) -> bool:
+    """Return whether codes of one replica lie in memory in the order of the slot."""
+    return all(size == 1 or got == own for size, got, own in zip(codes.shape, codes.stride(), slot.stride, strict=True))
+
+
+def decoded_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of ``optimizer.state`` with its codes decoded, and without scales."""
+    scales = {scale_name(name) for name, value in entries.items() if is_coded(value)}
+    return {
+        name: decoded(name, value, entries[scale_name(name)]) if is_coded(value) else value
+        for name, value in entries.items()
+        if name not in scales
+    }
+
+
+def decoded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state_dict of an optimizer with 8-bit state as one with float32 state, which torch.optim loads.
+
+    Args:
+        state_dict: The result of ``optimizer.state_dict()``, of any fused optimizer.
+
+    Returns:
+        A state_dict of the same numbers. State that is not in 8 bits is that of ``state_dict``, not a copy.
+    """
+    state = {
+        key: decoded_entries(entries) if isinstance(entries, Mapping) else entries
+        for key, entries in state_dict["state"].items()
+    }
+    return state_dict | {"state": state}
+
+
+def check_coded(where: str, name: str, codes: Tensor, scales: object) -> None:
+    """Raise ValueError unless loaded codes have scales that fit them.
+
+    Args:
+        where: A description of the parameter, for messages.
+        name: The name of the state.
+        codes: Its codes.
+        scales: The entry with its scales.
+    """
+    if not isinstance(scales, Tensor) or scales.dtype != torch.float32 or scales.layout is not torch.strided:
+        given = f"of {scales.dtype}" if isinstance(scales, Tensor) else repr(scales)
+        raise ValueError(
+            f"{where} has {name} in 8 bits with {scale_name(name)} {given}, expected a float32 tensor; the file is "
+            "damaged"
+        )
+    shape = (block_count(codes.numel()),)
+    rows = (len(codes), block_count(codes[0].numel())) if codes.dim() and len(codes) else shape
+    if scales.shape not in (shape, rows) or scales.is_meta:
+        raise ValueError(
+            f"{where} has {name} of shape {tuple(codes.shape)} in 8 bits with {scale_name(name)} of shape "
+            f"{tuple(scales.shape)}, expected {shape}; the file is damaged"
+        )

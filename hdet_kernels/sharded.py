@@ -1,0 +1,152 @@
+"""Distributed tensors (DTensors) as an optimizer sees them: the part of this process, and sums over the mesh.
+
+``torch.distributed.tensor`` is not imported here. Before someone else imports it, no tensor is distributed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Dimensions of device meshes along which a parameter is divided, as pairs of a mesh and the number of a dimension.
+#: None for a tensor that is not distributed; empty for one that every process has in full.
+Divided = tuple[tuple[Any, int], ...] | None
+
+_part = attrgetter("_local_tensor")
+_spec = attrgetter("_spec")
+
+
+def is_distributed(tensor: object) -> bool:
+    """Return whether ``tensor`` is a DTensor."""
+    api = sys.modules.get("torch.distributed.tensor")
+    return api is not None and isinstance(tensor, api.DTensor)
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return this process's part of a distributed tensor, the object itself; any other tensor unchanged."""
+    return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def parts_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Iterable[Tensor]]:
+    """Return a function that returns the parts of tensors of the kinds of these: DTensors or not, or both."""
+    count = sum(map(is_distributed, tensors))
+    if count == 0:
+        return _unchanged
+    return partial(map, _part if count == len(tensors) else part_of)
+
+
+def _unchanged(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors
+
+
+def divided_along(param: Tensor) -> Divided:
+    """Return the dimensions of its mesh along which the processes hold different parts of ``param``."""
+    if not is_distributed(param):
+        return None
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return tuple(
+        (mesh, dimension)
+        for dimension, placement in enumerate(placements)
+        if not placement.is_replicate() and mesh.size(dimension) > 1
+    )
+
+
+def distributed_like(param: Tensor, part: Tensor) -> Tensor:
+    """Return ``part`` as this process's part of a tensor distributed like ``param``; unchanged if ``param`` is not."""
+    if not is_distributed(param):
+        return part
+    api = sys.modules["torch.distributed.tensor"]
+    with torch.no_grad():
+        made: Tensor = api.DTensor.from_local(
+            part,
+            param.device_mesh,  # type: ignore[attr-defined]
+            param.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+    return made
+
+
+def part_like(param: Tensor, value: Tensor) -> Tensor:
+    """Return this process's part of ``value``, divided as ``param`` is.
+
+    Args:
+        param: a parameter, distributed or not.
+        value: a tensor of the shape of the whole parameter. A distributed one may be divided in another way over the
+            same mesh: it is then redistributed, by all processes of the mesh.
+    """
+    if not is_distributed(param):
+        return value
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    if not is_distributed(value):
+        api = sys.modules["torch.distributed.tensor"]
+        # Every process has the whole value and takes its part: nothing is sent.
+        value = api.distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None)
+    elif value.placements != placements:  # type: ignore[attr-defined]
+        value = value.redistribute(mesh, placements)  # type: ignore[attr-defined]
+    part = part_of(value.detach())
+    return part.wait() if hasattr(part, "wait") else part
+
+
+def why_unlike(param: Tensor, value: Tensor) -> str | None:
+    """Return why :func:`part_like` cannot read ``value`` for ``param``; None if it can."""
+    if not is_distributed(value):
+        return None
+    if not is_distributed(param):
+        return "is distributed, and its parameter is not: load it with torch.distributed.checkpoint, or in full"
+    if value.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
+        return (
+            f"is distributed over {value.device_mesh}, its parameter over "  # type: ignore[attr-defined]
+            f"{param.device_mesh}: load it with torch.distributed.checkpoint"  # type: ignore[attr-defined]
+        )
+    return None
+
+
+def gradient_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return this process's part of the gradient of each distributed parameter, None where there is none."""
+    # The usual case takes no Python statement for each tensor: FSDP's gradients have the very specs of the parameters.
+    try:
+        parts = list(map(_part, grads))
+        if all(map(is_, map(_spec, grads), map(_spec, params))) and set(map(type, parts)) == {Tensor}:
+            return parts
+    except AttributeError:  # one of them is None
+        pass
+    return [None if grad is None else part_like(param, grad) for param, grad in zip(params, grads, strict=True)]
+
+
+@torch.no_grad()
+def norm_over_meshes(norms: Iterable[tuple[Tensor, Divided]]) -> Tensor:
+    """Return the norm of everything that the processes hold together, with one collective for each mesh.
+
+    Args:
+        norms: norms of parts that this process has, and along which dimensions the whole is divided. Of what several
+            processes have alike, each counts its own once.
+
+    Returns:
+        A number on the device of the first norm, the same on every process.
+    """
+    sums: list[tuple[Divided, Tensor]] = []
+    for norm, divided in norms:
+        square = norm.square()
+        for index, (known, total) in enumerate(sums):
+            if known == divided and total.device == square.device:
+                sums[index] = (known, total + square)
+                break
+        else:
+            sums.append((divided, square))
+    device = sums[0][1].device
+    totals = []
+    for divided, total in sums:
+        for mesh, dimension in divided or ():
+            if total.device.type != mesh.device_type:  # parameters that FSDP offloads are on the CPU
+                total = total.to(mesh.device_type)
+            torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
+        totals.append(total.to(device))
+    return torch.stack(totals).sum(dim=0).sqrt()

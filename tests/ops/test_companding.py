@@ -1,0 +1,152 @@
+"""State in 8 bits: what codes stand for, how numbers are rounded to them, and blocks that have no ordinary scale."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hdet_kernels.ops.chunks import CHUNK, ChunkTable
+from hdet_kernels.ops.companding import (
+    BLOCK,
+    BLOCKS_PER_CHUNK,
+    SMALLEST_SCALE,
+    TOP,
+    block_count,
+    decode,
+    encode,
+    first_scales,
+)
+from hdet_kernels.ops.rounding import random_bits
+from hdet_kernels.tensors import Slot
+
+ROOT = Path(__file__).parents[2]
+SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+
+
+def numbers(count: int, signed: bool) -> Tensor:
+    """Return random numbers of many orders of magnitude."""
+    generator = torch.Generator().manual_seed(count)
+    values = torch.randn(count, generator=generator) * 10 ** (3 * torch.randn(count, generator=generator))
+    return values if signed else values.square()
+
+
+def neighbours(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the next smaller and the next larger value that a code stands for."""
+    _, scales = encode(values, signed)
+    codes = torch.arange(1 if signed else 0, 256, dtype=torch.uint8)
+    own = scales.repeat_interleave(BLOCK)[: len(values)]
+    levels = decode(codes.expand(len(own), -1), own[:, None], signed)
+    low = torch.where(levels <= values[:, None] * (1 + 1e-6 * values[:, None].sign()), levels, -torch.inf).amax(1)
+    high = torch.where(levels >= values[:, None] * (1 - 1e-6 * values[:, None].sign()), levels, torch.inf).amin(1)
+    return low, high
+
+
+@SIGNED
+def test_every_code_survives_decoding_and_encoding(signed: bool) -> None:
+    codes = torch.arange(1 if signed else 0, 256, dtype=torch.uint8)
+    for scale in (1.0, 3e-7, 2e-28, 3e37):
+        values = decode(codes, torch.tensor([scale]), signed)
+        again, scales = encode(values, signed)
+        assert torch.equal(again, codes)
+        assert scales.tolist() == pytest.approx([scale], rel=2e-7)
+
+
+@SIGNED
+@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+def test_rounding_picks_a_neighbour_and_to_nearest_the_nearer_one(signed: bool, count: int) -> None:
+    values = numbers(count, signed)
+    low, high = neighbours(values, signed)
+    for noise in (0, 0x7FFF, 0xFFFF):
+        codes, scales = encode(values, signed, torch.full((count,), noise))
+        got = decode(codes, scales, signed)
+        assert scales.shape == (block_count(count),)
+        assert ((got == low) | (got == high)).all()
+    got = decode(*encode(values, signed), signed)
+    above_zero = got != 0 if signed else torch.ones(count, dtype=torch.bool)
+    nearest = torch.where((values - low) * 2 < high - low, low, high)
+    # In the middle between two levels both are right.
+    middle = ((values - low) - (high - values)).abs() <= 1e-4 * (high - low)
+    lifted = (low == 0) & ~torch.tensor(signed)  # sums of squares never become 0
+    assert ((got == nearest) | middle | lifted)[above_zero].all()
+
+
+@SIGNED
+def test_the_mean_of_many_roundings_is_the_value(signed: bool) -> None:
+    values, draws = numbers(2 * BLOCK, signed), 1024
+    low, high = neighbours(values, signed)
+    many = values.repeat(draws)
+    got = decode(*encode(many, signed, random_bits(7, 2, 12345, many)), signed)
+    width = (high - low).double()
+    error = (got.double().view(draws, -1).mean(0) - values).abs()
+    lifted = (low == 0) & ~torch.tensor(signed)
+    assert (error <= 5 * width * 0.5 / draws**0.5 + 2e-5 * width + 1e-6 * values.abs())[~lifted].all()
+
+
+def test_a_positive_sum_of_squares_never_gets_code_0() -> None:
+    values = torch.tensor([0.0, 1e-30, 1e-12, 1.0])
+    for noise in (0, 0xFFFF):
+        codes, _ = encode(values, False, torch.full((4,), noise))
+        assert codes.tolist() == [0, 1, 1, 255]
+
+
+@SIGNED
+def test_blocks_without_an_ordinary_scale(signed: bool) -> None:
+    values = torch.ones(6 * BLOCK - 10)
+    blocks = values.split(BLOCK)
+    blocks[0].fill_(0.0)
+    blocks[1].fill_(1e-40)
+    blocks[2][3] = torch.inf
+    blocks[3][BLOCK - 1] = torch.nan
+    blocks[4].fill_(torch.finfo(torch.float32).max)
+    for noise in (0, 0xFFFF):
+        codes, scales = encode(values, signed, torch.full(values.shape, noise))
+        got = decode(codes, scales, signed).split(BLOCK)
+        assert (got[0] == 0).all()
+        assert (got[1] < 2e-38).all(), "nothing, or the smallest value of the smallest scale"
+        assert got[2].isnan().all()
+        assert got[3].isnan().all()
+        torch.testing.assert_close(got[4], blocks[4], rtol=2e-7, atol=0)
+        torch.testing.assert_close(got[5], blocks[5], rtol=2e-7, atol=0)
+        assert scales[2:4].view(torch.int32).tolist() == [0x7FC00000] * 2
+
+
+@SIGNED
+def test_new_buffers_of_zeros_stand_for_zeros(signed: bool) -> None:
+    assert (decode(torch.zeros(300, dtype=torch.uint8), torch.zeros(2), signed) == 0).all()
+
+
+def test_replicas_are_encoded_row_by_row() -> None:
+    values = torch.stack([numbers(300, True), 5 * numbers(300, True)])
+    codes, scales = encode(values, True)
+    assert scales.shape == (2, 2)
+    for row in range(2):
+        alone = encode(values[row], True)
+        assert torch.equal(codes[row], alone[0])
+        assert torch.equal(scales[row], alone[1])
+    assert torch.equal(decode(codes, scales, True)[1], decode(codes[1], scales[1], True))
+
+
+def test_the_scales_of_a_slot_follow_each_other() -> None:
+    sizes = (1, 0, CHUNK, CHUNK + 1, 5)
+    slots = [Slot(0, 3000 * index, size, (size,), (1,)) for index, size in enumerate(sizes)]
+    chunks = ChunkTable(slots, [0] * len(sizes), torch.device("cpu"), torch.float32).chunks.tolist()
+    for index, first in enumerate(first_scales(sizes)):
+        own = [number for number, chunk in enumerate(chunks) if chunk[3] == index]
+        scales = [
+            BLOCKS_PER_CHUNK * number + block for number in own for block in range(block_count(chunks[number][2]))
+        ]
+        assert scales == list(range(first, first + block_count(sizes[index])))
+
+
+def test_the_compiled_backends_have_the_same_constants() -> None:
+    text = (ROOT / "csrc/companding.h").read_text()
+    for name, of in (("kTop", TOP), ("kSmallestScale", SMALLEST_SCALE)):
+        found = re.search(rf"float {name} = kSigned \? (\S+)f : (\S+)f;", text)
+        assert found is not None
+        assert [float.fromhex(part) if "p" in part else float(part) for part in found.groups()] == [of[True], of[False]]
+    constants = dict(re.findall(r"constexpr int64_t (k\w+) = (\d+);", text))
+    assert constants == {"kStateBlock": str(BLOCK), "kBlocksPerChunk": str(BLOCKS_PER_CHUNK)}

@@ -1,0 +1,253 @@
+"""FusedMuon against torch.optim.Muon and AdamW: numbers, groups and checkpoints.
+
+torch.optim.Muon rounds to bfloat16 within Newton–Schulz. The momentum here agrees with torch's up to the last bit or
+two of float32. Where such a bit decides a rounding to bfloat16, an element of the update differs by some units of
+bfloat16 (2⁻⁸), which the iteration carries on. ``UPDATE`` bounds that: the difference of an update, whose elements have
+a root mean square of 1/√max(rows, columns).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.device_mesh
+import torch.distributed.tensor
+from torch import Tensor, nn
+
+import hdet_kernels as hk
+from hdet_kernels.optim.muon_group import ROW_SQUARES
+from tests.ops.cases import BACKENDS, QUICK, interpreted
+from tests.optim.cases import assert_equal, choose_backends
+from tests.optim.muon_cases import LR, MATRICES, MIXED, give, parameters, run, stepped
+
+#: The largest difference of one element of an orthogonal update, in root mean squares of its elements.
+UPDATE = 0.1
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "plain momentum": {"nesterov": False, "momentum": 0.4},
+    "original": {"adjust_lr_fn": "original", "weight_decay": 0.0},
+    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3},
+    "other polynomial": {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 4, "eps": 1e-3},
+}
+
+
+def few(cases: dict[str, Any], backend: tuple[str, str]) -> list[tuple[str, Any]]:
+    """Return the cases; the first and the last with Triton's interpreter, which takes seconds for each."""
+    listed = list(cases.items())
+    return listed[:: len(listed) - 1] if interpreted(backend) else listed
+
+
+def ratio(shape: Sequence[int], adjust: str | None) -> float:
+    rows, columns = shape
+    return 0.2 * max(rows, columns) ** 0.5 if adjust == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
+
+
+def assert_within_bfloat16(ours: Sequence[Tensor], theirs: Sequence[Tensor], steps: int, adjust: str | None) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        spread = LR * ratio(mine.shape, adjust) / max(mine.shape) ** 0.5
+        difference = (mine.detach().cpu() - other).abs().max().item()
+        assert difference <= steps * UPDATE * spread, (tuple(mine.shape), difference / spread)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on CPUs without products of bfloat16
+@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "torch-cpu", "cpp-cpu"))
+def test_matrices_step_as_with_torch(backend: tuple[str, str]) -> None:
+    where, device = backend
+    for name, options in few(SETTINGS, backend):
+        ours, theirs = parameters(MATRICES, device=device), parameters(MATRICES)
+        mine = hk.FusedMuon(ours, LR, **options, backend=where)
+        other = torch.optim.Muon(theirs, LR, **options)
+        for step in range(3):
+            run(mine, ours, range(step, step + 1))
+            run(other, theirs, range(step, step + 1))
+            assert_within_bfloat16(ours, theirs, step + 1, options.get("adjust_lr_fn"))
+            for param, twin in zip(ours, theirs, strict=True):
+                buffer, expected = mine.state[param]["momentum_buffer"], other.state[twin]["momentum_buffer"]
+                torch.testing.assert_close(buffer.cpu(), expected, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_other_parameters_step_as_with_adamw_and_are_clipped_together() -> None:
+    ours, theirs = parameters(MIXED), parameters(MIXED)
+    given: dict[str, Any] = {"adamw_lr": 0.01, "adamw_betas": (0.8, 0.9), "adamw_weight_decay": 0.2}
+    mine = hk.FusedMuon(ours, LR, **given, max_grad_norm=1.0)
+    matrices = [param for param in theirs if param.dim() == 2]
+    rest = [param for param in theirs if param.dim() != 2]
+    others = (hk.FusedMuon(matrices, LR), hk.FusedAdamW(rest, 0.01, (0.8, 0.9), weight_decay=0.2))
+    for seed in range(3):
+        run(mine, ours, range(seed, seed + 1))
+        give(theirs, seed)
+        nn.utils.clip_grad_norm_(theirs, 1.0)
+        for other in others:
+            other.step()
+    for param, twin in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-3 if param.dim() == 2 else 1e-6)
+
+
+@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "cpp-cpu"))
+def test_normuon_follows_its_equations(backend: tuple[str, str]) -> None:
+    where, device = backend
+    beta2, shape = 0.9, (12, 20)
+    ours, theirs = parameters([shape] * 2, device=device), parameters([shape] * 2, device=device)
+    mine = hk.FusedMuon(ours, LR, weight_decay=0.0, normuon=True, normuon_beta2=beta2, backend=where)
+    plain = hk.FusedMuon(theirs, LR, weight_decay=0.0, backend=where)
+    squares = [torch.zeros(12, 1, dtype=torch.float64) for _ in ours]
+    for seed in range(3):
+        before = [(a.detach().clone(), b.detach().clone()) for a, b in zip(ours, theirs, strict=True)]
+        run(mine, ours, range(seed, seed + 1))
+        run(plain, theirs, range(seed, seed + 1))
+        for index, (own, other) in enumerate(before):
+            update = ((other - theirs[index].detach()) / LR).cpu().double()  # O, from the plain step
+            squares[index] = beta2 * squares[index] + (1 - beta2) * update.square().mean(1, keepdim=True)
+            normed = update / (squares[index].sqrt() + 1e-10)
+            expected = LR * normed * update.norm() / normed.norm()
+            got = (own - ours[index].detach()).cpu().double()
+            # The result is rounded to bfloat16.
+            torch.testing.assert_close(got, expected, rtol=2**-7, atol=2e-7)
+            state = mine.state[ours[index]][ROW_SQUARES].cpu().double()
+            torch.testing.assert_close(state, squares[index], rtol=1e-4, atol=1e-7)
+
+
+def test_groups_without_use_muon_are_divided() -> None:
+    matrix, head, vector, scalar = parameters([(4, 3), (5, 4), (3,), ()])
+    optimizer = hk.FusedMuon([("hidden", matrix), ("bias", vector)], LR, adamw_lr=0.003)
+    assert [(group["use_muon"], group["lr"], group["param_names"]) for group in optimizer.param_groups] == [
+        (True, LR, ["hidden"]),
+        (False, 0.003, ["bias"]),
+    ]
+    # As in SingleDeviceMuonWithAuxAdam.
+    plain = {"use_muon": False, "lr": 0.1, "betas": (0.7, 0.8), "eps": 1e-10, "weight_decay": 0.0}
+    optimizer.add_param_group({"params": [("head", head)], **plain})
+    assert optimizer.param_groups[2]["adamw_betas"] == (0.7, 0.8)
+    assert "exp_avg" in copy.deepcopy(stepped(optimizer)).state_dict()["state"][2]
+    # The numbers of a group without matrices are AdamW's, those of a mixed one the matrices'.
+    mixed = hk.FusedMuon([{"params": [matrix.detach().clone().requires_grad_(), scalar], "lr": 0.5, "adamw_lr": 0.25}])
+    assert [group["lr"] for group in mixed.param_groups] == [0.5, 0.25]
+    assert [group["lr"] for group in hk.FusedMuon([{"params": [vector], "lr": 0.5}]).param_groups] == [0.5]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ns_steps": ({"ns_steps": 100}, "ns_steps must be a whole number from 0 to 99, got 100"),
+    "ns_coefficients": ({"ns_coefficients": (1.0, 2.0)}, "exactly 3 numbers"),
+    "adjust_lr_fn": ({"adjust_lr_fn": "other"}, "adjust_lr_fn must be .* got 'other'"),
+    "momentum": ({"momentum": -0.1}, "momentum must be"),
+    "adamw_lr": ({"adamw_lr": -1.0}, "lr must be"),
+    "adamw_betas": ({"adamw_betas": (0.9, 1.0)}, "betas must be in"),
+    "normuon_beta2": ({"normuon": True, "normuon_beta2": 1.0}, "normuon_beta2 must be in"),
+    "normuon": ({"normuon": 2}, "normuon must be True or False"),
+}
+
+
+def test_bad_arguments_are_refused_before_anything_moves() -> None:
+    params = parameters([(4, 3), (3,)])
+    addresses = [param.data_ptr() for param in params]
+    for options, message in REFUSED.values():
+        with pytest.raises(ValueError, match=message):
+            hk.FusedMuon(params, **options)
+    with pytest.raises(ValueError, match=r"Muon only supports 2D parameters, parameter 1 has size \(3,\)"):
+        hk.FusedMuon([{"params": params, "use_muon": True}])
+    assert [param.data_ptr() for param in params] == addresses
+    optimizer = hk.FusedMuon(params)
+    with pytest.raises(ValueError, match="momentum must be"):
+        optimizer.add_param_group({"params": parameters([(2, 2), (2,)]), "momentum": -1.0})
+    optimizer.param_groups[0]["per_replica"] = {"eps": ()}
+    with pytest.raises(ValueError, match="eps of matrices cannot differ between replicas"):
+        stepped(optimizer)
+    assert len(optimizer.param_groups) == 2
+
+
+def test_shards_of_matrices_are_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        shard = torch.distributed.tensor.distribute_tensor(torch.ones(4, 3), mesh)
+        with pytest.raises(ValueError, match="is a shard, and Muon orthogonalises whole matrices"):
+            hk.FusedMuon([nn.Parameter(shard)])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on CPUs without products of bfloat16
+def test_state_dicts_load_into_torch_and_back() -> None:
+    theirs, ours = parameters(MATRICES), parameters(MATRICES)
+    other = torch.optim.Muon(theirs, LR)
+    run(other, theirs, range(2))
+    mine = hk.FusedMuon(ours)
+    with torch.no_grad():
+        for param, twin in zip(ours, theirs, strict=True):
+            param.copy_(twin)
+    mine.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert mine.param_groups[0]["lr"] == LR
+    back = torch.optim.Muon(theirs)
+    back.load_state_dict(copy.deepcopy(mine.state_dict()))
+    for param, twin in zip(ours, theirs, strict=True):
+        assert torch.equal(back.state[twin]["momentum_buffer"], other.state[twin]["momentum_buffer"])
+        assert torch.equal(mine.state[param]["momentum_buffer"], other.state[twin]["momentum_buffer"])
+    run(mine, ours, range(2, 3))
+    run(back, theirs, range(2, 3))
+    assert_within_bfloat16(ours, theirs, 1, None)
+    by_adamw = hk.FusedMuon([{"params": parameters(MATRICES), "use_muon": False}])
+    with pytest.raises(ValueError, match="group 0 has use_muon=False here and True"):
+        by_adamw.load_state_dict(other.state_dict())
+
+
+PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "fp64": (torch.float64, {"normuon": True}),
+    "bf16-master": (torch.bfloat16, {"normuon": True}),
+    "bf16-stochastic": (torch.bfloat16, {"stochastic_rounding": True, "state_dtype": torch.bfloat16}),
+    "fp16-fixed": (torch.float16, {"gradients": "fixed"}),
+    "fp32-int8": (torch.float32, {"state_dtype": "int8", "normuon": True}),
+}
+
+
+@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "cpp-cpu"))
+def test_a_run_resumes_bit_for_bit_in_every_precision(backend: tuple[str, str]) -> None:
+    where, device = backend
+    for name, (dtype, options) in few(PRECISIONS, backend):
+        whole, part = parameters(MIXED, dtype, device), parameters(MIXED, dtype, device)
+        stepped(hk.FusedMuon(whole, LR, **options, backend=where), range(4))
+        first = stepped(hk.FusedMuon(part, LR, **options, backend=where), range(2))
+        file = io.BytesIO()
+        torch.save(first.state_dict(), file)
+        file.seek(0)
+        resumed = [nn.Parameter(param.detach().clone()) for param in part]
+        second = hk.FusedMuon(resumed, **options, backend=where)
+        second.load_state_dict(torch.load(file, weights_only=True))
+        stepped(second, range(2, 4))
+        assert_equal(resumed, whole)
+        exact = parameters(MIXED, torch.float64)
+        stepped(hk.FusedMuon(exact, LR, normuon=options.get("normuon", False), backend="torch"), range(4))
+        for mine, truth in zip(resumed, exact, strict=True):
+            if options.get("state_dtype") == "int8":  # too coarse to be compared: Newton–Schulz amplifies it
+                continue
+            tolerance = 4 * torch.finfo(dtype).eps * truth.abs().max().item() + 4 * UPDATE * LR
+            assert (mine.cpu().double() - truth).abs().max() <= tolerance, name
+
+
+@pytest.mark.parametrize("backend", choose_backends(QUICK, "torch-cpu", "cpp-cpu"))
+def test_a_skipped_step_changes_nothing_and_a_scale_is_undone(backend: tuple[str, str]) -> None:
+    where, device = backend
+    params, plain = parameters(MIXED, device=device), parameters(MIXED, device=device)
+    optimizer = hk.FusedMuon(params, LR, normuon=True, backend=where)
+    run(optimizer, params, range(1))
+    kept = [param.detach().clone() for param in params]
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    give(params, 1, scale=float("inf"))
+    optimizer.found_inf = torch.ones((), device=device)
+    optimizer.grad_scale = torch.full((), 4.0, device=device)
+    optimizer.step()
+    assert_equal(params, kept)
+    for index, entries in optimizer.state_dict()["state"].items():
+        assert_equal(entries.values(), state[index].values())
+    optimizer.found_inf.zero_()
+    give(params, 1, scale=4.0)
+    optimizer.step()
+    run(hk.FusedMuon(plain, LR, normuon=True, backend=where), plain, range(2))
+    assert_equal(params, plain)
