@@ -237,9 +237,11 @@ class ProcessEnsemble:
         return self._started(_all_gather(whole, part, group=self.group, async_op=True), part, whole)
 
     def trades(self, device: torch.device) -> bool:
+        """Return whether tensors on ``device`` can be passed between single processes: those of a CPU over gloo."""
         return device.type == "cpu" and self.backends.get("cpu") == "gloo"
 
     def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
+        """Start to send a tensor to every process and to receive one from each; see :class:`Trading`."""
         self._trades += 1
         tag = _FIRST_TAG + self._trades % _TAGS  # a late message of a failed trade is not taken for one of the next
         works: list[dist.Work | None] = []

@@ -47,4 +47,4 @@ def test_rare_peers_get_a_table_of_their_own(tmp_path: Path) -> None:
 
 def test_every_recorded_implementation_has_a_title() -> None:
     ways = {each["params"]["way"] for each in records.entries([RESULTS]) if "way" in (each["params"] or {})}
-    assert ways - set(comparison_table.TITLES) == {"addresses"}
+    assert ways - set(comparison_table.TITLES) == {"addresses", "gradients"}

@@ -21,6 +21,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (dist, "all_to_all_single"),
     (ensemble, "_all_gather"),
     (ensemble.ProcessEnsemble, "trade"),
+    (ensemble.ProcessEnsemble, "_gathered"),
 )
 
 
@@ -58,7 +59,7 @@ class Sabotage:
                 act()
             work = original(*args, **keywords)
             if here and when == "after":
-                if work is not None:
+                if hasattr(work, "wait"):
                     work.wait()
                 act()
             return work

@@ -45,7 +45,7 @@ FAULTS = [
             message=message,
         )
         for name, act, needs, message in (
-            ("handshake", first_of("_all_gather", cable), "", None),
+            ("handshake", first_of("_gathered", cable), "", None),
             ("a collective", at_collective("middle", backend_error), "", "{who}: NCCL communicator|{who} did not come"),
             ("the last collective", at_collective("last", reset), "", None),
             ("a finished collective", at_collective("middle", cable, "after"), "", None),
@@ -61,7 +61,7 @@ FAULTS = [
             without=traits("overlap"), needs=traits(needs),
         )
         for name, act, needs in (
-            ("handshake", first_of("_all_gather", cable), ""),
+            ("handshake", first_of("_gathered", cable), ""),
             ("an all-reduce", first_of("all_reduce", cable), ""),
             ("an all-to-all", first_of("all_to_all_single", cable), "compress"),
             ("a collective", at_collective("middle", backend_error), ""),

@@ -108,8 +108,11 @@ def test_homed_parameters_are_sent_from_their_own_memory_and_nothing_arrives_the
     for result in COUNTED[bucket_bytes, True]:
         carried = bucket_bytes // 4 * 4
         count = math.ceil(result["nbytes"] / carried)
-        assert {name for name, _ in result["calls"]} == {"all_gather", "isend", "irecv"}
-        sent, received = of_kind(result, "isend"), of_kind(result, "irecv")
+        assert {name for name, _ in result["calls"]} == {"isend", "irecv"}
+        row = (8 * len(COLUMNS), False)
+        (*first, row_sent), (*second, row_received) = (of_kind(result, kind)[::-1] for kind in ("isend", "irecv"))
+        assert row_sent == row_received == row, "the handshake comes first"
+        sent, received = first[::-1], second[::-1]
         assert len(sent) == len(received) == 2 * count + 1
         assert sum(nbytes for nbytes, inside in (*sent, *received) if not inside) + sum(
             nbytes for nbytes, inside in sent if inside
@@ -124,7 +127,7 @@ def test_state_travels_packed_behind_the_parameters() -> None:
     for result in COUNTED[640, False]:
         carried = math.ceil(result["nbytes"] / 640)
         moments = math.ceil(2 * result["nbytes"] / 640)
-        sent = of_kind(result, "isend")
+        _handshake, *sent = of_kind(result, "isend")
         assert len(sent) == 2 * (carried + moments) + 1
         assert sum(nbytes for nbytes, _ in sent) == 3 * result["nbytes"] + 8
         assert sum(inside for _, inside in sent) == carried
@@ -147,14 +150,15 @@ def _integers(rank: int, model: str) -> dict[str, Any]:
 def test_integers_are_sent_only_where_they_differ() -> None:
     found = Cases(2, _integers, [("agrees",), ("differs",)])
     for result in found[("agrees",)]:
-        assert result["calls"] == ["all_gather", *BUCKET_OF_TWO], "parameters, state and statistics in one bucket"
+        assert result["calls"] == [*GATHER_OF_TWO, *BUCKET_OF_TWO], "parameters, state and statistics in one bucket"
         assert result["tracked"] == 4
     for result in found[("differs",)]:
-        assert result["calls"] == ["all_gather", *BUCKET_OF_TWO, "broadcast"]
+        assert result["calls"] == [*GATHER_OF_TWO, *BUCKET_OF_TWO, "broadcast"]
         assert (result["tracked"], result["bytes"]) == (4, 8), "rank 0's"
 
 
-#: The messages of a rank in a sync of two that has one bucket: two rounds and the confirmation.
+#: The messages of a rank in a sync of two that has one bucket: the rows of the handshake, two rounds, the confirmation.
+GATHER_OF_TWO = ["irecv", "isend"]
 BUCKET_OF_TWO = ["irecv", "isend"] * 3
 
 
@@ -173,9 +177,10 @@ def _compressed(rank: int) -> list[Any]:
 def test_a_compressed_bucket_takes_an_exchange_and_a_gather() -> None:
     buckets = 3  # of 4 · 1024 + 5 elements, 2 · 1024 in each
     for first, second in run_ranks(2, _compressed):
-        messages = 2 * buckets + 1
-        assert first == (["all_gather"] + ["irecv"] * messages + ["isend"] * messages, 1 + buckets)
-        assert second == (["all_gather"] * (1 + buckets) + ["all_to_all_single"] * buckets, 1 + 2 * buckets)
+        messages = 1 + 2 * buckets + 1
+        assert first == (["irecv"] * messages + ["isend"] * messages, 1 + buckets)
+        collectives = ["all_gather"] * buckets + ["all_to_all_single"] * buckets
+        assert second == ([*collectives, *GATHER_OF_TWO], 1 + 2 * buckets)
 
 
 # Memory
@@ -245,13 +250,13 @@ def _note_packing(pack: Any, wire: Wire) -> None:
 
 def test_two_staging_buffers_take_turns() -> None:
     for result in run_ranks(2, _staged):
-        assert result["calls"] == ["all_gather"] + ["all_reduce"] * 12
+        assert result["calls"] == GATHER_OF_TWO + ["all_reduce"] * 12
         assert result["buffers"] == [1] + [2] * 11, "different ones until then"
         order = {event: place for place, event in enumerate(result["events"])}
-        for number in range(1, 12):
+        for number in range(2, 13):
             assert order["pack", number + 1] < order["wait all_reduce", number], "packed while the one before travels"
             assert order["start all_reduce", number + 1] < order["wait all_reduce", number]
-        for number in range(1, 11):
+        for number in range(2, 12):
             assert order["wait all_reduce", number] < order["pack", number + 2], "a third one has to wait"
 
 
@@ -348,4 +353,4 @@ def _stateless(rank: int, ours: bool) -> list[str]:
 def test_plain_sgd_has_no_state_to_bring_along() -> None:
     found = Cases(2, _stateless, [(False,), (True,)])
     for case in found.cases:
-        assert found[case] == [["all_gather", *BUCKET_OF_TWO]] * 2
+        assert found[case] == [[*GATHER_OF_TWO, *BUCKET_OF_TWO]] * 2
