@@ -84,7 +84,6 @@ CASES: dict[str, Case] = {
     "stochastic-rounding": Case("single", optimizer_options={"stochastic_rounding": True}, options=_OFF, dtype=_BF16),
     "state-bf16": Case("single", optimizer_options={"state_dtype": _BF16, "max_grad_norm": 0.5}, options=_OFF),
     "state-int8": Case("single", optimizer_options={"state_dtype": "int8"}, options=_OFF),
-    "muon": Case("single", hk.FusedMuon, {"normuon": True}, options=_OFF),
     "fixed-gradients": Case("single", hk.FusedLion, {"gradients": "fixed"}, options=_OFF),
     # Averages over processes.
     "ranks-shared": Case("ranks-shared", options=_REGRESSION),
