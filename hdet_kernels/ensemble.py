@@ -251,7 +251,7 @@ class ProcessEnsemble:
                 works.append(dist.irecv(place, group=self.group, group_src=source, tag=tag))
             if (tensor := sent[target]) is not None and tensor.numel():
                 works.append(dist.isend(tensor, group=self.group, group_dst=target, tag=tag))
-        return _Traded(works, self._timeout)
+        return _Traded(works, _timeout(self.group))  # that of now: a message does not ask for it as a collective does
 
     def confirm(self) -> None:
         if self.shard_group is not None:
@@ -324,13 +324,14 @@ class ProcessEnsemble:
         if row.device.type != "cpu":
             return gather_by_sum(row, place, count, lambda table: dist.all_reduce(table, group=group))
 
+        timeout = _timeout(group)
+
         def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:
-            for started in (
+            started = [
                 dist.irecv(received, group=group, group_src=source, tag=_TAG),
                 dist.isend(sent, group=group, group_dst=to, tag=_TAG),
-            ):
-                if started is not None:
-                    started.wait()
+            ]
+            _Traded(started, timeout).wait()
 
         return gather_by_doubling(row, place, count, exchange)
 

@@ -70,8 +70,8 @@ class Converger:
             feedback. State and buffers travel in full, and so do parameters the first time and when a replica is left
             out.
         backup: keep a copy of what is averaged until the average is complete, so that everything is as it was if a peer
-            dies. CPU tensors over gloo are averaged in that copy, whose memory is kept for the next average. Without
-            it, a failure leaves a mixture of old and averaged values.
+            dies. Without it, a failure leaves a mixture of old and averaged values. CPU tensors over gloo are always
+            averaged in such a copy; with ``backup`` its memory is kept for the next average.
         outer: an :class:`hdet_kernels.Outer`. Costs two copies of the parameters of one replica (one without momentum).
         merge: ``"mean"``, or ``"best"``: all replicas become a copy of the healthy one with the lowest loss, on the
             probe where there is one; the first of several. Without any loss, the mean.
@@ -114,7 +114,7 @@ class Converger:
         check_merge(merge, outer=outer, compress=compress)
         self.ensemble, self.backup, self.compress, self.merge = ensemble, backup, compress, merge
         self._transport = Transport(ensemble, self.bucket_bytes, backend)
-        self._trade = Trade(self._transport, ensemble) if isinstance(ensemble, Trading) else None
+        self._trade = Trade(self._transport, ensemble, keeps_memory=backup) if isinstance(ensemble, Trading) else None
         # Overlapped averages have process groups of their own and, on a GPU, a stream. Made when first needed.
         self._background: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -192,15 +192,15 @@ class Converger:
             log.warning("step %d: %s: elements that are not finite on all replicas stay as they are", step, found)
 
     def _trade_of(self, payload: Payload, plan: Plan) -> Trade | None:
-        """Return what averages the payload without changing it before the end, if it can and that is wanted."""
-        if self._trade is None or not self.backup or not self._trade.fits(payload.regions_in_full(plan)):
+        """Return what averages the payload without changing it before the end, if it can: the same on all processes."""
+        if self._trade is None or not self._trade.fits(payload.regions_in_full(plan)):
             return None
         return self._trade
 
     def _average_or_restore(self, payload: Payload, plan: Plan, trade: Trade | None) -> Cost:
         """Average the payload in place, as planned; with ``backup`` all of it or nothing. Collective."""
         if not (self.backup and self.ensemble.talks):
-            return self._average(self._transport, payload, plan)
+            return self._average(self._transport, payload, plan, trade)
         with payload.restore_on_failure(plan, written_last=trade is not None):
             return self._average(self._transport, payload, plan, trade)
 

@@ -40,19 +40,21 @@ PACKED_BYTES = 16 * 2**20
 class Trade:
     """Averages flat CPU tensors over the processes of a transport.
 
-    Memory for the means, one copy of what is averaged, is kept from one average to the next: to get it anew from the
-    operating system can take longer than the average itself.
+    Memory for the means, one copy of what is averaged, can be kept from one average to the next: to get it anew from
+    the operating system can take longer than the average itself.
 
     Args:
         transport: the size of the buckets, and how these are packed.
         ensemble: that of the transport.
+        keeps_memory: whether the memory is kept.
 
     Attributes:
         norm: of the means that the latest average was to measure; None before the first one.
     """
 
-    def __init__(self, transport: Transport, ensemble: Trading) -> None:
+    def __init__(self, transport: Transport, ensemble: Trading, *, keeps_memory: bool = True) -> None:
         self.norm: float | None = None
+        self._keeps_memory = keeps_memory
         self._transport, self._ensemble = transport, ensemble
         self._staging = Staging()
         self._memory: list[Tensor] = []
@@ -90,7 +92,8 @@ class Trade:
         squares: list[Tensor] = []
         cost = run_transfers(self._transfers(buckets, memory, lengths, included, mean, squares))
         total = self._confirm(math.fsum(map(float, squares)))
-        self._memory = memory  # kept only now: after a failure something might still be written to it
+        if self._keeps_memory:
+            self._memory = memory  # kept only now: after a failure something might still be written to it
 
         divisor = mean.after if _divided_last(mean) else 1.0
         self.norm = math.sqrt(total) / divisor

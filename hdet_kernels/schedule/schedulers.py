@@ -72,7 +72,7 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
         overlap_steps: the average starts at the sync and is applied this many steps later, over connections of its
             own, so that training does not wait. Costs three copies of what is averaged while it is under way.
         backup: keep a copy of what is averaged until all of it has arrived, so that everything is as it was if a peer
-            dies in the middle. False saves that memory, which over gloo is kept from one sync to the next.
+            dies in the middle. False saves that memory; over gloo, between the syncs.
         outer: :class:`hdet_kernels.Outer` (lr, momentum, nesterov): every sync ends with a step of SGD whose gradient
             is the displacement from the last sync to the mean. On local gradients that is DiLoCo. Costs two copies of
             the parameters of one replica. Where replicas begin apart, the first average is a plain mean.
