@@ -8,8 +8,11 @@ that hold the same part of different replicas communicate through a ``torch.dist
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import datetime
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -204,8 +207,9 @@ class ProcessEnsemble:
         self._timeout = _timeout(process_group)
         # The threads of gloo let go of a collective's tensors some time after it is done. The last to let go frees the
         # Python object, and a thread that does so while the interpreter is ending aborts the process. So the tensors of
-        # the latest collective are kept.
+        # the latest collective are kept, and never freed once the process ends.
         self._kept: tuple[Tensor, ...] = ()
+        _ENSEMBLES.add(self)
         self._trades = 0
 
     def serves(self, device: torch.device) -> bool:
@@ -341,6 +345,17 @@ class ProcessEnsemble:
     def __repr__(self) -> str:
         shards = f", shard of {self.parts}" if self.parts > 1 else ""
         return f"ProcessEnsemble(replica {self.replica} of {self.size}{shards}, {self.backends})"
+
+
+_ENSEMBLES: weakref.WeakSet[ProcessEnsemble] = weakref.WeakSet()
+
+
+@atexit.register
+def _keep_for_good() -> None:
+    """Keep the tensors of the latest collectives from being freed while the interpreter ends."""
+    for ensemble in _ENSEMBLES:
+        for tensor in ensemble._kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
 class RowEnsemble:

@@ -92,9 +92,10 @@ class _Work:
     def __init__(self, receive: Callable[[], None] | None = None) -> None:
         self._receive = receive
 
-    def wait(self, _timeout: Any = None) -> None:
+    def wait(self, _timeout: Any = None) -> bool:
         if self._receive is not None:
             self._receive()
+        return True
 
 
 class _Group(threaded.ProcessLocalGroup):  # type: ignore[misc]

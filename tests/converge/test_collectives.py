@@ -210,10 +210,10 @@ def _allocated(rank: int, homed: bool, backup: bool) -> tuple[int, bool]:
 ALLOCATED = Cases(2, _allocated, [(True, False), (True, True), (False, False)])
 
 
-def test_homed_parameters_need_no_new_memory() -> None:
+def test_homed_parameters_need_memory_for_the_means_alone() -> None:
     for largest, right in ALLOCATED[True, False]:
         assert right
-        assert 0 < largest < BUCKET // 4
+        assert largest == BUCKET, "given back after every average"
     for largest, right in ALLOCATED[True, True]:
         assert right
         assert 0 < largest < BUCKET // 4, "the memory of the first average is kept"
