@@ -27,7 +27,7 @@ from hdet_kernels.optim.hyperparameters import (
     HyperparameterWriter,
     freeze_betas,
 )
-from hdet_kernels.optim.loading import prepare_state_dict
+from hdet_kernels.optim.loading import loaded_through, prepare_state_dict
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.parameter_watch import ParameterWatch
 from hdet_kernels.optim.per_replica import drop_values_of_other_stacks, fit_state
@@ -300,15 +300,8 @@ class FusedOptimizer(Optimizer):
         Raises:
             ValueError: with nothing changed, if an entry is missing, unknown, or has another shape or kind of value.
         """
-        if not isinstance(state_dict, dict):
-            kind = type(state_dict).__name__
-            raise TypeError(f"load_state_dict expects a dict, as optimizer.state_dict() returns it, got a {kind}")
-        # The last of the hooks: those of the user may change what is loaded.
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: prepare_state_dict(self, given))
-        try:
+        with loaded_through(self, state_dict, lambda given: prepare_state_dict(self, given)):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_max_grad_norm": self._max_grad_norm, "options": self.options}

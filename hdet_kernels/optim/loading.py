@@ -6,13 +6,15 @@ have state for every parameter in flat buffers, in which a gap would be zeros, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hdet_kernels.optim.checks import check_seed
 from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name
@@ -50,6 +52,26 @@ class LoadingOptimizer(Protocol):
     def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]: ...
 
     def shows_step_of(self, group: Group) -> bool: ...
+
+
+@contextmanager
+def loaded_through(
+    optimizer: Optimizer, state_dict: object, prepare: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Iterator[None]:
+    """Have ``load_state_dict`` of torch, called in this block, take what ``prepare`` makes of the state_dict.
+
+    Raises:
+        TypeError: if ``state_dict`` is no dict.
+    """
+    if not isinstance(state_dict, dict):
+        kind = type(state_dict).__name__
+        raise TypeError(f"load_state_dict expects a dict, as optimizer.state_dict() returns it, got a {kind}")
+    # The last of the hooks: those of the user may change what is loaded.
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, given: prepare(given))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:

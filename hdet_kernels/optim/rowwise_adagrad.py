@@ -18,6 +18,7 @@ from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.checks import check_at_least_zero, check_flags, check_param, check_params, check_seed
 from hdet_kernels.optim.group_entries import Group
 from hdet_kernels.optim.hyperparameters import ROUNDING_SEED
+from hdet_kernels.optim.loading import loaded_through
 from hdet_kernels.optim.parameter_watch import ParameterWatch
 from hdet_kernels.optim.precision import unwrap_tensors, wrap_tensors
 from hdet_kernels.tensors import own_storage, replicas_of
@@ -185,15 +186,9 @@ class FusedRowWiseAdagrad(Optimizer):
         Raises:
             ValueError: with nothing changed, if an entry is missing or has another shape.
         """
-        if not isinstance(state_dict, dict):
-            kind = type(state_dict).__name__
-            raise TypeError(f"load_state_dict expects a dict, as optimizer.state_dict() returns it, got a {kind}")
-        # torch would cast the sums to the dtype of the table.
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: wrap_tensors(self._checked_state(given)))
-        try:
+        # Wrapped, because torch would cast the sums to the dtype of the table.
+        with loaded_through(self, state_dict, lambda given: wrap_tensors(self._checked_state(given))):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"stochastic_rounding": self.stochastic_rounding, "backend": self.backend}
