@@ -144,8 +144,11 @@ def _step(
                 keep(target, value, numbers[0], 2 + k, offset)
             else:
                 codes, largest = encode(value, signed[k], random_bits(numbers[0].key, 2 + k, offset, value))
-                put(target, codes)
-                put(scale, largest)
+                # A state that is not in use is a new tensor where the host may not read the hyperparameters. Encoded
+                # again, its scales would change in their last bit.
+                same = False if free else (value == old[k]).all()
+                put(target, _unless(same, target, codes))
+                put(scale, _unless(same, scale, largest))
     counted = torch.where((h.momentum != 0) | (steps > 0), t, -t) if name == "sgd" else t
     counted = torch.where(gradients[:, 0] != NO_GRADIENT, counted.to(steps.dtype), steps)
     steps.copy_(counted if free else _unless(skip, steps, counted))

@@ -22,7 +22,7 @@ pytestmark = [
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)},
     "stays gathered": {"reshard_after_forward": False},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=True)},
 }

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], dict[str, Any]]
     "adamw-bf16-state": (FusedAdamW, one_cycle, {"lr": 0.01, "state_dtype": torch.bfloat16}),
     "lion-tensor-lr": (FusedLion, decay, {"lr": "tensor"}),
     "muon-onecycle-clipped": (FusedMuon, one_cycle, {"lr": 0.01, "max_grad_norm": 0.1, "normuon": True}),
-    "muon-tensor-lr": (FusedMuon, decay, {"lr": "tensor"}),
+    "muon-tensor-lr": (FusedMuon, decay, {"lr": "tensor", "adamw_lr": "tensor"}),
     "sgd-tensor-lr": (FusedSGD, decay, {"lr": "tensor", "momentum": 0.9}),
 }
 
@@ -112,8 +112,7 @@ def test_replays_equal_eager_steps(backend: tuple[str, str], case: str, gradient
 
     def training() -> Training:
         given = options | {"backend": backend[0], "gradients": gradients}
-        if given["lr"] == "tensor":
-            given["lr"] = torch.tensor(0.01, device="cuda")
+        given |= {name: torch.tensor(0.01, device="cuda") for name, value in given.items() if value == "tensor"}
         return Training(make, schedule, **given).eager(range(WARM_UP))
 
     plain, captured = training(), training()

@@ -55,12 +55,16 @@ class Training:
 
 
 def check_same(graphed: Training, eager: Training) -> None:
-    for mine, theirs in zip(graphed.losses, eager.losses, strict=True):
-        assert torch.equal(mine, theirs)
-    for mine, theirs in zip(graphed.stack.parameters(), eager.stack.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    for mine, theirs in zip(graphed.stack.buffers(), eager.stack.buffers(), strict=True):
-        assert torch.equal(mine, theirs)
+    for step, (mine, theirs) in enumerate(zip(graphed.losses, eager.losses, strict=True)):
+        _check_equal(mine, theirs, f"the losses of step {step}")
+    for kind in ("parameters", "buffers"):
+        pairs = zip(getattr(graphed.stack, kind)(), getattr(eager.stack, kind)(), strict=True)
+        for number, (mine, theirs) in enumerate(pairs):
+            _check_equal(mine, theirs, f"{kind}, tensor {number}")
+
+
+def _check_equal(mine: Tensor, theirs: Tensor, what: str) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=lambda found: f"{what}: {found}")
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
