@@ -137,8 +137,8 @@ def _step(
             keep(stored, theta, n, 0, offset)
             if masters is not None:
                 keep(masters[row, span], theta, n, 1, offset)
-        for k, (target, value) in enumerate(zip(stored_states, new, strict=False)):
-            if target is None or value is None or value is old[k]:
+        for k, (target, before, value) in enumerate(zip(stored_states, old, new, strict=False)):
+            if target is None or before is None or value is None or value is before:
                 continue
             if (scale := own_scales[k]) is None:
                 keep(target, value, numbers[0], 2 + k, offset)
@@ -146,7 +146,7 @@ def _step(
                 codes, largest = encode(value, signed[k], random_bits(numbers[0].key, 2 + k, offset, value))
                 # A state that is not in use is a new tensor where the host may not read the hyperparameters. Encoded
                 # again, its scales would change in their last bit.
-                same = False if free else (value == old[k]).all()
+                same = False if free else value.eq(before).all()
                 put(target, _unless(same, target, codes))
                 put(scale, _unless(same, scale, largest))
     counted = torch.where((h.momentum != 0) | (steps > 0), t, -t) if name == "sgd" else t
