@@ -1,4 +1,4 @@
-"""Row-wise Adagrad as an optimizer: torch's Adagrad on columns, real embeddings, checkpoints, and average by HDET."""
+"""Row-wise Adagrad as an optimizer: FBGEMM's, torch's Adagrad on columns, embeddings, checkpoints, average by HDET."""
 
 from __future__ import annotations
 
@@ -39,6 +39,47 @@ def built(**options: Any) -> tuple[Tables, hk.FusedRowWiseAdagrad]:
     torch.manual_seed(0)
     model = Tables(**{name: options.pop(name) for name in ("sparse", "dtype") if name in options})
     return model, hk.FusedRowWiseAdagrad(model.parameters(), **{"lr": 0.1} | options)
+
+
+def _fbgemm() -> Any:
+    """Return FBGEMM's module of embedding tables, or skip: its wheels are built for one version of torch each."""
+    try:
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training as tables
+    except (ImportError, OSError) as error:
+        pytest.skip(f"FBGEMM cannot be imported with torch {torch.__version__}: {' '.join(str(error).split())}")
+    return tables
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of FBGEMM, about parts of it that need a GPU
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_tables_train_as_with_fbgemm(backend: str) -> None:
+    """Without weight decay, which FBGEMM's implementation for the CPU does not apply."""
+    fbgemm = _fbgemm()
+    theirs = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
+        [(50, 8, fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU)],
+        optimizer=fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=0.1,
+        eps=1e-3,
+    )
+    (weight,) = theirs.split_embedding_weights()
+    weight.copy_(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)))
+    begun = weight.clone()
+    ours = nn.EmbeddingBag(50, 8, mode="sum", sparse=True, _weight=begun.clone())
+    optimizer = hk.FusedRowWiseAdagrad(ours.parameters(), lr=0.1, eps=1e-3, backend=backend)
+    ends = torch.arange(0, 31, 3)
+    for step in range(8):
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randint(0, 40, (30,), generator=generator)  # some twice, and the last ten rows never
+        factors = torch.randn(8, generator=generator)
+        optimizer.zero_grad()
+        (ours(rows, ends[:-1]).tanh() * factors).sum().backward()
+        optimizer.step()
+        (theirs(rows, ends).tanh() * factors).sum().backward()  # FBGEMM steps within backward
+    ((sums,),) = theirs.split_optimizer_states()
+    torch.testing.assert_close(ours.weight.detach(), weight, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(optimizer.state[ours.weight]["sum"].view(-1), sums.view(-1), rtol=1e-6, atol=1e-6)
+    assert torch.equal(weight[40:], begun[40:])
+    assert not torch.equal(weight[:40], begun[:40])
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
