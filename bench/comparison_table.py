@@ -22,6 +22,7 @@ TITLES = {
     "torch-flatten": "torch flatten",
     "torch": "torch",
     **{name: peer.title for name, peer in peers.PEERS.items()},
+    "fbgemm": "FBGEMM",
     "flash-muon": "flash-muon",
     "dion": "dion",
     "gram-newton-schulz": "gram-newton-schulz",

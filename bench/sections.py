@@ -118,16 +118,33 @@ def _muon(found: list[Entry]) -> str:
         ratios = [f"{each['ratio']:.3f} ({each['low']:.3f}–{each['high']:.3f})" for each in both]
         name = f"{entry['params']['model']}, {info['tensors']} matrices, {_millions(info['parameters'])}"
         body.append([name, *cells, *ratios])
-    absent = {name: reason for entry in found for name, reason in entry["extra_info"]["absent"].items()}
     description = (
         "A step of Muon on the matrices of the blocks in fp32, in turns; torch is `torch.optim.Muon`. The last columns "
         "are ratios of our fastest backend: to torch, and 8 replicas of a stack that share a gradient to one. In "
-        "brackets are the quartiles of the turns."
+        "brackets are the quartiles of the turns." + _not_measured(found)
     )
-    if absent:
-        description += " Not measured: " + "; ".join(f"{name} ({reason})" for name, reason in absent.items()) + "."
     lines = table_lines(["", *(TITLES[way] for way in used), "ours / torch", "8 replicas / 1"], body)
     return section_text("Muon", description, records.sources(found), lines)
+
+
+def _rowwise(found: list[Entry]) -> str:
+    description = (
+        "Lookup, backward pass and update of embedding tables with sparse gradients, in turns; torch is its sparse "
+        "Adagrad, with a sum for each element. In brackets are the quartiles of the turns." + _not_measured(found)
+    )
+    return turns(
+        "Training step of embedding tables, row-wise Adagrad",
+        description,
+        found,
+        lambda entry: f"{entry['params']['tables']}, {short_count(entry['extra_info']['rows'])} rows",
+    )
+
+
+def _not_measured(found: list[Entry]) -> str:
+    """Return a sentence about the peers that could not be measured."""
+    absent = {name: reason for entry in found for name, reason in entry["extra_info"]["absent"].items()}
+    listed = "; ".join(f"{name} ({reason})" for name, reason in absent.items())
+    return f" Not measured: {listed}." if absent else ""
 
 
 def _host_times(found: list[Entry]) -> str:
@@ -308,6 +325,7 @@ BY_DEVICE: dict[str, Section] = {
     "stack_step": _stack_steps,
     "stack_training": _stack_training,
     "muon": _muon,
+    "rowwise": _rowwise,
     "host_time": _host_times,
     "end_to_end": end_to_end_section.section,
     "reduce": _reductions,

@@ -23,6 +23,7 @@ SUITES: dict[str, Suite] = {
     "stack_step": Suite("one optimizer step of R stacked replicas, and their initial noise"),
     "stack_training": Suite("a whole training step of 8 stacked replicas, beside a plain model and 8 processes"),
     "muon": Suite("a step of Muon beside torch.optim.Muon and other packages, and of 8 stacked replicas"),
+    "rowwise": Suite("a training step of embedding tables with row-wise Adagrad, beside torch and FBGEMM"),
     "reduce": Suite("norm of all gradients"),
     "pack": Suite("tensors into one staging buffer and back, and the mean of stacked replicas"),
     "noise": Suite("normal noise added to all tensors"),

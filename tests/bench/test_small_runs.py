@@ -28,6 +28,7 @@ MORE_CASES = [
     *(f"test_memory.py::test_memory[cpu-adamw-fp32-{way}]" for way in ("torch-fused", "hdet-cpp")),
     "test_memory.py::test_memory[cpu-adamw-bf16-stochastic-bf16-state-hdet-cpp]",
     "test_muon.py::test_muon[cpu-gpt2-64-wide]",
+    "test_rowwise.py::test_rowwise[cpu-4-of-100k]",
 ]
 
 
@@ -111,6 +112,7 @@ def test_more_recorded_entries_make_their_sections(more: list[dict[str, Any]]) -
     check_section(more, "scaling", ["10⁶", "slope"])
     check_section(more, "memory", ["torch fused"])
     assert "gpt2-64-wide, 8 matrices" in sections.text(records.of(more, "muon"))
+    assert "4-of-100k, 400 k rows" in sections.text(records.of(more, "rowwise"))
 
 
 @pytest.mark.full
