@@ -106,6 +106,26 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     return (128 + torch.where(values < 0, -steps, steps)).to(torch.uint8), scales
 
 
+def encode_again(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of a slot, rounding to nearest; values that were decoded decode to the same ones.
+
+    Decoding rounds, so that the largest magnitude of a block is not always its scale. The scales next to it are tried.
+    """
+    codes, scales = encode(values, signed)
+    wrong = _differ(decode(codes, scales, signed), values)
+    for apart in (1, -1, 2, -2):
+        other = (scales.view(torch.int32) + apart).view(torch.float32)
+        better = wrong & ~_differ(decode(codes, other, signed), values)
+        scales, wrong = torch.where(better, other, scales), wrong & ~better
+    return codes, scales
+
+
+def _differ(found: Tensor, values: Tensor) -> Tensor:
+    """Return for each block whether a number in it differs."""
+    apart = (found != values) & ~(found.isnan() & values.isnan())
+    return torch.nn.functional.pad(apart, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
+
+
 def _level(steps: Tensor, signed: bool) -> Tensor:
     """Return the level of ``steps`` steps above 0, a whole number."""
     square = steps * steps

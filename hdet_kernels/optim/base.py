@@ -32,7 +32,7 @@ from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.parameter_watch import ParameterWatch
 from hdet_kernels.optim.per_replica import drop_values_of_other_stacks, fit_state
 from hdet_kernels.optim.precision import unwrap_tensors
-from hdet_kernels.optim.state_views import StateViews, compact_state
+from hdet_kernels.optim.state_views import StateViews, saved_state
 from hdet_kernels.tensors import replicas_of, share_gradients
 
 Closure = Callable[[], float]
@@ -277,7 +277,7 @@ class FusedOptimizer(Optimizer):
         self._notice_regrouped_parameters()
         if self._state_views.any_replaced():
             self._state_views.adopt()
-        return compact_state(super().state_dict())
+        return saved_state(super().state_dict())
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # torch refuses other types

@@ -1,7 +1,9 @@
 """Optimizer state in 8 bits as ``state[p]`` shows it: ``"exp_avg"`` are the codes, ``"exp_avg_scale"`` their scales.
 
 The codes have the shape of the parameter, and the scales are [blocks], or [replicas, blocks] where each replica of a
-stack has its own state. The blocks run over the elements in the order in which the codes lie in memory.
+stack has its own state. The blocks run over the elements in the order in which the codes lie in memory. Codes of a
+distributed parameter are distributed like it, and their scales are those of this process's part; since blocks cannot be
+divided in another way, a ``state_dict`` has the decoded numbers then.
 :mod:`hdet_kernels.ops.companding` has the format.
 """
 
@@ -13,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode
+from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode, encode_again
+from hdet_kernels.sharded import distributed_like, is_distributed, part_of
 from hdet_kernels.tensors import Slot, flat_view
 
 _SUFFIX = "_scale"
@@ -34,9 +37,11 @@ def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
 
     Args:
         name: The name of the state, which says whether it can be negative.
-        codes: The codes, dense in memory, or with replicas in the first dimension that are.
-        scales: Their scales.
+        codes: The codes, dense in memory, or with replicas in the first dimension that are. They may be distributed.
+        scales: Their scales; of distributed codes those of this process's part.
     """
+    if is_distributed(codes):
+        return distributed_like(codes, decoded(name, part_of(codes), scales))
     if scales.dim() == 2:
         rows = [decoded(name, row, own) for row, own in zip(codes.unbind(), scales, strict=True)]
         return torch.stack(rows) if rows else codes.float()
@@ -46,7 +51,14 @@ def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def write_codes(
-    name: str, value: Tensor | float, scales: Tensor | None, slot: Slot, codes: Tensor, own_scales: Tensor
+    name: str,
+    value: Tensor | float,
+    scales: Tensor | None,
+    slot: Slot,
+    codes: Tensor,
+    own_scales: Tensor,
+    *,
+    decoded_before: bool = True,
 ) -> None:
     """Write a value to a slot of 8-bit state: codes in the same memory order as they are, anything else encoded.
 
@@ -57,6 +69,7 @@ def write_codes(
         slot: The place of the parameter.
         codes: The codes of the slot, a view of the flat buffer.
         own_scales: The scales of the slot, a view of theirs.
+        decoded_before: Whether numbers may have been decoded from codes, and must decode to the same again.
     """
     if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
         one, scale = encode(torch.full((1,), value, device=codes.device), name in SIGNED_STATES)
@@ -74,7 +87,7 @@ def write_codes(
     numbers = torch.zeros((*replicas, slot.numel), device=codes.device)
     shaped = torch.as_strided(numbers, codes.shape, (*(slot.numel for _ in replicas), *slot.stride))
     shaped.copy_(value)
-    coded, largest = encode(numbers, name in SIGNED_STATES)
+    coded, largest = (encode_again if decoded_before else encode)(numbers, name in SIGNED_STATES)
     codes.copy_(torch.as_strided(coded, shaped.shape, shaped.stride()))
     own_scales.copy_(largest)
 

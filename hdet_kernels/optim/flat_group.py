@@ -135,7 +135,15 @@ class FlatGroup:
         scales, first = self.scales[name], self._first_scales[index]
         return None if scales is None else scales[..., first : first + block_count(self.slots[index].numel)]
 
-    def write_state(self, name: str, index: int, value: Tensor | float, scales: Tensor | None = None) -> None:
+    def write_state(
+        self,
+        name: str,
+        index: int,
+        value: Tensor | float,
+        scales: Tensor | None = None,
+        *,
+        decoded_before: bool = True,
+    ) -> None:
         """Write a value to slot ``index`` of state ``name``: one number for all elements, numbers, or 8-bit codes.
 
         Args:
@@ -143,10 +151,12 @@ class FlatGroup:
             index: the number of the slot.
             value: the value.
             scales: of codes, their scales; otherwise None.
+            decoded_before: as for :func:`.coded_state.write_codes`.
         """
         view, own_scales = self.view(self.state_buffer(name), index), self.scale_view(name, index)
         if own_scales is not None:
-            write_codes(name, value, scales, self.slots[index], view, own_scales)
+            slot = self.slots[index]
+            write_codes(name, value, scales, slot, view, own_scales, decoded_before=decoded_before)
         elif isinstance(value, Tensor):
             view.copy_(value if scales is None else decoded(name, value, scales))
         else:
@@ -175,7 +185,7 @@ class FlatGroup:
             new = values[name].view_as(old)
             if not torch.equal(old, new):
                 for index in range(len(self.slots)):
-                    self.write_state(name, index, self.view(new, index))
+                    self.write_state(name, index, self.view(new, index), decoded_before=False)
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Return slot ``index`` of a buffer laid out like the parameters, with the parameter's shape and strides."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hdet_kernels.checks import check_choice
 from hdet_kernels.ops import MASTERED, STATE_DTYPES
-from hdet_kernels.sharded import is_distributed
 from hdet_kernels.tensors import replicas_of
 
 GradientStorage = Literal["autograd", "fixed"]
@@ -83,11 +82,6 @@ class Options:
             raise ValueError(
                 f"parameter {index} is torch.float16, and stochastic rounding is for bfloat16; convert the model to "
                 "bfloat16, or use master_weights=True"
-            )
-        if self.state_dtype == torch.int8 and is_distributed(param):
-            raise ValueError(
-                f'parameter {index} is distributed (FSDP2), and state_dtype="int8" is for whole parameters: blocks of '
-                "codes could not be divided in another way; use state_dtype=torch.bfloat16"
             )
         if self.state_dtype != torch.float32 and self._stored_dtype not in STATE_DTYPES[param.dtype]:
             narrow = str(self.state_dtype).removeprefix("torch.")

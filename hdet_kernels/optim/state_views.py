@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
 from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients
-from hdet_kernels.optim.coded_state import decoded, is_coded, scale_name
+from hdet_kernels.optim.coded_state import decoded, decoded_entries, is_coded, scale_name
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
@@ -80,7 +80,8 @@ class StateViews:
                     if name in kept:
                         value = given[name]
                         scales = given.get(scale_name(name)) if is_coded(value) else None
-                        if scales is not None and is_distributed(tied[0]):  # its blocks are those of the whole tensor
+                        if scales is not None and is_distributed(tied[0]) and not is_distributed(value):
+                            # Its blocks are those of the whole tensor.
                             value, scales = decoded(name, value, scales), None
                         flat.write_state(name, index, part_like(tied[0], value), scales)
                     else:
@@ -201,19 +202,25 @@ class StateViews:
             entry = optimizer.state[param]
             for name in map(scale_name, flat.states):
                 entry.pop(name, None)  # of codes that were loaded and decoded
-            entry.update({name: own if name == "step" else distributed_like(param, own) for name, own in shown.items()})
+            whole = ("step", *map(scale_name, flat.states))
+            entry.update({name: own if name in whole else distributed_like(param, own) for name, own in shown.items()})
             self._entries[param] = entry
 
 
-def compact_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict whose tensors are saved without anything else that lies in their buffers.
+def saved_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict whose tensors can be saved: by themselves, and on any number of processes.
 
-    The rows of a stack lie between those of other parameters and are copied. Everything else is as it was.
+    The rows of a stack lie between those of other parameters and are copied. Distributed codes are decoded: their
+    scales are those of one way to divide them. Everything else is as it was.
     """
     state = {
-        key: {name: compact(value) if type(value) is Tensor else value for name, value in entries.items()}
-        if isinstance(entries, dict)
-        else entries
+        key: _saved_entries(entries) if isinstance(entries, dict) else entries
         for key, entries in state_dict["state"].items()
     }
     return state_dict | {"state": state}
+
+
+def _saved_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    if any(is_coded(value) and is_distributed(value) for value in entries.values()):
+        entries = decoded_entries(entries)
+    return {name: compact(value) if type(value) is Tensor else value for name, value in entries.items()}

@@ -18,6 +18,7 @@ from hdet_kernels.ops.companding import (
     block_count,
     decode,
     encode,
+    encode_again,
     first_scales,
 )
 from hdet_kernels.ops.rounding import random_bits
@@ -53,6 +54,18 @@ def test_every_code_survives_decoding_and_encoding(signed: bool) -> None:
         again, scales = encode(values, signed)
         assert torch.equal(again, codes)
         assert scales.tolist() == pytest.approx([scale], rel=2e-7)
+
+
+@SIGNED
+def test_decoded_numbers_encode_to_the_same_numbers(signed: bool) -> None:
+    values = numbers(200 * BLOCK + 7, signed)
+    values[3 * BLOCK : 4 * BLOCK] = 0
+    values[5 * BLOCK] = torch.nan
+    once = decode(*encode(values, signed, noise=random_bits(1, 2, 0, values)), signed)
+    again = decode(*encode_again(once, signed), signed)
+    torch.testing.assert_close(again, once, rtol=0, atol=0, equal_nan=True)
+    plain = decode(*encode(once, signed), signed)
+    assert (plain != once)[: 3 * BLOCK].any() or (plain != once)[6 * BLOCK :].any(), "rounding alone does not do it"
 
 
 @SIGNED

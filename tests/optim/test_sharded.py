@@ -190,6 +190,27 @@ def _changed(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
 # Replicas that are averaged
 
 
+def _averaged_codes(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """Train two replicas with state in 8 bits and gradients of their own to a sync."""
+    module = shard(network(), mesh["shard"])
+    optimizer = hk.FusedAdamW(module.parameters(), lr=0.05, state_dtype="int8")
+    scheduler = hk.HDETOneCycleLR(
+        optimizer, 0.05, 8, ensemble=hk.ProcessEnsemble(mesh), sync_every=2, gradients="local", auto_lr=False
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(module, rank, step)
+        optimizer.step()
+        before = torch.cat(list(optimizer.state_flats().values()))
+        scheduler.step()
+    both = [torch.empty_like(before) for _ in range(4)]
+    dist.all_gather(both, before)
+    mean = (both[rank % 2] + both[rank % 2 + 2]) / 2
+    after = torch.cat(list(optimizer.state_flats().values()))
+    dist.all_gather(both, after)
+    return {"same": torch.equal(both[rank % 2], both[rank % 2 + 2]), "mean": mean, "after": after, "before": before}
+
+
 def _averaged(rank: int, mesh: DeviceMesh, gradients: str) -> dict[str, Any]:
     """Train two replicas of two processes to a sync, and note what is averaged there."""
     module = shard(network(), mesh if gradients == "shared" else mesh["shard"])
@@ -259,6 +280,7 @@ def _quick(rank: int) -> dict[str, Any]:
         "mixed": _mixed(rank, mesh),
         "scaled": _scaled(rank, mesh["fsdp"]),
         "changed": _changed(rank, mesh["fsdp"]),
+        "averaged codes": _averaged_codes(rank, mesh["hsdp"]),
         "averaged": {gradients: _averaged(rank, mesh["hsdp"], gradients) for gradients in ("shared", "local")},
     }
 
@@ -309,6 +331,14 @@ def test_replicas_are_averaged_in_place(quick: Any, gradients: str) -> None:
         assert averaged["in place"][0] == (True, True), "the flat buffer itself"
         assert len(averaged["in place"]) == (1 if gradients == "shared" else 2), "moments in a collective of their own"
         assert [averaged[name] for name in ("mean", "moved", "consensus")] == [True] * 3
+
+
+def test_codes_of_replicas_are_averaged_as_numbers(quick: Any) -> None:
+    for found in (each["averaged codes"] for each in quick):
+        assert found["same"], "on both replicas"
+        # Rounded to nearest: half of the widest distance of levels is less than a hundredth of the largest number.
+        assert (found["after"] - found["mean"]).abs().max() <= 0.01 * found["mean"].abs().max()
+        assert not torch.equal(found["after"], found["before"])
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])

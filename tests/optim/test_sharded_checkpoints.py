@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 import hdet_kernels as hk
-from tests.optim.sharded_net import meshes, network, numbers, shard, train
+from tests.optim.sharded_net import meshes, network, numbers, shard, train, whole
 from tests.ranks import run_ranks
 from tests.training import same
 
@@ -35,6 +36,15 @@ Run = tuple[nn.Sequential, torch.optim.Optimizer]
 def begin(mesh: DeviceMesh | None, make: Any = hk.FusedAdamW, dtype: torch.dtype = torch.float32) -> Run:
     module = network(dtype) if mesh is None else shard(network(dtype), mesh)
     return module, make(module.parameters(), lr=0.05)
+
+
+coded_adamw = partial(hk.FusedAdamW, state_dtype="int8")
+
+
+def decoded_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the moments of a state_dict in full."""
+    state = optimizer.state_dict()["state"]
+    return [whole(entry[name]) for entry in state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
 def save(run: Run, folder: Path) -> None:
@@ -100,6 +110,18 @@ def _checkpoints(rank: int, folder: Path) -> dict[str, Any]:
         if value.dim()
     ]
 
+    # State in 8 bits is saved decoded.
+    coded = begin(mesh["fsdp"], coded_adamw)
+    train(*coded, rank, range(3))
+    save(coded, folder / "coded")
+    found["codes"] = {value.dtype for entry in coded[1].state.values() for value in entry.values() if value.dim()}
+    found["decoded"] = decoded_moments(coded[1])
+    resumed, moved = (load(begin(mesh[name], coded_adamw), folder / "coded") for name in ("fsdp", "hsdp"))
+    found["decoded again"], found["decoded elsewhere"] = decoded_moments(resumed[1]), decoded_moments(moved[1])
+    for each in (coded, resumed):
+        train(*each, rank, range(3, 6))
+    found["coded went on"] = same(numbers(*coded), numbers(*resumed))
+
     found["refused"] = []
     for refuses, given in ((begin(None), run), (begin(mesh["hsdp"]), run)):
         before = numbers(*refuses)
@@ -153,6 +175,17 @@ class TestCheckpoints:
         for found in results[1]:
             assert found["own"]
             assert set(found["memory"]) == {0}, "a saved part has nothing of other parameters"
+
+    def test_state_in_8_bits_goes_on_bit_for_bit_and_on_another_mesh(self, results: Any) -> None:
+        for found in results[1]:
+            assert found["codes"] == {torch.uint8, torch.float32}
+            assert same(found["decoded"], found["decoded again"])
+            assert found["coded went on"]
+            for saved, loaded in zip(found["decoded"], found["decoded elsewhere"], strict=True):
+                assert saved.dtype == torch.float32
+                # Blocks of other elements: rounded to nearest again, by at most half of the widest distance of levels.
+                assert (saved - loaded).abs().max() <= 0.01 * saved.abs().max()
+                assert saved.abs().max() > 0
 
     def test_state_that_is_divided_in_another_way_is_refused_before_anything_changes(self, results: Any) -> None:
         for found in results[1]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hdet_kernels.optim import FusedAdamW, FusedSGD
 from hdet_kernels.optim.spot_check import ITEMS_PER_STEP
-from hdet_kernels.optim.state_views import compact_state
+from hdet_kernels.optim.state_views import saved_state
 from tests.ops.cases import BACKENDS
 from tests.optim.cases import assert_equal, choose_backends, many_parameters, parameters, run
 
@@ -97,7 +97,7 @@ def test_an_incomplete_entry_is_refused_as_by_torch() -> None:
 def test_entries_of_a_state_dict_hold_nothing_else() -> None:
     flat, note = torch.zeros(6), object()
     state = {"state": {0: {"sum": flat[:2], "note": note}, "own": 3}, "param_groups": []}
-    compacted = compact_state(state)
+    compacted = saved_state(state)
     assert compacted["state"][0]["sum"].untyped_storage().nbytes() == 8
     assert (compacted["state"][0]["note"], compacted["state"]["own"]) == (note, 3)
     assert state["state"][0]["sum"].data_ptr() == flat.data_ptr(), "the given one is as it was"
