@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -162,6 +163,18 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """Return the ratio of the medians, and the quartiles of the ratios of single turns."""
     low, high = _quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
     return {"ratio": statistics.median(ours) / statistics.median(theirs), "low": low, "high": high}
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Return the median of the ratios of single turns, and its 95 % confidence interval.
+
+    The interval is between two of the sorted ratios, and holds for any distribution of them: how many lie below the
+    true median is binomial. Of fewer than six turns it is the whole range, which is less certain.
+    """
+    found = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    chances = accumulate(math.comb(len(found), below) / 2 ** len(found) for below in range(len(found)))
+    left_out = max(sum(chance <= 0.025 for chance in chances) - 1, 0)  # on either side
+    return {"ratio": statistics.median(found), "low": found[left_out], "high": found[-1 - left_out]}
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:

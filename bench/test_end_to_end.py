@@ -57,9 +57,9 @@ def made(training: Training, device: str, clip: float | None) -> tuple[dict[str,
 
 
 def amortised(times: Mapping[str, list[float]], ours: str, every: int) -> dict[str, float]:
-    """Return the ratio of our step plus a T-th of a sync to torch's step, by turns."""
+    """Return the ratio of our step plus a T-th of a sync to torch's step, with its confidence interval."""
     both = zip(times[ours], times[SYNCING], strict=True)
-    return measure.ratio([step + (syncing - step) / every for step, syncing in both], times["torch-fused"])
+    return measure.median_ratio([step + (syncing - step) / every for step, syncing in both], times["torch-fused"])
 
 
 def least_ratio(theirs: Steps, whole: float, device: str) -> tuple[float, float]:
@@ -76,6 +76,10 @@ def parts_of(steps: Steps, device: str) -> dict[str, dict[str, float]] | str:
         return step_profile.by_part(steps.parts, device)
     except RuntimeError as error:  # a GPU whose performance counters are restricted
         return f"failed: {error}"
+
+
+def _spelt(found: Mapping[str, float]) -> str:
+    return f"{found['ratio']:.4f} ({found['low']:.4f} to {found['high']:.4f})"
 
 
 @pytest.mark.parametrize(("device", "model", "clipping"), list(_cases()))
@@ -102,13 +106,14 @@ def test_end_to_end(benchmark: Any, device: str, model: str, clipping: str) -> N
     info |= {
         "batch": training.batch_is,
         "parameters": sum(param.numel() for param in steps[ours].params),
+        "ratio": measure.median_ratio(times[ours], times["torch-fused"]),
         "amortised": {str(every): amortised(times, ours, every) for every in SYNC_EVERY},
         "sync": {"ms": statistics.median(syncs) * 1e3, "bytes": seen.bytes, "collectives": seen.collectives},
         "torch's update ms": alone * 1e3,
         "least ratio": least,
         "parts": parts,
     }
-    ratios = ", ".join(f"T = {every}: {found['ratio']:.4f}" for every, found in info["amortised"].items())
+    ratios = ", ".join(f"T = {every}: {_spelt(found)}" for every, found in info["amortised"].items())
     print(f"a sync takes {info['sync']['ms']:.3f} ms; ratios with syncs: {ratios}")
     print(f"torch's update takes {alone * 1e3:.3f} ms; an ideal optimizer has the ratio {least:.4f}")
     print("peak MiB " + ", ".join(f"{way}: {found['peak MiB']:.1f}" for way, found in memory.items()))
