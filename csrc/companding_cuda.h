@@ -30,14 +30,15 @@ __device__ __forceinline__ float larger(float a, float b) {
   return y;
 }
 
-// The byte of a word, plus 2²³, as float.
+// The byte of a word, plus 2²³, as float. The constant comes first, because it is then held in a register: it is the
+// order of the bytes that an instruction can hold.
 __device__ __forceinline__ float byte_above(uint32_t word, int byte) {
   return __uint_as_float(__byte_perm(0x4b000000u, word, 0x3004u | byte));
 }
 
 // (half + ½)/2¹⁶ for the lower or upper half of a word.
 __device__ __forceinline__ float uniform_of(uint32_t word, int half) {
-  return __uint_as_float(__byte_perm(word, 0x4300u, half == 0 ? 0x5410u : 0x5432u)) - (128.0f - 0x1p-17f);
+  return __uint_as_float(__byte_perm(0x4300u, word, half == 0 ? 0x1054u : 0x1076u)) - (128.0f - 0x1p-17f);
 }
 
 // The uniform numbers of kWidth positions, which begin at a multiple of 4 if there are several.
@@ -77,12 +78,12 @@ __device__ __forceinline__ uint32_t encoded_above(float value, float inverse, fl
     const float root = copysignf(approximate_root(fmaxf(least, 0.0f)), value);
     return __float_as_uint(__fadd_rd(root + uniform, 0x1p23f + 128));
   } else {
-    const float product = value * inverse;
-    const float x = fmaxf(product, __saturatef(product * 0x1p100f));  // at least 1, or 0
+    const float x = value * inverse;
     const float above = __fadd_rd(approximate_root(approximate_root(x)), 0x1p23f);
     const float below = above - 0x1p23f;
-    // The difference of two fourth powers.
-    const float width = __fmaf_rn(__fmaf_rn(__fmaf_rn(below, 4.0f, 6.0f), below, 4.0f), below, 1.0f);
+    // The difference of two fourth powers, but 0 between the levels 0 and 1: a positive x never gets code 0.
+    const float least = __saturatef(above - 0x1p23f);
+    const float width = __fmaf_rn(__fmaf_rn(__fmaf_rn(below, 4.0f, 6.0f), below, 4.0f), below, least);
     const float square = below * below;
     const float missing = __fmaf_rn(uniform, width, __fmaf_rn(square, square, -x));
     return __float_as_uint(above) + (__float_as_uint(missing) >> 31);  // one more if it is negative

@@ -40,8 +40,8 @@ def neighbours(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     codes = torch.arange(1 if signed else 0, 256, dtype=torch.uint8)
     own = scales.repeat_interleave(BLOCK)[: len(values)]
     levels = decode(codes.expand(len(own), -1), own[:, None], signed)
-    low = torch.where(levels <= values[:, None] * (1 + 1e-6 * values[:, None].sign()), levels, -torch.inf).amax(1)
-    high = torch.where(levels >= values[:, None] * (1 - 1e-6 * values[:, None].sign()), levels, torch.inf).amin(1)
+    low = torch.where(levels <= values[:, None] * (1 + 3e-7 * values[:, None].sign()), levels, -torch.inf).amax(1)
+    high = torch.where(levels >= values[:, None] * (1 - 3e-7 * values[:, None].sign()), levels, torch.inf).amin(1)
     return low, high
 
 
@@ -52,7 +52,7 @@ def test_every_code_survives_decoding_and_encoding(signed: bool) -> None:
         values = decode(codes, torch.tensor([scale]), signed)
         again, scales = encode(values, signed)
         assert torch.equal(again, codes)
-        assert scales.tolist() == pytest.approx([scale], rel=2e-7)
+        assert scales.tolist() == pytest.approx([scale], rel=1.2e-6), "a millionth below the highest level"
 
 
 @SIGNED
@@ -90,7 +90,8 @@ def test_a_positive_sum_of_squares_never_gets_code_0() -> None:
     values = torch.tensor([0.0, 1e-30, 1e-12, 1.0])
     for noise in (0, 0xFFFF):
         codes, _ = encode(values, False, torch.full((4,), noise))
-        assert codes.tolist() == [0, 1, 1, 255]
+        assert codes[:3].tolist() == [0, 1, 1]
+        assert codes[3] >= 254
 
 
 @SIGNED
@@ -101,16 +102,18 @@ def test_blocks_without_an_ordinary_scale(signed: bool) -> None:
     blocks[1].fill_(1e-40)
     blocks[2][3] = torch.inf
     blocks[3][BLOCK - 1] = torch.nan
-    blocks[4].fill_(torch.finfo(torch.float32).max)
-    for noise in (0, 0xFFFF):
+    blocks[4].fill_(torch.finfo(torch.float32).max * (1 - 2**-19))
+    for noise in (0, 0x7FFF, 0xFFFF):
         codes, scales = encode(values, signed, torch.full(values.shape, noise))
         got = decode(codes, scales, signed).split(BLOCK)
         assert (got[0] == 0).all()
         assert (got[1] < 2e-38).all(), "nothing, or the smallest value of the smallest scale"
         assert got[2].isnan().all()
         assert got[3].isnan().all()
-        torch.testing.assert_close(got[4], blocks[4], rtol=2e-7, atol=0)
-        torch.testing.assert_close(got[5], blocks[5], rtol=2e-7, atol=0)
+        # The largest is a millionth below the highest level, and is rounded to the one below that hardly ever.
+        step = 1.6e-2 if noise in (0, 0xFFFF) else 1.2e-6
+        torch.testing.assert_close(got[4], blocks[4], rtol=step, atol=0)
+        torch.testing.assert_close(got[5], blocks[5], rtol=step, atol=0)
         assert scales[2:4].view(torch.int32).tolist() == [0x7FC00000] * 2
 
 
