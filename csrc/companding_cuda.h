@@ -41,32 +41,23 @@ __device__ __forceinline__ float uniform_of(uint32_t word, int half) {
   return __uint_as_float(__byte_perm(0x4300u, word, half == 0 ? 0x1054u : 0x1076u)) - (128.0f - 0x1p-17f);
 }
 
-// The uniform numbers of kWidth positions, which begin at a multiple of 4 if there are several.
+// The random numbers of kWidth positions, which begin at a multiple of 4 if there are several.
 template <int kWidth>
-struct Uniforms {
-  float values[kWidth];
-
-  __device__ __forceinline__ Uniforms(const Noise& noise, int64_t position) {
-    Noise::Words words{};
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      if (j % 4 == 0) words = Noise::words(noise.base(position | j), kParamStream);
-      values[j] = uniform_of(j % 4 < 2 ? words.first : words.second, j % 2);
-    }
-  }
-  // That of state k of element j.
-  __device__ __forceinline__ float of(int k, int j) const { return values[position_of_bits(j, k)]; }
-};
-
-template <>
-struct Uniforms<1> {
-  const Noise& noise;
+struct Random {
+  static constexpr int kQuads = (kWidth + 3) / 4;
+  Noise::Words words[kQuads];
   int64_t position;
 
-  __device__ __forceinline__ Uniforms(const Noise& noise, int64_t position) : noise(noise), position(position) {}
-  __device__ __forceinline__ float of(int k, int) const {
-    const int64_t at = position_of_bits(position, k);
-    return uniform_of(Noise::half(noise.word(kParamStream, at), at), 0);
+  __device__ __forceinline__ Random(const Noise& noise, int64_t position) : position(position) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) words[q] = noise.drawn(kParamStream, position | (4 * q));
+  }
+  // The uniform number of state k of element j.
+  __device__ __forceinline__ float uniform(int k, int j) const {
+    const int64_t at = position_of_bits(kWidth == 1 ? position : j, k);
+    const uint32_t word = Noise::word(words[j / 4], at);
+    if constexpr (kWidth == 1) return uniform_of(Noise::half(word, at), 0);
+    return uniform_of(word, at & 1);
   }
 };
 
@@ -108,10 +99,10 @@ struct Codes {
   // Encodes state k.
   template <bool kSigned>
   __device__ __forceinline__ void encode(const float (&values)[kWidth], float inverse, int k,
-                                         const Uniforms<kWidth>& uniforms) {
+                                         const Random<kWidth>& random) {
     uint32_t above[kWidth];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) above[j] = encoded_above<kSigned>(values[j], inverse, uniforms.of(k, j));
+    for (int j = 0; j < kWidth; ++j) above[j] = encoded_above<kSigned>(values[j], inverse, random.uniform(k, j));
     if constexpr (kWidth == 1) {
       words.values[0] = static_cast<uint8_t>(above[0]);
     } else {

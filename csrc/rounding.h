@@ -69,9 +69,10 @@ struct Noise {
     return {static_cast<uint32_t>(wide), static_cast<uint32_t>(wide >> 32)};
 #endif
   }
+  // The words of a position and its neighbours.
+  HDET_BOTH Words drawn(uint32_t stream, int64_t position) const { return words(base(position), stream); }
   // The word with the bits of a position and of the one that differs in its lowest bit.
-  HDET_BOTH uint32_t word(uint32_t stream, int64_t position) const {
-    const Words both = words(base(position), stream);
+  static HDET_BOTH uint32_t word(const Words& both, int64_t position) {
     return (position & 2) != 0 ? both.second : both.first;
   }
   static HDET_BOTH uint32_t half(uint32_t word, int64_t position) { return (word >> (16 * (position & 1))) & 0xffffu; }

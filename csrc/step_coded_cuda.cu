@@ -20,7 +20,7 @@ constexpr int kCodesPerThread = static_cast<int>(kStateBlock) / kWarp;
 // A warp steps two of the eight blocks of a full chunk, one after the other.
 constexpr int kWarps = 2;
 // The registers of AdamW allow six thread blocks on a multiprocessor, whose loads are 36 KiB in flight.
-constexpr int kThreadBlocks = 12;
+constexpr int kThreadBlocks = 16;
 // Replicas that share a gradient: those whose parameters are loaded before the first is stored.
 constexpr int kRowsInFlight = 2;
 
@@ -75,8 +75,8 @@ struct SharedCodes {
   // Stores the codes of state k, given the scale of the block.
   template <int k>
   __device__ __forceinline__ void store(const Buffers<Store>& to, unsigned at, float scale,
-                                        const Uniforms<kWidth>& uniforms) {
-    codes[k].template encode<is_signed(k)>(states[k], approximate_inverse<is_signed(k)>(scale), k, uniforms);
+                                        const Random<kWidth>& random) {
+    codes[k].template encode<is_signed(k)>(states[k], approximate_inverse<is_signed(k)>(scale), k, random);
     put_words(to.states[k] + at, codes[k].words);
   }
 
@@ -119,18 +119,19 @@ struct BlockStep {
     load(parameters, 0, rows, at);
     load_scales(block, scales);
     shared.template push<kShort>(own.rule, parameters[0], gradient.type, scales, pushes);
-    const Uniforms<kWidth> uniforms(own.noise, chunk.offset + at);
     each_state<0>([&]<int k>() {
       scales[k] = scale_of<Shared<1>::is_signed(k)>(largest_of_warp(shared.largest(k, 0)));
-      shared.template store<k>(buffers, at, scales[k], uniforms);
     });
-    store_scales(block, scales);
+    const Random<kWidth> random(own.noise, chunk.offset + at);
+    // The parameters first, so that no root of a push stays in a register.
     for (int64_t first = 0;;) {
-      move(parameters, first, rows, at, pushes);
+      move(parameters, first, rows, at, pushes, random);
       first += kTogether;
       if (first >= rows) break;
       load(parameters, first, rows, at);
     }
+    each_state<0>([&]<int k>() { shared.template store<k>(buffers, at, scales[k], random); });
+    store_scales(block, scales);
   }
 
   // Steps a block that is not full, or whose addresses allow no packs, one element of a thread after the other. The
@@ -163,12 +164,12 @@ struct BlockStep {
 #pragma unroll 1
     for (unsigned at = begin; at < end; at += kWarp) {
       push_at(at);
-      const Uniforms<1> uniforms(own.noise, chunk.offset + at);
-      each_state<0>([&]<int k>() { shared.template store<k>(buffers, at, scales[k], uniforms); });
+      const Random<1> random(own.noise, chunk.offset + at);
+      each_state<0>([&]<int k>() { shared.template store<k>(buffers, at, scales[k], random); });
 #pragma unroll 1
       for (int64_t row = 0; row < rows; ++row) {
         load(parameter, row, rows, at);
-        move(parameter, row, rows, at, push);
+        move(parameter, row, rows, at, push, random);
       }
     }
     store_scales(block, scales);
@@ -207,10 +208,11 @@ struct BlockStep {
       if (first + n < rows) parameters[n].load(buffers, (first + n) * work.row_size + at);
   }
 
-  // Moves and stores the parameters of replicas `first` and up.
+  // Moves and stores the parameters of replicas `first` and up. `random` is of replica 0.
   template <int kMany, int kWidth>
   __device__ __forceinline__ void move(Parameters<Store, kWidth> (&parameters)[kMany], int64_t first, int64_t rows,
-                                       unsigned at, const Push<float> (&pushes)[kWidth]) const {
+                                       unsigned at, const Push<float> (&pushes)[kWidth],
+                                       const Random<kWidth>& random) const {
 #pragma unroll
     for (int n = 0; n < kMany; ++n) {
       if (first + n >= rows) break;
@@ -219,7 +221,9 @@ struct BlockStep {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
         theta[j] = mine.rule.template move<kStates, kShort>(parameters[n].value(j), pushes[j]);
-      parameters[n].keep(theta, work.stochastic_rounding, mine.noise, chunk.offset + at);
+      parameters[n].keep(theta, work.stochastic_rounding, random.position, [&](int j) {
+        return kShared ? mine.noise.drawn(kParamStream, random.position | j) : random.words[j / 4];
+      });
       parameters[n].store(buffers, (first + n) * work.row_size + at);
     }
   }

@@ -80,7 +80,8 @@ struct Shared {
                                         int64_t position) {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
-      round(states[k], stored[k], stochastic, noise, kStateStream + k, position);
+      round(states[k], stored[k], stochastic, position,
+            [&](int j) { return noise.drawn(kStateStream + k, position | j); });
       put(to.states[k] + at, stored[k]);
     }
   }
@@ -123,7 +124,8 @@ struct ChunkStep {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j)
           theta[j] = mine.rule.template move<kStates, kShort>(parameters[n].value(j), pushes[j]);
-        parameters[n].keep(theta, stochastic, mine.noise, position);
+        parameters[n].keep(theta, stochastic, position,
+                           [&](int j) { return mine.noise.drawn(kParamStream, position | j); });
         parameters[n].store(buffers, (first + n) * work.row_size + at);
       }
       first += kTogether;

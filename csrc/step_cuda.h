@@ -75,22 +75,21 @@ __device__ __forceinline__ void put_words(void* to, const P& pack) {
   }
 }
 
-// The choice is made once for all elements of the pack.
-template <typename T, typename Stored, int kWidth>
+// The choice is made once for all elements of the pack. draw(j) returns the random words of element j and its three
+// neighbours.
+template <typename T, typename Stored, int kWidth, typename Draw>
 __device__ __forceinline__ void round(const T (&from)[kWidth], Numbers<Stored, kWidth>& to, bool stochastic,
-                                      const Noise& noise, uint32_t stream, int64_t position) {
+                                      int64_t position, const Draw& draw) {
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (stochastic) {
       if constexpr (kWidth == 1) {
-        to.raw.values[0] = round_stochastically(from[0], Noise::half(noise.word(stream, position), position));
+        to.raw.values[0] = round_stochastically(from[0], Noise::half(Noise::word(draw(0), position), position));
       } else {
         // A pack starts at a multiple of its width, so four neighbours share a hash.
         static_assert(kWidth % 4 == 0);
-        Noise::Words words{};
 #pragma unroll
         for (int j = 0; j < kWidth; j += 2) {
-          if (j % 4 == 0) words = Noise::words(noise.base(position | j), stream);
-          const uint32_t word = j % 4 == 0 ? words.first : words.second;
+          const uint32_t word = Noise::word(draw(j), j);
           // The upper halves of two numbers, by one instruction.
           to.raw.values[j / 2] =
               __byte_perm(raised(from[j], word & 0xffffu), raised(from[j + 1], word >> 16), 0x7632);
@@ -119,13 +118,13 @@ struct Parameters {
     return param.template value<T>(j);
   }
 
-  __device__ __forceinline__ void keep(const T (&theta)[kWidth], bool stochastic, const Noise& noise,
-                                       int64_t position) {
+  template <typename Draw>
+  __device__ __forceinline__ void keep(const T (&theta)[kWidth], bool stochastic, int64_t position, const Draw& draw) {
     if constexpr (Store::kHasMaster) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) master.values[j] = theta[j];
     }
-    round(theta, param, stochastic, noise, kParamStream, position);
+    round(theta, param, stochastic, position, draw);
   }
 
   __device__ __forceinline__ void store(const Buffers<Store>& to, int64_t at) const {
