@@ -8,6 +8,8 @@
 // and quotients that do not treat numbers below 2⁻¹²⁶ apart, and signs without comparisons, saved 20 more.
 #include <torch/csrc/stable/ops.h>
 
+#include <cstdlib>
+
 #include "companding_cuda.h"
 #include "step_cuda.h"
 
@@ -18,7 +20,7 @@ constexpr int kWarp = 32;
 constexpr unsigned kBlocks = kBlocksPerChunk;
 constexpr int kCodesPerThread = static_cast<int>(kStateBlock) / kWarp;
 // A warp steps two of the eight blocks of a full chunk, one after the other.
-constexpr int kWarps = 2;
+constexpr int kWarpsDefault = 2;
 // The registers of AdamW allow six thread blocks on a multiprocessor, whose loads are 36 KiB in flight.
 constexpr int kThreadBlocks = 16;
 // Replicas that share a gradient: those whose parameters are loaded before the first is stored.
@@ -241,7 +243,7 @@ __device__ __forceinline__ bool aligned(const Buffers<Store>& buffers, int64_t r
   return together == 0 && chunk.offset % kCodesPerThread == 0 && row_size % kCodesPerThread == 0;
 }
 
-template <int kStates, int kTogether, typename Store, typename R>
+template <int kWarps, int kStates, int kTogether, typename Store, typename R>
 __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store>& buffers, const Prepared<R>& own,
                                            const Prepared<R>* prepared, const Chunk& chunk, const Gradient& gradient) {
   const BlockStep<kStates, kTogether, Store, R> walk{work, buffers, own, prepared, chunk, gradient};
@@ -258,8 +260,8 @@ __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store
   }
 }
 
-template <int kTogether, typename Store, typename R>
-__global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMaster ? 1 : kThreadBlocks)
+template <int kWarps, int kBound, int kTogether, typename Store, typename R>
+__global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMaster ? 1 : kBound)
     walk_codes(const Work work, const Prepared<R>* __restrict__ prepared) {
   const Chunk chunk = work.chunks[blockIdx.x];
   Gradient gradient = work.gradients[chunk.slot];
@@ -273,9 +275,9 @@ __global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMa
     if (k < work.state_count) buffers.states[k] = static_cast<uint8_t*>(work.states[k]) + chunk.offset;
   gradient.address += chunk.start * GradientPack<float, 1>::alignment(gradient.type);
   if (uses_most_states(own.rule, work)) {
-    step_chunk<R::kMostStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
+    step_chunk<kWarps, R::kMostStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   } else {
-    step_chunk<R::kFewestStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
+    step_chunk<kWarps, R::kFewestStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   }
 }
 
@@ -287,10 +289,25 @@ void step(const Work& work, const Tensor& param) {
     const auto* prepared = advance_all<R>(work, launch);
     if (work.chunk_count == 0) return;
     const auto grid = static_cast<unsigned>(work.chunk_count);
+    constexpr int kWarps = kWarpsDefault;
+    const char* name = std::getenv("HDET_VARIANT");
+    const int variant = name == nullptr ? 0 : std::atoi(name);
     if (work.rows == 1) {
-      walk_codes<1, Store, R><<<grid, kWarps * kWarp, 0, launch.stream()>>>(work, prepared);
+      bool done = false;
+      if constexpr (std::is_same_v<R, Adam<float>>) {
+        const auto go = [&]<int kW, int kB>() {
+          walk_codes<kW, kB, 1, Store, R><<<grid, kW * kWarp, 0, launch.stream()>>>(work, prepared);
+          done = true;
+        };
+        if (variant == 1) go.template operator()<2, 12>();
+        if (variant == 2) go.template operator()<4, 8>();
+        if (variant == 3) go.template operator()<1, 32>();
+        if (variant == 4) go.template operator()<2, 14>();
+        if (variant == 5) go.template operator()<4, 6>();
+      }
+      if (!done) walk_codes<kWarps, kThreadBlocks, 1, Store, R><<<grid, kWarps * kWarp, 0, launch.stream()>>>(work, prepared);
     } else {
-      walk_codes<kRowsInFlight, Store, R><<<grid, kWarps * kWarp, 0, launch.stream()>>>(work, prepared);
+      walk_codes<kWarps, kThreadBlocks, kRowsInFlight, Store, R><<<grid, kWarps * kWarp, 0, launch.stream()>>>(work, prepared);
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
