@@ -73,10 +73,8 @@ HDET_BOTH int64_t position_of_bits(int64_t position, int state) {
 }
 
 // The code of a value: that of one of the neighbouring levels, with the probabilities that make the expectation exact,
-// given a uniform random number u: 16 random bits plus ½, over 2¹⁶. With c and c + 1 the steps of the neighbours, the
-// upper one is taken if x is above the mean of the levels c² and (c + 1)² with weights 1 − u and u, or u and 1 − u.
-// That mean of squares is (c + u)² + u·(1 − u): for squares, the comparison is one for whole numbers. A root that is
-// wrong in its last bits does no harm: x then lies just outside of the two levels, and is rounded to the nearer one.
+// given a uniform random number: 16 random bits plus ½, over 2¹⁶. companding.py has the equations. A root that is wrong
+// in its last bits does no harm: x then lies just outside of the two levels, and is rounded to the nearer one.
 // companding_cuda.h has the same in fewer instructions of a GPU.
 template <bool kSigned>
 inline uint8_t encoded(float value, float inverse, float uniform) {

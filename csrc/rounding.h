@@ -28,7 +28,8 @@ HDET_BOTH uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// The stream of random bits of each buffer: that of the parameters, and kStateStream + k for their k-th state.
+// The stream of random bits of each buffer: that of the parameters, and kStateStream + k for their k-th state in 16
+// bits. States in 8 bits use that of the parameters: see position_of_bits.
 inline constexpr uint32_t kParamStream = 0;
 inline constexpr uint32_t kStateStream = 2;
 

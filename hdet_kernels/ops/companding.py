@@ -15,14 +15,14 @@ A step rounds to one of the two neighbouring levels with the probabilities that 
 that changes by a thousandth of itself at every step would stand still if it were rounded to nearest. A second moment
 above zero never gets code 0: a parameter whose first moment is not zero would be divided by ε alone.
 
-With a uniform random number u between 0 and 1, the larger of two levels a and b is taken if x is above
-(1 - u)·a + u·b. For squares this takes no comparison: the mean of c² and (c + 1)² with these weights is
-(c + u)² + u·(1 - u), so the code is the whole part of √(x - u·(1 - u)) + u.
+Given a uniform random number u between 0 and 1, the upper one of two levels a and b is taken if x is above their mean
+(1 - u)·a + u·b. That of c² and (c + 1)² is (c + u)² + u·(1 - u), so for squares this takes no comparison: the code
+counts ⌈√(x - u·(1 - u)) - u⌉ steps, or with 1 - u in place of u, ⌊√(x - u·(1 - u)) + u⌋.
 
 Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴, up to a millionth: the scale lies
 that much below the highest level, so that no rounding of a product or a root leads above it. Those units and their
-inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets scale NaN and
-decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to zeros.
+inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets scale
+NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to zeros.
 ``csrc/companding.h`` and ``triton_companding.py`` have the same functions.
 """
 

@@ -19,6 +19,7 @@ from hdet_kernels.ops.companding import (
     decode,
     encode,
     first_scales,
+    positions_of_bits,
 )
 from hdet_kernels.ops.rounding import random_bits
 from hdet_kernels.tensors import Slot
@@ -84,6 +85,14 @@ def test_the_mean_of_many_roundings_is_the_value(signed: bool) -> None:
     error = (got.double().view(draws, -1).mean(0) - values).abs()
     lifted = (low == 0) & ~torch.tensor(signed)
     assert (error <= 5 * width * 0.5 / draws**0.5 + 2e-5 * width + 1e-6 * values.abs())[~lifted].all()
+
+
+def test_a_parameter_and_its_states_use_different_parts_of_a_hash() -> None:
+    position = torch.arange(8, 24)
+    used = torch.stack([position, *(positions_of_bits(position, state) for state in range(3))])
+    assert (used >> 2 == position >> 2).all()
+    assert all(len(set(of_one)) == 4 for of_one in used.T.tolist()), "independent in one element"
+    assert all(of_state.sort().values.equal(position) for of_state in used), "and for a state, in all elements"
 
 
 def test_a_positive_sum_of_squares_never_gets_code_0() -> None:
