@@ -17,9 +17,10 @@ inline constexpr int64_t kBlocksPerChunk = 8;
 inline constexpr float kNearest = 0.5f;
 
 // Levels are whole numbers: c² for a state of either sign, stored as 128 ± c, and c⁴ for sums of squares, stored as c.
-// kTop is the level of the scale.
+// kTop is the level of the scale. It is the highest level less a millionth of it, so that no rounding of a product or a
+// root leads above that level.
 template <bool kSigned>
-inline constexpr float kTop = kSigned ? 16129.0f : 4228250624.0f;
+inline constexpr float kTop = kSigned ? 16128.984375f : 4228246528.0f;
 
 // The smallest scale. With it, the value of level 1 is a normal number, and kTop/scale is finite.
 template <bool kSigned>
@@ -65,63 +66,35 @@ HDET_BOTH float inverse_of(float scale) {
   return kTop<kSigned> / scale;
 }
 
-HDET_BOTH float root_of_level(float x) {
-#ifdef __CUDA_ARCH__
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
+// Where the 16 random bits of a code lie: those of the parameter at this position. Four neighbours share a hash of 64
+// bits, of which a parameter and its three states use different parts.
+HDET_BOTH int64_t position_of_bits(int64_t position, int state) {
+  return (position & ~int64_t{3}) | ((position + 1 + state) & 3);
+}
+
+// The code of a value: that of one of the neighbouring levels, with the probabilities that make the expectation exact,
+// given a uniform random number: 16 random bits plus ½, over 2¹⁶. companding.py has the equations. A root that is wrong
+// in its last bits does no harm: x then lies just outside of the two levels, and is rounded to the nearer one.
+// companding_cuda.h has the same in fewer instructions of a GPU.
+template <bool kSigned>
+inline uint8_t encoded(float value, float inverse, float uniform) {
   using std::sqrt;
-  return sqrt(x);
-#endif
-}
-
-// The whole part of a number from 0 to 2²³.
-HDET_BOTH float whole_part(float x) {
-#ifdef __CUDA_ARCH__
-  return __fadd_rd(x, 0x1p23f) - 0x1p23f;
-#else
-  return static_cast<float>(static_cast<int>(x));
-#endif
-}
-
-// The level of a value between 0 and the top, which is also that of NaN. A positive sum of squares is at least level 1,
-// so that it never gets code 0.
-template <bool kSigned>
-HDET_BOTH float exact_level(float value, float inverse) {
-  const float x = fabsf(value) * inverse;
-#ifdef __CUDA_ARCH__
-  const float y = fminf(x, kTop<kSigned>);
-  return !kSigned && y > 0 ? fmaxf(y, 1.0f) : y;
-#else
-  const float y = x < kTop<kSigned> ? x : kTop<kSigned>;
-  return !kSigned && y > 0 && y < 1 ? 1.0f : y;
-#endif
-}
-
-// Rounds a value to a neighbouring level, up with a probability equal to its distance from the lower one, given a
-// uniform random number: 16 random bits plus ½, over 2¹⁶. Returns the signed number of steps, between −127 and 127 or 0
-// and 255. A root that is wrong in its last bits does no harm: x then lies just outside of the two levels, and is
-// rounded to the nearer one.
-template <bool kSigned>
-HDET_BOTH float steps_of(float value, float inverse, float uniform) {
-  const float x = exact_level<kSigned>(value, inverse);
-  const float root = root_of_level(x);
-  const float below = whole_part(kSigned ? root : root_of_level(root));
-  const float low = level<kSigned>(below);
-  // The difference of two squares is 2c + 1, exactly.
-  const float width = kSigned ? below + (below + 1) : level<kSigned>(below + 1) - low;
-  const float steps = uniform * width < x - low ? below + 1 : below;
-#ifdef __CUDA_ARCH__
-  return kSigned ? copysignf(steps, value) : steps;
-#else
-  return kSigned && value < 0 ? -steps : steps;
-#endif
-}
-
-template <bool kSigned>
-HDET_BOTH uint8_t encoded(float value, float inverse, float uniform) {
-  return static_cast<uint8_t>(static_cast<int>(steps_of<kSigned>(value, inverse, uniform)) + (kSigned ? 128 : 0));
+  const float product = fabsf(value) * inverse;
+  const float x = product < kTop<kSigned> ? product : kTop<kSigned>;  // also where it is NaN
+  if constexpr (kSigned) {
+    const float least = x - uniform * (1 - uniform);
+    const float root = sqrt(least > 0 ? least : 0.0f);
+    const float steps = (value < 0 ? -root : root) + uniform;
+    const int towards_zero = static_cast<int>(steps);
+    return static_cast<uint8_t>(128 + towards_zero - (steps < static_cast<float>(towards_zero)));
+  } else {
+    // A positive sum of squares is at least level 1, so that it never gets code 0.
+    const float y = x > 0 && x < 1 ? 1.0f : x;
+    const int below = static_cast<int>(sqrt(sqrt(y)));
+    const float low = level<kSigned>(static_cast<float>(below));
+    const float width = level<kSigned>(static_cast<float>(below + 1)) - low;
+    return static_cast<uint8_t>(below + (uniform * width < y - low));
+  }
 }
 
 }  // namespace hdet

@@ -38,18 +38,29 @@ inline void load_codes(const void* stored, const float* scales, bool is_signed, 
   }
 }
 
-// Encodes what load_codes decodes, rounding stochastically.
+// Moves the random bits of each quad of neighbours to where the codes of state `k` have them: see position_of_bits.
+HDET_WIDEST inline void rotate_quads(const uint64_t* __restrict from, int count, int k, uint64_t* __restrict to) {
+  const int low = 16 * (1 + k), high = 64 - low;
+  for (int i = 0; i < count; ++i) to[i] = from[i] >> low | from[i] << high;
+}
+
+// Encodes what load_codes decodes, state `k` of its parameters, rounding stochastically.
 inline void store_codes(const float* values, void* stored, float* scales, bool is_signed, int64_t at, int64_t count,
-                        const Noise& noise, uint32_t stream) {
-  uint32_t words[kStateBlock / 2 + 2] = {};
-  uint16_t halves[2 * (kStateBlock / 2 + 2)];  // the low half of a word comes first
-  static_assert(sizeof(words) == sizeof(halves));
+                        const Noise& noise, int k) {
+  constexpr int kQuads = kStateBlock / 4 + 1;
+  uint32_t words[2 * kQuads] = {};
+  uint64_t drawn[kQuads], rotated[kQuads];
+  uint16_t halves[4 * kQuads];  // the low half of a word comes first
+  static_assert(sizeof(words) == sizeof(drawn) && sizeof(rotated) == sizeof(halves));
   auto* codes = static_cast<uint8_t*>(stored) + at;
   for (int64_t done = 0; done < count; done += kStateBlock) {
     const int here = static_cast<int>(std::min(kStateBlock, count - done));
     const int64_t skipped = (at + done) & 3;
-    random_words(noise, stream, static_cast<uint64_t>(at + done) >> 2, static_cast<int>(skipped + here + 3) / 4, words);
-    std::memcpy(halves, words, sizeof(words));
+    const int quads = static_cast<int>(skipped + here + 3) / 4;
+    random_words(noise, kParamStream, static_cast<uint64_t>(at + done) >> 2, quads, words);
+    std::memcpy(drawn, words, sizeof(words));
+    rotate_quads(drawn, kQuads, k, rotated);
+    std::memcpy(halves, rotated, sizeof(rotated));
     const uint32_t largest = largest_bits(values + done, here);
     const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);
     const float inverse = is_signed ? inverse_of<true>(scale) : inverse_of<false>(scale);

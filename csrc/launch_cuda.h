@@ -43,13 +43,50 @@ __device__ __forceinline__ void put(void* to, const P& pack) {
   *static_cast<P*>(to) = pack;
 }
 
+// The bf16 in the lower or upper half of a word.
+__device__ __forceinline__ float bf16_of(uint32_t word, int half) {
+  return __uint_as_float(half == 0 ? word << 16 : word & 0xffff0000u);
+}
+
+// A pack whose numbers of 16 bits lie in words, two in each. From separate ones, the compiler would put the words
+// together, and take them apart, once more wherever two branches meet.
+template <typename S, int kWidth>
+struct Numbers {
+  static constexpr bool kPaired = sizeof(S) == 2 && kWidth > 1;
+  static_assert(!kPaired || kWidth % 2 == 0);
+  Pack<std::conditional_t<kPaired, uint32_t, S>, kPaired ? kWidth / 2 : kWidth> raw;
+
+  __device__ __forceinline__ S stored(int j) const {
+    if constexpr (kPaired) return bits_as<S>(static_cast<uint16_t>(raw.values[j / 2] >> (16 * (j % 2))));
+    else return raw.values[j];
+  }
+  template <typename T>
+  __device__ __forceinline__ T value(int j) const {
+    if constexpr (kPaired && std::is_same_v<S, BFloat16>) return static_cast<T>(bf16_of(raw.values[j / 2], j % 2));
+    else return static_cast<T>(stored(j));
+  }
+  // Rounds to nearest.
+  template <typename T>
+  __device__ __forceinline__ void keep(const T (&from)[kWidth]) {
+    if constexpr (kPaired) {
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 2)
+        raw.values[j / 2] = bits_as<uint16_t>(static_cast<S>(from[j])) |
+                            static_cast<uint32_t>(bits_as<uint16_t>(static_cast<S>(from[j + 1]))) << 16;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) raw.values[j] = static_cast<S>(from[j]);
+    }
+  }
+};
+
 // kWidth neighbouring elements of a gradient, as they are stored. Their type is known only when the kernel runs; they
 // are widened separately, so that all other loads can be issued before anything waits for these.
 template <typename T, int kWidth>
 struct GradientPack {
   static constexpr bool kWide = std::is_same_v<T, double>;
-  static constexpr int kBytes = kWidth * sizeof(T);
-  Pack<uint16_t, kBytes / 2> raw;
+  static constexpr int kNarrowWords = (kWidth + 1) / 2;  // two numbers of 16 bits lie in a word: see Numbers
+  Pack<uint32_t, kWidth * sizeof(T) / 4> raw;
 
   static __device__ __forceinline__ int64_t alignment(GradientType type) {
     const int64_t bytes = kWidth * (kWide || type == GradientType::float32 ? sizeof(T) : 2);
@@ -59,10 +96,13 @@ struct GradientPack {
     if (kWide || type == GradientType::float32) {
       raw = fetch<decltype(raw)>(reinterpret_cast<const void*>(address + at * static_cast<int64_t>(sizeof(T))));
     } else if constexpr (!kWide) {
-      using Narrow = Pack<uint16_t, kWidth>;
-      const auto narrow = fetch<Narrow>(reinterpret_cast<const void*>(address + at * 2));
+      if constexpr (kWidth == 1) {
+        raw.values[0] = fetch<uint16_t>(reinterpret_cast<const void*>(address + at * 2));
+      } else {
+        const auto narrow = fetch<Pack<uint32_t, kNarrowWords>>(reinterpret_cast<const void*>(address + at * 2));
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) raw.values[j] = narrow.values[j];
+        for (int j = 0; j < kNarrowWords; ++j) raw.values[j] = narrow.values[j];
+      }
     }
   }
   // The type is tested once for all elements of the pack.
@@ -77,10 +117,11 @@ struct GradientPack {
       for (int j = 0; j < kWidth; ++j) values[j] = floats.values[j];
     } else if (type == GradientType::bfloat16) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = bits_as<float>(static_cast<uint32_t>(raw.values[j]) << 16);
+      for (int j = 0; j < kWidth; ++j) values[j] = bf16_of(raw.values[j / 2], j % 2);
     } else {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = static_cast<float>(bits_as<Half>(raw.values[j]));
+      for (int j = 0; j < kWidth; ++j)
+        values[j] = static_cast<float>(bits_as<Half>(static_cast<uint16_t>(raw.values[j / 2] >> (16 * (j % 2)))));
     }
   }
 };

@@ -28,7 +28,8 @@ HDET_BOTH uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// The stream of random bits of each buffer: that of the parameters, and kStateStream + k for their k-th state.
+// The stream of random bits of each buffer: that of the parameters, and kStateStream + k for their k-th state in 16
+// bits. States in 8 bits use that of the parameters: see position_of_bits.
 inline constexpr uint32_t kParamStream = 0;
 inline constexpr uint32_t kStateStream = 2;
 
@@ -52,15 +53,27 @@ struct Noise {
     return mix(static_cast<uint32_t>(quad) ^ key) + static_cast<uint32_t>(quad >> 32);
   }
   static HDET_BOTH Words words(uint32_t base, uint32_t stream) {
-    const uint64_t once = static_cast<uint64_t>(base + stream * kGolden) * 0xd2511f53u;
-    const auto high = static_cast<uint32_t>(once >> 32);
-    const uint64_t twice = static_cast<uint64_t>(high ^ static_cast<uint32_t>(once)) * 0xcd9e8d57u;
-    const auto low = static_cast<uint32_t>(twice);
-    return {low ^ high, static_cast<uint32_t>(twice >> 32) ^ (low << 16 | low >> 16)};
+    const Words once = product(base + stream * kGolden, 0xd2511f53u);
+    const Words twice = product(once.second ^ once.first, 0xcd9e8d57u);
+    return {twice.first ^ once.second, twice.second ^ (twice.first << 16 | twice.first >> 16)};
   }
+  // The lower and the upper half of a product. By itself the compiler would compute the lower one of a GPU twice.
+  static HDET_BOTH Words product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    Words both;
+    asm("{.reg .b64 wide; mul.wide.u32 wide, %2, %3; mov.b64 {%0, %1}, wide;}"
+        : "=r"(both.first), "=r"(both.second)
+        : "r"(a), "r"(b));
+    return both;
+#else
+    const uint64_t wide = static_cast<uint64_t>(a) * b;
+    return {static_cast<uint32_t>(wide), static_cast<uint32_t>(wide >> 32)};
+#endif
+  }
+  // The words of a position and its neighbours.
+  HDET_BOTH Words drawn(uint32_t stream, int64_t position) const { return words(base(position), stream); }
   // The word with the bits of a position and of the one that differs in its lowest bit.
-  HDET_BOTH uint32_t word(uint32_t stream, int64_t position) const {
-    const Words both = words(base(position), stream);
+  static HDET_BOTH uint32_t word(const Words& both, int64_t position) {
     return (position & 2) != 0 ? both.second : both.first;
   }
   static HDET_BOTH uint32_t half(uint32_t word, int64_t position) { return (word >> (16 * (position & 1))) & 0xffffu; }
@@ -91,13 +104,19 @@ HDET_BOTH uint16_t bf16_bits(float value) {
 
 HDET_BOTH float float_of_bf16(uint16_t bits) { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }
 
+#ifdef __CUDACC__
+// The bits of a number whose upper half is a float32 rounded stochastically. The arithmetic of a GPU has one NaN,
+// 0x7fffffff, to which nothing can be added. As whole numbers, all other floats are less than 0x7fc00000, and infinity
+// plus the noise is still infinity above the bits that are cut off.
+__device__ __forceinline__ uint32_t raised(float value, uint32_t noise) {
+  return static_cast<uint32_t>(min(__float_as_int(value), 0x7fc00000)) + noise;
+}
+#endif
+
 // Rounds float32 to bf16, up with a probability equal to the fraction that is cut off, given 16 uniform random bits.
 HDET_BOTH BFloat16 round_stochastically(float value, uint32_t noise) {
 #ifdef __CUDA_ARCH__
-  // The arithmetic of a GPU has one NaN, 0x7fffffff, to which nothing can be added. As whole numbers, all other floats
-  // are less than 0x7fc00000, and infinity plus the noise is still infinity above the bits that are cut off.
-  const int least = min(__float_as_int(value), 0x7fc00000);
-  return bits_as<BFloat16>(static_cast<uint16_t>((static_cast<uint32_t>(least) + noise) >> 16));
+  return bits_as<BFloat16>(static_cast<uint16_t>(raised(value, noise) >> 16));
 #else
   const auto bits = bits_as<uint32_t>(value);
   if ((bits & 0x7f800000u) == 0x7f800000u) return BFloat16(value);

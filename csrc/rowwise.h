@@ -111,7 +111,8 @@ void with_row_types(const RowWise& work, Run&& run) {
 template <typename P, typename T>
 HDET_BOTH P stored_as(T value, const RowWise& work, const Noise& noise, int64_t at) {
   if constexpr (std::is_same_v<P, BFloat16>) {
-    if (work.stochastic_rounding) return round_stochastically(value, Noise::half(noise.word(kParamStream, at), at));
+    if (work.stochastic_rounding)
+      return round_stochastically(value, Noise::half(Noise::word(noise.drawn(kParamStream, at), at), at));
   }
   return static_cast<P>(value);
 }

@@ -6,8 +6,8 @@
 // states by the gradient and returns a direction, and `move` applies it to one parameter. Replicas that share a
 // gradient share the push of replica 0, and each moves by numbers of its own. T is the type of the arithmetic: double
 // for double, float for all others. kShort says that results are stored in 16 bits: then the last two of a quotient's
-// 24 bits may be wrong, which takes a third of the instructions on a GPU. kShortest: so are the states, in 8 bits, and
-// numbers below 2⁻¹²⁶ count as 0 in quotients and roots.
+// 24 bits may be wrong, which takes a third of the instructions on a GPU. kShortest: the states are stored in 8 bits, so
+// products are also fused with sums, and numbers below 2⁻¹²⁶ count as 0 in quotients and roots.
 #pragma once
 
 #include <cmath>
@@ -50,6 +50,15 @@ HDET_BOTH Moment advanced(Rule rule, const Row& row, float& steps, const float* 
 }
 
 inline constexpr int kShortest = 2;
+
+// a·b + c
+template <int kShort, typename A, typename B, typename C>
+HDET_BOTH C sum(A a, B b, C c) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kShort == kShortest && std::is_same_v<C, float>) return __fmaf_rn(a, b, c);
+#endif
+  return a * b + c;
+}
 
 template <int kShort, typename T>
 HDET_BOTH T quotient(T a, T b) {
@@ -117,9 +126,9 @@ struct Sgd {
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if constexpr (kStates == 1) {
-      g = with_l2(theta, g);
-      state[0] = first ? g : momentum * state[0] + take * g;
-      g = nesterov ? g + momentum * state[0] : state[0];
+      g = with_l2<kShort>(theta, g);
+      state[0] = first ? g : sum<kShort>(take, g, momentum * state[0]);
+      g = nesterov ? sum<kShort>(momentum, state[0], g) : state[0];
     }
     return {g, V{} + T(1)};
   }
@@ -127,12 +136,12 @@ struct Sgd {
   // Without a state, each replica can have a weight decay of its own.
   template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
-    return theta - lr * (kStates == 0 ? with_l2(theta, push.direction) : push.direction);
+    return sum<kShort>(-lr, kStates == 0 ? with_l2<kShort>(theta, push.direction) : push.direction, theta);
   }
 
   // A decay of 0 is skipped, because 0·θ is not 0 where θ is infinite.
-  template <typename V>
-  HDET_BOTH V with_l2(V theta, V g) const { return decay != 0 ? g + decay * theta : g; }
+  template <int kShort, typename V>
+  HDET_BOTH V with_l2(V theta, V g) const { return decay != 0 ? sum<kShort>(decay, theta, g) : g; }
 };
 
 // Adam and AdamW: weight decay is added to the gradient (l2) or shrinks the parameter (keep).
@@ -163,9 +172,10 @@ struct Adam {
   template <int kStates, int kShort, typename V>
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
-    if (l2 != 0) g += l2 * theta;
-    state[0] += take1 * (g - state[0]);
-    state[1] = keep2 * state[1] + take2 * g * g;  // in this order, as torch: g² alone overflows from 1.9e19 on
+    if (l2 != 0) g = sum<kShort>(l2, theta, g);
+    state[0] = sum<kShort>(take1, g - state[0], state[0]);
+    // In this order, as torch: g² alone overflows from 1.9e19 on.
+    state[1] = sum<kShort>(take2 * g, g, keep2 * state[1]);
     V second = state[1];
     if constexpr (kStates == 3) {
       // NaN propagates, as in torch.maximum.
@@ -177,7 +187,8 @@ struct Adam {
 
   template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
-    return theta * keep - size * quotient<kShort>(push.direction, push.root * per_root + eps);
+    const V divisor = sum<kShort>(per_root, push.root, V{} + eps);
+    return sum<kShort>(-size, quotient<kShort>(push.direction, divisor), theta * keep);
   }
 };
 
@@ -197,14 +208,14 @@ struct Adagrad {
   template <int kStates, int kShort, typename V>
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
-    if (decay != 0) g += decay * theta;
-    state[0] += g * g;
+    if (decay != 0) g = sum<kShort>(decay, theta, g);
+    state[0] = sum<kShort>(g, g, state[0]);
     return {g, root<kShort>(state[0])};
   }
 
   template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
-    return theta - size * quotient<kShort>(push.direction, push.root + eps);
+    return sum<kShort>(-size, quotient<kShort>(push.direction, push.root + eps), theta);
   }
 };
 
@@ -230,15 +241,15 @@ struct Lion {
   template <int kStates, int kShort, typename V>
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
-    const V blend = keep1 * state[0] + take1 * g;
-    state[0] = keep2 * state[0] + take2 * g;
+    const V blend = sum<kShort>(take1, g, keep1 * state[0]);
+    state[0] = sum<kShort>(take2, g, keep2 * state[0]);
     // sign(0) = 0, and NaN stays NaN.
     return {blend > 0 ? V{} + T(1) : blend < 0 ? V{} - T(1) : blend, V{} + T(1)};
   }
 
   template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
-    return theta * keep - lr * push.direction;
+    return sum<kShort>(-lr, push.direction, theta * keep);
   }
 };
 
@@ -267,15 +278,15 @@ struct Muon {
   HDET_BOTH Push<V> push(V theta, V g, V* state) const {
     g *= factor;
     if constexpr (kStates == 1) {
-      state[0] += take * (g - state[0]);
-      g = nesterov ? state[0] + take * (g - state[0]) : state[0];
+      state[0] = sum<kShort>(take, g - state[0], state[0]);
+      g = nesterov ? sum<kShort>(take, g - state[0], state[0]) : state[0];
     }
     return {g, V{} + T(1)};
   }
 
   template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
-    return kStates == 1 ? push.direction : theta * keep - lr * push.direction;
+    return kStates == 1 ? push.direction : sum<kShort>(-lr, push.direction, theta * keep);
   }
 };
 

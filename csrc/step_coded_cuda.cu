@@ -8,17 +8,21 @@
 // and quotients that do not treat numbers below 2⁻¹²⁶ apart, and signs without comparisons, saved 20 more.
 #include <torch/csrc/stable/ops.h>
 
+#include <cstdlib>
+
+#include "companding_cuda.h"
 #include "step_cuda.h"
 
 namespace hdet {
 namespace {
 
 constexpr int kWarp = 32;
+constexpr unsigned kBlocks = kBlocksPerChunk;
 constexpr int kCodesPerThread = static_cast<int>(kStateBlock) / kWarp;
 // A warp steps two of the eight blocks of a full chunk, one after the other.
-constexpr int kWarps = 4;
+constexpr int kWarpsDefault = 2;
 // The registers of AdamW allow six thread blocks on a multiprocessor, whose loads are 36 KiB in flight.
-constexpr int kThreadBlocks = 6;
+constexpr int kThreadBlocks = 16;
 // Replicas that share a gradient: those whose parameters are loaded before the first is stored.
 constexpr int kRowsInFlight = 2;
 
@@ -28,73 +32,6 @@ struct CodedStorage {
   using State = uint8_t;
   using T = float;
   static constexpr bool kHasMaster = kMaster;
-};
-
-// The byte of a word, plus 2²³, as float: without a conversion, which a GPU does at an eighth of the rate of a sum.
-__device__ __forceinline__ float byte_above(uint32_t word, int byte) {
-  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u | byte));
-}
-
-// (half + ½)/2¹⁶ for the lower or upper half of a word.
-__device__ __forceinline__ float uniform_of(uint32_t word, int half) {
-  return __uint_as_float(__byte_perm(word, 0x4300u, half == 0 ? 0x5410u : 0x5432u)) - (128.0f - 0x1p-17f);
-}
-
-// Uniform numbers of kWidth positions, which begin at a multiple of 4 if there are several.
-template <int kWidth>
-__device__ __forceinline__ void uniforms(const Noise& noise, uint32_t stream, int64_t position,
-                                         float (&values)[kWidth]) {
-  if constexpr (kWidth == 1) {
-    values[0] = uniform_of(Noise::half(noise.word(stream, position), position), 0);
-  } else {
-    Noise::Words words{};
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      if (j % 4 == 0) words = Noise::words(noise.base(position + j), stream);
-      values[j] = uniform_of(j % 4 < 2 ? words.first : words.second, j % 2);
-    }
-  }
-}
-
-// The codes of kWidth elements, 4 to a word.
-template <int kWidth>
-struct Codes {
-  Pack<uint8_t, kWidth> bytes;
-
-  template <bool kSigned>
-  __device__ __forceinline__ void decode(float unit, float (&values)[kWidth]) const {
-    constexpr float kOffset = 0x1p23f + (kSigned ? 128 : 0);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      if constexpr (kWidth == 1) {
-        values[j] = value_of<kSigned>(byte_above(bytes.values[0], 0) - kOffset, unit);
-      } else {
-        const auto words = bits_as<Pack<uint32_t, kWidth / 4>>(bytes);
-        values[j] = value_of<kSigned>(byte_above(words.values[j / 4], j % 4) - kOffset, unit);
-      }
-    }
-  }
-
-  template <bool kSigned>
-  __device__ __forceinline__ void encode(const float (&values)[kWidth], float inverse, const float (&uniform)[kWidth]) {
-    constexpr float kOffset = 0x1p23f + (kSigned ? 128 : 0);
-    uint32_t above[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j)
-      above[j] = __float_as_uint(steps_of<kSigned>(values[j], inverse, uniform[j]) + kOffset);
-    if constexpr (kWidth == 1) {
-      bytes.values[0] = static_cast<uint8_t>(above[0]);
-    } else {
-      Pack<uint32_t, kWidth / 4> words;
-#pragma unroll
-      for (int w = 0; w < kWidth / 4; ++w) {
-        const uint32_t low = __byte_perm(above[4 * w], above[4 * w + 1], 0x0040);
-        const uint32_t high = __byte_perm(above[4 * w + 2], above[4 * w + 3], 0x0040);
-        words.values[w] = __byte_perm(low, high, 0x5410);
-      }
-      bytes = bits_as<Pack<uint8_t, kWidth>>(words);
-    }
-  }
 };
 
 // kWidth elements of the gradient and the states, which replicas share.
@@ -107,11 +44,10 @@ struct SharedCodes {
 
   static constexpr bool is_signed(int state) { return R::kSignedFirst && state == 0; }
 
-  __device__ __forceinline__ void load(const Buffers<Store>& from, const Gradient& gradient, int64_t start,
-                                       int64_t at) {
-    slope.load(gradient.address, gradient.type, start + at);
+  __device__ __forceinline__ void load(const Buffers<Store>& from, const Gradient& gradient, unsigned at) {
+    slope.load(gradient.address, gradient.type, at);
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) codes[k].bytes = fetch<Pack<uint8_t, kWidth>>(from.states[k] + at);
+    for (int k = 0; k < kStates; ++k) codes[k].words = fetch<decltype(codes[k].words)>(from.states[k] + at);
   }
 
   template <int kShort>
@@ -131,23 +67,19 @@ struct SharedCodes {
     }
   }
 
-  // The largest of `others` and the magnitude_bits of state k. A sum of squares has no sign, and the NaN of a GPU's
-  // arithmetic has none either.
-  __device__ __forceinline__ uint32_t largest(int k, uint32_t others) const {
+  // The largest of `others` and the magnitudes of state k, or NaN.
+  __device__ __forceinline__ float largest(int k, float others) const {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j)
-      others = max(others, is_signed(k) ? magnitude_bits(states[k][j]) : __float_as_uint(states[k][j]));
+    for (int j = 0; j < kWidth; ++j) others = larger(others, states[k][j]);
     return others;
   }
 
   // Stores the codes of state k, given the scale of the block.
   template <int k>
-  __device__ __forceinline__ void store(const Buffers<Store>& to, int64_t at, float scale, const Noise& noise,
-                                        int64_t position) {
-    float uniform[kWidth];
-    uniforms(noise, kStateStream + k, position, uniform);
-    codes[k].template encode<is_signed(k)>(states[k], inverse_of<is_signed(k)>(scale), uniform);
-    put_words(to.states[k] + at, codes[k].bytes);
+  __device__ __forceinline__ void store(const Buffers<Store>& to, unsigned at, float scale,
+                                        const Random<kWidth>& random) {
+    codes[k].template encode<is_signed(k)>(states[k], approximate_inverse<is_signed(k)>(scale), k, random);
+    put_words(to.states[k] + at, codes[k].words);
   }
 
  private:
@@ -168,7 +100,7 @@ struct BlockStep {
   using Shared = SharedCodes<kStates, kWidth, Store, R>;
   static constexpr int kCount = Shared<1>::kCount;
   static constexpr bool kShared = kTogether > 1;
-  static constexpr int kShort = sizeof(typename Store::Param) == 2 && !Store::kHasMaster ? kShortest : 0;
+  static constexpr int kShort = kShortest;
   const Work& work;
   const Buffers<Store>& buffers;
   const Prepared<R>& own;
@@ -177,74 +109,79 @@ struct BlockStep {
   const Gradient& gradient;
 
   // Steps a full block, all elements of a thread at once.
-  __device__ __forceinline__ void step_whole(int block) const {
+  __device__ __forceinline__ void step_whole(unsigned block) const {
     constexpr int kWidth = kCodesPerThread;
-    const int64_t at = block * kStateBlock + (threadIdx.x % kWarp) * kWidth, position = chunk.offset + at;
+    const unsigned at = block * kStateBlock + (threadIdx.x % kWarp) * kWidth;
     const int64_t rows = kShared ? work.rows : 1;
     Shared<kWidth> shared;
     Parameters<Store, kWidth> parameters[kTogether];
     Push<float> pushes[kWidth];
     float scales[kCount];
-    shared.load(buffers, gradient, chunk.start, at);
+    shared.load(buffers, gradient, at);
     load(parameters, 0, rows, at);
     load_scales(block, scales);
     shared.template push<kShort>(own.rule, parameters[0], gradient.type, scales, pushes);
     each_state<0>([&]<int k>() {
-      scales[k] = scale_of<Shared<1>::is_signed(k)>(__reduce_max_sync(kAllLanes, shared.largest(k, 0)));
-      shared.template store<k>(buffers, at, scales[k], own.noise, position);
+      scales[k] = scale_of<Shared<1>::is_signed(k)>(largest_of_warp(shared.largest(k, 0)));
     });
-    store_scales(block, scales);
+    const Random<kWidth> random(own.noise, chunk.offset + at);
+    // The parameters first, so that no root of a push stays in a register.
     for (int64_t first = 0;;) {
-      move(parameters, first, rows, at, pushes);
+      move(parameters, first, rows, at, pushes, random);
       first += kTogether;
       if (first >= rows) break;
       load(parameters, first, rows, at);
     }
+    each_state<0>([&]<int k>() { shared.template store<k>(buffers, at, scales[k], random); });
+    store_scales(block, scales);
   }
 
   // Steps a block that is not full, or whose addresses allow no packs, one element of a thread after the other. The
   // push is computed twice, first for the scales and then for the codes.
-  __device__ __forceinline__ void step_singly(int block) const {
-    const int64_t begin = block * kStateBlock + threadIdx.x % kWarp;
-    const int64_t end = chunk.count < (block + 1) * kStateBlock ? chunk.count : (block + 1) * kStateBlock;
+  __device__ __forceinline__ void step_singly(unsigned block) const {
+    const unsigned begin = block * kStateBlock + threadIdx.x % kWarp;
+    const unsigned end = min(static_cast<unsigned>(chunk.count), (block + 1) * static_cast<unsigned>(kStateBlock));
     const int64_t rows = kShared ? work.rows : 1;
     Shared<1> shared;
     Parameters<Store, 1> parameter[1];
     Push<float> push[1];
     float before[kCount], scales[kCount];
-    uint32_t largest[kCount] = {};
+    float largest[kCount] = {};
     load_scales(block, before);
-    const auto push_at = [&](int64_t at) {
-      shared.load(buffers, gradient, chunk.start, at);
+    const auto push_at = [&](unsigned at) {
+      shared.load(buffers, gradient, at);
       load(parameter, 0, 1, at);
       shared.template push<kShort>(own.rule, parameter[0], gradient.type, before, push);
     };
 #pragma unroll 1
-    for (int64_t at = begin; at < end; at += kWarp) {
+    for (unsigned at = begin; at < end; at += kWarp) {
       push_at(at);
 #pragma unroll
       for (int k = 0; k < kStates; ++k) largest[k] = shared.largest(k, largest[k]);
     }
     __syncwarp();
     each_state<0>([&]<int k>() {
-      scales[k] = scale_of<Shared<1>::is_signed(k)>(__reduce_max_sync(kAllLanes, largest[k]));
+      scales[k] = scale_of<Shared<1>::is_signed(k)>(largest_of_warp(largest[k]));
     });
 #pragma unroll 1
-    for (int64_t at = begin; at < end; at += kWarp) {
+    for (unsigned at = begin; at < end; at += kWarp) {
       push_at(at);
-      each_state<0>(
-          [&]<int k>() { shared.template store<k>(buffers, at, scales[k], own.noise, chunk.offset + at); });
+      const Random<1> random(own.noise, chunk.offset + at);
+      each_state<0>([&]<int k>() { shared.template store<k>(buffers, at, scales[k], random); });
 #pragma unroll 1
       for (int64_t row = 0; row < rows; ++row) {
         load(parameter, row, rows, at);
-        move(parameter, row, rows, at, push);
+        move(parameter, row, rows, at, push, random);
       }
     }
     store_scales(block, scales);
   }
 
  private:
-  static constexpr unsigned kAllLanes = 0xffffffffu;
+  // The bits of the largest magnitude in the warp.
+  static __device__ __forceinline__ uint32_t largest_of_warp(float largest) {
+    return __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
+  }
 
   template <int k, typename Run>
   __device__ __forceinline__ void each_state(const Run& run) const {
@@ -254,29 +191,30 @@ struct BlockStep {
     }
   }
 
-  __device__ __forceinline__ void load_scales(int block, float (&scales)[kCount]) const {
+  __device__ __forceinline__ void load_scales(unsigned block, float (&scales)[kCount]) const {
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) scales[k] = work.scales[k][kBlocksPerChunk * blockIdx.x + block];
+    for (int k = 0; k < kStates; ++k) scales[k] = work.scales[k][kBlocks * blockIdx.x + block];
   }
 
-  __device__ __forceinline__ void store_scales(int block, const float (&scales)[kCount]) const {
+  __device__ __forceinline__ void store_scales(unsigned block, const float (&scales)[kCount]) const {
     if (threadIdx.x % kWarp != 0) return;
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) work.scales[k][kBlocksPerChunk * blockIdx.x + block] = scales[k];
+    for (int k = 0; k < kStates; ++k) work.scales[k][kBlocks * blockIdx.x + block] = scales[k];
   }
 
   template <int kMany, int kWidth>
   __device__ __forceinline__ void load(Parameters<Store, kWidth> (&parameters)[kMany], int64_t first, int64_t rows,
-                                       int64_t at) const {
+                                       unsigned at) const {
 #pragma unroll
     for (int n = 0; n < kMany; ++n)
       if (first + n < rows) parameters[n].load(buffers, (first + n) * work.row_size + at);
   }
 
-  // Moves and stores the parameters of replicas `first` and up.
+  // Moves and stores the parameters of replicas `first` and up. `random` is of replica 0.
   template <int kMany, int kWidth>
   __device__ __forceinline__ void move(Parameters<Store, kWidth> (&parameters)[kMany], int64_t first, int64_t rows,
-                                       int64_t at, const Push<float> (&pushes)[kWidth]) const {
+                                       unsigned at, const Push<float> (&pushes)[kWidth],
+                                       const Random<kWidth>& random) const {
 #pragma unroll
     for (int n = 0; n < kMany; ++n) {
       if (first + n >= rows) break;
@@ -285,7 +223,9 @@ struct BlockStep {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
         theta[j] = mine.rule.template move<kStates, kShort>(parameters[n].value(j), pushes[j]);
-      parameters[n].keep(theta, work.stochastic_rounding, mine.noise, chunk.offset + at);
+      parameters[n].keep(theta, work.stochastic_rounding, random.position, [&](int j) {
+        return kShared ? mine.noise.drawn(kParamStream, random.position | j) : random.words[j / 4];
+      });
       parameters[n].store(buffers, (first + n) * work.row_size + at);
     }
   }
@@ -299,18 +239,20 @@ __device__ __forceinline__ bool aligned(const Buffers<Store>& buffers, int64_t r
   if constexpr (Store::kHasMaster) together |= reinterpret_cast<uintptr_t>(buffers.master) % 16;
 #pragma unroll
   for (int k = 0; k < kStates; ++k) together |= reinterpret_cast<uintptr_t>(buffers.states[k]) % kCodesPerThread;
-  const int64_t size = GradientPack<float, 1>::alignment(gradient.type);
-  together |= static_cast<uintptr_t>(gradient.address + chunk.start * size) % 16;
+  together |= static_cast<uintptr_t>(gradient.address) % 16;
   return together == 0 && chunk.offset % kCodesPerThread == 0 && row_size % kCodesPerThread == 0;
 }
 
-template <int kStates, int kTogether, typename Store, typename R>
+template <int kWarps, int kStates, int kTogether, typename Store, typename R>
 __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store>& buffers, const Prepared<R>& own,
                                            const Prepared<R>* prepared, const Chunk& chunk, const Gradient& gradient) {
   const BlockStep<kStates, kTogether, Store, R> walk{work, buffers, own, prepared, chunk, gradient};
   const bool packs = aligned<kStates>(buffers, kTogether > 1 ? work.row_size : 0, chunk, gradient);
-  for (int block = threadIdx.x / kWarp; block * kStateBlock < chunk.count; block += kWarps) {
-    if (packs && (block + 1) * kStateBlock <= chunk.count) {
+  const auto count = static_cast<unsigned>(chunk.count);
+  constexpr unsigned kSize = kStateBlock;
+#pragma unroll 1
+  for (unsigned block = threadIdx.x / kWarp; block * kSize < count; block += kWarps) {
+    if (packs && (block + 1) * kSize <= count) {
       walk.step_whole(block);
     } else {
       walk.step_singly(block);
@@ -318,11 +260,11 @@ __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store
   }
 }
 
-template <int kTogether, typename Store, typename R>
-__global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMaster ? 1 : kThreadBlocks)
+template <int kWarps, int kBound, int kTogether, typename Store, typename R>
+__global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMaster ? 1 : kBound)
     walk_codes(const Work work, const Prepared<R>* __restrict__ prepared) {
   const Chunk chunk = work.chunks[blockIdx.x];
-  const Gradient gradient = work.gradients[chunk.slot];
+  Gradient gradient = work.gradients[chunk.slot];
   const Prepared<R> own = prepared[chunk.slot];
   if (gradient.address == kNoGradient || skipped(work)) return;
   Buffers<Store> buffers{static_cast<typename Store::Param*>(work.param) + chunk.offset,
@@ -331,10 +273,11 @@ __global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMa
 #pragma unroll
   for (int k = 0; k < kMaxStates; ++k)
     if (k < work.state_count) buffers.states[k] = static_cast<uint8_t*>(work.states[k]) + chunk.offset;
+  gradient.address += chunk.start * GradientPack<float, 1>::alignment(gradient.type);
   if (uses_most_states(own.rule, work)) {
-    step_chunk<R::kMostStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
+    step_chunk<kWarps, R::kMostStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   } else {
-    step_chunk<R::kFewestStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
+    step_chunk<kWarps, R::kFewestStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   }
 }
 
@@ -346,10 +289,25 @@ void step(const Work& work, const Tensor& param) {
     const auto* prepared = advance_all<R>(work, launch);
     if (work.chunk_count == 0) return;
     const auto grid = static_cast<unsigned>(work.chunk_count);
+    constexpr int kWarps = kWarpsDefault;
+    const char* name = std::getenv("HDET_VARIANT");
+    const int variant = name == nullptr ? 0 : std::atoi(name);
     if (work.rows == 1) {
-      walk_codes<1, Store, R><<<grid, kWarps * kWarp, 0, launch.stream()>>>(work, prepared);
+      bool done = false;
+      if constexpr (std::is_same_v<R, Adam<float>>) {
+        const auto go = [&]<int kW, int kB>() {
+          walk_codes<kW, kB, 1, Store, R><<<grid, kW * kWarp, 0, launch.stream()>>>(work, prepared);
+          done = true;
+        };
+        if (variant == 1) go.template operator()<2, 12>();
+        if (variant == 2) go.template operator()<4, 8>();
+        if (variant == 3) go.template operator()<1, 32>();
+        if (variant == 4) go.template operator()<2, 14>();
+        if (variant == 5) go.template operator()<4, 6>();
+      }
+      if (!done) walk_codes<kWarps, kThreadBlocks, 1, Store, R><<<grid, kWarps * kWarp, 0, launch.stream()>>>(work, prepared);
     } else {
-      walk_codes<kRowsInFlight, Store, R><<<grid, kWarps * kWarp, 0, launch.stream()>>>(work, prepared);
+      walk_codes<kWarps, kThreadBlocks, kRowsInFlight, Store, R><<<grid, kWarps * kWarp, 0, launch.stream()>>>(work, prepared);
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });

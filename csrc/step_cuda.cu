@@ -51,13 +51,13 @@ struct Shared {
   using T = typename Store::T;
   using S = typename Store::State;
   GradientPack<T, kWidth> gradient;
-  Pack<S, kWidth> stored[kStates > 0 ? kStates : 1];
+  Numbers<S, kWidth> stored[kStates > 0 ? kStates : 1];
   T states[kStates > 0 ? kStates : 1][kWidth];
 
   __device__ __forceinline__ void load(const Buffers<Store>& from, const Gradient& slope, int64_t start, int64_t at) {
     gradient.load(slope.address, slope.type, start + at);
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) stored[k] = fetch<Pack<S, kWidth>>(from.states[k] + at);
+    for (int k = 0; k < kStates; ++k) stored[k] = fetch<Numbers<S, kWidth>>(from.states[k] + at);
   }
 
   template <bool kShort, typename R>
@@ -69,7 +69,7 @@ struct Shared {
     for (int j = 0; j < kWidth; ++j) {
       T own[kMaxStates] = {};
 #pragma unroll
-      for (int k = 0; k < kStates; ++k) own[k] = static_cast<T>(stored[k].values[j]);
+      for (int k = 0; k < kStates; ++k) own[k] = stored[k].template value<T>(j);
       pushes[j] = rule.template push<kStates, kShort>(parameters.value(j), slope[j], own);
 #pragma unroll
       for (int k = 0; k < kStates; ++k) states[k][j] = own[k];
@@ -80,7 +80,8 @@ struct Shared {
                                         int64_t position) {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
-      round(states[k], stored[k].values, stochastic, noise, kStateStream + k, position);
+      round(states[k], stored[k], stochastic, position,
+            [&](int j) { return noise.drawn(kStateStream + k, position | j); });
       put(to.states[k] + at, stored[k]);
     }
   }
@@ -123,7 +124,8 @@ struct ChunkStep {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j)
           theta[j] = mine.rule.template move<kStates, kShort>(parameters[n].value(j), pushes[j]);
-        parameters[n].keep(theta, stochastic, mine.noise, position);
+        parameters[n].keep(theta, stochastic, position,
+                           [&](int j) { return mine.noise.drawn(kParamStream, position | j); });
         parameters[n].store(buffers, (first + n) * work.row_size + at);
       }
       first += kTogether;

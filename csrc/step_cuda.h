@@ -75,33 +75,37 @@ __device__ __forceinline__ void put_words(void* to, const P& pack) {
   }
 }
 
-// The choice is made once for all elements of the pack.
-template <typename T, typename Stored, int kWidth>
-__device__ __forceinline__ void round(const T (&from)[kWidth], Stored (&to)[kWidth], bool stochastic,
-                                      const Noise& noise, uint32_t stream, int64_t position) {
+// The choice is made once for all elements of the pack. draw(j) returns the random words of element j and its three
+// neighbours.
+template <typename T, typename Stored, int kWidth, typename Draw>
+__device__ __forceinline__ void round(const T (&from)[kWidth], Numbers<Stored, kWidth>& to, bool stochastic,
+                                      int64_t position, const Draw& draw) {
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (stochastic) {
-      Noise::Words words{};
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+      if constexpr (kWidth == 1) {
+        to.raw.values[0] = round_stochastically(from[0], Noise::half(Noise::word(draw(0), position), position));
+      } else {
         // A pack starts at a multiple of its width, so four neighbours share a hash.
-        static_assert(kWidth == 1 || kWidth % 4 == 0);
-        if (j % 4 == 0) words = Noise::words(noise.base(position + j), stream);
-        const int64_t at = kWidth == 1 ? position : j;
-        to[j] = round_stochastically(from[j], Noise::half((at & 2) != 0 ? words.second : words.first, at));
+        static_assert(kWidth % 4 == 0);
+#pragma unroll
+        for (int j = 0; j < kWidth; j += 2) {
+          const uint32_t word = Noise::word(draw(j), j);
+          // The upper halves of two numbers, by one instruction.
+          to.raw.values[j / 2] =
+              __byte_perm(raised(from[j], word & 0xffffu), raised(from[j + 1], word >> 16), 0x7632);
+        }
       }
       return;
     }
   }
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) to[j] = static_cast<Stored>(from[j]);
+  to.keep(from);
 }
 
 // kWidth parameters of one replica.
 template <typename Store, int kWidth>
 struct Parameters {
   using T = typename Store::T;
-  Pack<typename Store::Param, kWidth> param;
+  Numbers<typename Store::Param, kWidth> param;
   Pack<float, Store::kHasMaster ? kWidth : 1> master;
 
   __device__ __forceinline__ void load(const Buffers<Store>& from, int64_t at) {
@@ -110,17 +114,17 @@ struct Parameters {
   }
 
   __device__ __forceinline__ T value(int j) const {
-    if constexpr (Store::kHasMaster) return in_full(param.values[j], master.values[j]);
-    return static_cast<T>(param.values[j]);
+    if constexpr (Store::kHasMaster) return in_full(param.stored(j), master.values[j]);
+    return param.template value<T>(j);
   }
 
-  __device__ __forceinline__ void keep(const T (&theta)[kWidth], bool stochastic, const Noise& noise,
-                                       int64_t position) {
+  template <typename Draw>
+  __device__ __forceinline__ void keep(const T (&theta)[kWidth], bool stochastic, int64_t position, const Draw& draw) {
     if constexpr (Store::kHasMaster) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) master.values[j] = theta[j];
     }
-    round(theta, param.values, stochastic, noise, kParamStream, position);
+    round(theta, param, stochastic, position, draw);
   }
 
   __device__ __forceinline__ void store(const Buffers<Store>& to, int64_t at) const {

@@ -15,9 +15,14 @@ A step rounds to one of the two neighbouring levels with the probabilities that 
 that changes by a thousandth of itself at every step would stand still if it were rounded to nearest. A second moment
 above zero never gets code 0: a parameter whose first moment is not zero would be divided by ε alone.
 
-Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴. Those units and their inverses
-must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets scale NaN and
-decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to zeros.
+Given a uniform random number u between 0 and 1, the upper one of two levels a and b is taken if x is above their mean
+(1 - u)·a + u·b. That of c² and (c + 1)² is (c + u)² + u·(1 - u), so for squares this takes no comparison: the code
+counts ⌈√(x - u·(1 - u)) - u⌉ steps, or with 1 - u in place of u, ⌊√(x - u·(1 - u)) + u⌋.
+
+Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴, up to a millionth: the scale lies
+that much below the highest level, so that no rounding of a product or a root leads above it. Those units and their
+inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets scale
+NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to zeros.
 ``csrc/companding.h`` and ``triton_companding.py`` have the same functions.
 """
 
@@ -43,8 +48,8 @@ SIGNED_STATES = frozenset({"momentum_buffer", "exp_avg"})
 #: In place of a uniform random number: rounding to nearest.
 NEAREST = 0.5
 
-#: By whether the state is signed, the level of the scale, rounded to float32, and the smallest scale.
-TOP = {True: 127.0**2, False: 4228250624.0}
+#: By whether the state is signed, the level of the scale, (1 - 2⁻²⁰)·127² or 255⁴ in float32, and the smallest scale.
+TOP = {True: 16128.984375, False: 4228246528.0}
 SMALLEST_SCALE = {True: 2.0**-112, False: 2.0**-94}
 
 
@@ -94,16 +99,22 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     inverse = (TOP[signed] / scales).repeat_interleave(BLOCK, dim=-1)[..., :count]
     x = values.abs() * inverse
     x = torch.where(x < TOP[signed], x, TOP[signed])  # also where it is NaN
-    if not signed:
-        x = torch.where((x > 0) & (x < 1), 1.0, x)
-    root = x.sqrt()
-    below = (root if signed else root.sqrt()).floor()
-    low, high = _level(below, signed), _level(below + 1, signed)
     uniform = noise if isinstance(noise, float) else (noise.float() + 0.5) * 2.0**-16
-    steps = below + (uniform * (high - low) < x - low)
-    if not signed:
-        return steps.to(torch.uint8), scales
-    return (128 + torch.where(values < 0, -steps, steps)).to(torch.uint8), scales
+    if signed:
+        root = (x - uniform * (1 - uniform)).clamp(min=0).sqrt()
+        return (128 + (torch.where(values < 0, -root, root) + uniform).floor()).to(torch.uint8), scales
+    x = torch.where((x > 0) & (x < 1), 1.0, x)
+    below = x.sqrt().sqrt().floor()
+    low = _level(below, signed)
+    return (below + (uniform * (_level(below + 1, signed) - low) < x - low)).to(torch.uint8), scales
+
+
+def positions_of_bits(position: Tensor, state: int) -> Tensor:
+    """Return the flat positions whose parameters have the 16 random bits of the codes of the ``state``-th state.
+
+    Four neighbours share a hash of 64 bits, of which a parameter and its three states use different parts.
+    """
+    return (position & ~3) | ((position + 1 + state) & 3)
 
 
 def encode_again(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, flat_gradients
-from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode, first_scales
+from hdet_kernels.ops.companding import (
+    SIGNED_STATES,
+    block_count,
+    decode,
+    encode,
+    first_scales,
+    positions_of_bits,
+)
 from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, fake_norm, register
 from hdet_kernels.ops.reference_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.reference_pack import pack as pack
@@ -24,7 +31,7 @@ from hdet_kernels.ops.reference_rules import RULES as RULES
 from hdet_kernels.ops.reference_rules import Numbers, Push, Scalar, States, choose
 from hdet_kernels.ops.reference_rules import Row as Row
 from hdet_kernels.ops.reference_wire import wire_operators as wire_operators
-from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
+from hdet_kernels.ops.rounding import random_bits, random_bits_at, round_stochastically, rounding_key
 from hdet_kernels.ops.step import STATES, Scalars, StepArguments
 from hdet_kernels.tensors import in_full, wide_dtype
 
@@ -143,9 +150,11 @@ def _step(
             if (scale := own_scales[k]) is None:
                 keep(target, value, numbers[0], 2 + k, offset)
             else:
-                codes, largest = encode(value, signed[k], random_bits(numbers[0].key, 2 + k, offset, value))
+                position = torch.arange(offset, offset + value.numel(), device=value.device)
+                noise = random_bits_at(numbers[0].key, 0, positions_of_bits(position, k))
+                codes, largest = encode(value, signed[k], noise)
                 # A state that is not in use is a new tensor where the host may not read the hyperparameters. Encoded
-                # again, its scales would change in their last bit.
+                # again, it would change in its last bits.
                 same = False if free else value.eq(before).all()
                 put(target, _unless(same, target, codes))
                 put(scale, _unless(same, scale, largest))

@@ -35,8 +35,8 @@ def read_codes(codes, scales, at, mask, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def write_codes(codes, scales, at, value, mask, random, STREAM: tl.constexpr, SIGNED: tl.constexpr):
-    """Store codes of ``value``, rounded stochastically, and the scales of their blocks."""
+def write_codes(codes, scales, at, value, mask, random, STATE: tl.constexpr, SIGNED: tl.constexpr):
+    """Store codes of ``value``, the ``STATE``-th state, rounded stochastically, and the scales of their blocks."""
     blocks: tl.constexpr = at.shape[0] // _BLOCK
     top: tl.constexpr = _TOP_SIGNED if SIGNED else _TOP
     # As whole numbers, the bits of magnitudes have their order, and those of infinities and NaNs are the largest.
@@ -49,18 +49,18 @@ def write_codes(codes, scales, at, value, mask, random, STREAM: tl.constexpr, SI
 
     x = tl.abs(value) * _spread(tl.div_rn(tl.full([blocks], top, tl.float32), scale))
     x = tl.where(x < top, x, top)  # also where it is NaN
-    if not SIGNED:
-        x = tl.where((x > 0) & (x < 1), 1.0, x)
-    # A root that is wrong in its last bits does no harm: see csrc/companding.h.
-    root = tl.sqrt(x)
-    if not SIGNED:
-        root = tl.sqrt(root)
-    below = tl.floor(root)
-    low = _level(below, SIGNED)
-    uniform = (random_bits(random, at, STREAM).to(tl.float32) + 0.5) * 0.0000152587890625  # 2⁻¹⁶
-    steps = tl.where(uniform * (_level(below + 1, SIGNED) - low) < x - low, below + 1, below)
+    # Of the hash that four neighbours share, a parameter and its states use different parts.
+    bits = random_bits(random, (at & ~3) | ((at + 1 + STATE) & 3), 0)
+    uniform = (bits.to(tl.float32) + 0.5) * 0.0000152587890625  # 2⁻¹⁶
     if SIGNED:
-        steps = tl.where(value < 0, 128 - steps, 128 + steps)
+        root = tl.sqrt(tl.maximum(x - uniform * (1 - uniform), 0.0))
+        steps = 128 + tl.floor(tl.where(value < 0, -root, root) + uniform)
+    else:
+        x = tl.where((x > 0) & (x < 1), 1.0, x)
+        # A root that is wrong in its last bits does no harm: see csrc/companding.h.
+        below = tl.floor(tl.sqrt(tl.sqrt(x)))
+        low = _level(below, SIGNED)
+        steps = tl.where(uniform * (_level(below + 1, SIGNED) - low) < x - low, below + 1, below)
     tl.store(codes + at, steps.to(tl.int32).to(tl.uint8), mask=mask)
 
 

@@ -20,6 +20,7 @@ from hdet_kernels.ops.companding import (
     encode,
     encode_again,
     first_scales,
+    positions_of_bits,
 )
 from hdet_kernels.ops.rounding import random_bits
 from hdet_kernels.tensors import Slot
@@ -41,8 +42,8 @@ def neighbours(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     codes = torch.arange(1 if signed else 0, 256, dtype=torch.uint8)
     own = scales.repeat_interleave(BLOCK)[: len(values)]
     levels = decode(codes.expand(len(own), -1), own[:, None], signed)
-    low = torch.where(levels <= values[:, None] * (1 + 1e-6 * values[:, None].sign()), levels, -torch.inf).amax(1)
-    high = torch.where(levels >= values[:, None] * (1 - 1e-6 * values[:, None].sign()), levels, torch.inf).amin(1)
+    low = torch.where(levels <= values[:, None] * (1 + 3e-7 * values[:, None].sign()), levels, -torch.inf).amax(1)
+    high = torch.where(levels >= values[:, None] * (1 - 3e-7 * values[:, None].sign()), levels, torch.inf).amin(1)
     return low, high
 
 
@@ -53,7 +54,7 @@ def test_every_code_survives_decoding_and_encoding(signed: bool) -> None:
         values = decode(codes, torch.tensor([scale]), signed)
         again, scales = encode(values, signed)
         assert torch.equal(again, codes)
-        assert scales.tolist() == pytest.approx([scale], rel=2e-7)
+        assert scales.tolist() == pytest.approx([scale], rel=1.2e-6), "a millionth below the highest level"
 
 
 @SIGNED
@@ -99,11 +100,20 @@ def test_the_mean_of_many_roundings_is_the_value(signed: bool) -> None:
     assert (error <= 5 * width * 0.5 / draws**0.5 + 2e-5 * width + 1e-6 * values.abs())[~lifted].all()
 
 
+def test_a_parameter_and_its_states_use_different_parts_of_a_hash() -> None:
+    position = torch.arange(8, 24)
+    used = torch.stack([position, *(positions_of_bits(position, state) for state in range(3))])
+    assert (used >> 2 == position >> 2).all()
+    assert all(len(set(of_one)) == 4 for of_one in used.T.tolist()), "independent in one element"
+    assert all(of_state.sort().values.equal(position) for of_state in used), "and for a state, in all elements"
+
+
 def test_a_positive_sum_of_squares_never_gets_code_0() -> None:
     values = torch.tensor([0.0, 1e-30, 1e-12, 1.0])
     for noise in (0, 0xFFFF):
         codes, _ = encode(values, False, torch.full((4,), noise))
-        assert codes.tolist() == [0, 1, 1, 255]
+        assert codes[:3].tolist() == [0, 1, 1]
+        assert codes[3] >= 254
 
 
 @SIGNED
@@ -114,16 +124,18 @@ def test_blocks_without_an_ordinary_scale(signed: bool) -> None:
     blocks[1].fill_(1e-40)
     blocks[2][3] = torch.inf
     blocks[3][BLOCK - 1] = torch.nan
-    blocks[4].fill_(torch.finfo(torch.float32).max)
-    for noise in (0, 0xFFFF):
+    blocks[4].fill_(torch.finfo(torch.float32).max * (1 - 2**-19))
+    for noise in (0, 0x7FFF, 0xFFFF):
         codes, scales = encode(values, signed, torch.full(values.shape, noise))
         got = decode(codes, scales, signed).split(BLOCK)
         assert (got[0] == 0).all()
         assert (got[1] < 2e-38).all(), "nothing, or the smallest value of the smallest scale"
         assert got[2].isnan().all()
         assert got[3].isnan().all()
-        torch.testing.assert_close(got[4], blocks[4], rtol=2e-7, atol=0)
-        torch.testing.assert_close(got[5], blocks[5], rtol=2e-7, atol=0)
+        # The largest is a millionth below the highest level, and is rounded to the one below that hardly ever.
+        step = 1.6e-2 if noise in (0, 0xFFFF) else 1.2e-6
+        torch.testing.assert_close(got[4], blocks[4], rtol=step, atol=0)
+        torch.testing.assert_close(got[5], blocks[5], rtol=step, atol=0)
         assert scales[2:4].view(torch.int32).tolist() == [0x7FC00000] * 2
 
 
