@@ -53,6 +53,7 @@ class Payload:
         excused: the labels of the masks, which need not be finite.
         homed: whether the parameters live in :class:`Buckets`. Each region is then averaged in place.
         device: device of the first parameter.
+        full: :attr:`.Buckets.full`, of which ``params`` are views, if the parameters live there.
     """
 
     params: list[list[Tensor]]
@@ -68,6 +69,7 @@ class Payload:
     excused: frozenset[str]
     homed: bool
     device: torch.device
+    full: tuple[Tensor, ...] = ()
 
     @property
     def all_params(self) -> list[Tensor]:
@@ -158,6 +160,7 @@ class Payload:
                 integers=[tensor.clone() for tensor in self.integers],
                 counts=None if self.counts is None else self.counts.clone(),
                 gapped=[],
+                full=(),
             )
 
     def put_back(self) -> None:
@@ -230,7 +233,8 @@ class ModelTensors:
         masks = [part for part in parts if part.data_ptr() in constant]
         buffers = [part for part in parts if part.data_ptr() not in others]
         floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-        homed = None
+        homed: list[list[Tensor]] | None = None
+        full: tuple[Tensor, ...] = ()
         if self.buckets is not None:
             full = self.buckets.read_full() if reads else self.buckets.full
             homed = [[flat(each)] for each in full if each.numel()]
@@ -249,6 +253,7 @@ class ModelTensors:
             excused=frozenset(label for label, t in zip(labels, covered, strict=True) if t.data_ptr() in constant),
             homed=homed is not None,
             device=self.params[0].device,
+            full=full,
         )
 
     def covered(self) -> list[Tensor]:
@@ -269,7 +274,7 @@ class ModelTensors:
         if self.write_state is not None and payload.state:
             self.write_state(payload.state)
         if self.buckets is not None:
-            self.buckets.round_masters()
+            self.buckets.write_full(payload.full)
         self.written()
         if counts and payload.counts is not None and self.counts is not None:
             self.counts.write(payload.counts)

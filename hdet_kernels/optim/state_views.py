@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -15,10 +15,14 @@ from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
 from hdet_kernels.sharded import distributed_like, is_distributed, part_like, part_of
+from hdet_kernels.split_master import copy_of, low_of_copy
 from hdet_kernels.tensors import compact, own_storage
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
 MASTER = "master"
+
+#: The name in ``state[p]`` of the lower half of a split master (:mod:`hdet_kernels.split_master`), int16.
+MASTER_LOW = "master_low"
 
 
 class StatefulOptimizer(Protocol):
@@ -86,8 +90,7 @@ class StateViews:
                     else:
                         flat.write_state(name, index, optimizer.initial_state(name, group))
                 if flat.master is not None:
-                    master = part_like(tied[0], given[MASTER]) if MASTER in given else part_of(tied[0])
-                    flat.view(flat.master, index).copy_(master)
+                    _write_master(flat.view(flat.master, index), tied[0], given)
                 # Rules whose state has no step count need to know only whether they have stepped before.
                 step = given.get("step", 1.0 if kept else 0.0)
                 if isinstance(step, Tensor):
@@ -195,14 +198,41 @@ class StateViews:
             if (scales := flat.scale_view(name, index)) is not None:
                 shown[scale_name(name)] = scales
         if flat.master is not None:
-            shown[MASTER] = flat.view(flat.master, index)
+            shown[master_name(flat.master)] = flat.view(flat.master, index)
         shown = {name: own_storage(view) for name, view in shown.items()}
         for param in flat.params[index] if shown else ():
             entry = optimizer.state[param]
             for name in map(scale_name, flat.states):
                 entry.pop(name, None)  # of codes that were loaded and decoded
+            for name in (MASTER, MASTER_LOW) if flat.master is not None else (MASTER_LOW,):
+                entry.pop(name, None)  # of masters that were loaded in the other form, or are not kept
             entry.update({name: own if name == "step" else distributed_like(param, own) for name, own in shown.items()})
             self._entries[param] = entry
+
+
+def master_name(master: Tensor) -> str:
+    """Return the name in ``state[p]`` of a master: a float32 copy, or the lower half of a split one."""
+    return MASTER_LOW if master.dtype == torch.int16 else MASTER
+
+
+def _write_master(master: Tensor, param: Tensor, given: Mapping[str, Any]) -> None:
+    """Write the master of a parameter: as its entry gives it, in whichever form, or else the parameter itself."""
+    value = next((part_like(param, given[name]) for name in (MASTER_LOW, MASTER) if name in given), None)
+    own = part_of(param)
+    if master.dtype == torch.int16:
+        if value is None:
+            master.zero_()
+        else:
+            master.copy_(value if value.dtype == torch.int16 else low_of_copy(value.float()))
+    elif value is None:
+        master.copy_(own)
+    else:
+        master.copy_(value if value.dtype != torch.int16 else _joined_to_copy(own, value))
+
+
+def _joined_to_copy(param: Tensor, low: Tensor) -> Tensor:
+    """Return the float32 copy of a split master. Any other parameter than bf16 counts alone: it was converted."""
+    return copy_of(param, low.to(param.device).expand_as(param)) if param.dtype == torch.bfloat16 else param.float()
 
 
 def compact_state(state_dict: dict[str, Any]) -> dict[str, Any]:
