@@ -42,8 +42,8 @@ STATE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 #: The dtypes of parameters.
 DTYPES = tuple(STATE_DTYPES)
 
-#: By dtype of the parameters that can have a float32 master, the dtypes of its buffer: ``float32`` for a copy, ``int16``
-#: for the lower halves of a master that is split (:mod:`hdet_kernels.split_master`).
+#: By dtype of the parameters that can have a float32 master, the dtypes of its buffer: ``float32`` for a copy,
+#: ``int16`` for the lower halves of a master that is split (:mod:`hdet_kernels.split_master`).
 MASTERED: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.bfloat16: (torch.float32, torch.int16),
     torch.float16: (torch.float32,),
