@@ -218,32 +218,37 @@ def master_name(master: Tensor) -> str:
 def _write_master(master: Tensor, param: Tensor, given: Mapping[str, Any]) -> None:
     """Write the master of a parameter: as its entry gives it, in whichever form, or else the parameter itself."""
     value = next((part_like(param, given[name]) for name in (MASTER_LOW, MASTER) if name in given), None)
-    own = part_of(param)
     if master.dtype == torch.int16:
         if value is None:
             master.zero_()
         else:
-            master.copy_(value if value.dtype == torch.int16 else low_of_copy(value.float()))
-    elif value is None:
-        master.copy_(own)
+            master.copy_(low_of_copy(value.float()) if value.is_floating_point() else value)
+    elif value is not None and value.is_floating_point():
+        master.copy_(value)
     else:
-        master.copy_(value if value.dtype != torch.int16 else _joined_to_copy(own, value))
-
-
-def _joined_to_copy(param: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 copy of a split master. Any other parameter than bf16 counts alone: it was converted."""
-    return copy_of(param, low.to(param.device).expand_as(param)) if param.dtype == torch.bfloat16 else param.float()
+        own = part_of(param)
+        # A lower half belongs to bf16. A parameter of another dtype was converted since, and counts alone.
+        joins = value is not None and own.dtype == torch.bfloat16
+        master.copy_(copy_of(own, value.to(own.device, torch.int16).expand_as(own)) if joins else own)
 
 
 def compact_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state_dict whose tensors are saved without anything else that lies in their buffers.
 
-    The rows of a stack lie between those of other parameters and are copied. Everything else is as it was.
+    The rows of a stack lie between those of other parameters and are copied, and lower halves of distributed masters
+    become int32: neither NCCL nor gloo gathers int16. Everything else is as it was.
     """
     state = {
-        key: {name: compact(value) if type(value) is Tensor else value for name, value in entries.items()}
+        key: {name: _compact_entry(value) for name, value in entries.items()}
         if isinstance(entries, dict)
         else entries
         for key, entries in state_dict["state"].items()
     }
     return state_dict | {"state": state}
+
+
+def _compact_entry(value: Any) -> Any:
+    if type(value) is Tensor:
+        return compact(value)
+    wide = isinstance(value, Tensor) and value.dtype == torch.int16 and is_distributed(value)
+    return value.to(torch.int32) if wide else value
