@@ -228,8 +228,9 @@ def _write_master(master: Tensor, param: Tensor, given: Mapping[str, Any]) -> No
     else:
         own = part_of(param)
         # A lower half belongs to bf16. A parameter of another dtype was converted since, and counts alone.
-        joins = value is not None and own.dtype == torch.bfloat16
-        master.copy_(copy_of(own, value.to(own.device, torch.int16).expand_as(own)) if joins else own)
+        if value is not None and own.dtype == torch.bfloat16:
+            own = copy_of(own, value.to(own.device, torch.int16).expand_as(own))
+        master.copy_(own)
 
 
 def compact_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -239,9 +240,7 @@ def compact_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     become int32: neither NCCL nor gloo gathers int16. Everything else is as it was.
     """
     state = {
-        key: {name: _compact_entry(value) for name, value in entries.items()}
-        if isinstance(entries, dict)
-        else entries
+        key: {name: _compact_entry(value) for name, value in entries.items()} if isinstance(entries, dict) else entries
         for key, entries in state_dict["state"].items()
     }
     return state_dict | {"state": state}

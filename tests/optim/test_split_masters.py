@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hdet_kernels as hk
 from hdet_kernels.split_master import joined, split
+from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.tensors import local
 from tests.ops.cases import QUICK
-from tests.optim import test_per_replica as stacks
 from tests.optim.cases import FUSED, fused_optimizer, parameters, run, saved_and_loaded, with_backends
 from tests.optim.sharded_net import meshes, network, shard, train
 from tests.ranks import run_ranks
@@ -180,11 +180,15 @@ def test_float16_has_copies_and_float32_nothing() -> None:
 def test_a_stack_has_the_same_numbers(shared: bool) -> None:
     made = []
     for kind in (True, "split"):
-        optimizer, _, params, singles = stacks.pair("adamw", shared, "cpu", None, dtype=BF16, master_weights=kind)
+        params = [StackedParameter(p.detach().expand(3, *p.shape).clone(), shared) for p in parameters(BF16)]
+        made.append(hk.FusedAdamW(params, lr=0.01, master_weights=kind))
+        made[-1].param_groups[0]["per_replica"] = {"lr": (0.01, 0.02, 0.03)}
         for step in range(3):
-            stacks.give_gradients(params, singles, step, shared=shared)
-            optimizer.step()
-        made.append(optimizer)
+            generator = torch.Generator().manual_seed(step)
+            for param in params:
+                rows = torch.randn(1 if shared else 3, *param.shape[1:], generator=generator).to(BF16)
+                param.grad = rows.expand_as(param) if shared else rows
+            made[-1].step()
     check_same_numbers(*made)
 
 
