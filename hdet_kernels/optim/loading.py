@@ -201,7 +201,7 @@ def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimiz
             rows.add(_check_shape(where, name, value, param, tuple(param.shape[1:] if stacked else param.shape)))
             continue
         fits = isinstance(value, Tensor) and (
-            value.dtype in (torch.int16, torch.int32) if name == MASTER_LOW else value.is_floating_point()
+            value.is_floating_point() or (name == MASTER_LOW and value.dtype in (torch.int16, torch.int32))
         )
         if not fits or value.layout is not torch.strided:
             given = f"{value.dtype} {value.layout}" if isinstance(value, Tensor) else repr(value)

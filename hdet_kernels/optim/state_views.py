@@ -216,8 +216,13 @@ def master_name(master: Tensor) -> str:
 
 
 def _write_master(master: Tensor, param: Tensor, given: Mapping[str, Any]) -> None:
-    """Write the master of a parameter: as its entry gives it, in whichever form, or else the parameter itself."""
-    value = next((part_like(param, given[name]) for name in (MASTER_LOW, MASTER) if name in given), None)
+    """Write the master of a parameter: as its entry gives it, in whichever form, or else the parameter itself.
+
+    torch's optimizers make floating-point numbers of a lower half that they load, and do not update it: it is left out.
+    """
+    forms = [name for name in (MASTER_LOW, MASTER) if name in given]
+    forms = [name for name in forms if name == MASTER or not given[name].is_floating_point()]
+    value = part_like(param, given[forms[0]]) if forms else None
     if master.dtype == torch.int16:
         if value is None:
             master.zero_()

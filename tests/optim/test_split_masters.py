@@ -20,7 +20,7 @@ from hdet_kernels.split_master import joined, split
 from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.tensors import local
 from tests.ops.cases import QUICK
-from tests.optim.cases import FUSED, fused_optimizer, parameters, run, saved_and_loaded, with_backends
+from tests.optim.cases import FUSED, fused_optimizer, parameters, run, saved_and_loaded, torch_optimizer, with_backends
 from tests.optim.sharded_net import meshes, network, shard, train
 from tests.ranks import run_ranks
 from tests.schedule.undo_runs import OPTIMIZERS, SOUND_THEN_BROKEN, SYNC, Scripted, Undoable
@@ -130,6 +130,19 @@ def test_checkpoints_are_exchanged_with_copies() -> None:
             )
 
 
+def test_state_that_torch_has_trained_on_starts_with_its_parameters() -> None:
+    params = parameters(BF16)
+    optimizer = fused_optimizer("adamw", params, master_weights="split")
+    run(optimizer, params, range(2))
+    torchs = torch_optimizer("adamw", params)
+    torchs.load_state_dict(optimizer.state_dict())
+    run(torchs, params, range(2, 4))
+    optimizer.load_state_dict(torchs.state_dict())
+    for param in params:
+        assert torch.equal(master_of(optimizer, param), param.detach().float())
+        assert torch.equal(optimizer.state[param]["exp_avg"].to(BF16), torchs.state[param]["exp_avg"])
+
+
 def test_masters_stay_within_half_a_step_of_what_the_user_writes() -> None:
     model = nn.Linear(5, 3).to(BF16)
     optimizer = hk.FusedAdamW(model.parameters(), lr=1e-3, weight_decay=0.0, master_weights="split")
@@ -152,7 +165,10 @@ def test_state_that_is_given_otherwise() -> None:
     optimizer = fused_optimizer("adamw", params, master_weights="split")
     run(optimizer, params, range(2))
     before = copy.deepcopy(optimizer.state_dict())
-    for value, told in ((torch.zeros(3, 5), "int16 numbers"), (torch.zeros(2, dtype=torch.int16), r"shape \(2,\)")):
+    for value, told in (
+        (torch.zeros(3, 5, dtype=torch.int64), "int16 numbers"),
+        (torch.zeros(2, dtype=torch.int16), r"shape \(2,\)"),
+    ):
         damaged = copy.deepcopy(before)
         damaged["state"][0]["master_low"] = value
         with pytest.raises(ValueError, match=told):
