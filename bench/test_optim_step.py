@@ -66,6 +66,13 @@ WORKS = {
     ),
     # θ is read too, to notice a parameter that was written from outside and differs from its rounded master.
     "adamw-bf16-master": StepCase("adamw", 16, 14, (), BF16, {"master_weights": True}),
+    "adamw-bf16-split": StepCase("adamw", 14, 12, (), BF16, {"master_weights": "split"}),
+    "adamw-bf16-split-bf16-state": StepCase(
+        "adamw", 10, 8, (), BF16, {"master_weights": "split", "state_dtype": BF16}, sizes=True
+    ),
+    "adamw-bf16-split-int8-state": StepCase(
+        "adamw", 6 + CODES, 4 + CODES, (), BF16, {"master_weights": "split", "state_dtype": "int8"}, sizes=True
+    ),
     "adamw-fp16-master": StepCase("adamw", 16, 14, (), FP16, {"master_weights": True}, sizes=True),
     "adam-fp32": StepCase("adam", 16, 12, ("torch-fused",), sizes=True),
     "adam-amsgrad-fp32": StepCase("adam-amsgrad", 20, 16, ("torch-fused",), sizes=True),

@@ -1,4 +1,5 @@
-// Storage of numbers in 16 bits: rounded to nearest, stochastically, or as the rounding of a float32 master.
+// Storage of numbers in 16 bits: rounded to nearest, stochastically, or as the rounding of a float32 master, which is
+// kept as a copy or split.
 // hdet_kernels/ops/rounding.py has the same functions and gives the same random bits.
 #pragma once
 
@@ -129,6 +130,30 @@ HDET_BOTH BFloat16 round_stochastically(float value, uint32_t noise) {
 template <typename P>
 HDET_BOTH float in_full(P param, float master) {
   return bits_as<uint16_t>(param) == bits_as<uint16_t>(static_cast<P>(master)) ? master : static_cast<float>(param);
+}
+
+// A float32 master, split: the bf16 parameter is its rounding to nearest, ties away from zero, and `low` is the lower
+// half of its bits, as a signed number. hdet_kernels/split_master.py has the same functions.
+struct SplitMaster {
+  uint16_t param;
+  int16_t low;
+};
+
+// Every NaN becomes one NaN, which rounding cannot turn into infinity.
+HDET_BOTH SplitMaster split_master(float master) {
+  const uint32_t bits = master != master ? 0x7fc00000u : bits_as<uint32_t>(master);
+  const auto low = static_cast<uint16_t>(bits);
+  return {static_cast<uint16_t>(static_cast<uint16_t>(bits >> 16) + (low >> 15)), static_cast<int16_t>(low)};
+}
+
+// Other code may have written the parameter, and `low` belongs to the one before: below zero or above infinity the sum
+// would be a NaN, and it ends there.
+HDET_BOTH float joined_master(uint16_t param, int16_t low) {
+  const int32_t rounded = (param & 0x7fff) << 16;
+  const int32_t most = rounded > 0x7f800000 ? rounded : 0x7f800000;
+  const int32_t sum = rounded + low;
+  const int32_t magnitude = sum < 0 ? 0 : sum > most ? most : sum;
+  return bits_as<float>(static_cast<uint32_t>(magnitude) | (param & 0x8000u) << 16);
 }
 
 }  // namespace hdet

@@ -27,7 +27,7 @@ struct alignas(16) Prepared {
 struct Work {
   Rule rule;
   void* param;               // [rows, row_size]
-  float* master;             // [rows, row_size], or null: there is no master
+  void* master;              // [rows, row_size] float, or int16_t if split; null: there is no master
   void* states[kMaxStates];  // [row_size], or null where a state is not in use
   float* scales[kMaxStates];  // of states that are codes of 8 bits: kBlocksPerChunk for each chunk; null for all others
   float* steps;
@@ -47,6 +47,7 @@ struct Work {
   int64_t rows_per_norm;
   int state_count;  // the number of states that are given; they are the first ones
   bool stochastic_rounding;
+  bool split_master;
   ScalarType param_type, state_type;  // without a state, state_type is that of the arithmetic
 };
 
@@ -90,7 +91,11 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
           checked<float>(*scales[i], "scales", ScalarType::Float, kBlocksPerChunk * work.chunk_count, param);
     work.state_count = i + 1;
   }
-  if (master) work.master = checked<float>(*master, "master", ScalarType::Float, param.numel(), param);
+  if (master) {
+    work.split_master = master->scalar_type() == ScalarType::Short;
+    const ScalarType type = work.split_master ? ScalarType::Short : ScalarType::Float;
+    work.master = checked<void>(*master, "master", type, param.numel(), param);
+  }
   work.scratch = checked<void>(scratch, "scratch", ScalarType::Byte, kScratchBytes * rows * work.slot_count, param);
   work.steps = checked<float>(steps, "steps", ScalarType::Float, work.slot_count, param);
   work.table = checked<const Row>(table, "table", ScalarType::Double, table.numel(), param);
@@ -115,6 +120,8 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
                   work.param_type != ScalarType::Half),
              "state has another dtype than expected");
   HDET_CHECK(work.master == nullptr || narrow, "only bfloat16 and float16 parameters have a master");
+  HDET_CHECK(!work.split_master || work.param_type == ScalarType::BFloat16,
+             "only bfloat16 parameters have a split master");
   HDET_CHECK(!stochastic_rounding || (work.master == nullptr && work.param_type != ScalarType::Half),
              "stochastic rounding is for bfloat16 parameters without master");
   return work;

@@ -26,12 +26,11 @@ constexpr int kThreadBlocks = 16;
 // Replicas that share a gradient: those whose parameters are loaded before the first is stored.
 constexpr int kRowsInFlight = 2;
 
-template <typename P, bool kMaster>
-struct CodedStorage {
+template <typename P, bool kMaster, bool kSplit = false>
+struct CodedStorage : MasterStorage<kMaster, kSplit> {
   using Param = P;
   using State = uint8_t;
   using T = float;
-  static constexpr bool kHasMaster = kMaster;
 };
 
 // kWidth elements of the gradient and the states, which replicas share.
@@ -268,7 +267,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMa
   const Prepared<R> own = prepared[chunk.slot];
   if (gradient.address == kNoGradient || skipped(work)) return;
   Buffers<Store> buffers{static_cast<typename Store::Param*>(work.param) + chunk.offset,
-                         Store::kHasMaster ? work.master + chunk.offset : nullptr,
+                         master_at<Store>(work, chunk),
                          {}};
 #pragma unroll
   for (int k = 0; k < kMaxStates; ++k)
@@ -317,6 +316,7 @@ void step(const Work& work, const Tensor& param) {
 
 void step_coded(const Work& work, const Tensor& param) {
   if (work.param_type == ScalarType::Float) return step<CodedStorage<float, false>>(work, param);
+  if (work.split_master) return step<CodedStorage<BFloat16, true, true>>(work, param);
   if (work.master != nullptr) return step<CodedStorage<BFloat16, true>>(work, param);
   step<CodedStorage<BFloat16, false>>(work, param);
 }

@@ -69,7 +69,11 @@ void with_params(const Work& work, int64_t row, int64_t at, Run&& run) {
   const int64_t from = row * work.row_size + at;
   const auto narrow = [&]<typename S>() {
     if (work.master == nullptr) return run(plain<S>(work.param, from));
-    run(Mastered<S>{static_cast<uint16_t*>(work.param), work.master}.from(from));
+    auto* numbers = static_cast<uint16_t*>(work.param);
+    if constexpr (std::is_same_v<S, BFloat16>) {
+      if (work.split_master) return run(SplitMastered{numbers, static_cast<int16_t*>(work.master)}.from(from));
+    }
+    run(Mastered<S>{numbers, static_cast<float*>(work.master)}.from(from));
   };
   if (work.param_type == kTypeOf<T>) return run(plain<T>(work.param, from));
   if constexpr (std::is_same_v<T, float>) {

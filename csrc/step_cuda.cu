@@ -30,15 +30,15 @@ constexpr int kRowsInFlight = 4;
 constexpr int kManyRows = 16;
 constexpr int kPacksPerThreadOfRows = 2;
 
-// The storage of numbers: parameters as P, states as S, with or without a float32 master.
-template <typename P, typename S, bool kMaster>
-struct Storage {
+// The storage of numbers: parameters as P, states as S, with or without a float32 master, which may be split.
+template <typename P, typename S, bool kMaster, bool kSplit = false>
+struct Storage : MasterStorage<kMaster, kSplit> {
   using Param = P;
   using State = S;
   using T = std::conditional_t<std::is_same_v<P, double>, double, float>;
-  static constexpr bool kHasMaster = kMaster;
   // The elements of a pack: the buffer of the widest type is moved 16 bytes at a time.
-  static constexpr int kWidest = kMaster || sizeof(S) > sizeof(P) ? (sizeof(S) > 4 ? sizeof(S) : 4) : sizeof(P);
+  static constexpr bool kCopy = kMaster && !kSplit;
+  static constexpr int kWidest = kCopy || sizeof(S) > sizeof(P) ? (sizeof(S) > 4 ? sizeof(S) : 4) : sizeof(P);
   static constexpr int kWidth = 16 / kWidest;
   static constexpr int threads(bool shared) {
     return kTypicalChunk / (kWidth * (shared ? kPacksPerThreadOfRows : kPacksPerThread));
@@ -152,7 +152,8 @@ __device__ __forceinline__ bool aligned(const Buffers<Store>& buffers, int64_t r
   using T = typename Store::T;
   constexpr int kWidth = Store::kWidth;
   uintptr_t together = reinterpret_cast<uintptr_t>(buffers.param) % (kWidth * sizeof(typename Store::Param));
-  if constexpr (Store::kHasMaster) together |= reinterpret_cast<uintptr_t>(buffers.master) % 16;
+  if constexpr (Store::kHasMaster)
+    together |= reinterpret_cast<uintptr_t>(buffers.master) % (kWidth * sizeof(typename Store::Master));
 #pragma unroll
   for (int k = 0; k < kStates; ++k)
     together |= reinterpret_cast<uintptr_t>(buffers.states[k]) % (kWidth * sizeof(typename Store::State));
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(Store::threads(kTogether > 1))
   const Prepared<R> own = prepared[chunk.slot];
   if (gradient.address == kNoGradient || skipped(work)) return;
   Buffers<Store> buffers{static_cast<typename Store::Param*>(work.param) + chunk.offset,
-                         Store::kHasMaster ? work.master + chunk.offset : nullptr,
+                         master_at<Store>(work, chunk),
                          {}};
 #pragma unroll
   for (int k = 0; k < kMaxStates; ++k)
@@ -217,16 +218,19 @@ void step(const Work& work, const Tensor& param) {
   });
 }
 
-template <typename P, bool kMaster>
+template <typename P, bool kMaster, bool kSplit = false>
 void with_state(const Work& work, const Tensor& param) {
   if constexpr (!std::is_same_v<P, Half>) {
-    if (work.state_type == ScalarType::BFloat16) return step<Storage<P, BFloat16, kMaster>>(work, param);
+    if (work.state_type == ScalarType::BFloat16) return step<Storage<P, BFloat16, kMaster, kSplit>>(work, param);
   }
-  step<Storage<P, float, kMaster>>(work, param);
+  step<Storage<P, float, kMaster, kSplit>>(work, param);
 }
 
 template <typename P>
 void with_master(const Work& work, const Tensor& param) {
+  if constexpr (std::is_same_v<P, BFloat16>) {
+    if (work.split_master) return with_state<P, true, true>(work, param);
+  }
   if (work.master != nullptr) return with_state<P, true>(work, param);
   with_state<P, false>(work, param);
 }

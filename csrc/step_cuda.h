@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kAdvanceThreads)
 template <typename Store>
 struct Buffers {
   typename Store::Param* param;
-  float* master;
+  typename Store::Master* master;
   typename Store::State* states[kMaxStates];
 };
 
@@ -101,12 +101,27 @@ __device__ __forceinline__ void round(const T (&from)[kWidth], Numbers<Stored, k
   to.keep(from);
 }
 
+// How a store keeps the master weights: as a float32 copy, or split from their parameters.
+template <bool kHas, bool kSplit>
+struct MasterStorage {
+  using Master = std::conditional_t<kSplit, int16_t, float>;
+  static constexpr bool kHasMaster = kHas;
+  static constexpr bool kSplitMaster = kSplit;
+  static_assert(kHas || !kSplit);
+};
+
+// The master weights from a chunk on, or null.
+template <typename Store>
+__device__ __forceinline__ typename Store::Master* master_at(const Work& work, const Chunk& chunk) {
+  return Store::kHasMaster ? static_cast<typename Store::Master*>(work.master) + chunk.offset : nullptr;
+}
+
 // kWidth parameters of one replica.
 template <typename Store, int kWidth>
 struct Parameters {
   using T = typename Store::T;
   Numbers<typename Store::Param, kWidth> param;
-  Pack<float, Store::kHasMaster ? kWidth : 1> master;
+  Pack<typename Store::Master, Store::kHasMaster ? kWidth : 1> master;
 
   __device__ __forceinline__ void load(const Buffers<Store>& from, int64_t at) {
     param = fetch<decltype(param)>(from.param + at);
@@ -114,13 +129,24 @@ struct Parameters {
   }
 
   __device__ __forceinline__ T value(int j) const {
-    if constexpr (Store::kHasMaster) return in_full(param.stored(j), master.values[j]);
-    return param.template value<T>(j);
+    if constexpr (Store::kSplitMaster) return joined_master(bits_as<uint16_t>(param.stored(j)), master.values[j]);
+    else if constexpr (Store::kHasMaster) return in_full(param.stored(j), master.values[j]);
+    else return param.template value<T>(j);
   }
 
   template <typename Draw>
   __device__ __forceinline__ void keep(const T (&theta)[kWidth], bool stochastic, int64_t position, const Draw& draw) {
-    if constexpr (Store::kHasMaster) {
+    if constexpr (Store::kSplitMaster) {
+      BFloat16 halves[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const SplitMaster split = split_master(theta[j]);
+        halves[j] = bits_as<BFloat16>(split.param);
+        master.values[j] = split.low;
+      }
+      param.keep(halves);
+      return;
+    } else if constexpr (Store::kHasMaster) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) master.values[j] = theta[j];
     }

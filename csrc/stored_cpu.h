@@ -176,6 +176,27 @@ struct Mastered {
   }
 };
 
+// bf16 parameters with a split master. What other code writes to a parameter counts by itself: the master is always
+// within half a step of it.
+struct SplitMastered {
+  using Number = BFloat16;
+  using Format = Stored<BFloat16>;
+  uint16_t* numbers;
+  int16_t* lows;
+
+  SplitMastered from(int64_t at) const { return {numbers + at, lows + at}; }
+  template <typename V>
+  V read(int64_t i) const {
+    return static_cast<V>(joined_master(numbers[i], lows[i]));
+  }
+  template <typename V>
+  void write(int64_t i, V value) const {
+    const SplitMaster split = split_master(static_cast<float>(value));
+    numbers[i] = split.param;
+    lows[i] = split.low;
+  }
+};
+
 // Calls run(V{}, i) for the elements of a loop: with Lanes for four of them where `Format` asks for that and T is
 // float, else with T.
 template <typename Format, typename T, typename Run>

@@ -18,6 +18,7 @@ from hdet_kernels.checks import check_whole
 from hdet_kernels.fsdp import gathered_shards
 from hdet_kernels.movable import check_movable, common_replicas, tied_to
 from hdet_kernels.sharded import Divided, divided_along, is_distributed, part_of
+from hdet_kernels.split_master import read_split, write_split
 from hdet_kernels.tensors import (
     Piece,
     Slot,
@@ -138,7 +139,7 @@ class Buckets:
             torch.zeros((*leading, end), device=device, dtype=dtype, pin_memory=pinned)
             for end, (device, dtype, _, pinned, _) in zip(ends, keys, strict=True)
         )
-        #: Float32 masters of half-precision buffers; None for buffers without one.
+        #: Masters of half-precision buffers: float32 copies, or int16 lower halves; None for buffers without one.
         self.masters: tuple[Tensor | None, ...] = (None,) * len(self.flats)
         self._views = self.views(self.flats)
         # Tensors that were made in inference mode have no version.
@@ -160,34 +161,57 @@ class Buckets:
         """
         torch.autograd.graph.increment_version(self._versioned)
 
-    def keep_masters(self, wanted: Callable[[torch.dtype], bool]) -> None:
-        """Make float32 masters of the buffers for whose dtype ``wanted`` is true."""
-        self.masters = tuple(flat.float() if wanted(flat.dtype) else None for flat in self.flats)
+    def keep_masters(self, wanted: Callable[[torch.dtype], bool], *, split: bool = False) -> None:
+        """Make masters of the buffers for whose dtype ``wanted`` is true.
+
+        Args:
+            wanted: whether buffers of a dtype have masters.
+            split: whether those of bf16 buffers are split (:mod:`.split_master`) and not float32 copies.
+        """
+
+        def master_of(flat: Tensor) -> Tensor:
+            splits = split and flat.dtype == torch.bfloat16
+            return torch.zeros_like(flat, dtype=torch.int16) if splits else flat.float()
+
+        self.masters = tuple(master_of(flat) if wanted(flat.dtype) else None for flat in self.flats)
 
     def refresh_masters(self) -> None:
         """Copy parameters into their masters where they are no longer their master's rounding.
 
-        That happens when something else than the optimizer writes a parameter.
+        That happens when something else than the optimizer writes a parameter. Split masters always fit.
         """
         for flat, master in zip(self.flats, self.masters, strict=True):
-            if master is not None:
+            if master is not None and master.dtype == torch.float32:
                 master.copy_(in_full(flat, master))
-
-    def round_masters(self) -> None:
-        """Set the parameters to the rounded masters. :meth:`advance_versions` is left to the caller."""
-        for flat, master in zip(self.flats, self.masters, strict=True):
-            if master is not None:
-                flat.copy_(master)
 
     @property
     def full(self) -> tuple[Tensor, ...]:
-        """The parameters in full precision: the masters, and the buffers that have none."""
-        return tuple(flat if master is None else master for flat, master in zip(self.flats, self.masters, strict=True))
+        """The parameters in full precision: the masters, and the buffers that have none. Split masters are joined:
+        these are copies. :meth:`write_full` takes over what is written to all of them."""
+        return tuple(
+            flat if master is None else read_split(flat, master) if master.dtype == torch.int16 else master
+            for flat, master in zip(self.flats, self.masters, strict=True)
+        )
+
+    def write_full(self, full: Sequence[Tensor]) -> None:
+        """Take over values that were written to the tensors of :attr:`full`: round masters, and split copies of them.
+
+        :meth:`advance_versions` is left to the caller.
+        """
+        for flat, master, value in zip(self.flats, self.masters, full, strict=True):
+            if master is None:
+                continue
+            if master.dtype == torch.int16:
+                write_split(value, flat, master)
+            else:
+                flat.copy_(master)
 
     def read_full(self) -> tuple[Tensor, ...]:
         """Return :attr:`full` as it would be after :meth:`refresh_masters`, with the masters left as they are."""
-        pairs = zip(self.flats, self.masters, strict=True)
-        return tuple(flat if master is None else in_full(flat, master) for flat, master in pairs)
+        return tuple(
+            in_full(flat, master) if master is not None and master.dtype == torch.float32 else full
+            for flat, master, full in zip(self.flats, self.masters, self.full, strict=True)
+        )
 
     def moved(self) -> list[int]:
         """Return the indices of parameters that are no longer in their slot (``.to()``, ``.data = …``).

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from hdet_kernels.checks import spell
+from hdet_kernels.split_master import joined
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,12 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def in_full(param: Tensor, master: Tensor) -> Tensor:
-    """Return the master where the 16-bit parameter is its rounding, bit for bit, and the parameter elsewhere."""
+    """Return the master where the 16-bit parameter is its rounding, bit for bit, and the parameter elsewhere.
+
+    A split master (int16, see :mod:`~hdet_kernels.split_master`) always fits its parameter.
+    """
+    if master.dtype == torch.int16:
+        return joined(param, master)
     own = param.view(torch.int16) == master.to(param.dtype).view(torch.int16)
     return torch.where(own, master, param.to(master.dtype))
 

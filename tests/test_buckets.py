@@ -597,9 +597,26 @@ class TestMasters:
         buckets.refresh_masters()
         assert master[:3].tolist() == [0, 1 + 2.0**-12, 7]
 
+    def test_split_masters_are_read_and_written_in_full(self) -> None:
+        buckets = Buckets([parameter(3, dtype=torch.bfloat16), parameter(3, dtype=torch.float16)])
+        buckets.keep_masters(lambda dtype: dtype != torch.float32, split=True)
+        assert [each.dtype for each in buckets.masters if each is not None] == [torch.int16, torch.float32]
+        full = buckets.full
+        assert [each[:3].tolist() for each in full] == [[0, 1, 2]] * 2
+        for each in full:
+            each += 2.0**-12  # lost by rounding to bf16
+        assert buckets.params[0].tolist() == [0, 1, 2]
+        buckets.write_full(full)
+        assert buckets.params[0].tolist() == [2.0**-12, 1, 2]
+        assert [each[:3].tolist() for each in buckets.read_full()] == [[2.0**-12, 1 + 2.0**-12, 2 + 2.0**-12]] * 2
+        with torch.no_grad():
+            buckets.params[0][2] = 8
+        buckets.refresh_masters()
+        assert buckets.full[0][1:3].tolist() == [1 + 2.0**-12, 8 + 2.0**-10], "what the lower half is worth there"
+
     def test_parameters_become_the_rounded_masters(self) -> None:
         buckets = self.buckets()
         assert buckets.masters[0] is not None
         buckets.masters[0].fill_(1 + 2.0**-12)
-        buckets.round_masters()
+        buckets.write_full(buckets.full)
         assert buckets.params[0].tolist() == [1, 1, 1]

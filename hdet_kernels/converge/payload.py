@@ -53,6 +53,8 @@ class Payload:
         excused: the labels of the masks, which need not be finite.
         homed: whether the parameters live in :class:`Buckets`. Each region is then averaged in place.
         device: device of the first parameter.
+        full: :attr:`.Buckets.full`, of which ``params`` are views, if the parameters live there.
+        joined: the addresses of those that are copies, of split masters. They are written back by ``settle``.
     """
 
     params: list[list[Tensor]]
@@ -68,6 +70,8 @@ class Payload:
     excused: frozenset[str]
     homed: bool
     device: torch.device
+    full: tuple[Tensor, ...] = ()
+    joined: frozenset[int] = frozenset()
 
     @property
     def all_params(self) -> list[Tensor]:
@@ -97,11 +101,12 @@ class Payload:
     def restore_on_failure(self, plan: Plan, *, written_last: bool) -> Iterator[None]:
         """Restore the tensors that are averaged in full, and the integers, if the block raises.
 
-        What is written after the last collective needs no copy: compressed parameters, and with ``written_last`` all
-        that is averaged in full.
+        What is written after the last collective needs no copy: compressed parameters, parameters that are copies, and
+        with ``written_last`` all that is averaged in full.
         """
         in_full = () if written_last else itertools.chain.from_iterable(self.regions_in_full(plan))
-        changed = [*in_full, *(self.integers if plan.integers else ())]
+        written_now = [tensor for tensor in in_full if tensor.data_ptr() not in self.joined]
+        changed = [*written_now, *(self.integers if plan.integers else ())]
         backups = [tensor.clone() for tensor in changed]
         try:
             yield
@@ -158,6 +163,8 @@ class Payload:
                 integers=[tensor.clone() for tensor in self.integers],
                 counts=None if self.counts is None else self.counts.clone(),
                 gapped=[],
+                full=(),
+                joined=frozenset(),
             )
 
     def put_back(self) -> None:
@@ -230,8 +237,11 @@ class ModelTensors:
         masks = [part for part in parts if part.data_ptr() in constant]
         buffers = [part for part in parts if part.data_ptr() not in others]
         floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-        homed = None
+        homed: list[list[Tensor]] | None = None
+        full: tuple[Tensor, ...] = ()
+        in_use: set[int] = set()
         if self.buckets is not None:
+            in_use = {each.data_ptr() for each in (*self.buckets.flats, *self.buckets.masters) if each is not None}
             full = self.buckets.read_full() if reads else self.buckets.full
             homed = [[flat(each)] for each in full if each.numel()]
         covered, labels = self.covered(), self._labels()
@@ -249,6 +259,8 @@ class ModelTensors:
             excused=frozenset(label for label, t in zip(labels, covered, strict=True) if t.data_ptr() in constant),
             homed=homed is not None,
             device=self.params[0].device,
+            full=full,
+            joined=frozenset(each.data_ptr() for each in full) - in_use,
         )
 
     def covered(self) -> list[Tensor]:
@@ -269,7 +281,7 @@ class ModelTensors:
         if self.write_state is not None and payload.state:
             self.write_state(payload.state)
         if self.buckets is not None:
-            self.buckets.round_masters()
+            self.buckets.write_full(payload.full)
         self.written()
         if counts and payload.counts is not None and self.counts is not None:
             self.counts.write(payload.counts)

@@ -33,6 +33,7 @@ from hdet_kernels.ops.reference_rules import Row as Row
 from hdet_kernels.ops.reference_wire import wire_operators as wire_operators
 from hdet_kernels.ops.rounding import random_bits, random_bits_at, round_stochastically, rounding_key
 from hdet_kernels.ops.step import STATES, Scalars, StepArguments
+from hdet_kernels.split_master import split
 from hdet_kernels.tensors import in_full, wide_dtype
 
 
@@ -141,9 +142,13 @@ def _step(
             if row == 0:
                 push, new = own_rule.push(theta, g, [None if state is None else state.to(compute) for state in old], n)
             theta = own_rule.move(theta, push, n)
-            keep(stored, theta, n, 0, offset)
-            if masters is not None:
-                keep(masters[row, span], theta, n, 1, offset)
+            if masters is None:
+                keep(stored, theta, n, 0, offset)
+            else:
+                own_master = masters[row, span]
+                param_half, master_half = split(theta) if own_master.dtype == torch.int16 else (theta, theta)
+                put(stored, param_half)
+                put(own_master, master_half)
         for k, (target, before, value) in enumerate(zip(stored_states, old, new, strict=False)):
             if target is None or before is None or value is None or value is before:
                 continue

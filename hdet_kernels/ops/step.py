@@ -42,8 +42,12 @@ STATE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 #: The dtypes of parameters.
 DTYPES = tuple(STATE_DTYPES)
 
-#: The dtypes of parameters that can have a float32 master.
-MASTERED = (torch.bfloat16, torch.float16)
+#: By dtype of the parameters that can have a float32 master, the dtypes of its buffer: ``float32`` for a copy,
+#: ``int16`` for the lower halves of a master that is split (:mod:`hdet_kernels.split_master`).
+MASTERED: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.bfloat16: (torch.float32, torch.int16),
+    torch.float16: (torch.float32,),
+}
 
 
 def check_rules(where: str, rules: Collection[str]) -> None:
@@ -132,7 +136,9 @@ class Step:
         chunks: The slots of one replica's parameters.
         master: float32 copy of bf16 or fp16 parameters, of their shape. The rule updates the master, and the parameter
             is its rounding. Where a parameter is no longer that rounding, other code has written it
-            (``load_state_dict``, averaging), and the master takes its value.
+            (``load_state_dict``, averaging), and the master takes its value. An int16 buffer is the lower halves of
+            masters whose upper halves are the bf16 parameters (:mod:`hdet_kernels.split_master`): a parameter that
+            other code has written then counts within half a step.
         stochastic_rounding: Round what is stored as bf16 up or down with the probability that makes the expectation
             exact. The random bits depend only on the table's ``seed``, the step count and the position, so a run can be
             repeated bit for bit.
@@ -214,7 +220,7 @@ def _check_buffers(given: StepArguments) -> dict[str, Tensor]:
     if master is not None:
         if param.dtype not in MASTERED:
             raise ValueError(f"only bf16 and fp16 parameters have a master, these are {param.dtype}")
-        buffers["master"] = (master, (torch.float32,))
+        buffers["master"] = (master, MASTERED[param.dtype])
     if given.stochastic_rounding and (master is not None or param.dtype == torch.float16):
         raise ValueError(
             "stochastic rounding is for bf16 parameters without master, got "

@@ -28,7 +28,7 @@ from hdet_kernels.ops.triton_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
 from hdet_kernels.ops.triton_reduce import read_norm
-from hdet_kernels.ops.triton_rounding import key_of, nearest, random_base, write
+from hdet_kernels.ops.triton_rounding import joined_master, key_of, nearest, random_base, split_master, write
 from hdet_kernels.ops.triton_rowwise import rowwise_adagrad as rowwise_adagrad
 from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, move, push
 from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
@@ -212,9 +212,7 @@ def _block(
     states = (state0, state1, state2, scales0, scales1, scales2)
     direction, other = push(RULE, theta, g, n, *states, at, inside, random, STOCHASTIC)
     theta = move(RULE, theta, direction, other, n)
-    if master is not None:
-        tl.store(master + at, theta, mask=inside)
-    write(param, at, theta, inside, random, 0, STOCHASTIC)
+    _keep(param, master, at, theta, inside, random, STOCHASTIC)
 
 
 @triton.jit
@@ -258,23 +256,45 @@ def _rows(
     while row < rows:
         start, own = row * stride, n + row * (step * _NUMBERS)
         moved = move(RULE, _in_full(param, master, start + at, inside, wide), direction, other, own)
-        if master is not None:
-            tl.store(master + (start + at), moved, mask=inside)
         own_random = _random(quad, mine + row * (step * 3), RANDOM)
-        write(param + start, at, moved, inside, own_random, 0, STOCHASTIC)
+        own_master = master
+        if master is not None:
+            own_master = master + start
+        _keep(param + start, own_master, at, moved, inside, own_random, STOCHASTIC)
         row += 1
 
 
 @triton.jit
 def _in_full(param, master, at, inside, wide: tl.constexpr):
-    """Return the master where the parameter is its rounding, bit for bit, else the parameter."""
+    """Return the master where the parameter is its rounding, bit for bit, else the parameter.
+
+    A split master always fits.
+    """
     stored = tl.load(param + at, mask=inside, other=0.0)
     theta = stored.to(wide)
-    if master is not None:
+    if master is None:
+        pass
+    elif master.dtype.element_ty == tl.int16:
+        theta = joined_master(stored, tl.load(master + at, mask=inside, other=0))
+    else:
         full = tl.load(master + at, mask=inside, other=0.0)
         same = nearest(full, stored.dtype).to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
         theta = tl.where(same, full, theta)
     return theta
+
+
+@triton.jit
+def _keep(param, master, at, theta, inside, random, STOCHASTIC: tl.constexpr):
+    """Store the parameters, rounded, and their masters."""
+    if master is None:
+        write(param, at, theta, inside, random, 0, STOCHASTIC)
+    elif master.dtype.element_ty == tl.int16:
+        rounded, low = split_master(theta)
+        tl.store(param + at, rounded.to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(master + at, low.to(tl.int16, bitcast=True), mask=inside)
+    else:
+        tl.store(master + at, theta, mask=inside)
+        write(param, at, theta, inside, random, 0, STOCHASTIC)
 
 
 @triton.jit

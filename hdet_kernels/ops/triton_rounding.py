@@ -73,6 +73,29 @@ def widened(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def split_master(master):
+    """Return the bits of the bf16 parameter and of the lower half, uint16, of a float32 master.
+
+    The parameter is the master rounded to nearest, ties away from zero. Every NaN becomes one NaN.
+    """
+    bits = tl.where(master == master, master.to(tl.uint32, bitcast=True), 0x7FC00000)
+    return ((bits + 0x8000) >> 16).to(tl.uint16), bits.to(tl.uint16)
+
+
+@triton.jit
+def joined_master(param, low):
+    """Return the float32 master of a bf16 parameter and its lower half, int16.
+
+    The lower half may belong to a parameter that other code has replaced by zero or infinity: a sum below zero or
+    above infinity ends there.
+    """
+    bits = param.to(tl.uint16, bitcast=True).to(tl.uint32)
+    rounded = ((bits & 0x7FFF) << 16).to(tl.int32)
+    magnitude = tl.minimum(tl.maximum(rounded + low.to(tl.int32), 0), tl.maximum(rounded, 0x7F800000))
+    return (magnitude.to(tl.uint32) | ((bits & 0x8000) << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _to_bfloat16(value, addend):
     """Add to the low 16 bits and cut them off; a carry rounds up. NaN stays NaN, and infinity never carries."""
     bits = value.to(tl.uint32, bitcast=True)

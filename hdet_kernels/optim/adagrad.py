@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.checks import check_at_least_zero, check_flags
 from hdet_kernels.optim.group_entries import Group
-from hdet_kernels.optim.options import GradientStorage, Options, StateDtype
+from hdet_kernels.optim.options import GradientStorage, MasterWeights, Options, StateDtype
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -33,7 +33,7 @@ class FusedAdagrad(FusedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         gradients: GradientStorage = "autograd",
-        master_weights: bool | None = None,
+        master_weights: MasterWeights = None,
         state_dtype: StateDtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,

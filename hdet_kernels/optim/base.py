@@ -346,7 +346,7 @@ class FusedOptimizer(Optimizer):
         check_ties(self.param_groups)
         group_of = {id(param): number for number, group in enumerate(self.param_groups) for param in group["params"]}
         self.buckets = self._make_buckets()
-        self.buckets.keep_masters(self.options.has_master)
+        self.buckets.keep_masters(self.options.has_master, split=self.options.splits_masters)
         groups = [group_of[id(param)] for param in self.buckets.params]
         shares_state = share_gradients(self.buckets.params)
         self._flat_groups = flat_groups_of(

@@ -34,7 +34,7 @@ class FlatGroup:
     Args:
         rule: the update rule, a key of ``ops.STATES``.
         flat: the parameters, [n] or [replicas, n].
-        master: float32 master weights of a half-precision ``flat``, if there are any.
+        master: master weights of a half-precision ``flat``, if there are any: float32, or int16 lower halves.
         params: for each slot its parameters: one, or several that are tied by sharing their memory.
         slots: where in ``flat`` the parameters of each slot are.
         groups: for each slot the number of its parameter group.

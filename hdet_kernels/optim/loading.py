@@ -21,7 +21,7 @@ from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
 from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
 from hdet_kernels.optim.precision import wrap_tensors
-from hdet_kernels.optim.state_views import MASTER
+from hdet_kernels.optim.state_views import MASTER, MASTER_LOW
 from hdet_kernels.sharded import why_unlike
 from hdet_kernels.tensors import replicas_of
 
@@ -177,7 +177,7 @@ def _check_names(
 ) -> None:
     missing = [name for name in needed if entries.get(name) is None]
     scales = [scale_name(name) for name in states if is_coded(entries.get(name))]
-    unknown = [name for name in entries if name not in (*states, *scales, "step", MASTER)]
+    unknown = [name for name in entries if name not in (*states, *scales, "step", MASTER, MASTER_LOW)]
     if missing or unknown:
         raise ValueError(
             f"{where} has {', '.join(map(str, entries)) or 'no entries'}; {kind} "
@@ -196,13 +196,17 @@ def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimiz
     for name, value in entries.items():
         if name == "step" or name in scales or value is None:
             continue
-        if name != MASTER and is_coded(value):
+        if name not in (MASTER, MASTER_LOW) and is_coded(value):
             check_coded(where, name, value, entries.get(scale_name(name)))
             rows.add(_check_shape(where, name, value, param, tuple(param.shape[1:] if stacked else param.shape)))
             continue
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
+        fits = isinstance(value, Tensor) and (
+            value.is_floating_point() or (name == MASTER_LOW and value.dtype in (torch.int16, torch.int32))
+        )
+        if not fits or value.layout is not torch.strided:
             given = f"{value.dtype} {value.layout}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{where} has {name}={given}, expected a tensor of floating-point numbers")
+            expected = "int16" if name == MASTER_LOW else "floating-point"
+            raise ValueError(f"{where} has {name}={given}, expected a tensor of {expected} numbers")
         if value.is_meta:
             raise ValueError(f"{where} has {name} on the meta device, without values; load it on a real device")
         if (why_not := why_unlike(param, value)) is not None:

@@ -16,7 +16,7 @@ from hdet_kernels.optim.checks import check_at_least_zero, check_below_one, chec
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.group_entries import PER_REPLICA, Group
 from hdet_kernels.optim.muon_group import ROW_SQUARES, MuonGroup, Orthogonal
-from hdet_kernels.optim.options import GradientStorage, Options
+from hdet_kernels.optim.options import GradientStorage, MasterWeights, Options
 from hdet_kernels.tensors import replicas_of
 
 #: Entries of a group of matrices that cannot differ between replicas: they act on the update that all of them share.
@@ -83,7 +83,7 @@ class FusedMuon(FusedOptimizer):
         normuon_beta2: float = 0.95,
         max_grad_norm: float | None = None,
         gradients: GradientStorage = "autograd",
-        master_weights: bool | None = None,
+        master_weights: MasterWeights = None,
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         backend: str | None = None,

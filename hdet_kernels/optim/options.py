@@ -14,6 +14,7 @@ from hdet_kernels.tensors import replicas_of
 
 GradientStorage = Literal["autograd", "fixed"]
 StateDtype = torch.dtype | Literal["int8"]
+MasterWeights = bool | Literal["split"] | None
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Options:
             on). Useful for many small tensors, gradient accumulation and CUDA graphs. Clear gradients by the
             optimizer's ``zero_grad``, and call ``attach_gradients`` after freezing or unfreezing a part of the model.
         master_weights: keep a float32 copy of bf16 and fp16 parameters, so that small updates are not lost. Default:
-            yes, unless they are rounded stochastically.
+            yes, unless they are rounded stochastically. ``"split"`` keeps the same numbers in 2 bytes instead of 4 for
+            a bf16 parameter: the lower half of their bits, next to the parameter as the upper half, rounded. A
+            parameter that other code writes then counts within half a bf16 step, not exactly.
         state_dtype: dtype of the moments. Those of float64 parameters are always float64.
         stochastic_rounding: round bf16 parameters (without master) and bf16 state up or down at random, so that small
             updates are kept on average. The random bits depend on the group's ``rounding_seed`` (0; the same on every
@@ -39,7 +42,7 @@ class Options:
     """
 
     gradients: GradientStorage = "autograd"
-    master_weights: bool | None = None
+    master_weights: MasterWeights = None
     state_dtype: StateDtype = torch.float32
     stochastic_rounding: bool = False
     backend: str | None = None
@@ -47,8 +50,10 @@ class Options:
 
     def __post_init__(self) -> None:
         check_choice("gradients", self.gradients, get_args(GradientStorage))
-        if self.master_weights is not None and not isinstance(self.master_weights, bool):
-            raise ValueError(f"master_weights must be True, False or None to choose, got {self.master_weights!r}")
+        if not (self.master_weights is None or isinstance(self.master_weights, bool) or self.splits_masters):
+            raise ValueError(
+                f'master_weights must be True, False, "split" or None to choose, got {self.master_weights!r}'
+            )
         if isinstance(self.state_dtype, str) and self.state_dtype == "int8":
             object.__setattr__(self, "state_dtype", torch.int8)
         if not any(self.state_dtype is dtype for dtype in (torch.float32, torch.bfloat16, torch.int8)):
@@ -60,8 +65,8 @@ class Options:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.master_weights and self.stochastic_rounding:
             raise ValueError(
-                "master_weights=True and stochastic_rounding=True exclude each other: a master keeps small updates "
-                "exactly, stochastic rounding keeps them on average without one; choose one of them"
+                f"master_weights={self.master_weights!r} and stochastic_rounding=True exclude each other: a master "
+                "keeps small updates exactly, stochastic rounding keeps them on average without one; choose one of them"
             )
 
     def check_param(self, index: int, param: Tensor) -> None:
@@ -92,8 +97,13 @@ class Options:
 
     def has_master(self, dtype: torch.dtype) -> bool:
         """Return whether parameters of ``dtype`` have float32 masters."""
-        wanted = not self.stochastic_rounding if self.master_weights is None else self.master_weights
+        wanted = not self.stochastic_rounding if self.master_weights is None else bool(self.master_weights)
         return wanted and dtype in MASTERED
+
+    @property
+    def splits_masters(self) -> bool:
+        """Whether masters of bf16 parameters are split. Those of fp16, which has another exponent, are copies."""
+        return isinstance(self.master_weights, str) and self.master_weights == "split"
 
     def state_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the moments of parameters of ``dtype``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -15,10 +15,14 @@ from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
 from hdet_kernels.sharded import distributed_like, is_distributed, part_like, part_of
+from hdet_kernels.split_master import copy_of, low_of_copy
 from hdet_kernels.tensors import compact, own_storage
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
 MASTER = "master"
+
+#: The name in ``state[p]`` of the lower half of a split master (:mod:`hdet_kernels.split_master`), int16.
+MASTER_LOW = "master_low"
 
 
 class StatefulOptimizer(Protocol):
@@ -87,8 +91,7 @@ class StateViews:
                     else:
                         flat.write_state(name, index, optimizer.initial_state(name, group))
                 if flat.master is not None:
-                    master = part_like(tied[0], given[MASTER]) if MASTER in given else part_of(tied[0])
-                    flat.view(flat.master, index).copy_(master)
+                    _write_master(flat.view(flat.master, index), tied[0], given)
                 # Rules whose state has no step count need to know only whether they have stepped before.
                 step = given.get("step", 1.0 if kept else 0.0)
                 if isinstance(step, Tensor):
@@ -196,22 +199,53 @@ class StateViews:
             if (scales := flat.scale_view(name, index)) is not None:
                 shown[scale_name(name)] = scales
         if flat.master is not None:
-            shown[MASTER] = flat.view(flat.master, index)
+            shown[master_name(flat.master)] = flat.view(flat.master, index)
         shown = {name: own_storage(view) for name, view in shown.items()}
         for param in flat.params[index] if shown else ():
             entry = optimizer.state[param]
             for name in map(scale_name, flat.states):
                 entry.pop(name, None)  # of codes that were loaded and decoded
+            for name in (MASTER, MASTER_LOW) if flat.master is not None else (MASTER_LOW,):
+                entry.pop(name, None)  # of masters that were loaded in the other form, or are not kept
             whole = ("step", *map(scale_name, flat.states))
             entry.update({name: own if name in whole else distributed_like(param, own) for name, own in shown.items()})
             self._entries[param] = entry
+
+
+def master_name(master: Tensor) -> str:
+    """Return the name in ``state[p]`` of a master: a float32 copy, or the lower half of a split one."""
+    return MASTER_LOW if master.dtype == torch.int16 else MASTER
+
+
+def _write_master(master: Tensor, param: Tensor, given: Mapping[str, Any]) -> None:
+    """Write the master of a parameter: as its entry gives it, in whichever form, or else the parameter itself.
+
+    torch's optimizers make floating-point numbers of a lower half that they load, and do not update it: it is left out.
+    """
+    forms = [name for name in (MASTER_LOW, MASTER) if name in given]
+    forms = [name for name in forms if name == MASTER or not given[name].is_floating_point()]
+    value = part_like(param, given[forms[0]]) if forms else None
+    if master.dtype == torch.int16:
+        if value is None:
+            master.zero_()
+        else:
+            master.copy_(low_of_copy(value.float()) if value.is_floating_point() else value)
+    elif value is not None and value.is_floating_point():
+        master.copy_(value)
+    else:
+        own = part_of(param)
+        # A lower half belongs to bf16. A parameter of another dtype was converted since, and counts alone.
+        if value is not None and own.dtype == torch.bfloat16:
+            own = copy_of(own, value.to(own.device, torch.int16).expand_as(own))
+        master.copy_(own)
 
 
 def saved_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state_dict whose tensors can be saved: by themselves, and on any number of processes.
 
     The rows of a stack lie between those of other parameters and are copied. Distributed codes are decoded: their
-    scales are those of one way to divide them. Everything else is as it was.
+    scales are those of one way to divide them. Lower halves of distributed masters become int32: neither NCCL nor gloo
+    gathers int16. Everything else is as it was.
     """
     state = {
         key: _saved_entries(entries) if isinstance(entries, dict) else entries
@@ -223,4 +257,11 @@ def saved_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _saved_entries(entries: dict[str, Any]) -> dict[str, Any]:
     if any(is_coded(value) and is_distributed(value) for value in entries.values()):
         entries = decoded_entries(entries)
-    return {name: compact(value) if type(value) is Tensor else value for name, value in entries.items()}
+    return {name: _saved(value) for name, value in entries.items()}
+
+
+def _saved(value: Any) -> Any:
+    if type(value) is Tensor:
+        return compact(value)
+    wide = isinstance(value, Tensor) and value.dtype == torch.int16 and is_distributed(value)
+    return value.to(torch.int32) if wide else value

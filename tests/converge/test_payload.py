@@ -117,6 +117,29 @@ def test_parameters_in_buckets_are_regions_of_their_own_and_averaged_in_their_ma
     assert params[0].tolist() == [1 + 2.0**-12] * 3
 
 
+def test_split_masters_are_averaged_in_a_copy_which_is_no_loss_if_that_fails() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    buckets = Buckets([param])
+    buckets.keep_masters(lambda dtype: dtype == torch.bfloat16, split=True)
+    tensors = tensors_of(buckets)
+    payload = tensors.payload(include_state=False)
+    (full,) = payload.all_params
+
+    def fail() -> None:
+        with payload.restore_on_failure(planned(), written_last=False):
+            full.fill_(2.0)
+            raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        fail()
+    assert (full == 2.0).all(), "no memory for a backup"
+    assert param.tolist() == [1.0, 1.0, 1.0]
+    full.fill_(1 + 2.0**-12)
+    tensors.settle(payload, counts=False)
+    assert param.tolist() == [1.0, 1.0, 1.0]
+    assert (buckets.full[0][:3] == 1 + 2.0**-12).all()
+
+
 def test_tensors_with_gaps_are_averaged_in_a_copy_that_is_written_back() -> None:
     whole = torch.arange(12.0).view(3, 4)
     spectrum = torch.zeros(4, dtype=torch.complex64)

@@ -108,7 +108,7 @@ def test_the_optimizers() -> None:
     cases: list[tuple[Any, torch.dtype, dict[str, Any]]] = [
         (hk.FusedAdamW, torch.bfloat16, {"amsgrad": True}),
         (hk.FusedAdagrad, torch.float32, {}),
-        (hk.FusedLion, torch.float32, {}),
+        (hk.FusedLion, torch.bfloat16, {"master_weights": "split"}),
         (hk.FusedMuon, torch.float32, {"normuon": True}),
         (hk.FusedSGD, torch.bfloat16, {"momentum": 0.9, "stochastic_rounding": True, "master_weights": False}),
     ]

@@ -110,9 +110,20 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
     yield "reduce", triton_reduce._reduce, types, {}, 90
     types = {"partials": "*fp64", "result": "*fp64", "count": "i32"}
     yield "finish", triton_reduce._finish, types, {"PROGRAMS": triton_reduce.PROGRAMS}, 90
+    yield from _split_masters()
     yield from _packing()
     yield from _wire_kernels()
     yield from _noise_kernels()
+
+
+def _split_masters() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
+    for state, label in ((FP32, "fp32"), (BF16, "bf16"), (torch.uint8, "coded")):
+        precision = Precision(BF16, state, (BF16,))
+        types = _flat_types("adamw", precision, False) | {"master": "*i16"}
+        constants = _walk_constants("adamw", precision, stochastic=False)
+        yield f"split-{label}", triton_kernels._walk, types, constants, 90
+        constants = constants | {"SHARED": True, "BLOCK": triton_kernels.block_of_rows(constants["VECTOR"])}
+        yield f"rows-split-{label}", triton_kernels._walk, types, constants, 90
 
 
 def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
@@ -219,6 +230,8 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
         assert (made[f"adamw-fp32-sm{target}"]["loads"], made[f"adamw-fp32-sm{target}"]["stores"]) == (8, 6)
     for name in ("adamw-bf16-nearest", "adamw-bf16-state-bf16-sm90"):
         assert (made[name]["loads"], made[name]["stores"]) == (4, 3)
+    # Gradient, moments, parameter and lower half of its master: vectors of 8 elements.
+    assert (made["split-bf16"]["loads"], made["split-bf16"]["stores"]) == (5, 4)
     # One vector for each thread, of the gradient and the states, and of one row after the other.
     assert (made["rows-adamw-fp32"]["loads"], made["rows-adamw-fp32"]["stores"]) == (3 + 1, 2 + 1)
     assert (made["rows-lion-bf16-state-bf16"]["loads"], made["rows-lion-bf16-state-bf16"]["stores"]) == (2 + 1, 1 + 1)

@@ -32,7 +32,7 @@ from tests.optim.cases import assert_refused
         (FusedAdamW, {"max_grad_norm": "1"}, "max_grad_norm must be a positive number.* got '1'"),
         (FusedAdamW, {"max_grad_norm": float("nan")}, "max_grad_norm must be a positive number.* got nan"),
         (FusedAdamW, {"max_grad_norm": 10**400}, "max_grad_norm must be a positive number"),
-        (FusedAdamW, {"master_weights": 1}, "master_weights must be True, False or None to choose, got 1"),
+        (FusedAdamW, {"master_weights": 1}, "master_weights must be True, False, .split. or None to choose, got 1"),
         (FusedAdamW, {"stochastic_rounding": 0}, "stochastic_rounding must be True or False, got 0"),
         (FusedAdamW, {"advance_versions": None}, "advance_versions must be True or False, got None"),
         (FusedAdamW, {"backend": ["torch"]}, r"backend must be a name .* got \['torch'\]"),

@@ -17,6 +17,7 @@ from hdet_kernels.optim.options import Options
     [
         ({}, True),
         ({"master_weights": True}, True),
+        ({"master_weights": "split"}, True),
         ({"master_weights": False}, False),
         ({"stochastic_rounding": True}, False),
     ],
@@ -51,7 +52,8 @@ def test_dtype_of_the_state() -> None:
         (torch.float64, {"state_dtype": "int8"}, "parameter 0 is torch.float64, whose state cannot be int8"),
         (torch.float16, {"state_dtype": "int8"}, "parameter 0 is torch.float16, whose state cannot be int8"),
         (torch.float32, {"gradients": "flat"}, "gradients must be one of 'autograd', 'fixed', got 'flat'"),
-        (torch.float32, {"master_weights": "yes"}, "master_weights must be True, False or None"),
+        (torch.float32, {"master_weights": "yes"}, 'master_weights must be True, False, "split" or None to choose'),
+        (torch.bfloat16, {"master_weights": "split", "stochastic_rounding": True}, "'split' and .*exclude each other"),
         (torch.float32, {"stochastic_rounding": None}, "stochastic_rounding must be True or False, got None"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -126,7 +126,8 @@ class LastSound:
         """
         kept = self.copy.read()
         kept_state, kept_others = kept["state"] or {}, kept["others"] or {}
-        params = zip(self._full(), kept["params"], strict=True)
+        full = self._full()
+        params = zip(full, kept["params"], strict=True)
         named = [(f"flat parameter {number}", *pair) for number, pair in enumerate(params)]
         state = state_pairs(self.optimizer, kept_state)
         named += [(f"state {name}", _real(now), saved) for name, now, saved in state]
@@ -145,7 +146,7 @@ class LastSound:
             rows[1:].copy_(rows[:1])
         reset_others(self.optimizer, kept_state, kept_others)
         if (buckets := self.converger.tensors.buckets) is not None:
-            buckets.round_masters()
+            buckets.write_full(full)
         self.converger.tensors.written()
         self.converger.load_state_dict(kept["compression"], own=self._own)
         self.converger.load_outer_state_dict(kept["outer"])
@@ -170,12 +171,13 @@ class LastSound:
 
     def _write_model(self, values: Sequence[Tensor]) -> None:
         """Write parameters in full precision, and then buffers, to the tensors in use."""
-        targets = [*self._full(), *map(_real, self._buffers())]
+        full = self._full()
+        targets = [*full, *map(_real, self._buffers())]
         for target, value in zip(targets, values, strict=False):
             if fits(target, value):
                 target.copy_(value)
         if (buckets := self.converger.tensors.buckets) is not None:
-            buckets.round_masters()
+            buckets.write_full(full)
         self.converger.tensors.written()
 
     def drop(self) -> None:
