@@ -19,10 +19,11 @@ Given a uniform random number u between 0 and 1, the upper one of two levels a a
 (1 - u)·a + u·b. That of c² and (c + 1)² is (c + u)² + u·(1 - u), so for squares this takes no comparison: the code
 counts ⌈√(x - u·(1 - u)) - u⌉ steps, or with 1 - u in place of u, ⌊√(x - u·(1 - u)) + u⌋.
 
-Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴, up to a millionth: the scale lies
-that much below the highest level, so that no rounding of a product or a root leads above it. Those units and their
-inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets scale
-NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to zeros.
+Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴, up to a millionth: the scale
+lies that much below the highest level, so that no rounding of a product or a root leads above it. Those units and their
+inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets
+scale NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to
+zeros.
 ``csrc/companding.h`` and ``triton_companding.py`` have the same functions.
 """
 
@@ -120,12 +121,15 @@ def positions_of_bits(position: Tensor, state: int) -> Tensor:
 def encode_again(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the codes and the scales of a slot, rounding to nearest; values that were decoded decode to the same ones.
 
-    Decoding rounds, so that the largest magnitude of a block is not always its scale. The scales next to it are tried.
+    The largest magnitude of a block that was decoded is the highest level, a little above its scale, and rounded. So
+    the scales around the one that belongs to that level are tried.
     """
     codes, scales = encode(values, signed)
     wrong = _differ(decode(codes, scales, signed), values)
-    for apart in (1, -1, 2, -2):
-        other = (scales.view(torch.int32) + apart).view(torch.float32)
+    highest = 127.0**2 if signed else 255.0**4
+    belonging = (scales.double() * (TOP[signed] / highest)).float().view(torch.int32)
+    for apart in (0, 1, -1, 2, -2):
+        other = (belonging + apart).view(torch.float32)
         better = wrong & ~_differ(decode(codes, other, signed), values)
         scales, wrong = torch.where(better, other, scales), wrong & ~better
     return codes, scales
