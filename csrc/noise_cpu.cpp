@@ -14,10 +14,32 @@ namespace {
 // The fewest elements that torch gives to one thread, in chunks of 2048.
 constexpr int64_t kChunksPerThread = 16;
 
-// Adds the noise of positions from `start` on to `values`.
 template <typename T>
-HDET_WIDEST void add(const Normals normals, T scale, int64_t start, int64_t count, T* __restrict values) {
-  for (int64_t i = 0; i < count; ++i) values[i] += scale * static_cast<T>(normals.at(start + i));
+void add_single(const Normals& normals, T scale, int64_t position, T* value) {
+  const auto pair = static_cast<uint64_t>(position) / 2;
+  const TwoNormals both = normals.of_pair(static_cast<uint32_t>(pair), static_cast<uint32_t>(pair >> 32));
+  *value += scale * static_cast<T>(position % 2 != 0 ? both.odd : both.even);
+}
+
+// Adds the noise of pairs of positions from `first` on to `values`, two for each pair.
+template <typename T>
+HDET_WIDEST void add_pairs(const Normals normals, T scale, uint64_t first, int64_t pairs, T* __restrict values) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    const uint64_t pair = first + static_cast<uint64_t>(i);
+    const TwoNormals both = normals.of_pair(static_cast<uint32_t>(pair), static_cast<uint32_t>(pair >> 32));
+    values[2 * i] += scale * static_cast<T>(both.even);
+    values[2 * i + 1] += scale * static_cast<T>(both.odd);
+  }
+}
+
+// Adds the noise of positions from `start` on to `values`. The first or last position may lack its other half.
+template <typename T>
+void add(const Normals& normals, T scale, int64_t start, int64_t count, T* values) {
+  const int64_t lead = std::min(start & 1, count), pairs = (count - lead) / 2;
+  if (lead != 0) add_single(normals, scale, start, values);
+  add_pairs(normals, scale, static_cast<uint64_t>(start + lead) / 2, pairs, values + lead);
+  const int64_t done = lead + 2 * pairs;
+  if (done < count) add_single(normals, scale, start + done, values + done);
 }
 
 template <typename S>

@@ -9,7 +9,7 @@ namespace hdet {
 namespace {
 
 // A thread has four 16-byte packs of a chunk of 2048 floats. The shape was not measured, because this runs once.
-constexpr int kThreads = 128;
+constexpr int kThreads = 64;
 
 template <typename S>
 __device__ __forceinline__ S with_noise(S value, Arithmetic<S> scale, float normal) {
@@ -26,20 +26,28 @@ __device__ __forceinline__ void add_to_chunk(const Chunk& chunk, int64_t address
   const auto count = static_cast<int>(chunk.count);
   S* values = reinterpret_cast<S*>(address) + chunk.start;
   int done = 0;
-  if (reinterpret_cast<uintptr_t>(values) % sizeof(Packed) == 0) {
+  if (reinterpret_cast<uintptr_t>(values) % sizeof(Packed) == 0 && chunk.start % kWidth == 0) {
     done = count / kWidth * kWidth;
 #pragma unroll 1
     for (int at = threadIdx.x * kWidth; at < done; at += kThreads * kWidth) {
       auto pack = fetch<Packed>(values + at);
+      const auto pair = static_cast<uint64_t>(chunk.start + at) >> 1;
+      const auto low = static_cast<uint32_t>(pair), high = static_cast<uint32_t>(pair >> 32);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j)
-        pack.values[j] = with_noise(pack.values[j], factor, normals.at(chunk.start + at + j));
+      for (int j = 0; j < kWidth; j += 2) {
+        const TwoNormals both = normals.of_pair(low + j / 2, high);
+        pack.values[j] = with_noise(pack.values[j], factor, both.even);
+        pack.values[j + 1] = with_noise(pack.values[j + 1], factor, both.odd);
+      }
       put(values + at, pack);
     }
   }
 #pragma unroll 1
-  for (int at = done + threadIdx.x; at < count; at += kThreads)
-    values[at] = with_noise(values[at], factor, normals.at(chunk.start + at));
+  for (int at = done + threadIdx.x; at < count; at += kThreads) {
+    const auto position = static_cast<uint64_t>(chunk.start + at);
+    const TwoNormals both = normals.of_pair(static_cast<uint32_t>(position >> 1), static_cast<uint32_t>(position >> 33));
+    values[at] = with_noise(values[at], factor, (position & 1) != 0 ? both.odd : both.even);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) add_noise(const Noising work) {

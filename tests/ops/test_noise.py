@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK
 from hdet_kernels.ops.noise import add_noise_
-from hdet_kernels.ops.reference_noise import _word, cos_of_turn, keys_of, log_of, normals
+from hdet_kernels.ops.reference_noise import cos_and_sin, keys_of, normals, square_of_radius, words
 from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, assert_same, available
 from tests.ops.noise_cases import DTYPES, KEYS, Case, drawn, keys_and_scales, make_case, table_of
 from tests.ops.operator_cases import noise_operator
@@ -42,7 +42,7 @@ class TestEveryDtype:
         for slot, (old, new) in enumerate(zip(before, case.tensors, strict=True)):
             assert new is not None
             wide = FP64 if old.dtype == FP64 else FP32
-            z = normals(keys_of(case.keys[slot].cpu()), torch.arange(old.numel())).to(wide)
+            z = normals(keys_of(case.keys[slot].cpu()), 0, old.numel()).to(wide)
             expected = (old.to(wide) + case.scales[slot].cpu().to(wide) * z).to(old.dtype)
             assert_same([new], [expected])
             assert old.numel() < 4 or not torch.equal(new.cpu(), old)
@@ -81,7 +81,7 @@ def test_positions_beyond_32_bits(backend: tuple[str, str], start: int) -> None:
     places = torch.tensor([[tensor.data_ptr() - 4 * start, 0]], device=device)
     key, scale = torch.tensor([3], device=device), torch.ones(1, dtype=FP64, device=device)
     noise_operator(where)(chunks, places, key, scale, *([False] if where == "triton" else []))
-    assert_same([tensor], [normals(keys_of(key[0].cpu()), torch.arange(start, start + 64))])
+    assert_same([tensor], [normals(keys_of(key[0].cpu()), start, 64)])
 
 
 def test_plain_torch_takes_large_tensors_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
