@@ -67,15 +67,28 @@ def _add_as(TYPE: tl.constexpr, wide: tl.constexpr, address, start, count, key, 
     if (count >= BLOCK) & (start % 2 == 0) & ((address + start * size) % (VECTOR * size) == 0):
         # Tell the compiler what was just tested, so that VECTOR elements become one access.
         at = tl.multiple_of(at, VECTOR * size)
-        even, odd = _two_normals(key, (start >> 1) + tl.arange(0, BLOCK // 2))
-        noise = scale.to(wide) * tl.interleave(even, odd).to(wide)
-        tl.store(at, nearest(widened(tl.load(at), wide) + noise, TYPE))
+        value = widened(tl.load(at), wide)
+        noise = scale.to(wide) * _normals_from(key, start, BLOCK).to(wide)
+        tl.store(at, nearest(value + noise, TYPE))
     else:
         inside = lanes < count
-        even, odd = _two_normals(key, (start + lanes) >> 1)
-        noise = scale.to(wide) * tl.where((start + lanes) % 2 == 0, even, odd).to(wide)
-        value = widened(tl.load(at, mask=inside, other=0.0), wide) + noise
-        tl.store(at, nearest(value, TYPE), mask=inside)
+        value = widened(tl.load(at, mask=inside, other=0.0), wide)
+        noise = scale.to(wide) * _normals_at(key, start + lanes).to(wide)
+        tl.store(at, nearest(value + noise, TYPE), mask=inside)
+
+
+@triton.jit
+def _normals_from(key, start, COUNT: tl.constexpr):
+    """Return standard normal numbers, float32, of ``COUNT`` positions from ``start`` on, which is even."""
+    even, odd = _two_normals(key, (start >> 1) + tl.arange(0, COUNT // 2))
+    return tl.interleave(even, odd)
+
+
+@triton.jit
+def _normals_at(key, position):
+    """Return the same of any positions (int64)."""
+    even, odd = _two_normals(key, position >> 1)
+    return tl.where((position & 1) == 0, even, odd)
 
 
 @triton.jit
@@ -90,7 +103,9 @@ def _two_normals(key, pair):
     first, second = pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
     for turn in tl.static_range(_ROUNDS):
         product = first.to(tl.uint64) * 0xD256D193
-        first = (product >> 32).to(tl.uint32) ^ second ^ ((low if turn % 2 == 0 else high) + (turn * GOLDEN & 0xFFFFFFFF))
+        first = (
+            (product >> 32).to(tl.uint32) ^ second ^ ((low if turn % 2 == 0 else high) + (turn * GOLDEN & 0xFFFFFFFF))
+        )
         second = product.to(tl.uint32)
     # sqrt_rn is correctly rounded; tl.sqrt is not.
     radius = tl.sqrt_rn(_square_of_radius(first.to(tl.float32) * _BELOW + 2.0**-33))
