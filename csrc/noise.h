@@ -50,28 +50,29 @@ struct TwoNormals {
 // The standard normal numbers of one key.
 class Normals {
  public:
-  // Rounds of a Feistel network: different keys stay different, and keys that differ in one bit then differ in about
-  // half of them.
-  static HDET_BOTH Normals of(int64_t key) {
-    auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
-    high ^= mix(low + kGolden);
-    low ^= mix(high + 2 * kGolden);
-    high ^= mix(low + 3 * kGolden);
-    low ^= mix(high + 4 * kGolden);
-    return {low, high};
+  explicit HDET_BOTH Normals(int64_t key) {
+    const auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (uint32_t round = 0; round < kRounds; ++round) {
+      keys_[round] = (round % 2 == 0 ? low : high) + round * kGolden;
+#ifdef __CUDA_ARCH__
+      asm volatile("" : "+r"(keys_[round]));  // or the compiler would add again for each pair
+#endif
+    }
   }
 
   // Box–Muller: √(−2 ln u)·(cos, sin)(2π v), with u in (0, 1) and v of 32 random bits each, at most 6.8 in magnitude.
   // The words are those of half the position.
   HDET_BOTH TwoNormals of_pair(uint32_t first, uint32_t second) const {
-    // Philox 2×32: the product of one word replaces the other, xored with a key of the round.
+    // Philox 2×32, with the words of the key in turn: keys that differ in one bit give unrelated numbers.
 #ifdef __CUDACC__
 #pragma unroll
 #endif
     for (uint32_t round = 0; round < kRounds; ++round) {
       const uint64_t product = static_cast<uint64_t>(first) * 0xd256d193u;
-      const uint32_t key = (round % 2 == 0 ? low_ : high_) + round * kGolden;
-      first = static_cast<uint32_t>(product >> 32) ^ second ^ key;
+      first = static_cast<uint32_t>(product >> 32) ^ second ^ keys_[round];
       second = static_cast<uint32_t>(product);
     }
     const float radius = root_of(square_of_radius(static_cast<float>(first) * kBelow + 0x1p-33f));
@@ -91,9 +92,7 @@ class Normals {
   // The largest number below 2⁻³²: u stays below 1 where the word is rounded up to 2³².
   static constexpr float kBelow = 0x1.fffffep-33f;
 
-  HDET_BOTH Normals(uint32_t low, uint32_t high) : low_(low), high_(high) {}
-
-  uint32_t low_, high_;
+  uint32_t keys_[kRounds];  // of the rounds
 };
 
 // The type of the arithmetic on numbers stored as S.

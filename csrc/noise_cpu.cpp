@@ -45,7 +45,7 @@ void add(const Normals& normals, T scale, int64_t start, int64_t count, T* value
 template <typename S>
 void add_to_chunk(const Chunk& chunk, int64_t address, int64_t key, double scale) {
   using T = Arithmetic<S>;
-  const Normals normals = Normals::of(key);
+  const Normals normals(key);
   void* stored = reinterpret_cast<void*>(address);
   const auto factor = static_cast<T>(scale);
   if constexpr (std::is_same_v<S, T>) {

@@ -21,21 +21,23 @@ template <typename S>
 __device__ __forceinline__ void add_to_chunk(const Chunk& chunk, int64_t address, int64_t key, double scale) {
   constexpr int kWidth = 16 / sizeof(S);
   using Packed = Pack<S, kWidth>;
-  const Normals normals = Normals::of(key);
+  const Normals normals(key);
   const auto factor = static_cast<Arithmetic<S>>(scale);
   const auto count = static_cast<int>(chunk.count);
   S* values = reinterpret_cast<S*>(address) + chunk.start;
+  const auto first = static_cast<uint64_t>(chunk.start) >> 1;
+  const auto low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 32);
   int done = 0;
-  if (reinterpret_cast<uintptr_t>(values) % sizeof(Packed) == 0 && chunk.start % kWidth == 0) {
+  // Packs of whole pairs, of which the lower word alone changes in the chunk.
+  if (reinterpret_cast<uintptr_t>(values) % sizeof(Packed) == 0 && chunk.start % 2 == 0 && low + count / 2 >= low) {
     done = count / kWidth * kWidth;
 #pragma unroll 1
     for (int at = threadIdx.x * kWidth; at < done; at += kThreads * kWidth) {
       auto pack = fetch<Packed>(values + at);
-      const auto pair = static_cast<uint64_t>(chunk.start + at) >> 1;
-      const auto low = static_cast<uint32_t>(pair), high = static_cast<uint32_t>(pair >> 32);
+      const uint32_t pair = low + static_cast<uint32_t>(at) / 2;
 #pragma unroll
       for (int j = 0; j < kWidth; j += 2) {
-        const TwoNormals both = normals.of_pair(low + j / 2, high);
+        const TwoNormals both = normals.of_pair(pair + j / 2, high);
         pack.values[j] = with_noise(pack.values[j], factor, both.even);
         pack.values[j + 1] = with_noise(pack.values[j + 1], factor, both.odd);
       }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients, flat_gradients
 from hdet_kernels.ops.operators import fake_in_place, register
-from hdet_kernels.ops.rounding import GOLDEN, WORD, mix
+from hdet_kernels.ops.rounding import GOLDEN, WORD
 from hdet_kernels.tensors import wide_dtype
 
 #: Elements whose noise is formed at a time. Each takes some 50 bytes of temporary memory.
@@ -50,16 +50,8 @@ class Keys(NamedTuple):
 
 
 def keys_of(key: Tensor) -> Keys:
-    """Return both words of ``key`` after rounds of a Feistel network on them.
-
-    Different keys stay different, and keys that differ in one bit then differ in about half of them.
-    """
-    low, high = key & WORD, (key >> 32) & WORD
-    high = high ^ mix(low + GOLDEN)
-    low = low ^ mix(high + 2 * GOLDEN)
-    high = high ^ mix(low + 3 * GOLDEN)
-    low = low ^ mix(high + 4 * GOLDEN)
-    return Keys(low, high)
+    """Return both words of ``key``."""
+    return Keys(key & WORD, key >> 32 & WORD)
 
 
 def normals(keys: Keys, start: int, count: int, device: torch.device | None = None) -> Tensor:
@@ -73,7 +65,10 @@ def normals(keys: Keys, start: int, count: int, device: torch.device | None = No
 
 
 def words(keys: Keys, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two random words of 32 bits for each element of ``pair`` (int64), by rounds of Philox 2×32."""
+    """Return two random words of 32 bits for each element of ``pair`` (int64).
+
+    Rounds of Philox 2×32, with the words of the key in turn. Keys that differ in one bit give unrelated words.
+    """
     first, second = pair & WORD, pair >> 32
     for turn in range(_ROUNDS):
         product = first * 0xD256D193

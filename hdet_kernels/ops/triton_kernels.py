@@ -38,8 +38,8 @@ from hdet_kernels.ops.triton_wire import wire_operators as wire_operators
 BLOCK = 1024
 WARPS = 4
 
-# Registers of a thread of _walk where it rounds stochastically. The compiler would take some 90, for blocks that are not
-# whole, and 20 warps would fit where 32 do. With the limit, whole blocks spill nothing.
+# Registers of a thread of _walk where it rounds stochastically. The compiler would take some 90, for blocks that are
+# not whole, and 20 warps would fit where 32 do. With the limit, whole blocks spill nothing.
 REGISTERS = 64
 
 # Slots of one program of _advance. It moves some hundred bytes for each slot, so its shape hardly matters.

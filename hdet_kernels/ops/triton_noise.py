@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, ChunkTable, MatchedGradients
 from hdet_kernels.ops.operators import fake_in_place, register
-from hdet_kernels.ops.triton_rounding import GOLDEN, mix, nearest, widened
+from hdet_kernels.ops.triton_rounding import GOLDEN, nearest, widened
 
 # Elements of one program: 8 for each thread. The shape was not measured, because this runs once. Products and sums are
 # not fused, so that the bits are those of plain torch.
@@ -96,10 +96,6 @@ def _two_normals(key, pair):
     """Return standard normal numbers, float32, of positions ``2·pair`` and ``2·pair + 1`` in the slot of ``key``."""
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
-    high = high ^ mix(low + GOLDEN)
-    low = low ^ mix(high + (2 * GOLDEN & 0xFFFFFFFF))
-    high = high ^ mix(low + (3 * GOLDEN & 0xFFFFFFFF))
-    low = low ^ mix(high + (4 * GOLDEN & 0xFFFFFFFF))
     first, second = pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
     for turn in tl.static_range(_ROUNDS):
         product = first.to(tl.uint64) * 0xD256D193
