@@ -81,10 +81,20 @@ class Normals {
     const float signed_radius = bits_as<float>(bits_as<uint32_t>(radius) ^ (second & 0x80000000u));
     const float x = static_cast<float>(static_cast<int32_t>(second << 1)) * 1.9264959072451404e-10f;
     const float y = x * x;
-    const float c = (((y - 4.150471210479736f) * y + 8.658533096313477f) * y - 7.207971096038818f) * y + 0.9999999403953552f;
-    const float s =
-        (((-2.1030359268188477f * y + 6.558581352233887f) * y - 9.121904373168945f) * y + 3.796833038330078f) * x;
-    return {signed_radius * c, signed_radius * s};
+    float c = y - 4.150471210479736f;
+    c = c * y + 8.658533096313477f;
+    c = c * y - 7.207971096038818f;
+    c = c * y + 0.9999999403953552f;
+    float s = -2.1030359268188477f * y + 6.558581352233887f;
+    s = s * y - 9.121904373168945f;
+    s = s * y + 3.796833038330078f;
+    return {signed_radius * c, signed_radius * (s * x)};
+  }
+
+  HDET_BOTH float at(int64_t position) const {
+    const auto whole = static_cast<uint64_t>(position);
+    const TwoNormals both = of_pair(static_cast<uint32_t>(whole >> 1), static_cast<uint32_t>(whole >> 33));
+    return (whole & 1) != 0 ? both.odd : both.even;
   }
 
  private:

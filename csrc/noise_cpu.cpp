@@ -14,13 +14,6 @@ namespace {
 // The fewest elements that torch gives to one thread, in chunks of 2048.
 constexpr int64_t kChunksPerThread = 16;
 
-template <typename T>
-void add_single(const Normals& normals, T scale, int64_t position, T* value) {
-  const auto pair = static_cast<uint64_t>(position) / 2;
-  const TwoNormals both = normals.of_pair(static_cast<uint32_t>(pair), static_cast<uint32_t>(pair >> 32));
-  *value += scale * static_cast<T>(position % 2 != 0 ? both.odd : both.even);
-}
-
 // Adds the noise of pairs of positions from `first` on to `values`, two for each pair.
 template <typename T>
 HDET_WIDEST void add_pairs(const Normals normals, T scale, uint64_t first, int64_t pairs, T* __restrict values) {
@@ -36,10 +29,10 @@ HDET_WIDEST void add_pairs(const Normals normals, T scale, uint64_t first, int64
 template <typename T>
 void add(const Normals& normals, T scale, int64_t start, int64_t count, T* values) {
   const int64_t lead = std::min(start & 1, count), pairs = (count - lead) / 2;
-  if (lead != 0) add_single(normals, scale, start, values);
+  if (lead != 0) values[0] += scale * static_cast<T>(normals.at(start));
   add_pairs(normals, scale, static_cast<uint64_t>(start + lead) / 2, pairs, values + lead);
   const int64_t done = lead + 2 * pairs;
-  if (done < count) add_single(normals, scale, start + done, values + done);
+  if (done < count) values[done] += scale * static_cast<T>(normals.at(start + done));
 }
 
 template <typename S>

@@ -45,11 +45,8 @@ __device__ __forceinline__ void add_to_chunk(const Chunk& chunk, int64_t address
     }
   }
 #pragma unroll 1
-  for (int at = done + threadIdx.x; at < count; at += kThreads) {
-    const auto position = static_cast<uint64_t>(chunk.start + at);
-    const TwoNormals both = normals.of_pair(static_cast<uint32_t>(position >> 1), static_cast<uint32_t>(position >> 33));
-    values[at] = with_noise(values[at], factor, (position & 1) != 0 ? both.odd : both.even);
-  }
+  for (int at = done + threadIdx.x; at < count; at += kThreads)
+    values[at] = with_noise(values[at], factor, normals.at(chunk.start + at));
 }
 
 __global__ void __launch_bounds__(kThreads) add_noise(const Noising work) {
