@@ -14,16 +14,31 @@ namespace {
 // The fewest elements that torch gives to one thread, in chunks of 2048.
 constexpr int64_t kChunksPerThread = 16;
 
-// Adds the noise of positions from `start` on to `values`.
+// Adds the noise of pairs of positions from `first` on to `values`, two for each pair.
 template <typename T>
-HDET_WIDEST void add(const Normals normals, T scale, int64_t start, int64_t count, T* __restrict values) {
-  for (int64_t i = 0; i < count; ++i) values[i] += scale * static_cast<T>(normals.at(start + i));
+HDET_WIDEST void add_pairs(const Normals normals, T scale, uint64_t first, int64_t pairs, T* __restrict values) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    const uint64_t pair = first + static_cast<uint64_t>(i);
+    const TwoNormals both = normals.of_pair(static_cast<uint32_t>(pair), static_cast<uint32_t>(pair >> 32));
+    values[2 * i] += scale * static_cast<T>(both.even);
+    values[2 * i + 1] += scale * static_cast<T>(both.odd);
+  }
+}
+
+// Adds the noise of positions from `start` on to `values`. The first or last position may lack its other half.
+template <typename T>
+void add(const Normals& normals, T scale, int64_t start, int64_t count, T* values) {
+  const int64_t lead = std::min(start & 1, count), pairs = (count - lead) / 2;
+  if (lead != 0) values[0] += scale * static_cast<T>(normals.at(start));
+  add_pairs(normals, scale, static_cast<uint64_t>(start + lead) / 2, pairs, values + lead);
+  const int64_t done = lead + 2 * pairs;
+  if (done < count) values[done] += scale * static_cast<T>(normals.at(start + done));
 }
 
 template <typename S>
 void add_to_chunk(const Chunk& chunk, int64_t address, int64_t key, double scale) {
   using T = Arithmetic<S>;
-  const Normals normals = Normals::of(key);
+  const Normals normals(key);
   void* stored = reinterpret_cast<void*>(address);
   const auto factor = static_cast<T>(scale);
   if constexpr (std::is_same_v<S, T>) {

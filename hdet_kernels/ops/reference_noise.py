@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,60 +12,85 @@ from torch import Tensor
 
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients, flat_gradients
 from hdet_kernels.ops.operators import fake_in_place, register
-from hdet_kernels.ops.rounding import GOLDEN, WORD, mix
+from hdet_kernels.ops.rounding import GOLDEN, WORD
 from hdet_kernels.tensors import wide_dtype
 
 #: Elements whose noise is formed at a time. Each takes some 50 bytes of temporary memory.
 PIECE = 2**20
 
-# Polynomial coefficients of Cephes, highest power first: of ln(1 + f) = f − f²/2 + f³·(…), and of cosine and sine up to
-# π/4.
+# Coefficients of minimax polynomials, highest power first: of −2 ln(1 − f)/f for f between 1 − √2 and 1 − √½ (relative
+# error 1.1e-6), of the cosine (absolute error 5e-8) and of sin(x)/x (relative error 1e-6), both of the square of an
+# angle between −π/2 and π/2 in a unit in which the cosine's highest coefficient is 1.
 _LOG = (
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
+    0.23792216181755066,
+    0.3733570873737335,
+    0.40992656350135803,
+    0.4981948733329773,
+    0.6662901639938354,
+    1.000022292137146,
+    2.000001907348633,
 )
-_COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
-_SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
+_COS = (1.0, -4.150471210479736, 8.658533096313477, -7.207971096038818, 0.9999999403953552)
+_SIN = (-2.1030359268188477, 6.558581352233887, -9.121904373168945, 3.796833038330078)
 
-# 2π/2³².
-_TURN = 1.4629180792671596e-9
+# 2⁻³¹·π/2 in that unit.
+_ANGLE = 1.9264959072451404e-10
+
+# The largest float32 below 2⁻³².
+_BELOW = 2.0**-32 - 2.0**-56
+
+_ROUNDS = 7
 
 
 class Keys(NamedTuple):
-    """The keys that hash the two words of a slot's elements: pairs of whole numbers below 2³², or tensors of them."""
+    """The two words of a slot's key: whole numbers below 2³², or tensors of them."""
 
-    radius: tuple[Any, Any]
-    angle: tuple[Any, Any]
+    low: Any
+    high: Any
 
 
 def keys_of(key: Tensor) -> Keys:
-    """Return the keys of both words, by rounds of a Feistel network on the two halves of ``key``.
+    """Return both words of ``key``."""
+    return Keys(key & WORD, key >> 32 & WORD)
 
-    Different keys stay different, and keys that differ in one bit then differ in about half of them. Without it,
-    neighbouring keys would give the same numbers in another order.
+
+def normals(keys: Keys, start: int, count: int, device: torch.device | None = None) -> Tensor:
+    """Return the standard normal numbers, float32, of ``count`` positions from ``start`` on."""
+    pair = torch.arange(start >> 1, (start + count + 1) >> 1, device=device)
+    first, second = words(keys, pair)
+    radius = _root(square_of_radius(first.to(torch.float32) * _BELOW + 2.0**-33))
+    radius = torch.where(second >> 31 != 0, -radius, radius)
+    both = torch.stack([radius * part for part in cos_and_sin(second)], dim=1)
+    return both.view(-1)[start & 1 :][:count]
+
+
+def words(keys: Keys, pair: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two random words of 32 bits for each element of ``pair`` (int64).
+
+    Rounds of Philox 2×32, with the words of the key in turn. Keys that differ in one bit give unrelated words.
     """
-    low, high = key & WORD, (key >> 32) & WORD
-    high = high ^ mix(low + GOLDEN)
-    low = low ^ mix(high + 2 * GOLDEN)
-    high = high ^ mix(low + 3 * GOLDEN)
-    low = low ^ mix(high + 4 * GOLDEN)
-    first = low, high
-    high = high ^ mix(low + 5 * GOLDEN)
-    low = low ^ mix(high + 6 * GOLDEN)
-    return Keys(first, (low, high))
+    first, second = pair & WORD, pair >> 32
+    for turn in range(_ROUNDS):
+        product = first * 0xD256D193
+        key = keys[turn % 2] + turn * GOLDEN & WORD
+        first, second = product >> 32 & WORD ^ second ^ key, product & WORD
+    return first, second
 
 
-def normals(keys: Keys, position: Tensor) -> Tensor:
-    """Return standard normal numbers, float32, for each element of ``position`` (int64)."""
-    u = (_word(keys.radius, position).to(torch.float32) + 1.0) * 2.0**-32
-    return _root(-2.0 * log_of(u)) * cos_of_turn(_word(keys.angle, position))
+def square_of_radius(u: Tensor) -> Tensor:
+    """Return −2 ln u for u in [2⁻³³, 1), from u = 2ᵏ·(1 − f) with f between 1 − √2 and 1 − √½."""
+    bits = u.view(torch.int32)
+    power = bits - 0x3F3504F3 & ~0x7FFFFF  # k·2²³
+    f = 1.0 - (bits - power).view(torch.float32)
+    return _polynomial(_LOG, f) * f - power.to(torch.float32) * (2 * math.log(2) * 2.0**-23)
+
+
+def cos_and_sin(word: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angle between −π/2 and π/2 that the lower 31 bits of ``word`` are."""
+    whole = (word << 1 & WORD) - ((word & 2**30) << 2)  # as a signed number of 32 bits
+    x = whole.to(torch.float32) * _ANGLE
+    square = x * x
+    return _polynomial(_COS, square), _polynomial(_SIN, square) * x
 
 
 def _root(x: Tensor) -> Tensor:
@@ -74,30 +100,6 @@ def _root(x: Tensor) -> Tensor:
     digits, so that rounding it to float32 is correct.
     """
     return x.to(wide_dtype(x.device)).sqrt().to(x.dtype)
-
-
-def log_of(u: Tensor) -> Tensor:
-    """Return ln u for u in [2⁻³², 1], from u = 2ᵏ·(1 + f) with f between √½ − 1 and √2 − 1."""
-    bits = u.view(torch.int32)
-    k = (bits - 0x3F3504F3) >> 23
-    f = (bits - (k << 23)).view(torch.float32) - 1.0
-    power, square = k.to(torch.float32), f * f
-    p = _polynomial(_LOG, f) * f * square - 2.12194440e-4 * power - 0.5 * square
-    return f + p + 0.693359375 * power
-
-
-def cos_of_turn(word: Tensor) -> Tensor:
-    """Return cos(2π·word/2³²).
-
-    Subtracting the nearest quarter turn from the word is exact and leaves an angle of at most π/4.
-    """
-    quarter = (word + 2**29) >> 30  # 4 is the same as 0
-    x = (word - (quarter << 30)).to(torch.float32) * _TURN
-    square = x * x
-    c = _polynomial(_COS, square) * square * square - 0.5 * square + 1.0
-    s = _polynomial(_SIN, square) * square * x + x
-    value = torch.where(quarter & 1 != 0, s, c)
-    return torch.where((quarter + 1) >> 1 & 1 != 0, -value, value)
 
 
 def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
@@ -120,21 +122,15 @@ def _operator() -> Any:
 
 
 def _add_noise(tensors: Sequence[Tensor], slots: Sequence[int], keys: Tensor, scales: Tensor) -> None:
-    radius, angle = keys_of(keys)
+    low, high = keys_of(keys)
     for tensor, slot in zip(tensors, slots, strict=True):
-        own = Keys((radius[0][slot], radius[1][slot]), (angle[0][slot], angle[1][slot]))
+        own = Keys(low[slot], high[slot])
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         scale = scales[slot].to(wide)
         for start in range(0, tensor.numel(), PIECE):
             part = tensor[start : start + PIECE]
-            position = torch.arange(start, start + part.numel(), device=part.device)
-            part.copy_(part.to(wide) + scale * normals(own, position).to(wide))
-
-
-def _word(key: tuple[Any, Any], position: Tensor) -> Tensor:
-    low, high = key
-    word: Tensor = mix(mix(position & WORD ^ low) + (position >> 32) + high)
-    return word
+            z = normals(own, start, part.numel(), part.device)
+            part.copy_(part.to(wide) + scale * z.to(wide))
 
 
 def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:

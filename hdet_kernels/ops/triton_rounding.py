@@ -98,8 +98,13 @@ def joined_master(param, low):
 @triton.jit
 def _to_bfloat16(value, addend):
     """Add to the low 16 bits and cut them off; a carry rounds up. NaN stays NaN, and infinity never carries."""
-    bits = value.to(tl.uint32, bitcast=True)
-    bits = tl.where(value == value, bits + addend, 0x7FC00000)
+    if _INTERPRETED:
+        bits = tl.where(value == value, value.to(tl.uint32, bitcast=True) + addend, 0x7FC00000)
+    else:
+        # The arithmetic of a GPU has one NaN, 0x7FFFFFFF, to which nothing can be added. As whole numbers, all other
+        # floats are less than 0x7FC00000.
+        least = tl.minimum(value.to(tl.int32, bitcast=True), 0x7FC00000)
+        bits = least.to(tl.uint32, bitcast=True) + addend
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
