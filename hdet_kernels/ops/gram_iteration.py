@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -64,8 +63,7 @@ def segments(shape: Sequence[int], coefficients: tuple[float, float, float], ste
         while longest < LONGEST and coefficients[0] ** (2 * longest) * 2**-11 <= GREATEST_ERROR:
             longest += 1
     count = -(-steps // longest)
-    ends = [-(-steps * index // count) for index in range(count + 1)]  # rounded up: longer segments come first
-    return [after - before for before, after in pairwise(ends)]
+    return [steps // count + (index < steps % count) for index in range(count)]
 
 
 def orthogonalise_(
