@@ -46,7 +46,7 @@ def _product(
 
     ``base`` (may be ``None``) and ``out`` are [batch, size, size] without gaps.
     """
-    # Tiles are counted down the columns of the upper triangle. The root may be off by one beyond 2²⁴ tiles.
+    # Tiles are counted down the columns of the upper triangle. The root is approximate, so that it may be off by one.
     tile = tl.program_id(0)
     beside = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)
     beside = tl.where(beside * (beside + 1) // 2 > tile, beside - 1, beside)
