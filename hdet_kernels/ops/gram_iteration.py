@@ -37,16 +37,17 @@ SCALE = 32.0
 #: The most that rounding errors of R, 2⁻¹¹ of its norm, may become within a segment, and the most steps of one.
 GREATEST_ERROR, LONGEST = 0.1, 3
 
-#: The time of half a symmetric product as a share of that of a whole one by cuBLAS. For [2048, 2048] matrices on an
-#: H200 they took the time of whole products at 1040 and 750 TFLOP/s.
-HALF = 0.72
+#: The time of half a symmetric product as a share of that of a whole one by cuBLAS: on an H200, 0.66 to 0.72 with 2048
+#: rows, 0.75 to 0.80 with 1024, 0.67 to 0.75 with 768. Five steps, one by one and as 3 + 2, took 4.00 and 2.66 ms there
+#: for four matrices of [2048, 8192], and 5.25 and 5.69 ms for sixteen of [2048, 2048].
+HALF = 0.7
 
 
 def segments(shape: Sequence[int], coefficients: tuple[float, float, float], steps: int) -> list[int] | None:
     """Return the numbers of steps from one product with X to the next.
 
     k segments take the time of α·k·(1 + h) + (4·steps − 3·k)·h whole products of [m, m] matrices, where h is
-    :data:`HALF`. So there are as few segments as precision allows if α·(1 + h) > 3·h (α > 1.256), else steps alone.
+    :data:`HALF`. So there are as few segments as precision allows if α·(1 + h) > 3·h (α > 1.24), else steps alone.
 
     Args:
         shape: The shape of a matrix.

@@ -21,7 +21,8 @@ from torch import Tensor
 from hdet_kernels.ops import gram_iteration
 from hdet_kernels.ops.backends import backends, interpreting
 
-#: The least m from which a GPU computes half of the symmetric products.
+#: The least m for which a GPU iterates on the Gram matrix: the smallest that was measured. On an H200 the products of
+#: one step on 32 square matrices took 0.82 of the time of whole ones by cuBLAS, both with 256 and with 512 rows.
 LEAST_SIZE = 256
 
 # Keeps NorMuon from dividing by zero.

@@ -111,7 +111,7 @@ def compiled_scaling(target: int) -> int:
         {(names.index("BLOCK"),): triton_gram.BLOCK},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 8})
+    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": triton_gram.SCALE_WARPS})
     return min(len(re.findall(rf"{kind}\.global\S*\.v4\.b32", made.asm["ptx"])) for kind in ("ld", "st"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -36,6 +37,13 @@ def in_float64(x: Tensor, steps: int, eps: float) -> Tensor:
     return x
 
 
+@cache
+def batch(rows: int, columns: int) -> tuple[list[str], Tensor]:
+    """Return the names of the matrices, and the matrices."""
+    names, found = zip(*matrices(rows, columns), strict=True)
+    return list(names), torch.stack(found)
+
+
 def matrices(rows: int, columns: int) -> Iterator[tuple[str, Tensor]]:
     """Yield matrices with singular values that are hard for products of few bits."""
     generator = torch.Generator().manual_seed(0)
@@ -63,9 +71,9 @@ def matrices(rows: int, columns: int) -> Iterator[tuple[str, Tensor]]:
 
 def assert_near(shape: tuple[int, int], parts: list[int], device: str) -> None:
     """Compare each matrix with its iteration in float64, and the distance with that of the iteration in bfloat16."""
-    names, given = zip(*matrices(*shape), strict=True)
+    names, given = batch(*shape)
     steps, eps = sum(parts), 1e-7
-    x = torch.stack(given).to(device, torch.bfloat16)
+    x = given.to(device, torch.bfloat16)
     expected, rounded = in_float64(x, steps, eps), x.clone()
     orthogonalise_by_backend_(rounded, COEFFICIENTS, steps, eps, backend="torch")
     orthogonalise_(x, COEFFICIENTS, eps, parts)
@@ -151,8 +159,8 @@ def test_segments_are_as_long_as_precision_allows_and_the_shape_pays() -> None:
         ((2048, 8192), 5, [3, 2]),
         ((8192, 2048), 5, [3, 2]),
         ((2048, 2048), 5, [1] * 5),
-        ((800, 1000), 5, [1] * 5),
-        ((780, 1000), 5, [3, 2]),
+        ((820, 1000), 5, [1] * 5),
+        ((800, 1000), 5, [3, 2]),
         ((1, 9), 4, [2, 2]),
         ((1, 9), 7, [3, 2, 2]),
         ((1, 9), 1, [1]),
