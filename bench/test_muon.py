@@ -2,15 +2,17 @@
 
     python -m pytest bench/test_muon.py --benchmark-only -k gpu
 
-All have the same hyperparameters, five Newton–Schulz steps in bfloat16 and float32 parameters. ``stack`` is our step of
-8 replicas in a stack that share a gradient, each with a learning rate of its own. The time that pytest-benchmark shows
-is that of a turn of all implementations. Other packages that cannot be imported, or that fail, are noted with the
+All have the same hyperparameters, five Newton–Schulz steps and float32 parameters. ``stack`` is our step of 8 replicas
+in a stack that share a gradient, each with a learning rate of its own. Beside its ratio to one replica, ``stack floor``
+is the least that this can be, because the parameters of 8 replicas are read and written. The time that pytest-benchmark
+shows is that of a turn of all implementations. Other packages that cannot be imported, or that fail, are noted with the
 reason.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,7 +118,21 @@ def test_muon(benchmark: Any, device: str, model: str) -> None:
     )
     info = benchmark.extra_info
     info |= {"parameters": sum(a * b for a, b in shapes), "tensors": len(shapes), "absent": absent}
-    info["stack ratio"] = measure.ratio(times["stack"], times[f"hdet-{backends[-1]}"])
+    one = times[f"hdet-{backends[-1]}"]
+    info["stack ratio"] = measure.ratio(times["stack"], one)
+    info["stack floor"] = _stack_floor(info["parameters"], device, statistics.median(one))
+
+
+def _stack_floor(parameters: int, device: str, one: float) -> dict[str, float]:
+    """Return the ms that a copy takes for the parameters of all replicas, and the ratio if the others cost that alone.
+
+    Args:
+        parameters: The parameters of one replica, in float32.
+        device: The device, whose copy bandwidth is measured in this run.
+        one: The seconds of a step of one replica.
+    """
+    each = 2 * 4 * parameters / copy_bandwidth.measure_once(device)["copy B/s"]
+    return {"ms": REPLICAS * each * 1e3, "ratio": 1 + (REPLICAS - 1) * each / one}
 
 
 def _step(optimizer: Any) -> measure.Call:

@@ -23,7 +23,7 @@ from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.tensors import Slot
 
 #: The most elements that are orthogonalised at once, unless one matrix has more. They take 2 bytes each for the update,
-#: and about 6 more while Newton–Schulz runs: at most half a gibibyte of scratch memory.
+#: and 4 to 9 more while Newton–Schulz runs (6 for square matrices): about half a gibibyte of scratch memory.
 PIECE_ELEMENTS = 2**26
 
 #: The name of NorMuon's state: for each row of a matrix the mean of the squares of its updates.
