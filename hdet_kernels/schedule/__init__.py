@@ -1,8 +1,9 @@
 """The schedulers that a training loop steps, and the cycle of HDET that they drive.
 
 ``schedulers.py`` has the two classes; ``options.py`` their keywords, each written once. ``with_cycle.py`` has the
-methods that both have, ``one_cycle.py`` the steps of the first. ``build.py`` checks the keywords and puts a cycle
-together; for a schedule that does not tell its peak, ``rehearsal.py`` plays a copy of it.
+methods that both have, ``one_cycle.py`` the steps of the first. ``arguments.py`` checks the keywords, ``replicas.py``
+finds out who the replicas are, and ``build.py`` puts a cycle together; for a schedule that does not tell its peak,
+``rehearsal.py`` plays a copy of it. If any of that raises, ``untouched.py`` leaves the optimizer as it was.
 
 ``cycle.py`` is the method: after every step the loss goes into ``loss_window.py``; every T steps comes a sync. A sync
 (``syncing.py``) reports on the replicas held here (``gradient_hooks.py`` tells whether gradients are shared, and
