@@ -148,12 +148,14 @@ class ProcessEnsemble:
     def name(self) -> str:
         """A name of these processes that is the same on all members."""
         group = dist.group.WORLD if self.group is None else self.group
+        # Processes that hold parts of one replica belong to groups of different names.
         return "mesh" if self.shard_group is not None or group is None else str(group.group_name)
 
     @property
     def seconds(self) -> float | None:
-        """The timeout of the group in seconds, if it is known."""
-        return None if self._timeout is None else self._timeout.total_seconds()
+        """The timeout that the group has now, in seconds, if it is known."""
+        timeout = _timeout(self.group)
+        return None if timeout is None else timeout.total_seconds()
 
     def _started(self, work: dist.Work | None, *tensors: Tensor) -> Collective:
         if work is None:
