@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.checks import check_whole
-from hdet_kernels.fsdp import gathered_shards
 from hdet_kernels.movable import check_movable, common_replicas, tied_to
 from hdet_kernels.sharded import Divided, divided_along, is_distributed, part_of
+from hdet_kernels.sharded.fsdp import gathered_shards
 from hdet_kernels.split_master import read_split, write_split
 from hdet_kernels.tensors import (
     Piece,

@@ -15,7 +15,7 @@ from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observa
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.controller.softmax import SoftmaxController
 from hdet_kernels.converge import AverageRequest, Converger, NoneSound, Outcome, OverlappedAverage, Report, converger_of
-from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, announced_size, default_ensemble
 from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.fanout.multipliers import multipliers, permutation
 from hdet_kernels.fanout.spread import Placement, Spread
@@ -51,6 +51,7 @@ __all__ = [
     "SyncRecord",
     "Undoing",
     "UndoingController",
+    "announced_size",
     "check_flag",
     "check_number",
     "check_positive",

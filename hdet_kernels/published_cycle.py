@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from hdet_kernels.frontend import (
     Spread,
     SyncCallbacks,
     SyncRecord,
+    announced_size,
     converger_of,
     default_ensemble,
     fingerprint,
@@ -96,7 +96,7 @@ class PublishedCycle:
             self.spread.give_back(self.optimizer.param_groups)
             self._join(found)
             self._write()
-        elif (size := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(size) > 1 and not dist.is_initialized():
+        elif (size := announced_size()) > 1 and not dist.is_initialized():
             raise RuntimeError(
                 f"WORLD_SIZE is {size} in the environment, but no process group is initialised, and each process would "
                 f"train one replica for itself: {_REMEDY}"
@@ -189,27 +189,19 @@ class PublishedCycle:
         )
 
     def _record(self, step: int, kind: Literal["sync", "last", "manual"], placed: Placement, outcome: Outcome) -> None:
-        names = [hyper.name for hyper in self.spread.hyperparameters]
-        excluded = [replica for replica, healthy in enumerate(outcome.healthy.tolist()) if not healthy]
-        if excluded:
-            log.warning("step %d: replicas %s were not finite; left out of the mean and given it", step, excluded)
-        self.history.append(
-            SyncRecord(
-                step=step,
-                cycle=step // self.run.sync_every if kind == "manual" else (step - 1) // self.run.sync_every,
-                kind=kind,
-                losses=outcome.losses.tolist(),
-                probes=None,
-                base=dict(zip(names, placed.base.tolist(), strict=True)),
-                values=dict(zip(names, placed.values.tolist(), strict=True)),
-                excluded=excluded,
-                gradients="unknown" if outcome.shared is None else "shared" if outcome.shared else "local",
-                bytes=outcome.bytes,
-                collectives=outcome.collectives,
-                seconds=outcome.seconds,
-                landed=step,
-            )
+        record = SyncRecord.of(
+            outcome,
+            placed,
+            [hyper.name for hyper in self.spread.hyperparameters],
+            step=step,
+            cycle=step // self.run.sync_every if kind == "manual" else (step - 1) // self.run.sync_every,
+            kind=kind,
         )
+        if record.excluded:
+            log.warning(
+                "step %d: replicas %s were not finite; left out of the mean and given it", step, record.excluded
+            )
+        self.history.append(record)
         del self.history[:-MOST_RECORDS]
         self._moved = False
 

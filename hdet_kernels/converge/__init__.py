@@ -8,7 +8,8 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
    and where buffers are not finite (:mod:`.nonfinite`).
 3. :mod:`.handshake` gathers one row of such numbers from every replica. Replicas that disagree on step, layout or
    settings get an error that names them. :mod:`.agreement` draws the conclusions: a replica with non-finite values is
-   marked as unhealthy. If a rank does not come, :mod:`.attendance` names it.
+   marked as unhealthy. If a rank does not come, :mod:`.attendance` names it, by the
+   :mod:`.notices` that the ranks leave for each other.
 4. :mod:`.plan` decides from the gathered rows alone, on every process alike, what is averaged over whom.
 5. :mod:`.transport` averages bucket by bucket, one collective each; :mod:`.compress` sends the parameters as rounded
    differences to the last consensus instead. If a collective fails, everything is restored. CPU tensors over gloo are

@@ -1,7 +1,8 @@
 """Attendance: which ranks came to an average, so that a failed collective can name those that did not.
 
 A collective that waits in vain ends in a timeout that names nobody. So every process notes in the store of the process
-group that it came to an average, in one small message. If the collective fails, the others are looked up there.
+group that it came to an average, in one small message (``notices.py``). If the collective fails, the others are looked
+up there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hdet_kernels.converge.notices import NEVER, Notices
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble
 
 #: Seconds that a failed process waits for a sign of the others, and the most that the store may take to answer.
 SIGN_SECONDS, STORE_SECONDS = 2.0, 6.0
+
+# Seconds before a failed process looks for signs again. They double every time: thousands ask the same store.
+_FIRST_PAUSE = 0.05
 
 # Before the cause of a failure that is an error of a collective: it may be the consequence of another rank's.
 _COLLECTIVE = "collective: "
@@ -43,7 +48,9 @@ class Attendance:
     def enter(self, call: str, step: int) -> None:
         """Note that this process comes to the average ``call`` after ``step``. Does not wait for the store."""
         self._count, self._what, self._failed = self._count + 1, f"{call} at step {step}", False
-        self._write("came", self._what)
+        if self._processes is not None:
+            with contextlib.suppress(RuntimeError):  # a dead store is noticed by the collective too
+                _notices(self._processes).write_came(self._count, self._what)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -58,48 +65,41 @@ class Attendance:
                 raise
             self._failed = True
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
-                self._write("failed", f"{type(error).__name__}: {error}")
+                self._tell(self._processes, f"{type(error).__name__}: {error}")
                 raise
-            self._write("failed", f"{_COLLECTIVE}{_first_line(error)}")
+            self._tell(self._processes, f"{_COLLECTIVE}{_first_line(error)}")
             raise RuntimeError(self._explanation(self._processes, error)) from error
+
+    def _tell(self, processes: ProcessEnsemble, cause: str) -> None:
+        """Tell the others why the average failed here."""
+        with contextlib.suppress(RuntimeError):
+            _notices(processes).write_failed(self._count, cause)
 
     def _explanation(self, processes: ProcessEnsemble, error: RuntimeError) -> str:
         others = [rank for rank in processes.members() if rank != processes.rank]
-        signs = _in_time(lambda: self._signs(others), STORE_SECONDS)
+        notices = _notices(processes)
+        signs = _in_time(lambda: self._signs(notices, others), STORE_SECONDS)
         if signs is None:
             found = "the store of the process group does not answer, so its host (usually rank 0) has ended or hangs"
         else:
             found = explanation(self._count, *signs, timeout=processes.seconds)
         return f"{self._what} failed: {found} ({type(error).__name__}: {_first_line(error)})"
 
-    def _signs(self, others: Sequence[int]) -> tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]]:
+    def _signs(
+        self, notices: Notices, others: Sequence[int]
+    ) -> tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]]:
         """Return what each of the others wrote last when it came and when it failed. Waits a little for the latter."""
-        until = time.monotonic() + SIGN_SECONDS
+        until, pause = time.monotonic() + SIGN_SECONDS, _FIRST_PAUSE
+        came = dict.fromkeys(others, NEVER)
         while True:
-            came = {rank: self._read("came", rank) for rank in others}
-            failed = {rank: self._read("failed", rank) for rank in others}
-            present = [rank for rank in others if came[rank][0] == self._count]
-            if all(failed[rank][0] == self._count for rank in present) or time.monotonic() > until:
-                return came, failed
-            time.sleep(0.05)
-
-    def _key(self, kind: str, rank: int) -> str:
-        # Processes that hold parts of one replica belong to groups of different names.
-        group = self._processes.name if self._processes is not None else ""
-        return f"hdet_kernels/{group}/{kind}/{rank}"
-
-    def _write(self, kind: str, text: str) -> None:
-        if self._processes is not None:
-            with contextlib.suppress(RuntimeError):  # a dead store is noticed by the collective too
-                _store().set(self._key(kind, self._processes.rank), f"{self._count} {text}")
-
-    def _read(self, kind: str, rank: int) -> tuple[int, str]:
-        """Return the number of the average and the text that a rank wrote last; 0 and nothing if it wrote nothing."""
-        store, key = _store(), self._key(kind, rank)
-        if not store.check([key]):
-            return 0, ""
-        count, _, text = store.get(key).decode().partition(" ")
-        return int(count), text
+            came |= notices.came([rank for rank in others if came[rank][0] != self._count])
+            failed = notices.failed(self._count)
+            waits = any(came[rank][0] == self._count and rank not in failed for rank in others)
+            left = until - time.monotonic()
+            if not waits or left <= 0:
+                return came, {rank: (self._count, failed[rank]) if rank in failed else NEVER for rank in others}
+            time.sleep(min(pause, left))
+            pause *= 2
 
 
 def explanation(
@@ -133,6 +133,10 @@ def explanation(
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _notices(processes: ProcessEnsemble) -> Notices:
+    return Notices(_store(), processes.name, processes.rank)
 
 
 def _store() -> Any:

@@ -18,7 +18,7 @@ from hdet_kernels.converge.nonfinite import begins_nonfinite, fingerprints, fini
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.summary import Checksum, TensorSummary, describe_layout, integer_hash
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
-from hdet_kernels.fsdp import drop_gathered
+from hdet_kernels.sharded.fsdp import drop_gathered
 from hdet_kernels.tensors import distinct, flat_view, has_overlap, is_dense, layout_hash, local, unique
 
 # Floating-point dtypes that kernels and collectives support.

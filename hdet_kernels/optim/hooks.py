@@ -1,4 +1,4 @@
-"""Step hooks at their own cost, and at none where there are none."""
+"""Run the step hooks of an optimizer, and the profiler's mark of a step, only where they are in use."""
 
 from __future__ import annotations
 

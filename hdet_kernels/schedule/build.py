@@ -1,37 +1,33 @@
-"""Build the cycle of a scheduler: check every argument, then put the parts together.
+"""Build the cycle of a scheduler: check how the arguments fit each other, then put the parts together.
 
 Nothing of the optimizer changes before all checks have passed, except that base values are noted in its groups.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.buckets import Buckets
 from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.converge import Converger, converger_of
-from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
+from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
 from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.fanout.ties import peak_of
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.guards.wrapped import unwrapped
 from hdet_kernels.schedule.history.history_file import HistoryFile
 from hdet_kernels.schedule.options import GradientMode, HasBuffers, HDETOptions, explored
 from hdet_kernels.schedule.rehearsal import Rehearsal
+from hdet_kernels.schedule.replicas import check_stack, ensemble_of, gradients_of
 from hdet_kernels.scout import ScoutSettings
-from hdet_kernels.stack import ReplicaStack, StackEnsemble
-from hdet_kernels.tensors import replicas_of, share_gradients
+from hdet_kernels.stack import StackEnsemble
 
 log = logging.getLogger("hdet_kernels")
 
@@ -85,14 +81,14 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     groups = optimizer.param_groups
     explore = explored(options, cycle_momentum=schedule.cycle_momentum)
     ensemble = ensemble_of(groups, options["ensemble"])
-    gradients = _gradients_of(optimizer, ensemble, options["gradients"])
+    gradients = gradients_of(optimizer, ensemble, options["gradients"])
     sync_every = _sync_every(schedule.total_steps, options, explore, gradients)
     _check_overlap(options["overlap_steps"], sync_every)
     history_file = None if options["history_file"] is None else HistoryFile(options["history_file"])
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
     elsewhere = stack.hyper.set if stack is not None else None
     hyperparameters = expand(explore, groups, options["spread"], elsewhere, tie_groups=options["tie_groups"])
-    _check_stack(stack, optimizer, options, hyperparameters, gradients)
+    check_stack(stack, optimizer, options, hyperparameters, gradients)
     run = Run(
         schedule.total_steps,
         sync_every,
@@ -170,86 +166,6 @@ def _check_overlap(steps: int, sync_every: int) -> None:
             f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {steps}: an "
             "average has to land before the next one starts"
         )
-
-
-def _check_stack(
-    stack: ReplicaStack | None,
-    optimizer: Optimizer,
-    options: HDETOptions,
-    hyperparameters: Sequence[Hyperparameter],
-    gradients: GradientMode,
-) -> None:
-    if stack is None:
-        return
-    if options["model"] is not None and options["model"] is not stack:
-        raise ValueError(
-            f"model= is a {type(options['model']).__name__}, but the buffers that are averaged are those of the stack: "
-            "leave model= out with ensemble=stack.ensemble"
-        )
-    own = {id(param) for param in stack.parameters()}
-    if any(id(param) not in own for group in optimizer.param_groups for param in group["params"]):
-        raise ValueError(
-            f"ensemble= is that of {stack!r}, but the optimizer has parameters of another stack: pass the ensemble of "
-            "the stack whose parameters() the optimizer was built with"
-        )
-    in_the_loss = [hyper.name for hyper in hyperparameters if hyper.group is None]
-    if in_the_loss and gradients == "shared":
-        log.warning(
-            "%s cannot be explored with shared gradients if it acts in the loss: all replicas take the same step, "
-            "whatever its value; build ReplicaStack(…, gradients='local')",
-            ", ".join(in_the_loss),
-        )
-
-
-def ensemble_of(groups: Sequence[Group], given: Ensemble | None) -> Ensemble:
-    """Return the replicas. Where none are given: the default group, unless parameters are sharded over it."""
-    if given is not None:
-        return given
-    meshes = {param.device_mesh for group in groups for param in group["params"] if hasattr(param, "device_mesh")}
-    if not meshes:
-        return default_ensemble()
-    mesh = next(iter(meshes))
-    if len(meshes) == 1 and mesh.ndim == 2:
-        return ProcessEnsemble(mesh)
-    raise ValueError(
-        f"the parameters are sharded over {' and '.join(map(str, meshes))}, which does not tell which processes are "
-        "replicas of each other: pass ensemble=hdet_kernels.ProcessEnsemble(mesh) with a 2-D mesh (replicate, shard)"
-    )
-
-
-def _gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: GradientMode) -> GradientMode:
-    """Return the gradient mode, which a stack knows; raise if parameters and ensemble differ in replicas."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    replicas = {replicas_of(param) for param in params}
-    if not replicas:
-        return gradients  # the converger refuses an optimizer without parameters
-    if replicas == {None}:
-        if ensemble.rows > 1:
-            raise ValueError(
-                f"{ensemble} holds {ensemble.rows} replicas in this process, but the optimizer's parameters are those "
-                "of one: build the optimizer with stack.parameters() of a ReplicaStack"
-            )
-        return gradients
-    if replicas != {ensemble.rows}:
-        raise ValueError(
-            f"the optimizer's parameters are a stack of {', '.join(map(str, replicas))} replicas, and {ensemble} holds "
-            f"{ensemble.rows}: pass ensemble=stack.ensemble"
-        )
-    if not isinstance(getattr(optimizer, "buckets", None), Buckets):
-        raise TypeError(
-            f"{type(optimizer).__name__} has one learning rate for all replicas of a stack: use an optimizer of "
-            "hdet_kernels, such as FusedAdamW(stack.parameters())"
-        )
-    # A stack whose replicas train on their own gradients for a while still shares them.
-    stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
-    found: GradientMode = "shared" if share_gradients(params) else "local"
-    found = found if stack is None else stack.gradients
-    if gradients not in ("auto", found):
-        raise ValueError(
-            f"gradients={gradients!r}, but the stack has {found} ones: leave gradients= out, or build "
-            f"ReplicaStack(…, gradients={gradients!r})"
-        )
-    return found
 
 
 def _controller_of(auto_lr: bool | Controller, trust: float | None, diverges: bool) -> Controller | None:
@@ -352,50 +268,6 @@ def _converger_of(
     if options["overlap_steps"]:
         converger.check_overlap()
     return converger
-
-
-@contextlib.contextmanager
-def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Restore the optimizer if the block raises: entries of its groups, its hooks, and its own ``step``.
-
-    torch's constructor writes the first values of the schedule, and puts a wrapper around ``step`` of the instance.
-
-    Args:
-        optimizer: the optimizer, or a wrapper around it.
-    """
-    outside, optimizer = optimizer, unwrapped(optimizer)
-    groups = [dict(group) for group in optimizer.param_groups]
-    held = [tensor for group in groups for name, value in group.items() if name != "params" for tensor in _in(value)]
-    values = [tensor.clone() for tensor in held]  # schedules fill learning rates that are tensors in place
-    stepped = "step" in vars(outside)
-    hooks: list[dict[int, Any]] = [
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        optimizer._optimizer_load_state_dict_post_hooks,
-    ]
-    registered = [dict(each) for each in hooks]
-    try:
-        yield
-    except BaseException:
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            group.clear()
-            group.update(before)
-        for tensor, value in zip(held, values, strict=True):
-            tensor.copy_(value)
-        for each, known in zip(hooks, registered, strict=True):
-            each.clear()
-            each.update(known)
-        if not stepped:
-            vars(outside).pop("step", None)
-        raise
-
-
-def _in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an entry of a parameter group: the entry itself, or those in a tuple."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        yield from (entry for entry in value if isinstance(entry, Tensor))
 
 
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from hdet_kernels.ensemble import announced_size
 from hdet_kernels.schedule.arguments import can_divide, check_no_epoch, run_length
 from hdet_kernels.schedule.attachment import attach, own_values_back
-from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, ensemble_of, learning_rates
+from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates
 from hdet_kernels.schedule.checkpoint import saving
 from hdet_kernels.schedule.checkpoint.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.checkpoint.packed import packed
@@ -24,6 +24,7 @@ from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.guards.late_ensemble import LateEnsemble
 from hdet_kernels.schedule.loss_window import Loss
 from hdet_kernels.schedule.rehearsal import built_state
+from hdet_kernels.schedule.replicas import ensemble_of
 from hdet_kernels.schedule.scouting.phase import Scouting
 from hdet_kernels.schedule.scouting.scout_state import checked_scout, scout_state
 from hdet_kernels.schedule.scouting.scouted import Scouted, ratios_of

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from hdet_kernels import ensemble
+from hdet_kernels.ensemble import processes
 
 When = Literal["before", "after"]
 
@@ -19,9 +19,9 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (dist, "all_reduce"),
     (dist, "broadcast"),
     (dist, "all_to_all_single"),
-    (ensemble, "_all_gather"),
-    (ensemble.ProcessEnsemble, "trade"),
-    (ensemble.ProcessEnsemble, "_gathered"),
+    (processes, "_all_gather"),
+    (processes.ProcessEnsemble, "trade"),
+    (processes.ProcessEnsemble, "_gathered"),
 )
 
 

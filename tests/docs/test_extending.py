@@ -40,6 +40,11 @@ def mentions(word: str, *folders: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in found if pattern.search(_split_words(path))}
 
 
+def words_of(file: str) -> set[str]:
+    """Return the words of a file."""
+    return set(re.findall(r"\w+", (ROOT / file).read_text()))
+
+
 def _split_words(path: Path) -> str:
     """Return the text with FusedLion as Fused_Lion, so that a rule is found in the name of its class."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.read_text().replace("AdamW", "Adamw"))
@@ -75,7 +80,11 @@ def test_the_attributes_and_methods_of_an_ensemble_are_all_of_them() -> None:
 
 @pytest.mark.parametrize("kind", [SingleReplica, ProcessEnsemble, RowEnsemble])
 def test_an_ensemble_of_the_package_is_in_the_files_of_one(kind: type) -> None:
-    assert kind.__module__.replace(".", "/") + ".py" in files("An ensemble")
+    name = kind.__module__.split(".")[-1]
+    listed = {file.replace("NAME", name) for file in files("An ensemble")}
+    assert kind.__module__.replace(".", "/") + ".py" in listed
+    assert [file for file in listed if not (ROOT / file).exists()] == []
+    assert kind.__name__ in words_of("hdet_kernels/ensemble/__init__.py")
 
 
 @pytest.mark.parametrize("suite", suites.SUITES)

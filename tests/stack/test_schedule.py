@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import hdet_kernels as hk
-from hdet_kernels.ensemble import RowEnsemble
 from tests.stack.trainer import REPLICAS, StackTrainer, data, learning_rates, shifted_loss, two_groups
 from tests.training import loss_of, network
 
@@ -187,45 +185,10 @@ def test_step_takes_one_loss_per_replica() -> None:
     trainer.scheduler.step(losses.tolist())
 
 
-def test_the_ensemble_must_be_that_of_the_stack() -> None:
-    stack = hk.ReplicaStack(network(), 4)
-    optimizer = hk.FusedAdamW(stack.parameters())
-    groups = copy.deepcopy({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
-    for ensemble in (None, RowEnsemble(3)):
-        with pytest.raises(ValueError, match=r"a stack of 4 replicas, and .* pass ensemble=stack.ensemble"):
-            hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=ensemble)
-    with pytest.raises(ValueError, match=r"holds 4 replicas in this process, but the optimizer's parameters are those"):
-        hk.HDETOneCycleLR(hk.FusedAdamW(network().parameters()), 0.01, 24, ensemble=stack.ensemble)
-    assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == groups
-
-
-def test_model_must_be_the_stack() -> None:
-    """The buffers of a BatchNorm with as many channels as replicas would look like rows."""
-    module = nn.Sequential(nn.Linear(6, REPLICAS), nn.BatchNorm1d(REPLICAS))
-    stack = hk.ReplicaStack(module, REPLICAS)
-    optimizer = hk.FusedAdamW(stack.parameters())
-    with pytest.raises(ValueError, match=r"model= is a Sequential, .* leave model= out"):
-        hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=module)
-    hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=stack)
-
-
 def test_more_than_64_replicas_in_a_process_are_refused() -> None:
     """Refused when the scheduler is built, not at the first sync."""
     with pytest.raises(ValueError, match=r"at most 64 replicas of one process are averaged, got 65"):
         StackTrainer(replicas=65)
-
-
-def test_torch_optimizers_are_refused() -> None:
-    stack = hk.ReplicaStack(network(), 4)
-    with pytest.raises(TypeError, match=r"AdamW has one learning rate for all .* FusedAdamW\(stack.parameters\(\)\)"):
-        hk.HDETOneCycleLR(torch.optim.AdamW(stack.parameters()), 0.01, 24, ensemble=stack.ensemble)
-
-
-def test_the_gradient_mode_must_be_that_of_the_stack() -> None:
-    stack = hk.ReplicaStack(network(), 4)
-    optimizer = hk.FusedAdamW(stack.parameters())
-    with pytest.raises(ValueError, match="gradients='local', but the stack has shared ones"):
-        hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, gradients="local")
 
 
 def test_an_unknown_scalar_without_a_base_is_refused() -> None:

@@ -1,6 +1,6 @@
-"""A part of a checkpoint as one object.
+"""Wrap a part of a checkpoint so that ``torch.distributed.checkpoint`` saves and loads it whole.
 
-``torch.distributed.checkpoint`` (DCP) takes dicts and lists apart. It saves every leaf under its path, drops empty
+That library (DCP) takes dicts and lists apart. It saves every leaf under its path, drops empty
 dicts, and loads only into entries that the scheduler which loads has already. History and state of a controller grow
 during a run, so that a scheduler which is built anew has fewer entries. A tuple is a leaf to DCP: it is saved whole,
 and what is loaded takes its place, whatever is in it.

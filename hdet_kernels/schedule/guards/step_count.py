@@ -1,4 +1,4 @@
-"""Count the steps of a scheduler against those of its optimizer: one of the first is due for each of the second.
+"""Count the steps of a scheduler against those of its optimizer: one must follow each optimizer step.
 
 A framework that steps the scheduler once per process, per micro-batch or per epoch would end the schedule too early or
 never. An optimizer step that does not happen is no mistake: a ``GradScaler`` leaves out those whose gradients overflow,

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hdet_kernels.controller.findings import Findings
+from hdet_kernels.converge import Outcome
+from hdet_kernels.fanout.spread import Placement
 from hdet_kernels.schedule.history.metrics import flat, loss_metrics, short_names, value_metrics
 
 Kind = Literal["sync", "early", "last", "manual", "scout"]
@@ -72,6 +75,51 @@ class SyncRecord:
     posterior: dict[str, list[float]] | None = None
     distance: float | None = None
 
+    @staticmethod
+    def of(
+        outcome: Outcome,
+        placed: Placement,
+        names: Sequence[str],
+        *,
+        step: int,
+        cycle: int,
+        kind: Kind,
+        gradients: Literal["auto", "shared", "local"] = "auto",
+        landed: int | None = None,
+        undone: int | None = None,
+        findings: Findings | None = None,
+    ) -> SyncRecord:
+        """Return the record of an average.
+
+        Args:
+            outcome: that of the average.
+            placed: what the replicas had trained with.
+            names: names of the hyperparameters.
+            step, cycle, kind, undone: as the fields.
+            gradients: as it is known; ``"auto"``: as the average found out.
+            landed: as the field; None: ``step``.
+            findings: those of the controller, if it acted.
+        """
+        return SyncRecord(
+            step=step,
+            cycle=cycle,
+            kind=kind,
+            losses=outcome.losses.tolist(),
+            probes=None if np.isnan(outcome.probes).all() else outcome.probes.tolist(),
+            base=dict(zip(names, placed.base.tolist(), strict=True)),
+            values=dict(zip(names, placed.values.tolist(), strict=True)),
+            excluded=np.flatnonzero(~outcome.healthy).tolist(),
+            gradients=_found(outcome.shared) if gradients == "auto" else gradients,
+            bytes=outcome.bytes,
+            collectives=outcome.collectives,
+            seconds=outcome.seconds,
+            landed=step if landed is None else landed,
+            taken=outcome.taken,
+            undone=undone,
+            distance=outcome.distance,
+            **(findings.by_name(names) if findings else {}),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict."""
         return asdict(self)
@@ -112,6 +160,12 @@ class SyncRecord:
         losses = np.array(self.losses, dtype=np.float64)  # thousands of them where there are thousands of replicas
         finite = losses[np.isfinite(losses)]
         return math.fsum((finite / len(finite)).tolist()) if len(finite) else None
+
+
+def _found(shared: bool | None) -> Literal["shared", "local", "unknown"]:
+    if shared is None:
+        return "unknown"
+    return "shared" if shared else "local"
 
 
 @dataclass

@@ -6,10 +6,13 @@ import json
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
 import hdet_kernels as hk
+from hdet_kernels.controller.findings import Findings
+from hdet_kernels.converge import Outcome
 from hdet_kernels.schedule.history.records import POINTS, WINDOW, History, SyncRecord
 from tests.schedule.cases import Place, adam, advance
 from tests.training import same
@@ -48,6 +51,28 @@ def test_a_record_becomes_plain_values_and_back() -> None:
         assert plain["gradients"] == "shared"
         assert (plain["taken"], plain["excluded"]) == (None, [])
         assert [len(values) for values in plain["values"].values()] == [3, 3]
+
+
+@pytest.mark.parametrize(("shared", "gradients"), [(None, "unknown"), (True, "shared"), (False, "local")])
+def test_the_record_of_an_outcome(shared: bool | None, gradients: str) -> None:
+    outcome = Outcome(
+        losses=np.array([1.0, math.nan]), probes=np.full(2, math.nan), healthy=np.array([True, False]), shared=shared,
+        bytes=12, collectives=2, seconds=0.5, distance=0.25,
+    )  # fmt: skip
+    placed = hk.Placement(np.array([0.1, 3.0]), np.array([[0.1, 0.2], [3.0, 3.0]]), np.ones((2, 2)))
+    found = Findings(np.array([-1.5, math.nan]), np.array([0.5, math.nan]))
+    made = SyncRecord.of(outcome, placed, ["lr/0", "x"], step=8, cycle=1, kind="sync", findings=found)
+    expected = {
+        "step": 8, "cycle": 1, "kind": "sync", "losses": [1.0, math.nan], "probes": None,
+        "base": {"lr/0": 0.1, "x": 3.0}, "values": {"lr/0": [0.1, 0.2], "x": [3.0, 3.0]}, "excluded": [1],
+        "gradients": gradients, "bytes": 12, "collectives": 2, "seconds": 0.5, "landed": 8, "taken": None,
+        "undone": None, "slopes": {"lr/0": -1.5}, "errors": {"lr/0": 0.5}, "posterior": None, "distance": 0.25,
+    }  # fmt: skip
+    assert same(made.to_dict(), expected)
+    later = SyncRecord.of(
+        outcome, placed, ["lr/0", "x"], step=8, cycle=1, kind="last", gradients="local", landed=9, undone=4
+    )
+    assert (later.gradients, later.landed, later.undone, later.slopes) == ("local", 9, 4, None)
 
 
 def record(step: int, loss: float = 1.0) -> SyncRecord:

@@ -1,162 +1,31 @@
-"""Ensembles: which process holds which replica, and the collectives between them.
-
-An ensemble has N replicas. A process holds one replica, or several as the rows of its tensors
-(:class:`RowEnsemble`). Or several processes hold one replica together, each a shard of its parameters. The processes
-that hold the same part of different replicas communicate through a ``torch.distributed`` group
-(:class:`ProcessEnsemble`).
-"""
+"""The processes of a ``torch.distributed`` group as replicas, or as the shards of replicas."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import datetime
-import os
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hdet_kernels.checks import check_whole, spell
-from hdet_kernels.row_gather import gather_by_doubling, gather_by_sum
+from hdet_kernels.checks import spell
+from hdet_kernels.ensemble.protocol import Collective
+from hdet_kernels.ensemble.row_gather import gather_by_doubling, gather_by_sum
+from hdet_kernels.ensemble.started import Awaited, Done, Messages
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Of the messages of a gather, which must not be taken for those of a training script.
-_TAG = 0x4844
-# Tags of messages between single processes. Others on the same group usually have small ones.
-_FIRST_TAG, _TAGS = 2**28, 2**20
-
-
-class Collective(Protocol):
-    """A collective operation that has been started."""
-
-    def wait(self) -> Any:
-        """Wait until the result can be used. Raises if the collective failed.
-
-        On a CPU the result is there when this returns. On a GPU the current stream waits for it.
-        """
-
-
-class Ensemble(Protocol):
-    """The replicas as one process sees them, and the collectives over them.
-
-    All methods but :meth:`serves` and :meth:`averages` are collective: every process that holds the same part must
-    call them in the same order.
-
-    Attributes:
-        size: N, the number of replicas.
-        replica: number of the first replica that this process holds.
-        rows: number of replicas that this process holds.
-        part: number of the part of each replica that this process holds.
-        parts: number of parts (shards) of a replica.
-        processes: number of processes that hold the same part.
-        process: number of this process among them.
-        talks: whether there is a process group at all.
-        rank: the global rank, by which messages name this process.
-    """
-
-    size: int
-    replica: int
-    rows: int
-    part: int
-    parts: int
-    processes: int
-    process: int
-    talks: bool
-    rank: int
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Gather [rows, columns] of every process; return [size, parts, columns] on the CPU."""
-
-    def serves(self, device: torch.device) -> bool:
-        """Return whether collectives take tensors on ``device``."""
-
-    def averages(self, device: torch.device) -> bool:
-        """Return whether :meth:`all_reduce` supports ``"mean"`` on ``device``."""
-
-    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
-        """Start to replace ``tensor`` by its ``"sum"``, ``"mean"`` or ``"max"`` over the processes."""
-
-    def broadcast(self, tensor: Tensor, replica: int) -> Collective:
-        """Start to replace ``tensor`` by that of the process which holds ``replica``."""
-
-    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
-        """Start an all-to-all: send row p of ``sent`` to process p, receive its row into row p of ``received``."""
-
-    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
-        """Start an all-gather of every process's ``own`` into the rows of ``gathered``."""
-
-    def confirm(self) -> None:
-        """Wait until all processes that hold parts of these replicas have called this.
-
-        It makes an average all or nothing: either all parts of a replica are averaged or none is.
-        """
-
-    def twin(self) -> Ensemble:
-        """Return the same replicas with process groups of their own, for collectives that run in the background."""
-
-
-@runtime_checkable
-class Trading(Protocol):
-    """An ensemble whose processes can also pass tensors to single other processes. Optional."""
-
-    process: int
-    processes: int
-
-    def trades(self, device: torch.device) -> bool:
-        """Return whether :meth:`trade` takes tensors on ``device``. The same on all processes."""
-
-    def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
-        """Start to send ``sent[p]`` to each other process p, and to receive ``received[p]`` from it. Collective.
-
-        The entries of this process are ignored. None, on both sides, and empty tensors are not sent.
-        """
-
-
-class SingleReplica:
-    """One process with one replica: there is nothing to gather or to average."""
-
-    size = rows = parts = processes = 1
-    replica = part = process = rank = 0
-    talks = False
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows.detach().cpu().reshape(1, 1, -1)
-
-    def serves(self, device: torch.device) -> bool:
-        return True
-
-    def averages(self, device: torch.device) -> bool:
-        return True
-
-    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
-        return _Done()
-
-    def broadcast(self, tensor: Tensor, replica: int) -> Collective:
-        return _Done()
-
-    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
-        received.copy_(sent)
-        return _Done()
-
-    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
-        gathered[0].copy_(own)
-        return _Done()
-
-    def confirm(self) -> None:
-        return None
-
-    def twin(self) -> SingleReplica:
-        return self
-
-    def __repr__(self) -> str:
-        return "SingleReplica()"
+# Tags of messages between single processes: that of a gather, and those that trades take in turn. A training script
+# that sends messages on the same group usually has small ones.
+_GATHER_TAG = 2**28
+_FIRST_TRADE_TAG, _TRADE_TAGS = _GATHER_TAG + 1, 2**20
 
 
 class ProcessEnsemble:
@@ -245,9 +114,10 @@ class ProcessEnsemble:
         return device.type == "cpu" and self.backends.get("cpu") == "gloo"
 
     def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
-        """Start to send a tensor to every process and to receive one from each; see :class:`Trading`."""
+        """Start to send a tensor to every process and to receive one from each; see :class:`.Trading`."""
         self._trades += 1
-        tag = _FIRST_TAG + self._trades % _TAGS  # a late message of a failed trade is not taken for one of the next
+        # A late message of a failed trade is not taken for one of the next.
+        tag = _FIRST_TRADE_TAG + self._trades % _TRADE_TAGS
         works: list[dist.Work | None] = []
         for distance in range(1, self.processes):
             source, target = (self.process - distance) % self.processes, (self.process + distance) % self.processes
@@ -255,7 +125,7 @@ class ProcessEnsemble:
                 works.append(dist.irecv(place, group=self.group, group_src=source, tag=tag))
             if (tensor := sent[target]) is not None and tensor.numel():
                 works.append(dist.isend(tensor, group=self.group, group_dst=target, tag=tag))
-        return _Traded(works, _timeout(self.group))  # that of now: a message does not ask for it as a collective does
+        return Messages(works, _timeout(self.group))  # that of now: a message does not ask for it as a collective does
 
     def confirm(self) -> None:
         if self.shard_group is not None:
@@ -278,19 +148,21 @@ class ProcessEnsemble:
     def name(self) -> str:
         """A name of these processes that is the same on all members."""
         group = dist.group.WORLD if self.group is None else self.group
+        # Processes that hold parts of one replica belong to groups of different names.
         return "mesh" if self.shard_group is not None or group is None else str(group.group_name)
 
     @property
     def seconds(self) -> float | None:
-        """The timeout of the group in seconds, if it is known."""
-        return None if self._timeout is None else self._timeout.total_seconds()
+        """The timeout that the group has now, in seconds, if it is known."""
+        timeout = _timeout(self.group)
+        return None if timeout is None else timeout.total_seconds()
 
     def _started(self, work: dist.Work | None, *tensors: Tensor) -> Collective:
         if work is None:
-            return _Done()
+            return Done()
         # NCCL's wait() only orders streams. With a timeout it waits, and raises if the collective failed.
         if self.backends.get(tensors[0].device.type) == "nccl":
-            return _Awaited(work, self._timeout)
+            return Awaited(work, self._timeout)
         self._kept = tensors
         return work
 
@@ -332,10 +204,10 @@ class ProcessEnsemble:
 
         def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:
             started = [
-                dist.irecv(received, group=group, group_src=source, tag=_TAG),
-                dist.isend(sent, group=group, group_dst=to, tag=_TAG),
+                dist.irecv(received, group=group, group_src=source, tag=_GATHER_TAG),
+                dist.isend(sent, group=group, group_dst=to, tag=_GATHER_TAG),
             ]
-            _Traded(started, timeout).wait()
+            Messages(started, timeout).wait()
 
         return gather_by_doubling(row, place, count, exchange)
 
@@ -358,89 +230,6 @@ def _keep_for_good() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
-class RowEnsemble:
-    """Several replicas per process, as the rows of its tensors.
-
-    Args:
-        rows: number of replicas in this process.
-        among: the processes, each of which holds as many (default: this process alone).
-    """
-
-    part = 0
-    parts = 1
-
-    def __init__(self, rows: int, among: Ensemble | None = None) -> None:
-        rows = check_whole("rows", rows, at_least=1)
-        among = SingleReplica() if among is None else among
-        check_ensemble("among", among)
-        if among.rows != 1 or among.parts != 1:
-            raise ValueError(f"among must be processes that hold one whole replica each, got {among}")
-        self.among, self.rows, self.talks, self.rank = among, rows, among.talks, among.rank
-        self.processes, self.process = among.processes, among.process
-        self.size, self.replica = rows * among.size, rows * among.replica
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return self.among.gather(rows).view(self.size, 1, -1)
-
-    def serves(self, device: torch.device) -> bool:
-        return self.among.serves(device)
-
-    def averages(self, device: torch.device) -> bool:
-        return self.among.averages(device)
-
-    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
-        return self.among.all_reduce(tensor, operation)
-
-    def broadcast(self, tensor: Tensor, replica: int) -> Collective:
-        return self.among.broadcast(tensor, replica // self.rows)
-
-    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
-        return self.among.exchange(received, sent)
-
-    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
-        return self.among.collect(gathered, own)
-
-    def trades(self, device: torch.device) -> bool:
-        return isinstance(self.among, Trading) and self.among.trades(device)
-
-    def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
-        if not isinstance(self.among, Trading):
-            raise TypeError(f"{self.among} does not pass tensors between single processes")
-        return self.among.trade(sent, received)
-
-    def confirm(self) -> None:
-        return None
-
-    def twin(self) -> RowEnsemble:
-        return RowEnsemble(self.rows, self.among.twin())
-
-    def __repr__(self) -> str:
-        return f"RowEnsemble({self.rows} rows, {self.among})"
-
-
-#: Attributes and methods that every use of an ensemble needs.
-_MEMBERS = ("size", "replica", "rows", "part", "parts", "processes", "process", "talks", "rank", "gather", "serves")
-
-
-def check_ensemble(name: str, value: object, members: Sequence[str] = _MEMBERS) -> None:
-    """Raise TypeError unless ``value`` has the attributes and methods of an :class:`Ensemble`.
-
-    Args:
-        name: how the message names the argument.
-        value: what was given.
-        members: those that are needed.
-    """
-    missing = [member for member in members if not hasattr(value, member)]
-    if missing or isinstance(value, type):
-        wraps = isinstance(value, dist.ProcessGroup | DeviceMesh)
-        remedy = (
-            "pass hdet_kernels.ProcessEnsemble(…) of it"
-            if wraps
-            else "pass a ProcessEnsemble, stack.ensemble of a ReplicaStack, or leave it out"
-        )
-        raise TypeError(f"{name} must be an ensemble, which says who the replicas are, got {spell(value)}: {remedy}")
-
-
 def _check_groups(process_group: object, shard_group: object, overlap_group: object) -> None:
     outside = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns to processes that are not in the group
     for name, group in (
@@ -455,69 +244,6 @@ def _check_groups(process_group: object, shard_group: object, overlap_group: obj
                 f"{name} must be a torch.distributed process group{expected}, got {spell(group)}: pass what "
                 "torch.distributed.new_group() returned, or leave it out"
             )
-
-
-def held(ensemble: Ensemble) -> slice:
-    """Return the slice of all replicas that this process holds."""
-    return slice(ensemble.replica, ensemble.replica + ensemble.rows)
-
-
-def default_ensemble() -> Ensemble:
-    """Return the default process group if it is initialised and has several processes, else a single replica."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ProcessEnsemble()
-    return SingleReplica()
-
-
-def announced_size() -> int:
-    """Return the number of processes that the launcher of this one announced (``WORLD_SIZE``); 1 if none."""
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdecimal() else 1
-
-
-def settled_ensemble(user: str) -> Ensemble:
-    """Return the default ensemble for ``user``, which needs to know at once who the replicas are.
-
-    Raises:
-        RuntimeError: if a launcher announced several processes and their group is not initialised yet.
-    """
-    size = announced_size()
-    if size > 1 and dist.is_available() and not dist.is_initialized():
-        raise RuntimeError(
-            f"{user}: WORLD_SIZE is {size} in the environment, but no process group is initialised, so that each "
-            "process would count as the only one; call torch.distributed.init_process_group() before, or pass "
-            "ensemble=hdet_kernels.ensemble.SingleReplica() if every process is to train for itself"
-        )
-    return default_ensemble()
-
-
-class _Done:
-    """A collective that has finished."""
-
-    def wait(self) -> None:
-        return None
-
-
-class _Traded:
-    """Messages to and from single processes; :meth:`wait` waits for all of them."""
-
-    def __init__(self, works: Sequence[dist.Work | None], timeout: datetime.timedelta | None) -> None:
-        self._works, self._timeout = works, timeout
-
-    def wait(self) -> None:
-        for work in self._works:
-            if work is not None and not (work.wait() if self._timeout is None else work.wait(self._timeout)):
-                raise RuntimeError("a message to or from another process was aborted: its process group was shut down")
-
-
-class _Awaited:
-    """A collective whose :meth:`wait` blocks the host until it has finished."""
-
-    def __init__(self, work: dist.Work, timeout: datetime.timedelta | None) -> None:
-        self._work, self._timeout = work, timeout
-
-    def wait(self) -> Any:
-        return self._work.wait() if self._timeout is None else self._work.wait(self._timeout)
 
 
 def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:

@@ -1,4 +1,4 @@
-"""Ensembles: which process holds which replica, and their collectives over real gloo groups."""
+"""Ensembles of processes, which process holds which replica, and their collectives over real gloo groups."""
 
 from __future__ import annotations
 
@@ -12,75 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-import hdet_kernels as hk
-from hdet_kernels.ensemble import (
-    ProcessEnsemble,
-    RowEnsemble,
-    SingleReplica,
-    announced_size,
-    default_ensemble,
-    held,
-)
+from hdet_kernels.ensemble import ProcessEnsemble, RowEnsemble, default_ensemble, held, processes
+from tests.ensemble.places import ALONE, place
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def place(ensemble: Any) -> dict[str, Any]:
-    names = ("size", "replica", "rows", "part", "parts", "processes", "process", "talks", "rank")
-    return {name: getattr(ensemble, name) for name in names}
-
-
-ALONE = {"size": 1, "replica": 0, "rows": 1, "part": 0, "parts": 1, "processes": 1, "process": 0, "rank": 0}
-
-
-# One process
-
-
-def test_a_single_replica() -> None:
-    ensemble = default_ensemble()
-    assert isinstance(ensemble, SingleReplica)
-    assert place(ensemble) == {**ALONE, "talks": False}
-    assert ensemble.gather(torch.tensor([[1.0, 2.0]])).tolist() == [[[1.0, 2.0]]]
-    assert ensemble.serves(torch.device("cuda"))
-    assert ensemble.averages(CPU)
-    tensor = torch.tensor([3.0])
-    ensemble.all_reduce(tensor, "sum").wait()
-    ensemble.broadcast(tensor, 0).wait()
-    assert tensor.tolist() == [3.0]
-    received, gathered = torch.zeros(1, 1), torch.zeros(1, 1)
-    ensemble.exchange(received, torch.tensor([[4.0]])).wait()
-    ensemble.collect(gathered, torch.tensor([5.0])).wait()
-    assert (received.item(), gathered.item()) == (4.0, 5.0)
-    ensemble.confirm()
-    assert ensemble.twin() is ensemble
-    assert repr(ensemble) == "SingleReplica()"
-    assert held(ensemble) == slice(0, 1)
-
-
-def test_rows_of_one_process() -> None:
-    ensemble = RowEnsemble(3)
-    assert place(ensemble) == {**ALONE, "size": 3, "rows": 3, "talks": False}
-    assert ensemble.gather(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [[[1.0]], [[2.0]], [[3.0]]]
-    assert held(ensemble) == slice(0, 3)
-    assert repr(ensemble) == "RowEnsemble(3 rows, SingleReplica())"
-    assert isinstance(ensemble.twin(), RowEnsemble)
-    ensemble.confirm()
-
-
-def test_what_is_refused_without_processes() -> None:
-    with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got 0"):
-        RowEnsemble(0)
-    with pytest.raises(ValueError, match="among must be processes that hold one whole replica each, got RowEnsemble"):
-        RowEnsemble(2, RowEnsemble(2))
+def test_without_a_group_there_is_none() -> None:
     with pytest.raises(RuntimeError, match=r"start the script with torchrun.*init_process_group"):
         ProcessEnsemble()
-
-
-# Several processes
 
 
 def _collectives(ensemble: Any, rank: int) -> dict[str, Any]:
@@ -165,7 +109,7 @@ def _alive_after_a_collective(_rank: int) -> dict[str, list[bool]]:
 
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hdet_kernels.ensemble._all_gather", watched(hk.ensemble._all_gather))
+        patch.setattr("hdet_kernels.ensemble.processes._all_gather", watched(processes._all_gather))
         for name in ("all_reduce", "broadcast", "all_to_all_single"):
             patch.setattr(dist, name, watched(getattr(dist, name)))
         for name, run in {
@@ -234,26 +178,3 @@ def test_shards_of_two_replicas() -> None:
         assert gathered == [[[0.0], [1.0]], [[2.0], [3.0]]], "by replica and part"
         assert ranks == [part, 2 + part]
         assert f"overlap_group has ranks [0, 1, 2, 3], process_group has [{part}, {2 + part}]: pass" in message
-
-
-@pytest.mark.parametrize(("text", "size"), [("", 1), ("1", 1), ("8", 8), ("many", 1), ("-2", 1)])
-def test_the_announced_size(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", text)
-    assert announced_size() == size
-
-
-@pytest.mark.parametrize("build", [lambda m: hk.ReplicaStack(m, 2), lambda m: hk.warm_noisy_init_(m.parameters())])
-def test_what_needs_the_processes_at_once_raises_before_they_have_a_group(
-    build: Callable[[nn.Module], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    model = nn.Linear(2, 1)
-    before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4 .* call torch.distributed.init_process_group\(\) before"):
-        build(model)
-    assert torch.equal(model.weight, before)
-
-
-def test_a_process_that_trains_for_itself_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert hk.ReplicaStack(nn.Linear(2, 1), 2, ensemble=SingleReplica()).ensemble.size == 2

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.sharded import is_distributed
+from hdet_kernels.sharded.dtensors import is_distributed
 
 
 class GatheredShard:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import hdet_kernels as hk
 from hdet_kernels.buckets import Buckets
-from hdet_kernels.fsdp import drop_gathered, gathered_shards
+from hdet_kernels.sharded.fsdp import drop_gathered, gathered_shards
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.cost_model import ROW_BYTES, exchanges
 from hdet_kernels.ensemble import ProcessEnsemble
-from hdet_kernels.row_gather import gather_by_doubling, gather_by_sum, grid
+from hdet_kernels.ensemble.row_gather import gather_by_doubling, gather_by_sum, grid
 from tests.ranks import run_ranks
 from tests.threaded_ranks import run_threads
 

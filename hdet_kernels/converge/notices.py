@@ -1,0 +1,61 @@
+"""Notices that the ranks leave for each other in the store of their process group.
+
+A rank overwrites its own notice when it comes to an average, which costs one request that is not waited for. It also
+puts itself on a list of all ranks that ever came, and on a list of those that failed at an average. So a failed rank
+learns all about the others with three requests, however many they are: the first list, the notices of those on it, and
+the second list.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+#: The number and the name of an average that a rank never came to.
+NEVER = (0, "")
+
+
+class Notices:
+    """The notices of one group of ranks.
+
+    Args:
+        store: the store of the process group.
+        group: name of the group, the same on all its ranks.
+        rank: the rank whose notices are written here.
+    """
+
+    def __init__(self, store: Any, group: str, rank: int) -> None:
+        self._store, self._path, self._rank = store, f"hdet_kernels/{group}", rank
+
+    def write_came(self, count: int, what: str) -> None:
+        """Note that this rank came to average number ``count``, from 1, which is called ``what``."""
+        self._store.set(self._came(self._rank), f"{count} {what}")
+        if count == 1:  # after its notice, so that the notices of all on the list can be read
+            self._store.append(f"{self._path}/ever", f"{self._rank} ")
+
+    def write_failed(self, count: int, cause: str) -> None:
+        """Note that average number ``count`` failed on this rank."""
+        self._store.append(self._failed(count), json.dumps([self._rank, cause]) + "\n")
+
+    def came(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+        """Return number and name of the last average that each of ``ranks`` came to. This rank came to one itself."""
+        if not ranks:
+            return {}
+        ever = set(map(int, self._store.get(f"{self._path}/ever").split()))
+        listed = [rank for rank in ranks if rank in ever]
+        found = dict.fromkeys(ranks, NEVER)
+        for rank, notice in zip(listed, self._store.multi_get([self._came(rank) for rank in listed]), strict=True):
+            count, _, what = notice.decode().partition(" ")
+            found[rank] = int(count), what
+        return found
+
+    def failed(self, count: int) -> dict[int, str]:
+        """Return, by rank, why average number ``count`` failed. It failed on this rank too."""
+        return dict(json.loads(line) for line in self._store.get(self._failed(count)).splitlines())
+
+    def _came(self, rank: int) -> str:
+        return f"{self._path}/came/{rank}"
+
+    def _failed(self, count: int) -> str:
+        return f"{self._path}/failed/{count}"
