@@ -190,6 +190,7 @@ def test_coefficients_decide_how_long_segments_are_and_whether_float16_can_hold_
     assert segments((4, 16), (4.0, -8.0, 4.0), 5) == [2, 2, 1]
     assert segments((4, 16), (18.0, -40.0, 22.0), 5) is None  # eigenvalues grow beyond all bounds
     assert segments((4, 16), (40.0, 0.0, 0.0), 1) is None
+    assert segments((4, 16), (1e308, -1e308, 1e308), 5) is None
     assert segments((4, 16), (1.5, -0.5, 0.0), 99) == [3] * 33
 
 
