@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 #: X is this times the normalised matrix, and R the square of it times its Gram matrix. Where all singular values are
-#: alike, entries of R are about 2¹⁰/m on the diagonal and 2¹⁰/(m·√n) beside it: for m = n = 2¹³ just above 2⁻¹⁴, below
-#: which float16 loses bits. Where one singular value dominates, they reach 2¹⁰, 64 times below the largest number.
+#: alike, entries of R are about 2¹⁰/m on the diagonal and 2¹⁰/(m·√n) beside it: at m = n = 2¹⁶ that is 2⁻¹⁴, where
+#: float16 begins to lose bits. Where one singular value dominates, they reach 2¹⁰, 64 times below the largest number.
 SCALE = 32.0
 
 #: The most that rounding errors of R, 2⁻¹¹ of its norm, may become within a segment, and the most steps of one.
@@ -136,11 +136,12 @@ def _in_range(coefficients: tuple[float, float, float], steps: int) -> bool:
     """Return whether eigenvalues of R, Q·R and T stay below half of the largest number of float16."""
     a, b, c = coefficients
     values = np.linspace(0, 1.1, 1101)  # the eigenvalues of R; its norm is at most 1, but for roundings
-    for _ in range(steps):
-        factors = a + b * values + c * values**2
-        later = values * factors**2
-        greatest = max(np.abs(each).max() for each in (values * factors, later))
-        if max(greatest * SCALE**2, np.abs(factors).max() ** LONGEST) >= 2**15:
-            return False
-        values = later
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _ in range(steps):
+            factors = a + b * values + c * values**2
+            later = values * factors**2
+            greatest = np.abs([values * factors * SCALE**2, later * SCALE**2, factors**LONGEST]).max()
+            if not greatest < 2**15:  # also of NaN
+                return False
+            values = later
     return True

@@ -134,7 +134,10 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _has_kernels(x: Tensor, backend: str | None) -> bool:
-    """Return whether the symmetric products of ``x`` are computed in Triton."""
+    """Return whether ``x`` is iterated by the kernels in Triton."""
     if backend == "triton" and interpreting():
         return True
-    return backend in ("cuda", "triton") and min(x.shape[1:]) >= LEAST_SIZE and backends()["triton"] == "ok"
+    rows, columns = x.shape[1:]
+    # Triton loads 16 bytes at a time, and the next tiles meanwhile, if it knows that rows begin at multiples of that.
+    large = min(rows, columns) >= LEAST_SIZE and rows % 16 == columns % 16 == 0
+    return large and backend in ("cuda", "triton") and backends()["triton"] == "ok"

@@ -38,15 +38,15 @@ def in_float64(x: Tensor, steps: int, eps: float) -> Tensor:
 
 
 @cache
-def batch(rows: int, columns: int) -> tuple[list[str], Tensor]:
+def batch(rows: int, columns: int, device: str) -> tuple[list[str], Tensor]:
     """Return the names of the matrices, and the matrices."""
-    names, found = zip(*matrices(rows, columns), strict=True)
-    return list(names), torch.stack(found)
+    with torch.device(device):
+        names, found = zip(*matrices(rows, columns, torch.Generator(device).manual_seed(0)), strict=True)
+    return list(names), torch.stack(found).bfloat16()
 
 
-def matrices(rows: int, columns: int) -> Iterator[tuple[str, Tensor]]:
+def matrices(rows: int, columns: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     """Yield matrices with singular values that are hard for products of few bits."""
-    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -71,9 +71,8 @@ def matrices(rows: int, columns: int) -> Iterator[tuple[str, Tensor]]:
 
 def assert_near(shape: tuple[int, int], parts: list[int], device: str) -> None:
     """Compare each matrix with its iteration in float64, and the distance with that of the iteration in bfloat16."""
-    names, given = batch(*shape)
-    steps, eps = sum(parts), 1e-7
-    x = given.to(device, torch.bfloat16)
+    names, given = batch(*shape, device)
+    steps, eps, x = sum(parts), 1e-7, given.clone()
     expected, rounded = in_float64(x, steps, eps), x.clone()
     orthogonalise_by_backend_(rounded, COEFFICIENTS, steps, eps, backend="torch")
     orthogonalise_(x, COEFFICIENTS, eps, parts)
@@ -190,6 +189,7 @@ def test_coefficients_decide_how_long_segments_are_and_whether_float16_can_hold_
     assert segments((4, 16), (4.0, -8.0, 4.0), 5) == [2, 2, 1]
     assert segments((4, 16), (18.0, -40.0, 22.0), 5) is None  # eigenvalues grow beyond all bounds
     assert segments((4, 16), (40.0, 0.0, 0.0), 1) is None
+    assert segments((4, 16), (1e308, -1e308, 1e308), 5) is None
     assert segments((4, 16), (1.5, -0.5, 0.0), 99) == [3] * 33
 
 

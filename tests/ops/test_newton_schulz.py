@@ -19,7 +19,8 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 def test_a_batch_has_the_numbers_of_torch(backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums may be formed in another order, so that some roundings to bfloat16 differ."""
     where, device = backend
-    monkeypatch.setattr(newton_schulz, "LEAST_SIZE", 1)  # the symmetric kernel takes part
+    # The kernels take part, small and odd as the matrices are.
+    monkeypatch.setattr(newton_schulz, "_has_kernels", lambda x, backend: backend in ("cuda", "triton"))
     generator = torch.Generator().manual_seed(0)
     for rows, columns, steps in ((6, 10, 5), (10, 6, 4), (9, 9, 5), (1, 5, 5), (33, 40, 5)):
         given = torch.randn(3, rows, columns, generator=generator)
@@ -31,6 +32,20 @@ def test_a_batch_has_the_numbers_of_torch(backend: tuple[str, str], monkeypatch:
         spreads = expected.float().square().mean((1, 2), keepdim=True).sqrt()
         assert ((x.cpu().float() - expected.float()).abs() <= 0.1 * spreads).all()
         assert not apart[:, rows * columns :].any()
+
+
+def test_matrices_of_odd_sizes_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton_schulz, "backends", lambda: {"triton": "ok"})
+    for rows, columns, expected in (
+        (256, 272, True),
+        (4096, 256, True),
+        (240, 512, False),
+        (512, 240, False),
+        (260, 512, False),
+        (512, 1000, False),
+    ):
+        assert newton_schulz._has_kernels(torch.empty(1, rows, columns), "cuda") == expected
+        assert not newton_schulz._has_kernels(torch.empty(1, rows, columns), "torch")
 
 
 def test_other_layouts_and_float64_have_the_same_numbers() -> None:
