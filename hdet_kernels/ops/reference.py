@@ -153,6 +153,10 @@ def _step(
                 position = torch.arange(offset, offset + value.numel(), device=value.device)
                 noise = random_bits_at(numbers[0].key, 0, positions_of_bits(position, k))
                 codes, largest = encode(value, signed[k], noise)
+                if not free:
+                    # A state that is not in use is read and written too, but not rounded once more.
+                    unchanged = (value == old[k]).all()
+                    codes, largest = torch.where(unchanged, target, codes), torch.where(unchanged, scale, largest)
                 put(target, codes)
                 put(scale, largest)
     counted = torch.where((h.momentum != 0) | (steps > 0), t, -t) if name == "sgd" else t
