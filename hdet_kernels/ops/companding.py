@@ -19,11 +19,11 @@ Given a uniform random number u between 0 and 1, the upper one of two levels a a
 (1 - u)·a + u·b. That of c² and (c + 1)² is (c + u)² + u·(1 - u), so for squares this takes no comparison: the code
 counts ⌈√(x - u·(1 - u)) - u⌉ steps, or with 1 - u in place of u, ⌊√(x - u·(1 - u)) + u⌋.
 
-Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴, up to a millionth: the scale lies
-that much below the highest level, so that no rounding of a product or a root leads above it. Those units and their
-inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets scale
-NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to zeros.
-``csrc/companding.h`` and ``triton_companding.py`` have the same functions.
+Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴, up to a millionth: the scale
+lies that much below the highest level, so that no rounding of a product or a root leads above it. Those units and their
+inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets
+scale NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to
+zeros. ``csrc/companding.h``, ``csrc/companding_cuda.h`` and ``triton_companding.py`` have the same functions.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def _step(
             keep(stored, theta, n, 0, offset)
             if masters is not None:
                 keep(masters[row, span], theta, n, 1, offset)
-        for k, (target, value) in enumerate(zip(stored_states, new, strict=False)):
-            if target is None or value is None or value is old[k]:
+        for k, (target, value, before) in enumerate(zip(stored_states, new, old, strict=False)):
+            if target is None or value is None or before is None or value is before:
                 continue
             if (scale := own_scales[k]) is None:
                 keep(target, value, numbers[0], 2 + k, offset)
@@ -155,7 +155,7 @@ def _step(
                 codes, largest = encode(value, signed[k], noise)
                 if not free:
                     # A state that is not in use is read and written too, but not rounded once more.
-                    unchanged = (value == old[k]).all()
+                    unchanged = (value == before).all()
                     codes, largest = torch.where(unchanged, target, codes), torch.where(unchanged, scale, largest)
                 put(target, codes)
                 put(scale, largest)
