@@ -52,10 +52,10 @@ HDET_BOTH Moment advanced(Rule rule, const Row& row, float& steps, const float* 
 inline constexpr int kShortest = 2;
 
 // a·b + c
-template <int kShort, typename A, typename B, typename C>
-HDET_BOTH C sum(A a, B b, C c) {
+template <int kShort, typename A, typename V, typename C>
+HDET_BOTH V sum(A a, V b, C c) {
 #ifdef __CUDA_ARCH__
-  if constexpr (kShort == kShortest && std::is_same_v<C, float>) return __fmaf_rn(a, b, c);
+  if constexpr (kShort == kShortest && std::is_same_v<V, float>) return __fmaf_rn(a, b, c);
 #endif
   return a * b + c;
 }
@@ -187,7 +187,7 @@ struct Adam {
 
   template <int kStates, int kShort, typename V>
   HDET_BOTH V move(V theta, const Push<V>& push) const {
-    const V divisor = sum<kShort>(per_root, push.root, V{} + eps);
+    const V divisor = sum<kShort>(per_root, push.root, eps);
     return sum<kShort>(-size, quotient<kShort>(push.direction, divisor), theta * keep);
   }
 };

@@ -23,8 +23,7 @@ Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and 
 lies that much below the highest level, so that no rounding of a product or a root leads above it. Those units and their
 inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets
 scale NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to
-zeros.
-``csrc/companding.h`` and ``triton_companding.py`` have the same functions.
+zeros. ``csrc/companding.h``, ``csrc/companding_cuda.h`` and ``triton_companding.py`` have the same functions.
 """
 
 from __future__ import annotations

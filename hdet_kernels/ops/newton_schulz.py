@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import gram_iteration
 from hdet_kernels.ops.backends import backends, interpreting
+from hdet_kernels.ops.gram_iteration import orthogonalise_ as iterate_on_gram_
+from hdet_kernels.ops.gram_iteration import segments as gram_segments
 
 #: The least m for which a GPU iterates on the Gram matrix: the smallest that was measured. On an H200 the products of
 #: one step on 32 square matrices took 0.82 of the time of whole ones by cuBLAS, both with 256 and with 512 rows.
@@ -47,7 +48,7 @@ def orthogonalise_(
         x.copy_(_in_float32(x, coefficients, steps, eps))
         return
     rounded = x.bfloat16()  # bfloat16 stays where it is
-    segments = gram_iteration.segments(x.shape[1:], coefficients, steps) if _has_kernels(x, backend) else None
+    segments = gram_segments(x.shape[1:], coefficients, steps) if _has_kernels(x, backend) else None
     if segments is None:
         _in_bfloat16_(rounded, coefficients, steps, eps)
     else:
@@ -86,10 +87,10 @@ def normalise_rows_(x: Tensor, squares: Sequence[Tensor], beta2: float, keep: Te
 def _in_float16_(x: Tensor, coefficients: tuple[float, float, float], eps: float, segments: Sequence[int]) -> None:
     rows_first = x if x.stride(2) == 1 else x.mT
     if rows_first.stride()[1:] == (rows_first.shape[2], 1):
-        gram_iteration.orthogonalise_(rows_first, coefficients, eps, segments)
+        iterate_on_gram_(rows_first, coefficients, eps, segments)
     else:
         without_gaps = x.contiguous()
-        gram_iteration.orthogonalise_(without_gaps, coefficients, eps, segments)
+        iterate_on_gram_(without_gaps, coefficients, eps, segments)
         x.copy_(without_gaps)
 
 
