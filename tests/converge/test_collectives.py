@@ -36,7 +36,8 @@ class Wire:
         self._memory: set[int] = set()
         for name in ("all_reduce", "broadcast", "all_to_all_single", "isend", "irecv"):
             setattr(dist, name, self._watched(name, getattr(dist, name)))
-        hk.ensemble._all_gather = self._watched("all_gather", hk.ensemble._all_gather)
+        of_processes = hk.ensemble.processes
+        of_processes._all_gather = self._watched("all_gather", of_processes._all_gather)
 
     def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(tensor: Tensor, *args: Any, **keywords: Any) -> Any:
