@@ -5,7 +5,8 @@ the order of the processes, and sends the result to all. That is as many bytes a
 read: a copy, which would be restored after a failure, is not needed. Every process receives the same bytes, so that all
 agree bit for bit.
 
-Only after all processes have confirmed that everything arrived is anything written.
+Only after all processes have confirmed that everything arrived is anything written. Two processes need no shards
+(:mod:`.swap`).
 """
 
 from __future__ import annotations
