@@ -22,6 +22,12 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
       "pack(Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging) -> ()");
   m.def(
       "unpack(Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging) -> ()");
+  // Set each tensor to the mean of itself and of its pieces in `received`. `result`, float64 [2], becomes 1 when all are
+  // written, and the squared distance of the first `measured` elements from those received. On the CPU alone. The
+  // tensors are accessed through their addresses, as in unpack.
+  m.def(
+      "pair_mean_(Tensor chunks, Tensor(a!) places, Tensor strides, int measured, Tensor received, "
+      "Tensor(b!) result) -> ()");
   // The parts of a compressed average: encode x - consensus + error, encode the mean of received shards, and add the
   // decoded mean to the consensus. hdet_kernels/ops/wire.py has the equations.
   m.def("encode(int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire) -> ()");

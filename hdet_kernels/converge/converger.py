@@ -145,7 +145,8 @@ class Converger:
         trade = self._trade_of(payload, plan)
         cost = self._average_or_restore(payload, plan, trade)
         # Parameters that travelled compressed were not measured on the way.
-        norm = trade.norm if trade is not None and not plan.compressed else None
+        norms = agreement.norms[plan.included, self.ensemble.part]
+        norm = trade.norm(norms) if trade is not None and not plan.compressed else None
         distance = distance_of(self._transport, agreement, plan, payload.all_params, norm)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.settle(payload, counts=plan.counts)

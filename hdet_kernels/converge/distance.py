@@ -59,3 +59,15 @@ def relative_distance(norms: NDArray[np.float64], mean: float) -> float | None:
         return None
     ratios = norms / mean
     return math.sqrt(max(float(((ratios - 1) * (ratios + 1)).mean()), 0.0))
+
+
+def norm_of_mean(norms: NDArray[np.float64], distance: float) -> float:
+    """Return the norm of the mean of two vectors from their norms and their distance from each other.
+
+    ‖(a + b) / 2‖² = (‖a‖² + ‖b‖²) / 2 − ‖a − b‖² / 4
+    """
+    largest = float(norms.max())  # by which all are divided, so that no square overflows
+    if not 0 < largest < math.inf:
+        return largest
+    square = float(np.square(norms / largest).mean()) - (distance / largest / 2) ** 2
+    return largest * math.sqrt(max(square, 0.0))

@@ -5,14 +5,15 @@ the order of the processes, and sends the result to all. That is as many bytes a
 read: a copy, which would be restored after a failure, is not needed. Every process receives the same bytes, so that all
 agree bit for bit.
 
-Only after all processes have confirmed that everything arrived is anything written.
+Only after all processes have confirmed that everything arrived is anything written. Two processes need no shards
+(:mod:`.swap`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
+from hdet_kernels.converge.distance import norm_of_mean
+from hdet_kernels.converge.swap import Swap
 from hdet_kernels.converge.transport import (
     Cost,
     Mean,
@@ -31,6 +34,7 @@ from hdet_kernels.converge.transport import (
     pack_scaled,
     run_transfers,
 )
+from hdet_kernels.converge.two_phase import Room, confirm, write_all
 from hdet_kernels.ensemble import Trading
 
 # The most bytes of a bucket that has to be packed. Two of them are packed at a time, and stay in the last-level cache.
@@ -48,16 +52,14 @@ class Trade:
         ensemble: that of the transport.
         keeps_memory: whether the memory is kept.
 
-    Attributes:
-        norm: of the means that the latest average was to measure; None before the first one.
     """
 
     def __init__(self, transport: Transport, ensemble: Trading, *, keeps_memory: bool = True) -> None:
-        self.norm: float | None = None
-        self._keeps_memory = keeps_memory
+        self._norm, self._distance = math.nan, math.nan  # of the latest average; one of them is known
         self._transport, self._ensemble = transport, ensemble
-        self._staging = Staging()
-        self._memory: list[Tensor] = []
+        self._room, self._staging = Room(keeps=keeps_memory), Staging()
+        one_each = ensemble.processes == transport.ensemble.size == 2
+        self._swap = Swap(transport, ensemble, keeps_memory=keeps_memory) if one_each else None
 
     def fits(self, regions: Regions) -> bool:
         """Return whether all of these tensors can be averaged here. The same on all processes."""
@@ -71,12 +73,14 @@ class Trade:
 
         Args:
             regions, included, rescaled: see :meth:`.transport.Transport.average`.
-            measured: the number of tensors, counted from the first, whose means :attr:`norm` is the norm of.
+            measured: the number of tensors, counted from the first, whose means :meth:`norm` is the norm of.
 
         Returns:
             The cost, in which a bucket counts as one collective, and a function that writes the means to the tensors.
             That takes no other process, and once begun it is completed even if it is interrupted.
         """
+        if self._swap is not None and included.all() and not rescaled:
+            return self._swapped(self._swap, regions, measured)
         transport = self._transport
         buckets: list[tuple[Sequence[Tensor], Bucket]] = []
         lengths = []  # of the part of each bucket that is measured, which is at its start
@@ -88,42 +92,47 @@ class Trade:
         if not buckets:
             return Cost(), lambda: None
         mean = Mean.over(included, transport.ensemble, torch.device("cpu"), rescaled=rescaled)
-        memory, self._memory = self._memory_for([bucket for _, bucket in buckets]), []
+        processes = self._ensemble.processes
+        sizes = [-(-bucket.numel // processes) * processes for _, bucket in buckets]
+        memory = self._room.take([(size, bucket.dtype) for size, (_, bucket) in zip(sizes, buckets, strict=True)])
         squares: list[Tensor] = []
         cost = run_transfers(self._transfers(buckets, memory, lengths, included, mean, squares))
-        total = self._confirm(math.fsum(map(float, squares)))
-        if self._keeps_memory:
-            self._memory = memory  # kept only now: after a failure something might still be written to it
+        total = confirm(self._ensemble, math.fsum(map(float, squares)))
+        self._room.keep(memory)
 
         divisor = mean.after if _divided_last(mean) else 1.0
-        self.norm = math.sqrt(total) / divisor
+        self._norm, self._distance = math.sqrt(total) / divisor, math.nan
 
         def write() -> None:
-            missing = list(zip(buckets, memory, strict=True))
-            try:
-                while missing:
-                    (region, bucket), means = missing[-1]
-                    self._write(region, bucket, means[: bucket.numel], divisor)
-                    missing.pop()
-            except BaseException:
-                for (region, bucket), means in missing:
-                    self._write(region, bucket, means[: bucket.numel], divisor)
-                raise
+            write_all(
+                [
+                    partial(self._write, region, bucket, means[: bucket.numel], divisor)
+                    for (region, bucket), means in zip(buckets, memory, strict=True)
+                ]
+            )
 
         return Cost(cost.bytes, len(buckets)), write
+
+    def _swapped(self, swap: Swap, regions: Regions, measured: int) -> tuple[Cost, Callable[[], None]]:
+        cost, write_means = swap.average(regions, measured=measured)
+
+        def write() -> None:
+            write_means()
+            self._norm, self._distance = math.nan, swap.distance
+
+        return cost, write
+
+    def norm(self, norms: NDArray[np.float64]) -> float:
+        """Return the norm of the means of the latest average, after they were written.
+
+        Args:
+            norms: those of the replicas before the average.
+        """
+        return self._norm if math.isnan(self._distance) else norm_of_mean(norms, self._distance)
 
     def _bucket_bytes(self, region: Sequence[Tensor]) -> int:
         limit = self._transport.bucket_bytes
         return limit if len(region) == 1 else min(limit, PACKED_BYTES)
-
-    def _memory_for(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Return memory for the mean of each bucket: that of the last average where it fits."""
-        processes, found = self._ensemble.processes, []
-        for bucket, known in itertools.zip_longest(buckets, self._memory[: len(buckets)]):
-            size = -(-bucket.numel // processes) * processes
-            fits = known is not None and (known.numel(), known.dtype) == (size, bucket.dtype)
-            found.append(known if fits else torch.empty(size, dtype=bucket.dtype))
-        return found
 
     def _transfers(
         self,
@@ -200,17 +209,6 @@ class Trade:
             means[here].div_(mean.after)
         measure(means[here], sum(sizes[:here]))
         yield ensemble.trade([means[here]] * ensemble.processes, means)
-
-    def _confirm(self, own: float) -> float:
-        """Wait until everything has arrived on all processes; return the sum of the ``own`` numbers of all.
-
-        Without that one process might write what another never received.
-        """
-        ensemble = self._ensemble
-        sent = torch.tensor([own], dtype=torch.float64, device="cpu")
-        received = sent.repeat(ensemble.processes, 1)
-        ensemble.trade([sent] * ensemble.processes, list(received)).wait()
-        return float(received.sum())
 
     def _write(self, region: Sequence[Tensor], bucket: Bucket, means: Tensor, divisor: float) -> None:
         whole = self._transport.in_place(region, bucket)

@@ -219,14 +219,15 @@ def divide_within_range(values: Tensor, divisor: float) -> None:
     values.copy_(torch.where(finite, values.clamp(-most, most), values))
 
 
-def run_transfers(transfers: Iterable[tuple[Transfer, int]]) -> Cost:
-    """Run all transfers, at most :data:`IN_FLIGHT` at a time.
+def run_transfers(transfers: Iterable[tuple[Transfer, int]], in_flight: int = IN_FLIGHT) -> Cost:
+    """Run all transfers, at most ``in_flight`` at a time.
 
     If one fails, the others that were started are waited for, so that nothing writes to their tensors any more. Then
     the error is raised.
 
     Args:
         transfers: every transfer with its bytes.
+        in_flight: how many run at the same time.
     """
     active: deque[tuple[Transfer, Collective]] = deque()
     size = collectives = 0
@@ -243,7 +244,7 @@ def run_transfers(transfers: Iterable[tuple[Transfer, int]]) -> Cost:
 
     try:
         for transfer, nbytes in transfers:
-            while len(active) == IN_FLIGHT:
+            while len(active) == in_flight:
                 collectives += advance()
             active.append((transfer, next(transfer)))
             size, collectives = size + nbytes, collectives + 1

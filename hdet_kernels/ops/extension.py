@@ -25,7 +25,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "decode": fake_in_place,
     "add_noise_": fake_in_place,
     "rowwise_adagrad_": fake_in_place,
+    "pair_mean_": fake_in_place,
 }
+# Operators that have no CUDA kernel.
+_CPU_ALONE = ("pair_mean_",)
 
 
 @cache
@@ -52,7 +55,7 @@ def why_not() -> str | None:
 
 def has_kernels(dispatch_key: str) -> bool:
     """Return whether the loaded extension implements every operator for ``dispatch_key`` (``"CPU"`` or ``"CUDA"``)."""
-    names = [f"{NAMESPACE}::{name}" for name in _FAKES]
+    names = [f"{NAMESPACE}::{name}" for name in _FAKES if dispatch_key == "CPU" or name not in _CPU_ALONE]
     return all(
         torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)
         for name in names

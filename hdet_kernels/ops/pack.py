@@ -56,8 +56,8 @@ class Pack:
             raise ValueError(f"rows must be 1 to {MOST_ROWS}, got {rows}; stack fewer replicas in one process")
         _check_pieces(numels, pieces)
         self.backend = resolve(device, backend)
-        self._table = PieceTable(numels, pieces, rows, device, dtype)
-        self.device, self.dtype, self.rows, self.numel = self._table.device, dtype, rows, self._table.numel
+        self.table = PieceTable(numels, pieces, rows, device, dtype)
+        self.device, self.dtype, self.rows, self.numel = self.table.device, dtype, rows, self.table.numel
         self._limits = torch.finfo(dtype).tiny, torch.finfo(dtype).max
         self._module = implementation(self.backend)
 
@@ -81,13 +81,13 @@ class Pack:
                 included, the staging buffer becomes zeros.
             divisor: A positive number.
         """
-        matched = self._table.match(tensors)
+        matched = self.table.match(tensors)
         self._check_staging(staging, divisor)
         mask = self._mask(included)
         if mask == 0:
             staging.zero_()
         else:
-            self._module.pack(self._table, matched, mask, divisor, staging)
+            self._module.pack(self.table, matched, mask, divisor, staging)
 
     @torch.no_grad()
     def unpack(self, tensors: Sequence[Tensor], staging: Tensor, divisor: float = 1.0) -> None:
@@ -95,9 +95,9 @@ class Pack:
 
         Ties round to even. The arguments are those of :meth:`pack`.
         """
-        matched = self._table.match(tensors)
+        matched = self.table.match(tensors)
         self._check_staging(staging, divisor)
-        self._module.unpack(self._table, matched, divisor, staging)
+        self._module.unpack(self.table, matched, divisor, staging)
         # The operators write through addresses, which autograd does not see. As after any write in place, it must learn
         # that tensors which it saved have changed.
         if not any(map(Tensor.is_inference, matched.tensors)):  # inference tensors have no version

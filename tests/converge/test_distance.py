@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hdet_kernels as hk
 from hdet_kernels.converge import Converger, Report
-from hdet_kernels.converge.distance import relative_distance
+from hdet_kernels.converge.distance import norm_of_mean, relative_distance
 from hdet_kernels.ensemble import ProcessEnsemble
 from tests.ranks import run_ranks
 from tests.schedule.scout_runs import StackRun
@@ -131,3 +131,13 @@ def test_of_sharded_replicas_it_is_that_of_the_own_shard() -> None:
         assert [distance for _, distance in shards] == [
             pytest.approx(by_hand([own for own, _ in shards]), rel=1e-4)
         ] * 2
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1.0, 1e150])
+def test_the_norm_of_a_mean_from_two_norms_and_their_distance(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 1000, generator=generator, dtype=torch.float64)
+    norms = np.array([float(first.norm()), float(second.norm())]) * scale
+    found = norm_of_mean(norms, float((first - second).norm()) * scale)
+    assert found == pytest.approx(float(((first + second) / 2).norm()) * scale, rel=1e-12)
+    assert norm_of_mean(np.zeros(2), 0.0) == 0.0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hdet_kernels as hk
@@ -39,6 +40,12 @@ def by_hand(included: list[int], dtype: torch.dtype = torch.float32) -> list[Ten
     return [(total / len(included)).to(dtype) for total in sums]
 
 
+def own_norms(included: list[int], dtype: torch.dtype) -> NDArray[np.float64]:
+    """The norms of the first four tensors of every rank."""
+    every = [values(rank, dtype)[:4] for rank in included]
+    return np.array([math.sqrt(sum(float(t.double().square().sum()) for t in own)) for own in every])
+
+
 def _averaged(rank: int) -> list[str]:
     """All ways to average, each compared with the mean by hand; returns what was wrong."""
     ensemble, size, wrong = hk.ProcessEnsemble(), dist.get_world_size(), []
@@ -57,8 +64,9 @@ def _averaged(rank: int) -> list[str]:
                 if not all(map(torch.equal, own, expected)):
                     wrong.append(f"{case}: another mean")
                 norm = math.sqrt(sum(float(t.double().square().sum()) for t in expected[:4]))
-                if not math.isclose(trade.norm or 0.0, norm, rel_tol=1e-2 if dtype == torch.bfloat16 else 1e-6):
-                    wrong.append(f"{case}: norm {trade.norm}, expected {norm}")
+                found = trade.norm(own_norms(included, dtype))
+                if not math.isclose(found, norm, rel_tol=1e-2 if dtype == torch.bfloat16 else 1e-6):
+                    wrong.append(f"{case}: norm {found}, expected {norm}")
                 wide = torch.promote_types(dtype, torch.float32).itemsize
                 if cost.bytes != wide * sum(SIZES):
                     wrong.append(f"{case}: {cost}")
@@ -79,9 +87,9 @@ def _memory(rank: int) -> list[bool]:
     ensemble = hk.ProcessEnsemble()
     trade, own, every = trade_of(ensemble, 2**20), values(rank), np.ones(3, dtype=bool)
     trade.average([own], every, rescaled=False, measured=0)
-    first = [tensor.data_ptr() for tensor in trade._memory]
+    first = [tensor.data_ptr() for tensor in trade._room._kept]
     trade.average([own], every, rescaled=False, measured=0)
-    kept = [tensor.data_ptr() for tensor in trade._memory] == first
+    kept = [tensor.data_ptr() for tensor in trade._room._kept] == first
     original, calls = ensemble.trade, []
 
     def failing(sent: Any, received: Any) -> Any:
@@ -94,7 +102,7 @@ def _memory(rank: int) -> list[bool]:
     with pytest.raises(RuntimeError, match="cable"):
         trade.average([own], every, rescaled=False, measured=0)
     ensemble.trade = original  # type: ignore[method-assign]
-    given_up, intact = trade._memory == [], all(map(torch.equal, own, values(rank)))
+    given_up, intact = trade._room._kept == [], all(map(torch.equal, own, values(rank)))
     _, write = trade.average([own], every, rescaled=False, measured=0)  # on all ranks: they are still in step
     write()
     return [kept, given_up, intact, all(map(torch.equal, own, by_hand([0, 1, 2])))]
