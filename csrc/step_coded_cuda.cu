@@ -259,7 +259,8 @@ __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store
 }
 
 template <int kTogether, typename Store, typename R>
-__global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 || Store::kHasMaster ? 1 : kThreadBlocks)
+__global__ void __launch_bounds__(kWarps * kWarp,
+                                  kTogether > 1 || (Store::kHasMaster && !Store::kSplitMaster) ? 1 : kThreadBlocks)
     walk_codes(const Work work, const Prepared<R>* __restrict__ prepared) {
   const Chunk chunk = work.chunks[blockIdx.x];
   Gradient gradient = work.gradients[chunk.slot];
