@@ -22,10 +22,12 @@ from hdet_kernels.ops.pack import Pack
 from hdet_kernels.ops.pair_mean import PairMean
 from hdet_kernels.tensors import Piece, travel_dtype
 
-# The most bytes of a message. With very large ones gloo sends and receives by turns instead of at the same time.
+# The most bytes of a message. Of 64 MB between two processes of one machine, messages of 1 MiB took more CPU time; from
+# 4 to 64 MiB there was no clear difference.
 MESSAGE_BYTES = 4 * 2**20
 
-# The fewest bytes of a tensor that is sent from its own memory. To copy a smaller one costs less than its message.
+# The fewest bytes of a tensor that is sent from its own memory: a message has a cost of its own, a copy one by size. An
+# estimate of where they are equal.
 ALONE_BYTES = 2**18
 
 # Messages from the memory of tensors that travel at the same time. Each packed message needs a staging buffer.

@@ -105,7 +105,7 @@ def of_kind(result: dict[str, Any], wanted: str) -> list[Any]:
 
 @pytest.mark.parametrize("bucket_bytes", [2**20, 640, 100])
 def test_homed_parameters_are_sent_from_their_own_memory_and_nothing_arrives_there(bucket_bytes: int) -> None:
-    """A gather, then in each bucket half of it out, the other half back as the mean; at the end a confirmation."""
+    """A gather, then each bucket, in one message; at the end a confirmation."""
     for result in COUNTED[bucket_bytes, True]:
         carried = bucket_bytes // 4 * 4
         count = math.ceil(result["nbytes"] / carried)
@@ -114,7 +114,7 @@ def test_homed_parameters_are_sent_from_their_own_memory_and_nothing_arrives_the
         (*first, row_sent), (*second, row_received) = (of_kind(result, kind)[::-1] for kind in ("isend", "irecv"))
         assert row_sent == row_received == row, "the handshake comes first"
         sent, received = first[::-1], second[::-1]
-        assert len(sent) == len(received) == 2 * count + 1
+        assert len(sent) == len(received) == count + 1
         assert sum(nbytes for nbytes, inside in (*sent, *received) if not inside) + sum(
             nbytes for nbytes, inside in sent if inside
         ) == 2 * (result["nbytes"] + 8)
@@ -129,7 +129,7 @@ def test_state_travels_packed_behind_the_parameters() -> None:
         carried = math.ceil(result["nbytes"] / 640)
         moments = math.ceil(2 * result["nbytes"] / 640)
         _handshake, *sent = of_kind(result, "isend")
-        assert len(sent) == 2 * (carried + moments) + 1
+        assert len(sent) == carried + moments + 1
         assert sum(nbytes for nbytes, _ in sent) == 3 * result["nbytes"] + 8
         assert sum(inside for _, inside in sent) == carried
 
@@ -158,9 +158,9 @@ def test_integers_are_sent_only_where_they_differ() -> None:
         assert (result["tracked"], result["bytes"]) == (4, 8), "rank 0's"
 
 
-#: The messages of a rank in a sync of two that has one bucket: the rows of the handshake, two rounds, the confirmation.
+#: The messages of a rank in a sync of two that has one bucket: the rows of the handshake, the values, the confirmation.
 GATHER_OF_TWO = ["irecv", "isend"]
-BUCKET_OF_TWO = ["irecv", "isend"] * 3
+BUCKET_OF_TWO = ["irecv", "isend"] * 2
 
 
 def _compressed(rank: int) -> list[Any]:
@@ -178,7 +178,7 @@ def _compressed(rank: int) -> list[Any]:
 def test_a_compressed_bucket_takes_an_exchange_and_a_gather() -> None:
     buckets = 3  # of 4 · 1024 + 5 elements, 2 · 1024 in each
     for first, second in run_ranks(2, _compressed):
-        messages = 1 + 2 * buckets + 1
+        messages = 1 + buckets + 1
         assert first == (["irecv"] * messages + ["isend"] * messages, 1 + buckets)
         collectives = ["all_gather"] * buckets + ["all_to_all_single"] * buckets
         assert second == ([*collectives, *GATHER_OF_TWO], 1 + 2 * buckets)
