@@ -94,10 +94,10 @@ def _resnet(blocks: tuple[int, ...], width: int, batch: int, size: int, **how: i
 
 TRAININGS: dict[str, dict[str, Training]] = {
     "cuda": {
-        "gpt2-124M": _gpt2((12, 768, 12, 3072, 50304, 1024), batch=8, turns=40, steps=5, gibibytes=20),
-        "llama-1.2B": _llama((16, 2048, 32, 8192, 128256), batch=4, context=1024, turns=16, steps=2, gibibytes=100),
-        "recsys-mix": _recommender(models.tables(), width=512, batch=8192, turns=20, steps=5, gibibytes=30),
-        "resnet50": _resnet((3, 4, 6, 3), width=64, batch=128, size=224, turns=20, steps=4, gibibytes=20),
+        "gpt2-124M": _gpt2((12, 768, 12, 3072, 50304, 1024), batch=8, turns=30, steps=5, gibibytes=20),
+        "llama-1.2B": _llama((16, 2048, 32, 8192, 128256), batch=4, context=1024, turns=12, steps=2, gibibytes=100),
+        "recsys-mix": _recommender(models.tables(), width=512, batch=8192, turns=10, steps=5, gibibytes=30),
+        "resnet50": _resnet((3, 4, 6, 3), width=64, batch=128, size=224, turns=12, steps=4, gibibytes=20),
     },
     "cpu": {
         "gpt2-tiny": _gpt2((1, 32, 2, 64, 128, 16), batch=2, turns=4, steps=1),

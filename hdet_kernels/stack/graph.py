@@ -6,8 +6,10 @@ does, so that with a small model the GPU waits for the host. A recorded pass cos
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +133,7 @@ class GraphedLosses:
             # thread_local: another thread may be averaging parameters on the device.
             with (
                 torch.cuda.device(self._device),
+                _without_garbage_collection(),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 losses = self._losses.compute_vectorized(loss_fn, batch, chunk_size, self._gradients)
@@ -142,6 +145,19 @@ class GraphedLosses:
         finally:
             torch.set_autocast_cache_enabled(caches)
         return _RecordedPass(graph, inputs, losses, list(self._gradients.collected))
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and none in this block: freeing a graph while another is recorded ends the recording."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:

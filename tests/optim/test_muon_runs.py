@@ -65,7 +65,13 @@ def test_replicas_of_a_stack_step_as_if_alone(
     assert sum(orthogonalised) == 3 * matrices * (1 if shared else count)
     assert len(orthogonalised) == 3 * 3, "three shapes, each at once"
     for index, param in enumerate(stack):
-        assert_equal(param.detach().unbind(), [params[index].detach() for params in alone])
+        own = [params[index].detach() for params in alone]
+        if device == "cpu" or shared:
+            assert_equal(param.detach().unbind(), own)
+            continue
+        # cuBLAS chooses its kernels by the number of matrices, which are rounded to bfloat16 after every product.
+        for got, expected, rate in zip(param.detach().unbind(), own, rates, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0.03 * rate)
 
 
 def test_both_learning_rates_are_explored_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -95,6 +96,27 @@ def test_gradients_accumulate(gradients: str) -> None:
             run.step(batch(step), batch(100 + step), batch(200 + step))
     assert runs[0].recorded() == 1
     check_same(*runs)
+
+
+def test_garbage_with_an_older_graph_does_not_end_a_recording() -> None:
+    older = Training(True)
+    for step in range(4):
+        older.step(batch(step))
+    assert older.recorded() == 1
+    gc.disable()
+    thresholds = gc.get_threshold()
+    try:
+        older.itself = older  # type: ignore[attr-defined]  # garbage that only the collector finds
+        del older
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        newer = Training(True)
+        for step in range(4):
+            newer.step(batch(step))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    assert newer.recorded() == 1
 
 
 def test_parameters_that_move_are_recorded_again() -> None:
