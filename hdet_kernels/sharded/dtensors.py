@@ -63,6 +63,11 @@ def distributed_like(param: Tensor, part: Tensor) -> Tensor:
         return part
     api = sys.modules["torch.distributed.tensor"]
     with torch.no_grad():
+        if part.device.type != param.device_mesh.device_type:  # type: ignore[attr-defined]
+            # Offloaded to the CPU by FSDP. ``from_local`` would copy the part to the device of the mesh.
+            offloaded = torch.empty_like(param, dtype=part.dtype)
+            offloaded._local_tensor = part  # type: ignore[attr-defined]
+            return offloaded
         made: Tensor = api.DTensor.from_local(
             part,
             param.device_mesh,  # type: ignore[attr-defined]

@@ -68,4 +68,4 @@ def test_training_equals_torchs_fused_adamw_with_clipping() -> None:
         assert moved == [], name
         assert set(pinned) == {name == "offloaded"}
         for a, b in zip(theirs, ours, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, msg=lambda found, case=name: f"{case}: {found}")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import hdet_kernels as hk
 from hdet_kernels.buckets import Buckets
@@ -111,3 +112,26 @@ def test_distributed_and_other_parameters_have_buffers_of_their_own(mesh: Device
     assert params[1].full_tensor().tolist() == [[0, 0]] * 3
     assert params[0].tolist() == [1, 1], "no gradient"
     assert isinstance(optimizer.state[params[1]]["momentum_buffer"], DTensor)
+
+
+def test_state_of_parameters_that_fsdp_offloads_is_where_they_are(mesh: DeviceMesh) -> None:
+    """The mesh is one of GPUs, and the parts lie on the CPU. No GPU is needed, since nothing is sent."""
+    gpus = DeviceMesh("cuda", [0], mesh_dim_names=("shard",), _init_backend=False)
+
+    def offloaded(part: torch.Tensor) -> DTensor:
+        meta = TensorMeta(part.shape, part.stride(), part.dtype)
+        return DTensor(part, DTensorSpec(gpus, (Shard(0),), meta), requires_grad=False)
+
+    param = nn.Parameter(offloaded(torch.ones(4, 3)))
+    param.grad = offloaded(torch.full((4, 3), 2.0))
+    optimizer = hk.FusedAdamW([param], lr=0.1, weight_decay=0.0)
+    optimizer.step()
+    state = optimizer.state[param]["exp_avg"]
+    assert (state.device_mesh, state.placements) == (gpus, (Shard(0),))
+    torch.testing.assert_close(part_of(state), torch.full((4, 3), 0.2))
+    torch.testing.assert_close(part_of(param.detach()), torch.full((4, 3), 0.9))
+    saved = optimizer.state_dict()
+    again = hk.FusedAdamW([nn.Parameter(offloaded(torch.ones(4, 3)))], lr=0.1)
+    again.load_state_dict(saved)
+    (loaded,) = again.state.values()
+    assert torch.equal(part_of(loaded["exp_avg"]), part_of(state))
