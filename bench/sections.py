@@ -121,10 +121,10 @@ def _muon(found: list[Entry]) -> str:
     description = (
         "A step of Muon on the matrices of the blocks in fp32, in turns; torch is `torch.optim.Muon`. The last columns "
         "are ratios of our fastest backend: to torch, and 8 replicas of a stack that share a gradient to one, measured "
-        "and at least: if reading and writing the parameters of 7 more replicas takes the time of a copy, and nothing "
-        "else does. In brackets are the quartiles of the turns." + _not_measured(found)
+        "and expected: if reading and writing the parameters of 7 more replicas adds the time of a copy. It is less "
+        "where the host is slower than the device. In brackets are the quartiles of the turns." + _not_measured(found)
     )
-    lines = table_lines(["", *(TITLES[way] for way in used), "ours / torch", "8 replicas / 1", "at least"], body)
+    lines = table_lines(["", *(TITLES[way] for way in used), "ours / torch", "8 replicas / 1", "expected"], body)
     return section_text("Muon", description, records.sources(found), lines)
 
 
