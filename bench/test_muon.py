@@ -5,8 +5,8 @@
 All have the same hyperparameters, five Newton–Schulz steps and float32 parameters. ``stack`` is our step of 8 replicas
 in a stack that share a gradient, each with a learning rate of its own. Beside its ratio to one replica, ``stack floor``
 is what it would be if the parameters of 7 more replicas, which are read and written, added the time of a copy to the
-step of one. The time that pytest-benchmark shows is that of a turn of all implementations. Other packages that cannot be
-imported, or that fail, are noted with the reason.
+step of one. The time that pytest-benchmark shows is that of a turn of all implementations. Other packages that cannot
+be imported, or that fail, are noted with the reason.
 """
 
 from __future__ import annotations
