@@ -125,7 +125,7 @@ def _muon(found: list[Entry]) -> str:
         "where the host is slower than the device. In brackets are the quartiles of the turns." + _not_measured(found)
     )
     lines = table_lines(["", *(TITLES[way] for way in used), "ours / torch", "8 replicas / 1", "expected"], body)
-    return section_text("Muon", description, records.sources(found), lines)
+    return section_text("Muon" + _place(found), description, records.sources(found), lines)
 
 
 def _rowwise(found: list[Entry]) -> str:
@@ -134,11 +134,16 @@ def _rowwise(found: list[Entry]) -> str:
         "Adagrad, with a sum for each element. In brackets are the quartiles of the turns." + _not_measured(found)
     )
     return turns(
-        "Training step of embedding tables, row-wise Adagrad",
+        "Training step of embedding tables, row-wise Adagrad" + _place(found),
         description,
         found,
         lambda entry: f"{entry['params']['tables']}, {short_count(entry['extra_info']['rows'])} rows",
     )
+
+
+def _place(found: list[Entry]) -> str:
+    """Return what a heading says of the device: the CPU is named."""
+    return " on the CPU" if found and records.device_of(found[0]) == "cpu" else ""
 
 
 def _not_measured(found: list[Entry]) -> str:
@@ -168,10 +173,9 @@ def _host_times(found: list[Entry]) -> str:
             row = f"{TITLES[params['way']]}, {GRADIENTS[params['addresses']]}"
         rows.setdefault(row, {})[column] = short(info["us"])
     body = ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
-    heading = "Host time of a step"
+    heading = "Host time of a step" + _place(found)
     description = "Time in µs until `step()` returns, on an idle device, for AdamW in fp32."
     if records.device_of(found[0]) == "cpu":
-        heading += " on the CPU"
         description += " It includes the update of the tensors, which have four elements each."
     return section_text(heading, description, records.sources(found), table_lines(["", *columns], body))
 
