@@ -45,7 +45,7 @@ def _fbgemm() -> Any:
     """Return FBGEMM's module of embedding tables, or skip: its wheels are built for one version of torch each."""
     try:
         from fbgemm_gpu import split_table_batched_embeddings_ops_training as tables
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         pytest.skip(f"FBGEMM cannot be imported with torch {torch.__version__}: {' '.join(str(error).split())}")
     return tables
 
@@ -76,8 +76,9 @@ def test_tables_train_as_with_fbgemm(backend: str) -> None:
         optimizer.step()
         (theirs(rows, ends).tanh() * factors).sum().backward()  # FBGEMM steps within backward
     ((sums,),) = theirs.split_optimizer_states()
-    torch.testing.assert_close(ours.weight.detach(), weight, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(optimizer.state[ours.weight]["sum"].view(-1), sums.view(-1), rtol=1e-6, atol=1e-6)
+    # float32 on both sides, with sums over a row in the order that suits each processor.
+    torch.testing.assert_close(ours.weight.detach(), weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(optimizer.state[ours.weight]["sum"].view(-1), sums.view(-1), rtol=1e-5, atol=1e-6)
     assert torch.equal(weight[40:], begun[40:])
     assert not torch.equal(weight[:40], begun[:40])
 
