@@ -74,9 +74,9 @@ class ProcessEnsemble:
         config = dist.get_backend_config(process_group)
         self.backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
         self._timeout = _timeout(process_group)
-        # The threads of gloo let go of a collective's tensors some time after it is done. The last to let go frees the
-        # Python object, and a thread that does so while the interpreter is ending aborts the process. So the tensors of
-        # the latest collective are kept, and never freed once the process ends.
+        # The threads of gloo let go of a collective's tensors some time after it is done. A thread that leaves a tensor
+        # to Python alone needs the interpreter, and if that is ending, the process aborts. So the tensors of the latest
+        # collective are held without Python too, and never let go once the process ends.
         self._kept: tuple[Tensor, ...] = ()
         _ENSEMBLES.add(self)
         self._trades = 0
@@ -163,7 +163,7 @@ class ProcessEnsemble:
         # NCCL's wait() only orders streams. With a timeout it waits, and raises if the collective failed.
         if self.backends.get(tensors[0].device.type) == "nccl":
             return Awaited(work, self._timeout)
-        self._kept = tensors
+        self._kept = tuple(map(_held, tensors))
         return work
 
     def _again(self, group: dist.ProcessGroup | None, given: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -217,6 +217,13 @@ class ProcessEnsemble:
     def __repr__(self) -> str:
         shards = f", shard of {self.parts}" if self.parts > 1 else ""
         return f"ProcessEnsemble(replica {self.replica} of {self.size}{shards}, {self.backends})"
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """Return a tensor that holds another as its gradient: torch then has a reference that is not Python's."""
+    holder = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    holder.grad = tensor
+    return holder
 
 
 _ENSEMBLES: weakref.WeakSet[ProcessEnsemble] = weakref.WeakSet()
