@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import hdet_kernels as hk
-from hdet_kernels.converge import Report, swap
+from hdet_kernels.converge import swap
 from hdet_kernels.converge.swap import Swap
 from hdet_kernels.converge.trade import Trade
 from hdet_kernels.converge.transport import Staging, Transport
+from tests.converge.dying import second_average
 from tests.ranks import run_ranks
 
 #: Elements of the tensors. Those of 300 and more are sent from their own memory here, in messages of 100 elements.
@@ -115,27 +113,9 @@ def test_the_mean_of_two_is_exact_and_large_tensors_are_not_copied() -> None:
 
 
 def _dies(rank: int, last: int, homed: bool) -> bool:
-    """Rank 1 ends itself in the middle of the second average, before its message number ``last``."""
     shrink_limits()
-    params = [nn.Parameter(tensor) for tensor in values(rank)]
-    converger = hk.Converger(hk.Buckets(params) if homed else params, hk.ProcessEnsemble())
-    converger.converge(Report(step=0))
-    with torch.no_grad():
-        for param, own in zip(params, values(rank + 10), strict=True):
-            param.copy_(own)
-    if rank == 1:
-        original, count = dist.isend, [0]
-
-        def isend(*args: Any, **keywords: Any) -> Any:
-            count[0] += 1
-            if count[0] == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **keywords)
-
-        dist.isend = isend
-    with pytest.raises(RuntimeError, match="rank 1 came and then gave no sign"):
-        converger.converge(Report(step=1))
-    return all(map(torch.equal, params, values(rank + 10)))
+    intact, _ = second_average(rank, last, homed, [values(rank), values(rank + 10)])
+    return intact
 
 
 @pytest.mark.parametrize(

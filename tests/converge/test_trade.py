@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from typing import Any
 
 import numpy as np
@@ -12,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 import hdet_kernels as hk
-from hdet_kernels.converge import Report
 from hdet_kernels.converge.trade import PACKED_BYTES, Trade
 from hdet_kernels.converge.transport import Transport
+from tests.converge.dying import second_average
 from tests.ranks import run_ranks
 
 #: Elements of the tensors. There are fewer than ranks in one, and no number of ranks divides them all.
@@ -140,27 +138,8 @@ def test_the_mean_is_exact_equal_on_all_ranks_and_written_all_at_once() -> None:
 
 
 def _dies(rank: int, last: int, homed: bool) -> dict[str, Any]:
-    """Rank 1 ends itself in the middle of the second average, before its message number ``last``."""
-    params = [nn.Parameter(tensor) for tensor in values(rank)]
-    converger = hk.Converger(hk.Buckets(params) if homed else params, hk.ProcessEnsemble(), bucket_bytes=40)
-    converger.converge(Report(step=0))
-    with torch.no_grad():
-        for param, own in zip(params, values(rank + 10), strict=True):
-            param.copy_(own)
-    if rank == 1:
-        original, count = dist.isend, [0]
-
-        def isend(*args: Any, **keywords: Any) -> Any:
-            count[0] += 1
-            if count[0] == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **keywords)
-
-        dist.isend = isend
-    with pytest.raises(RuntimeError, match="rank 1 came and then gave no sign") as error:
-        converger.converge(Report(step=1))
-    intact = all(map(torch.equal, params, values(rank + 10)))
-    return {"intact": intact, "message": str(error.value)}
+    intact, message = second_average(rank, last, homed, [values(rank), values(rank + 10)], bucket_bytes=40)
+    return {"intact": intact, "message": message}
 
 
 @pytest.mark.parametrize(
