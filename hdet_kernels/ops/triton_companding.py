@@ -17,6 +17,9 @@ _BLOCK = tl.constexpr(BLOCK)
 _TOP_SIGNED, _TOP = tl.constexpr(TOP[True]), tl.constexpr(TOP[False])
 _SMALLEST_SIGNED, _SMALLEST = tl.constexpr(SMALLEST_SCALE[True]), tl.constexpr(SMALLEST_SCALE[False])
 
+# Added to a small number, this rounds it to a whole number, whose lowest byte is then that of the sum's bits.
+_ROUNDING = tl.constexpr(1.5 * 2**23)
+
 
 @triton.jit
 def read_codes(codes, scales, at, mask, SIGNED: tl.constexpr):
@@ -30,7 +33,8 @@ def read_codes(codes, scales, at, mask, SIGNED: tl.constexpr):
         steps = steps - 128
         level = steps * tl.abs(steps)
     else:
-        level = _level(steps, SIGNED)
+        square = (2 * steps + 1) * (2 * steps + 1)
+        level = square * square
     return tl.where(mask, level * unit, 0.0)
 
 
@@ -51,23 +55,19 @@ def write_codes(codes, scales, at, value, mask, random, STATE: tl.constexpr, SIG
     x = tl.where(x < top, x, top)  # also where it is NaN
     # Of the hash that four neighbours share, a parameter and its states use different parts.
     bits = random_bits(random, (at & ~3) | ((at + 1 + STATE) & 3), 0)
-    uniform = (bits.to(tl.float32) + 0.5) * 0.0000152587890625  # 2⁻¹⁶
+    z = (bits.to(tl.float32) - 32767.5) * 0.0000152587890625  # 2⁻¹⁶
     if SIGNED:
-        root = tl.sqrt(tl.maximum(x - uniform * (1 - uniform), 0.0))
-        steps = 128 + tl.floor(tl.where(value < 0, -root, root) + uniform)
+        root = tl.sqrt(tl.maximum((x - 0.25) + z * z, 0.0))
+        code = (tl.where(value < 0, -root, root) + z + (_ROUNDING + 128)).to(tl.int32, bitcast=True)
     else:
-        x = tl.where((x > 0) & (x < 1), 1.0, x)
         # A root that is wrong in its last bits does no harm: see csrc/companding.h.
-        below = tl.floor(tl.sqrt(tl.sqrt(x)))
-        low = _level(below, SIGNED)
-        steps = tl.where(uniform * (_level(below + 1, SIGNED) - low) < x - low, below + 1, below)
-    tl.store(codes + at, steps.to(tl.int32).to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _level(steps, SIGNED: tl.constexpr):
-    square = steps * steps
-    return square if SIGNED else square * square
+        y = x + 4
+        above = 0.5 * tl.sqrt(tl.sqrt(y)) + _ROUNDING
+        even = 2 * (above - _ROUNDING)
+        square = even * even
+        taken = (square + 1) * ((square + 5) + 8 * z * even) < y
+        code = above.to(tl.int32, bitcast=True) - tl.where(taken, 0, 1)
+    tl.store(codes + at, code.to(tl.uint8), mask=mask)
 
 
 @triton.jit
