@@ -39,8 +39,8 @@ def read_codes(codes, scales, at, mask, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def write_codes(codes, scales, at, value, mask, random, STATE: tl.constexpr, SIGNED: tl.constexpr):
-    """Store codes of ``value``, the ``STATE``-th state, rounded stochastically, and the scales of their blocks."""
+def write_codes(codes, scales, at, value, mask, random, SIGNED: tl.constexpr):
+    """Store codes of ``value``, rounded stochastically, and the scales of their blocks."""
     blocks: tl.constexpr = at.shape[0] // _BLOCK
     top: tl.constexpr = _TOP_SIGNED if SIGNED else _TOP
     # As whole numbers, the bits of magnitudes have their order, and those of infinities and NaNs are the largest.
@@ -54,11 +54,12 @@ def write_codes(codes, scales, at, value, mask, random, STATE: tl.constexpr, SIG
     x = tl.abs(value) * _spread(tl.div_rn(tl.full([blocks], top, tl.float32), scale))
     x = tl.where(x < top, x, top)  # also where it is NaN
     # Of the hash that four neighbours share, a parameter and its states use different parts.
-    bits = random_bits(random, (at & ~3) | ((at + 1 + STATE) & 3), 0)
+    bits = random_bits(random, (at & ~3) | ((at + 1) & 3), 0)
     z = (bits.to(tl.float32) - 32767.5) * 0.0000152587890625  # 2⁻¹⁶
     if SIGNED:
         root = tl.sqrt(tl.maximum((x - 0.25) + z * z, 0.0))
-        code = (tl.where(value < 0, -root, root) + z + (_ROUNDING + 128)).to(tl.int32, bitcast=True)
+        steps = root - z
+        code = (tl.where(value < 0, -steps, steps) + (_ROUNDING + 128)).to(tl.int32, bitcast=True)
     else:
         # A root that is wrong in its last bits does no harm: see csrc/companding.h.
         y = x + 4
