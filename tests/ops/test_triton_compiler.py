@@ -206,6 +206,7 @@ def compile_kernels() -> dict[str, dict[str, int]]:
             options = {option: value for option, value in shape.items() if option != "BLOCK"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+        limited = kernel is triton_kernels._walk and "maxnreg" in options
         whole_blocks = compiled.asm["ttgir"].split("} else {")[0]
         made[name] = {
             "loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", compiled.asm["ptx"])),
@@ -214,7 +215,7 @@ def compile_kernels() -> dict[str, dict[str, int]]:
             "moves": len(re.findall(r"ttg.convert_layout (?!\S+ : tensor<[1248](?:x1)?x[if])", whole_blocks)),
             "shared": compiled.metadata.shared,
             "inexact": len(re.findall(r"\bfma\.|\.ftz|div\.(?!rn)|\.approx", compiled.asm["ptx"])),
-            "spills": _spills_of_whole_blocks(compiled) if "maxnreg" in options else 0,
+            "spills": _spills_of_whole_blocks(compiled) if limited else 0,
             "values": len([p for p in kernel.params if types.get(p.name) == "i32" and not p.do_not_specialize]),
         }
     return made
