@@ -64,11 +64,9 @@ HDET_BOTH float inverse_of(float scale) {
   return kTop<kSigned> / scale;
 }
 
-// Where the 16 random bits of a code lie: those of the parameter at this position. Four neighbours share a hash of 64
-// bits, of which a parameter and its three states use different parts.
-HDET_BOTH int64_t position_of_bits(int64_t position, int state) {
-  return (position & ~int64_t{3}) | ((position + 1 + state) & 3);
-}
+// Where the 16 random bits of the codes of an element lie: those of the parameter at this position. Four neighbours share
+// a hash of 64 bits, of which a parameter and its states use different parts.
+HDET_BOTH int64_t position_of_bits(int64_t position) { return (position & ~int64_t{3}) | ((position + 1) & 3); }
 
 // Added to a number between −2²² and 2²², this rounds it to a whole number, ties to even, whose lowest byte is then that
 // of the sum's bits.
@@ -86,8 +84,8 @@ inline uint8_t encoded(float value, float inverse, float z) {
   if constexpr (kSigned) {
     const float least = (x - 0.25f) + z * z;
     const float root = sqrt(least > 0 ? least : 0.0f);
-    const float steps = (value < 0 ? -root : root) + z;
-    return static_cast<uint8_t>(bits_as<uint32_t>(steps + (kRounding + 128)));
+    const float steps = root - z;
+    return static_cast<uint8_t>(bits_as<uint32_t>((value < 0 ? -steps : steps) + (kRounding + 128)));
   } else {
     const float y = x + 4;
     const float above = 0.5f * sqrt(sqrt(y)) + kRounding;  // the upper code

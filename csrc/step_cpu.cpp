@@ -158,7 +158,7 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
     if constexpr (std::is_same_v<T, float>) {
       if (work.scales[k] != nullptr) {
         store_codes(states[k], work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count,
-                    prepared[0].noise, k);
+                    prepared[0].noise);
         continue;
       }
     }

@@ -19,11 +19,14 @@ that changes by a thousandth of itself at every step would stand still if it wer
 random number z between -½ and ½, the upper one of two levels a and b is taken if x is above (½ - z)·a + (½ + z)·b:
 
 - Of c² and (c + 1)² that is (c + ½ + z)² + ¼ - z². So for squares this takes no comparison: the code counts
-  √(x - ¼ + z²) - z steps, rounded to the nearest whole number, or with -z in place of z, √(x - ¼ + z²) + z. Those of a
-  negative number are -√(x - ¼ + z²) + z.
+  √(x - ¼ + z²) - z steps, rounded to the nearest whole number.
 - Of (e - 1)⁴ and (e + 1)⁴ with an even e it is (e² + 1)·(e² + 5 + 8·z·e) - 4. With y = x + 4 the comparison is with a
   product, and e is the even number nearest to the fourth root of y, which is 2 or more because y is at least 4. An x
   that lies less than 4 units below a level is rounded up to it always: y is already beyond that level.
+
+All states of an element have the same z, and a large one rounds each of their magnitudes down. So where the first
+moment gets too small, the second one gets too small too, and the step, which is a quotient of the two, errs less than
+with numbers of their own.
 
 Levels are computed as whole numbers, c² and (2c + 1)⁴, in units of scale/127² and scale/511⁴, up to a millionth: the
 scale lies that much below the highest level, so that no rounding of a product or a root leads above it. (The fourth
@@ -111,7 +114,8 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     z = noise if isinstance(noise, float) else (noise.float() - 32767.5) * 2.0**-16
     if signed:
         root = ((x - 0.25) + z * z).clamp(min=0).sqrt()
-        return (128 + (torch.where(values < 0, -root, root) + z).round()).to(torch.uint8), scales
+        steps = root - z
+        return (128 + torch.where(values < 0, -steps, steps).round()).to(torch.uint8), scales
     y = x + 4
     upper = (0.5 * y.sqrt().sqrt()).round()
     between = 2 * upper
@@ -120,12 +124,12 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     return torch.where(taken, upper, upper - 1).to(torch.uint8), scales
 
 
-def positions_of_bits(position: Tensor, state: int) -> Tensor:
-    """Return the flat positions whose parameters have the 16 random bits of the codes of the ``state``-th state.
+def positions_of_bits(position: Tensor) -> Tensor:
+    """Return the flat positions whose parameters have the 16 random bits of the codes.
 
-    Four neighbours share a hash of 64 bits, of which a parameter and its three states use different parts.
+    Four neighbours share a hash of 64 bits, of which a parameter and its states use different parts.
     """
-    return (position & ~3) | ((position + 1 + state) & 3)
+    return (position & ~3) | ((position + 1) & 3)
 
 
 def encode_again(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

@@ -46,8 +46,8 @@ def read_codes(codes, scales, at, mask, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def write_codes(codes, scales, at, value, mask, random, STATE: tl.constexpr, SIGNED: tl.constexpr):
-    """Store codes of ``value``, the ``STATE``-th state, rounded stochastically, and the scales of their blocks.
+def write_codes(codes, scales, at, value, mask, random, SIGNED: tl.constexpr):
+    """Store codes of ``value``, rounded stochastically, and the scales of their blocks.
 
     Roots and quotients that are wrong in their last bits do no harm: see ``csrc/companding.h``.
     """
@@ -60,20 +60,19 @@ def write_codes(codes, scales, at, value, mask, random, STATE: tl.constexpr, SIG
 
     x = tl.abs(value) * ((_TOP_SIGNED if SIGNED else _TOP) / scale)
     # Of the hash that four neighbours share, a parameter and its states use different parts.
-    bits = random_bits(random, at, 0, 1 + STATE)
+    bits = random_bits(random, at, 0, 1)
+    z = (bits << 1 | 0x42800000).to(tl.float32, bitcast=True) - (64.5 - 2**-17)
     if SIGNED:
-        z = (bits << 1 | 0x42800000).to(tl.float32, bitcast=True) - (64.5 - 2**-17)
-        root = tl.sqrt(tl.maximum((x - 0.25) + z * z, 0.0))
+        steps = tl.sqrt(tl.maximum((x - 0.25) + z * z, 0.0)) - z
         sign = value.to(tl.int32, bitcast=True) & -0x80000000
-        steps = (root.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) + z
+        steps = (steps.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
         code = (steps + (_ROUNDING + 128)).to(tl.int32, bitcast=True)
     else:
-        sixteen_z = (bits << 1 | 0x44800000).to(tl.float32, bitcast=True) - 16 * (64.5 - 2**-17)
         y = x + 4
         above = 0.5 * tl.sqrt(tl.sqrt(y)) + _ROUNDING
         upper = above - _ROUNDING  # the upper code; the even number e is twice that
         square = upper * upper
-        missing = (4 * square + 1) * ((4 * square + 5) + sixteen_z * upper) - y
+        missing = (4 * square + 1) * ((4 * square + 5) + 16 * (z * upper)) - y
         # One less unless it is negative.
         code = above.to(tl.int32, bitcast=True) + (missing.to(tl.uint32, bitcast=True) >> 31).to(tl.int32) - 1
     tl.store(codes + at, code.to(tl.uint8), mask=mask)

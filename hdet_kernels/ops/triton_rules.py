@@ -335,7 +335,7 @@ def _write(
     state, scales, at, value, mask, random, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr
 ):
     if scales is not None:
-        write_codes(state, scales, at, value, mask, random, STREAM - 2, SIGNED)
+        write_codes(state, scales, at, value, mask, random, SIGNED)
     else:
         write(state, at, value, mask, random, STREAM, STOCHASTIC)
 
