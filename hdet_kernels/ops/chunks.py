@@ -163,6 +163,11 @@ class ChunkTable:
             self._pointed = grads.table if self._gradients.settled else None
         return self._gradients.tensor
 
+    @property
+    def gradient_table(self) -> Tensor:
+        """The gradient table on the device, which :meth:`point_at` writes and returns."""
+        return self._gradients.tensor
+
     def _common_dtype(self, present: Sequence[Tensor | None], where: list[int] | None) -> int | None:
         """Return the number of the gradients' common dtype, or ``None`` if there is none or a size is wrong."""
         dtypes = set(map(_dtype_of, present))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import MatchedGradients, is_contiguous
-from hdet_kernels.ops.live_tensors import LiveTensors, address_of
+from hdet_kernels.ops.live_tensors import LiveTensors
+from hdet_kernels.ops.native_calls import address_of
 from hdet_kernels.tensors import Slot
 
 # Bits of what the extension's function returns. csrc/live_tensors.cpp has the same.
