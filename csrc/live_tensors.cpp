@@ -100,11 +100,12 @@ HDET_EXPORT int64_t hdet_can_look() {
   return hdet_grad_of != nullptr && hdet_bump_version != nullptr && PyList_Size != nullptr && PyList_GetItem != nullptr;
 }
 
-// Returns 1 if a list has the objects at the addresses in `members` and no others, in this order, else 0.
-HDET_EXPORT int64_t hdet_has_members(void* list, const int64_t* members, int64_t count) {
+// Returns 1 if a Python list has the objects of the tensors and no others, in this order, else 0. The at::Tensor of a
+// Python object begins `offset` bytes after it.
+HDET_EXPORT int64_t hdet_has_members(void* list, const int64_t* tensors, int64_t count, int64_t offset) {
   if (PyList_Size(list) != count) return 0;
   for (int64_t i = 0; i < count; ++i)
-    if (reinterpret_cast<int64_t>(PyList_GetItem(list, i)) != members[i]) return 0;
+    if (reinterpret_cast<int64_t>(PyList_GetItem(list, i)) + offset != tensors[i]) return 0;
   return 1;
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from hdet_kernels.ops.native_calls import address_of, handle_of, is_plain, steps, why_not_callable
-from hdet_kernels.ops.step import Scalars
+from hdet_kernels.ops.step import NO_SCALARS, Scalars
 
 # What the functions return, as in csrc/bound_step.h.
 _DONE, _FAILED = 0, 2
@@ -48,7 +48,7 @@ class BoundStep:
         self._block[_TENSORS_FROM : _TENSORS_FROM + len(handles)] = handles
         self._at = address_of(self._block)
         self._step = getattr(library, f"hdet_step_{device}")
-        self._scalars = Scalars()
+        self._scalars = NO_SCALARS
         self._bound = bool(library.hdet_bind_step(rule, stochastic_rounding, rows, self._at))
 
     def run(self, scalars: Scalars) -> bool:

@@ -9,6 +9,7 @@ with the backend ``"torch"`` and for subclasses of tensors, the same is done in 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.native_calls import address_of, handle_of, is_plain, looks, why_not_callable
+from hdet_kernels.ops.native_calls import address_of, handle_of, is_plain, looks, tensor_offset, why_not_callable
 from hdet_kernels.sharded import parts_of
 
 
@@ -41,6 +42,12 @@ class LiveTensors:
         self.handles = np.array(handles, dtype=np.int64)
         self._handles_at = address_of(self.handles)
         self.remember_addresses()
+
+    def are(self, members: list[Tensor]) -> bool:
+        """Return whether a list has these tensors and no others, in this order."""
+        if self.library is not None and type(members) is list:
+            return bool(self.library.hdet_has_members(members, self._handles_at, len(self.tensors), tensor_offset()))
+        return len(members) == len(self.tensors) and all(map(is_, members, self.tensors))
 
     def remember_addresses(self) -> None:
         """Take the addresses that the tensors have now as the expected ones."""

@@ -33,7 +33,7 @@ _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 # The arguments of the functions. These hold the GIL, so that no other thread replaces a gradient meanwhile.
 _LOOKS: dict[str, list[Any]] = {
     "hdet_can_look": [],
-    "hdet_has_members": [ctypes.py_object, _ADDRESS, _NUMBER],
+    "hdet_has_members": [ctypes.py_object, _ADDRESS, _NUMBER, _NUMBER],
     "hdet_lie_at": [_ADDRESS, _NUMBER, _ADDRESS],
     "hdet_gradients": [_ADDRESS, _ADDRESS, _ADDRESS],
     "hdet_advance_versions": [_ADDRESS, _NUMBER],
@@ -64,7 +64,7 @@ def why_not_callable() -> str | None:
         return f"torch {torch.__version__} is not one of the releases that csrc/live_tensors.cpp was written for"
     if not looks().hdet_can_look():
         return f"torch {torch.__version__} lacks a function that csrc/live_tensors.cpp needs"
-    if _tensor_offset() == 0:
+    if tensor_offset() == 0:
         return "the C++ tensor of a Python tensor was not found"
     return None
 
@@ -92,7 +92,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def handle_of(tensor: Tensor) -> int:
     """Return the address of a tensor's C++ tensor. It is valid as long as the Python object lives."""
-    return id(tensor) + _tensor_offset()
+    return id(tensor) + tensor_offset()
 
 
 def address_of(array: NDArray[np.generic]) -> int:
@@ -116,7 +116,7 @@ def _declared(library: Any, functions: dict[str, list[Any]]) -> Any:
 
 
 @cache
-def _tensor_offset() -> int:
+def tensor_offset() -> int:
     """Return where in a Python tensor its C++ tensor lies, in bytes; 0 if it is not found.
 
     It is the word with the value of ``_cdata``.

@@ -73,3 +73,13 @@ def test_subclasses_are_looked_at_in_python() -> None:
 
     assert LiveTensors([torch.ones(2), torch.ones(2).as_subclass(Own)]).library is None
     assert LiveTensors([]).library is None
+
+
+@pytest.mark.parametrize("backend", WAYS)
+def test_members_of_a_list_are_compared_as_objects(backend: str) -> None:
+    members = [torch.ones(1), torch.ones(1)]
+    live = LiveTensors(members, backend)
+    assert live.are(members)
+    assert live.are(list(members))
+    others = [members[::-1], [members[0], torch.ones(1)], [], members[:1], [*members, members[0]]]
+    assert not any(map(live.are, others)), "another order, an equal tensor, fewer and more"

@@ -47,19 +47,3 @@ def test_plain_tensors_have_a_handle_and_subclasses_have_none() -> None:
     handles = np.array([handle_of(tensor) for tensor in tensors], dtype=np.int64)
     addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
     assert looks().hdet_lie_at(address_of(handles), 2, address_of(addresses)) == 1
-
-
-@needs_extension
-def test_members_of_a_list_are_compared_as_objects() -> None:
-    members = [torch.ones(1), torch.ones(1)]
-    addresses = np.array([id(member) for member in members], dtype=np.int64)
-
-    def found(given: list[torch.Tensor]) -> bool:
-        return bool(looks().hdet_has_members(given, address_of(addresses), 2))
-
-    assert found(members)
-    assert found(list(members))
-    assert not found(members[::-1])
-    assert not found([members[0], torch.ones(1)]), "another tensor with the same value"
-    assert not found([])
-    assert not found([*members, members[0]])
