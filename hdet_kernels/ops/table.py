@@ -6,6 +6,7 @@ in the same order.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -58,8 +59,9 @@ class Staged:
         self._captured_memory: list[Tensor] = []
         self._in_host_memory = self.tensor.numpy() if self.tensor.device.type == "cpu" else None
         self._dtype = np.dtype(str(dtype).removeprefix("torch."))
-        nbytes = self.tensor.numel() * self.tensor.element_size()
-        self._as_arguments = self.tensor.is_cuda and nbytes <= MOST_ARGUMENT_BYTES and nbytes % 8 == 0 and _can_launch()
+        self._nbytes = self.tensor.numel() * self.tensor.element_size()
+        small = self._nbytes <= MOST_ARGUMENT_BYTES and self._nbytes % 8 == 0
+        self._as_arguments = self.tensor.is_cuda and small and _can_launch()
 
     def holds(self, values: NDArray[np.generic]) -> bool:
         """Return whether the device is known to hold ``values``."""
@@ -84,24 +86,32 @@ class Staged:
             self._in_host_memory[...] = values
             self._mirror = written
             return True
-        if not (self._as_arguments and self._launch(values)):
-            self._copy(values)
-        self._captured = self._captured or self.capturing
+        source = np.ascontiguousarray(values, dtype=self._dtype)
+        self.write_from(native_calls.address_of(source))
         # A graph that writes this tensor sets it to the captured values whenever it is replayed.
         self._mirror = written if self.settled else None
         return True
 
-    def _launch(self, values: NDArray[np.generic]) -> bool:
+    def write_from(self, address: int) -> None:
+        """Copy the bytes at an address in host memory to the device, whatever it holds."""
+        self._mirror = None
+        if self._in_host_memory is not None:
+            ctypes.memmove(self.tensor.data_ptr(), address, self._nbytes)
+            return
+        if not (self._as_arguments and self._launch(address)):
+            self._copy(address)
+        self._captured = self._captured or self.capturing
+
+    def _launch(self, address: int) -> bool:
         """Write by launches. Where one fails, as with an extension that was built for other GPUs, write by copies."""
-        source = np.ascontiguousarray(values, dtype=self._dtype)
-        handle, address = native_calls.handle_of(self.tensor), native_calls.address_of(source)
-        self._as_arguments = bool(native_calls.steps().hdet_write_cuda(handle, address, source.nbytes // 8))
+        handle, words = native_calls.handle_of(self.tensor), self._nbytes // 8
+        self._as_arguments = bool(native_calls.steps().hdet_write_cuda(handle, address, words))
         return self._as_arguments
 
-    def _copy(self, values: NDArray[np.generic]) -> None:
+    def _copy(self, address: int) -> None:
         on_cuda = self.tensor.is_cuda
         staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu", pin_memory=on_cuda)
-        staging.numpy()[...] = values
+        ctypes.memmove(staging.data_ptr(), address, self._nbytes)
         self.tensor.copy_(staging, non_blocking=on_cuda)
         if self.capturing:
             self._captured_memory.append(staging)  # every replay of the graph copies from this memory
