@@ -1,6 +1,6 @@
-// The step on CUDA with states in 8 bits. A warp steps the 256 elements of one block of codes, 8 consecutive ones a
-// thread: 16 bytes of bf16 and 8 bytes of codes are one access each, and the largest magnitude of a block is one
-// reduction within the warp.
+// The step on CUDA with states in 8 bits. A warp steps the 256 elements of one block of codes, 8 in each thread, so that
+// the largest magnitude of a block is one reduction within the warp. In bf16 the 8 are consecutive: 16 bytes of
+// parameters and 8 bytes of codes are one access each.
 //
 // AdamW on bf16 parameters with stochastic rounding moves 10 bytes an element, so the number of instructions matters as
 // much as memory: about 58 for an element of a full block (counted in the machine code for an H200; ncu counts 62 with
@@ -18,8 +18,6 @@ constexpr unsigned kBlocks = kBlocksPerChunk;
 constexpr int kCodesPerThread = static_cast<int>(kStateBlock) / kWarp;
 // A warp steps four of the eight blocks of a full chunk, one after the other.
 constexpr int kWarps = 2;
-// With 64 registers, 16 thread blocks run on a multiprocessor at a time, whose loads are 48 KiB in flight.
-constexpr int kThreadBlocks = 16;
 // Replicas that share a gradient: those whose parameters are loaded before the first is stored.
 constexpr int kRowsInFlight = 2;
 
@@ -28,6 +26,15 @@ struct CodedStorage : MasterStorage<kMaster, kSplit> {
   using Param = P;
   using State = uint8_t;
   using T = float;
+  // Neighbouring elements of a thread: as many as 16 bytes of the widest buffer hold, so that the accesses of a warp to it
+  // are without gaps.
+  static constexpr int kWidth =
+      std::min<int>(kCodesPerThread, 16 / std::max(sizeof(P), kMaster ? sizeof(typename CodedStorage::Master) : 0));
+  // Thread blocks on a multiprocessor at a time: with 16, a thread has 64 registers, with 12 it has 80. And whether a
+  // chunk is fetched ahead: of float32, so much would be under way that the L2 cache does not hold it. These are the
+  // fastest of several, measured on an H200.
+  static constexpr int kThreadBlocks = !kMaster ? 16 : kSplit ? 12 : 1;
+  static constexpr bool kAhead = sizeof(P) == 2;
 };
 
 // Asks for `bytes` bytes, a multiple of 16, to come into the L2 cache: all but perhaps the last few, because only whole
@@ -125,31 +132,44 @@ struct BlockStep {
     for (int k = 0; k < kStates; ++k) fetch_ahead(buffers.states[k], elements);
   }
 
-  // Steps a full block, all elements of a thread at once.
+  // Steps a full block, all elements of a thread at once, in groups of neighbours.
   __device__ __forceinline__ void step_whole(unsigned block, GradientType type) const {
-    constexpr int kWidth = kCodesPerThread;
-    const unsigned at = block * kStateBlock + (threadIdx.x % kWarp) * kWidth;
+    constexpr int kWidth = Store::kWidth;
+    constexpr int kGroups = kCodesPerThread / kWidth;
+    const auto at = [&](int group) {
+      return block * static_cast<unsigned>(kStateBlock) + (group * kWarp + threadIdx.x % kWarp) * kWidth;
+    };
     const int64_t rows = kShared ? work.rows : 1;
-    Shared<kWidth> shared;
-    Parameters<Store, kWidth> parameters[kTogether];
-    Push<float> pushes[kWidth];
+    Shared<kWidth> shared[kGroups];
+    Parameters<Store, kWidth> parameters[kGroups][kTogether];
+    Push<float> pushes[kGroups][kWidth];
     float scales[kCount];
-    shared.load(buffers, gradient.address, type, at);
-    load(parameters, 0, rows, at);
-    load_scales(block, scales);
-    shared.push(own.rule, parameters[0], type, scales, pushes);
-    each_state<0>([&]<int k>() {
-      scales[k] = scale_of<Shared<1>::is_signed(k)>(__reduce_max_sync(0xffffffffu, shared.template largest<k>(0)));
-    });
-    const Random<kWidth> random(own.noise, chunk.offset + at);
-    // The parameters first, so that no root of a push stays in a register.
-    for (int64_t first = 0;;) {
-      move(parameters, first, rows, at, pushes, random);
-      first += kTogether;
-      if (first >= rows) break;
-      load(parameters, first, rows, at);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      shared[g].load(buffers, gradient.address, type, at(g));
+      load(parameters[g], 0, rows, at(g));
     }
-    each_state<0>([&]<int k>() { shared.template store<k>(buffers, at, scales[k], random); });
+    load_scales(block, scales);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) shared[g].push(own.rule, parameters[g][0], type, scales, pushes[g]);
+    each_state<0>([&]<int k>() {
+      uint32_t largest = 0;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) largest = shared[g].template largest<k>(largest);
+      scales[k] = scale_of<Shared<1>::is_signed(k)>(__reduce_max_sync(0xffffffffu, largest));
+    });
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const Random<kWidth> random(own.noise, chunk.offset + at(g));
+      // The parameters first, so that no root of a push stays in a register.
+      for (int64_t first = 0;;) {
+        move(parameters[g], first, rows, at(g), pushes[g], random);
+        first += kTogether;
+        if (first >= rows) break;
+        load(parameters[g], first, rows, at(g));
+      }
+      each_state<0>([&]<int k>() { shared[g].template store<k>(buffers, at(g), scales[k], random); });
+    }
     store_scales(block, scales);
   }
 
@@ -263,7 +283,7 @@ __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store
   const bool packs = aligned<kStates>(buffers, kTogether > 1 ? work.row_size : 0, chunk, gradient);
   const unsigned whole = packs ? count / kSize : 0;
   unsigned block = threadIdx.x / kWarp;
-  if (kTogether == 1 && whole > 0 && threadIdx.x == 0) walk.prefetch(whole);
+  if (Store::kAhead && kTogether == 1 && whole > 0 && threadIdx.x == 0) walk.prefetch(whole);
   const auto step_wholes = [&](GradientType type) {
 #pragma unroll 1
     for (; block < whole; block += kWarps) walk.step_whole(block, type);
@@ -276,8 +296,7 @@ __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store
 }
 
 template <int kTogether, typename Store, typename R>
-__global__ void __launch_bounds__(kWarps * kWarp,
-                                  kTogether > 1 || (Store::kHasMaster && !Store::kSplitMaster) ? 1 : kThreadBlocks)
+__global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 ? 1 : Store::kThreadBlocks)
     walk_codes(const Work work, const Prepared<R>* __restrict__ prepared) {
   const Chunk chunk = work.chunks[blockIdx.x];
   Gradient gradient = work.gradients[chunk.slot];
