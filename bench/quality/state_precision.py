@@ -11,7 +11,6 @@ float32 runs whose batches come in another order.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import platform
 import statistics
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.provenance import provenance
 from bench.quality.optimizers import OPTIMIZERS
 from bench.quality.spec import Spec
 from bench.quality.tasks import TASKS, Task
@@ -93,9 +93,7 @@ def main() -> None:
     tasks = " ".join(f'"{name}"' for name in arguments.tasks)
     settings = f"--tasks {tasks} --steps {arguments.steps} --seeds {arguments.seeds}"
     record: dict[str, Any] = {
-        "command": f"python -m bench.quality.state_precision {settings}",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        **provenance(f"python -m bench.quality.state_precision {settings}"),
         "machine": platform.machine(),
         "tasks": {},
     }
