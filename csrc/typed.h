@@ -1,4 +1,5 @@
-// From the type that a table gives for a tensor, known when a kernel runs, to a C++ type.
+// The choice of the code for the type of a tensor's elements. The type is an entry of a table (table.h), so it is known
+// only when a kernel runs.
 #pragma once
 
 #include "rounding.h"
