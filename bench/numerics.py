@@ -5,7 +5,8 @@
 One parameter of 64 elements. Its gradients are scripted, exact in every precision, and of sizes from 1e-4 to 1. The
 truth is the recursion of ``numerics_rules.py`` in float64. Errors are relative to the largest parameter: the root mean
 square and the maximum over the elements, ours beside torch.optim's in float32 (the same work in the same precision) and
-in bf16. ``numerics_extremes.py`` adds learning rates from 1e-12 to 1e3 and subnormal numbers, for every backend.
+in bf16. ``numerics_extremes.py`` adds learning rates from 1e-12 to 1e3 and subnormal numbers, for every backend, and
+``numerics_losses.py`` the loss that training with noisy gradients reaches in as many steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.numerics_extremes import learning_rates, subnormals
+from bench.numerics_losses import losses
 from bench.numerics_rules import RULES, Recursion, Rule, torch_optimizer
 from bench.provenance import provenance
 
@@ -103,13 +105,24 @@ def _errors_of(name: str, steps: int, device: str, precisions: Iterable[str]) ->
     return found
 
 
-def measured(steps: int, device: str, jobs: int = 1, precisions: Iterable[str] = tuple(PRECISIONS)) -> dict[str, Any]:
-    """Return the errors of all rules, each measured in one of ``jobs`` processes."""
+def _losses_of(name: str, steps: int, device: str, precisions: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Return the losses with float32 parameters, and with float32 state beside that of the precisions."""
+    torch.set_num_threads(1)
+    options = {each: PRECISIONS[each][1] for each in ("fp32", *precisions) if PRECISIONS[each][0] == FP32}
+    found = losses(RULES[name], steps, device, options)
+    print(f"{name}: {json.dumps(found)}", flush=True)
+    return found
+
+
+def measured(
+    steps: int, device: str, jobs: int = 1, precisions: Iterable[str] = tuple(PRECISIONS), *, of: Any = _errors_of
+) -> dict[str, Any]:
+    """Return the errors (or what ``of`` measures) of all rules, each measured in one of ``jobs`` processes."""
     calls = [(name, steps, device, tuple(precisions)) for name in RULES]
     if jobs == 1:
-        return dict(zip(RULES, itertools.starmap(_errors_of, calls), strict=True))
+        return dict(zip(RULES, itertools.starmap(of, calls), strict=True))
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        return dict(zip(RULES, pool.starmap(_errors_of, calls, chunksize=1), strict=True))
+        return dict(zip(RULES, pool.starmap(of, calls, chunksize=1), strict=True))
 
 
 def main() -> None:
@@ -140,6 +153,7 @@ def main() -> None:
     for part in ("learning rates", "subnormals"):
         print(part, json.dumps(record[part], indent=1))
     record["errors"] = measured(arguments.steps, device, arguments.jobs, arguments.precisions)
+    record["losses"] = measured(arguments.steps, device, arguments.jobs, arguments.precisions, of=_losses_of)
     if arguments.precisions != list(PRECISIONS):
         record["command"] += " --precisions " + " ".join(f'"{name}"' for name in arguments.precisions)
     if arguments.out is not None:

@@ -144,8 +144,30 @@ def numerics_section(records: list[Record]) -> str:
         ]
         steps = f"{record['steps']:,}".replace(",", " ")
         blocks += [[f"{record['machine']}, {steps} steps:"]]
-        blocks += [table_lines(["rule", *names], body), [_extremes(record)]]
+        blocks += [table_lines(["rule", *names], body), *_losses(record), [_extremes(record)]]
     return section_text("Numerics over time", description, "\n\n".join(map(_source, records)), *blocks)
+
+
+def _losses(record: Record) -> list[list[str]]:
+    """Return the table of the losses that training reached, where they were recorded."""
+    if "losses" not in record:
+        return []
+    first = next(iter(record["losses"].values()))
+    names = [name for name in first if name != "fp64"]
+    body = [
+        [rule, f"{entry['fp64']['loss']:.2e}", *(_with_interval(entry[name]) for name in names)]
+        for rule, entry in record["losses"].items()
+    ]
+    description = (
+        "The loss after as many steps with noisy gradients, a learning rate that falls to 0 and neighbours whose "
+        "gradients differ a hundredfold, over that of the same training in float64 (geometric mean of "
+        f"{first['fp64']['runs']} runs and its 95 % interval):"
+    )
+    return [[description], table_lines(["rule", "loss in float64", *names], body)]
+
+
+def _with_interval(entry: Mapping[str, float]) -> str:
+    return f"{entry['ratio']:.4f} ({entry['low']:.4f} to {entry['high']:.4f})"
 
 
 def _extremes(record: Record) -> str:

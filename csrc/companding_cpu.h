@@ -24,8 +24,10 @@ HDET_WIDEST inline uint32_t largest_bits(const float* __restrict values, int cou
 template <bool kSigned>
 HDET_WIDEST void encode_block(const float* __restrict values, float inverse, const uint16_t* __restrict noise,
                               int count, uint8_t* __restrict codes) {
-  for (int i = 0; i < count; ++i)
-    codes[i] = encoded<kSigned>(values[i], inverse, (static_cast<float>(static_cast<int>(noise[i])) + 0.5f) * 0x1p-16f);
+  for (int i = 0; i < count; ++i) {
+    const float z = (static_cast<float>(static_cast<int>(noise[i])) - 32767.5f) * 0x1p-16f;
+    codes[i] = encoded<kSigned>(values[i], inverse, z);
+  }
 }
 
 // Decodes elements at .. at + count of a state, the first of which begins the block with scale scales[0].
@@ -38,15 +40,14 @@ inline void load_codes(const void* stored, const float* scales, bool is_signed, 
   }
 }
 
-// Moves the random bits of each quad of neighbours to where the codes of state `k` have them: see position_of_bits.
-HDET_WIDEST inline void rotate_quads(const uint64_t* __restrict from, int count, int k, uint64_t* __restrict to) {
-  const int low = 16 * (1 + k), high = 64 - low;
-  for (int i = 0; i < count; ++i) to[i] = from[i] >> low | from[i] << high;
+// Moves the random bits of each quad of neighbours to where the codes have them: see position_of_bits.
+HDET_WIDEST inline void rotate_quads(const uint64_t* __restrict from, int count, uint64_t* __restrict to) {
+  for (int i = 0; i < count; ++i) to[i] = from[i] >> 16 | from[i] << 48;
 }
 
-// Encodes what load_codes decodes, state `k` of its parameters, rounding stochastically.
+// Encodes what load_codes decodes, rounding stochastically.
 inline void store_codes(const float* values, void* stored, float* scales, bool is_signed, int64_t at, int64_t count,
-                        const Noise& noise, int k) {
+                        const Noise& noise) {
   constexpr int kQuads = kStateBlock / 4 + 1;
   uint32_t words[2 * kQuads] = {};
   uint64_t drawn[kQuads], rotated[kQuads];
@@ -59,7 +60,7 @@ inline void store_codes(const float* values, void* stored, float* scales, bool i
     const int quads = static_cast<int>(skipped + here + 3) / 4;
     random_words(noise, kParamStream, static_cast<uint64_t>(at + done) >> 2, quads, words);
     std::memcpy(drawn, words, sizeof(words));
-    rotate_quads(drawn, kQuads, k, rotated);
+    rotate_quads(drawn, kQuads, rotated);
     std::memcpy(halves, rotated, sizeof(rotated));
     const uint32_t largest = largest_bits(values + done, here);
     const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);

@@ -2,14 +2,12 @@
 // thread: 16 bytes of bf16 and 8 bytes of codes are one access each, and the largest magnitude of a block is one
 // reduction within the warp.
 //
-// AdamW on bf16 parameters with stochastic rounding moves 10 bytes an element, so the number of instructions limits it:
-// about 67 for an element of a full block (counted in the machine code for an H200), and 3 that all of a chunk share. Of
-// the 67, 7 load, 20 decode and push, 2 make the scales, 13 draw random bits, move and round the parameter, and 25 encode
-// and store; 36 are sums and products, 22 logic and comparisons at half of their rate, and 5 roots and inverses at an
-// eighth. bench/results/h200_optim_step.json has the times on an H200: 80 % of the bandwidth of a copy, in float32 85 %.
+// AdamW on bf16 parameters with stochastic rounding moves 10 bytes an element, so the number of instructions matters as
+// much as memory: about 58 for an element of a full block (counted in the machine code for an H200; ncu counts 62 with
+// those that a chunk shares). bench/results/h200_optim_step.json has the times.
 #include <torch/csrc/stable/ops.h>
 
-#include "companding_cuda.h"
+#include "rules_coded_cuda.h"
 #include "step_cuda.h"
 
 namespace hdet {
@@ -32,6 +30,15 @@ struct CodedStorage : MasterStorage<kMaster, kSplit> {
   using T = float;
 };
 
+// Asks for `bytes` bytes, a multiple of 16, to come into the L2 cache: all but perhaps the last few, because only whole
+// groups of 16 can be asked for.
+__device__ __forceinline__ void fetch_ahead(const void* from, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  const uintptr_t address = reinterpret_cast<uintptr_t>(from) & ~uintptr_t{15};
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
+#endif
+}
+
 // kWidth elements of the gradient and the states, which replicas share.
 template <int kStates, int kWidth, typename Store, typename R>
 struct SharedCodes {
@@ -42,50 +49,51 @@ struct SharedCodes {
 
   static constexpr bool is_signed(int state) { return R::kSignedFirst && state == 0; }
 
-  __device__ __forceinline__ void load(const Buffers<Store>& from, const Gradient& gradient, unsigned at) {
-    slope.load(gradient.address, gradient.type, at);
+  __device__ __forceinline__ void load(const Buffers<Store>& from, int64_t gradient, GradientType type, unsigned at) {
+    slope.load(gradient, type, at);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) codes[k].words = fetch<decltype(codes[k].words)>(from.states[k] + at);
   }
 
-  template <int kShort>
   __device__ __forceinline__ void push(const R& rule, const Parameters<Store, kWidth>& parameters, GradientType type,
                                        const float (&scales)[kCount], Push<float> (&pushes)[kWidth]) {
-    decode<0>(scales);
-    float wide[kWidth];
-    slope.widen(type, wide);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      float own[kMaxStates] = {};
-#pragma unroll
-      for (int k = 0; k < kStates; ++k) own[k] = states[k][j];
-      pushes[j] = rule.template push<kStates, kShort>(parameters.value(j), wide[j], own);
-#pragma unroll
-      for (int k = 0; k < kStates; ++k) states[k][j] = own[k];
-    }
+    float units[kCount], slopes[kWidth];
+    decode<0>(scales, units);
+    slope.widen(type, slopes);
+    push_levels<kStates>(rule, [&](int j) { return parameters.value(j); }, slopes, units, states, pushes);
   }
 
-  // The largest of `others` and the magnitudes of state k, or NaN.
-  __device__ __forceinline__ float largest(int k, float others) const {
+  // The bits of the largest of `others` and the magnitudes of state k. See magnitude_bits.
+  template <int k>
+  __device__ __forceinline__ uint32_t largest(uint32_t others) const {
+    if constexpr (is_signed(k)) {
+      float most = __uint_as_float(others);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) others = larger(others, states[k][j]);
-    return others;
+      for (int j = 0; j < kWidth; ++j) most = larger(most, states[k][j]);
+      return __float_as_uint(most);
+    } else {
+#pragma unroll
+      for (int j = 0; j + 1 < kWidth; j += 2)
+        others = __vimax3_u32(others, __float_as_uint(states[k][j]), __float_as_uint(states[k][j + 1]));
+      return kWidth % 2 == 0 ? others : max(others, __float_as_uint(states[k][kWidth - 1]));
+    }
   }
 
   // Stores the codes of state k, given the scale of the block.
   template <int k>
   __device__ __forceinline__ void store(const Buffers<Store>& to, unsigned at, float scale,
                                         const Random<kWidth>& random) {
-    codes[k].template encode<is_signed(k)>(states[k], approximate_inverse<is_signed(k)>(scale), k, random);
+    codes[k].template encode<is_signed(k)>(states[k], to_levels<is_signed(k)>(scale), random);
     put_words(to.states[k] + at, codes[k].words);
   }
 
  private:
   template <int k>
-  __device__ __forceinline__ void decode(const float (&scales)[kCount]) {
+  __device__ __forceinline__ void decode(const float (&scales)[kCount], float (&units)[kCount]) {
     if constexpr (k < kStates) {
-      codes[k].template decode<is_signed(k)>(unit_of<is_signed(k)>(scales[k]), states[k]);
-      decode<k + 1>(scales);
+      codes[k].template levels<is_signed(k)>(states[k]);
+      units[k] = unit_of<is_signed(k)>(scales[k]) * (is_signed(k) ? 1.0f : 16.0f);
+      decode<k + 1>(scales, units);
     }
   }
 };
@@ -98,7 +106,6 @@ struct BlockStep {
   using Shared = SharedCodes<kStates, kWidth, Store, R>;
   static constexpr int kCount = Shared<1>::kCount;
   static constexpr bool kShared = kTogether > 1;
-  static constexpr int kShort = kShortest;
   const Work& work;
   const Buffers<Store>& buffers;
   const Prepared<R>& own;
@@ -106,8 +113,20 @@ struct BlockStep {
   const Chunk& chunk;
   const Gradient& gradient;
 
+  // Asks for what the first `blocks` blocks will load to come into the L2 cache. A warp waits for the loads of one block
+  // at a time; without this, only those would be under way.
+  __device__ __forceinline__ void prefetch(unsigned blocks) const {
+    const auto elements = blocks * static_cast<unsigned>(kStateBlock);
+    fetch_ahead(reinterpret_cast<const void*>(gradient.address),
+                elements * static_cast<unsigned>(GradientPack<float, 1>::alignment(gradient.type)));
+    fetch_ahead(buffers.param, elements * sizeof(*buffers.param));
+    if constexpr (Store::kHasMaster) fetch_ahead(buffers.master, elements * sizeof(*buffers.master));
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) fetch_ahead(buffers.states[k], elements);
+  }
+
   // Steps a full block, all elements of a thread at once.
-  __device__ __forceinline__ void step_whole(unsigned block) const {
+  __device__ __forceinline__ void step_whole(unsigned block, GradientType type) const {
     constexpr int kWidth = kCodesPerThread;
     const unsigned at = block * kStateBlock + (threadIdx.x % kWarp) * kWidth;
     const int64_t rows = kShared ? work.rows : 1;
@@ -115,12 +134,12 @@ struct BlockStep {
     Parameters<Store, kWidth> parameters[kTogether];
     Push<float> pushes[kWidth];
     float scales[kCount];
-    shared.load(buffers, gradient, at);
+    shared.load(buffers, gradient.address, type, at);
     load(parameters, 0, rows, at);
     load_scales(block, scales);
-    shared.template push<kShort>(own.rule, parameters[0], gradient.type, scales, pushes);
+    shared.push(own.rule, parameters[0], type, scales, pushes);
     each_state<0>([&]<int k>() {
-      scales[k] = scale_of<Shared<1>::is_signed(k)>(largest_of_warp(shared.largest(k, 0)));
+      scales[k] = scale_of<Shared<1>::is_signed(k)>(__reduce_max_sync(0xffffffffu, shared.template largest<k>(0)));
     });
     const Random<kWidth> random(own.noise, chunk.offset + at);
     // The parameters first, so that no root of a push stays in a register.
@@ -144,22 +163,21 @@ struct BlockStep {
     Parameters<Store, 1> parameter[1];
     Push<float> push[1];
     float before[kCount], scales[kCount];
-    float largest[kCount] = {};
+    uint32_t largest[kCount] = {};
     load_scales(block, before);
     const auto push_at = [&](unsigned at) {
-      shared.load(buffers, gradient, at);
+      shared.load(buffers, gradient.address, gradient.type, at);
       load(parameter, 0, 1, at);
-      shared.template push<kShort>(own.rule, parameter[0], gradient.type, before, push);
+      shared.push(own.rule, parameter[0], gradient.type, before, push);
     };
 #pragma unroll 1
     for (unsigned at = begin; at < end; at += kWarp) {
       push_at(at);
-#pragma unroll
-      for (int k = 0; k < kStates; ++k) largest[k] = shared.largest(k, largest[k]);
+      each_state<0>([&]<int k>() { largest[k] = shared.template largest<k>(largest[k]); });
     }
     __syncwarp();
     each_state<0>([&]<int k>() {
-      scales[k] = scale_of<Shared<1>::is_signed(k)>(largest_of_warp(largest[k]));
+      scales[k] = scale_of<Shared<1>::is_signed(k)>(__reduce_max_sync(0xffffffffu, largest[k]));
     });
 #pragma unroll 1
     for (unsigned at = begin; at < end; at += kWarp) {
@@ -176,11 +194,6 @@ struct BlockStep {
   }
 
  private:
-  // The bits of the largest magnitude in the warp.
-  static __device__ __forceinline__ uint32_t largest_of_warp(float largest) {
-    return __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
-  }
-
   template <int k, typename Run>
   __device__ __forceinline__ void each_state(const Run& run) const {
     if constexpr (k < kStates) {
@@ -217,10 +230,10 @@ struct BlockStep {
     for (int n = 0; n < kMany; ++n) {
       if (first + n >= rows) break;
       const Prepared<R> mine = kShared ? fetch_words(prepared + (first + n) * work.slot_count) : own;
+      const Move<kStates, R> moved(mine.rule);
       float theta[kWidth];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j)
-        theta[j] = mine.rule.template move<kStates, kShort>(parameters[n].value(j), pushes[j]);
+      for (int j = 0; j < kWidth; ++j) theta[j] = moved(parameters[n].value(j), pushes[j]);
       parameters[n].keep(theta, work.stochastic_rounding, random.position, [&](int j) {
         return kShared ? mine.noise.drawn(kParamStream, random.position | j) : random.words[j / 4];
       });
@@ -245,17 +258,21 @@ template <int kStates, int kTogether, typename Store, typename R>
 __device__ __forceinline__ void step_chunk(const Work& work, const Buffers<Store>& buffers, const Prepared<R>& own,
                                            const Prepared<R>* prepared, const Chunk& chunk, const Gradient& gradient) {
   const BlockStep<kStates, kTogether, Store, R> walk{work, buffers, own, prepared, chunk, gradient};
-  const bool packs = aligned<kStates>(buffers, kTogether > 1 ? work.row_size : 0, chunk, gradient);
   const auto count = static_cast<unsigned>(chunk.count);
   constexpr unsigned kSize = kStateBlock;
+  const bool packs = aligned<kStates>(buffers, kTogether > 1 ? work.row_size : 0, chunk, gradient);
+  const unsigned whole = packs ? count / kSize : 0;
+  unsigned block = threadIdx.x / kWarp;
+  if (kTogether == 1 && whole > 0 && threadIdx.x == 0) walk.prefetch(whole);
+  const auto step_wholes = [&](GradientType type) {
 #pragma unroll 1
-  for (unsigned block = threadIdx.x / kWarp; block * kSize < count; block += kWarps) {
-    if (packs && (block + 1) * kSize <= count) {
-      walk.step_whole(block);
-    } else {
-      walk.step_singly(block);
-    }
-  }
+    for (; block < whole; block += kWarps) walk.step_whole(block, type);
+  };
+  // The usual type is a constant in code of its own.
+  if (gradient.type == GradientType::bfloat16) step_wholes(GradientType::bfloat16);
+  else step_wholes(gradient.type);
+#pragma unroll 1
+  for (; block * kSize < count; block += kWarps) walk.step_singly(block);
 }
 
 template <int kTogether, typename Store, typename R>

@@ -8,22 +8,33 @@ towards 0 (companding), because the magnitudes in one block span many orders:
 state    names                            code        decoded
 ======== ================================ =========== =====================
 signed   momentum_buffer, exp_avg         128 ± c     ±(c/127)²·scale
-unsigned exp_avg_sq, max_exp_avg_sq, sum  c           (c/255)⁴·scale
+unsigned exp_avg_sq, max_exp_avg_sq, sum  c           ((2c + 1)/511)⁴·scale
 ======== ================================ =========== =====================
 
+The levels of sums of squares are fourth powers of odd numbers, so none of them is 0: a parameter whose first moment is
+not zero would be divided by ε alone. The smallest one is 1.5e-11 of the largest.
+
 A step rounds to one of the two neighbouring levels with the probabilities that make the expectation exact. A moment
-that changes by a thousandth of itself at every step would stand still if it were rounded to nearest. A second moment
-above zero never gets code 0: a parameter whose first moment is not zero would be divided by ε alone.
+that changes by a thousandth of itself at every step would stand still if it were rounded to nearest. Given a uniform
+random number z between -½ and ½, the upper one of two levels a and b is taken if x is above (½ - z)·a + (½ + z)·b:
 
-Given a uniform random number u between 0 and 1, the upper one of two levels a and b is taken if x is above their mean
-(1 - u)·a + u·b. That of c² and (c + 1)² is (c + u)² + u·(1 - u), so for squares this takes no comparison: the code
-counts ⌈√(x - u·(1 - u)) - u⌉ steps, or with 1 - u in place of u, ⌊√(x - u·(1 - u)) + u⌋.
+- Of c² and (c + 1)² that is (c + ½ + z)² + ¼ - z². So for squares this takes no comparison: the code counts
+  √(x - ¼ + z²) - z steps, rounded to the nearest whole number.
+- Of (e - 1)⁴ and (e + 1)⁴ with an even e it is (e² + 1)·(e² + 5 + 8·z·e) - 4. With y = x + 4 the comparison is with a
+  product, and e is the even number nearest to the fourth root of y, which is 2 or more because y is at least 4. An x
+  that lies less than 4 units below a level is rounded up to it always: y is already beyond that level.
 
-Levels are computed as whole numbers, c² and c⁴, in units of scale/127² and scale/255⁴, up to a millionth: the scale
-lies that much below the highest level, so that no rounding of a product or a root leads above it. Those units and their
-inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁴. A block with a value that is not finite gets
-scale NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new state has, decodes to
-zeros. ``csrc/companding.h``, ``csrc/companding_cuda.h`` and ``triton_companding.py`` have the same functions.
+All states of an element have the same z, and a large one rounds each of their magnitudes down. So where the first
+moment gets too small, the second one gets too small too, and the step, which is a quotient of the two, errs less than
+with numbers of their own.
+
+Levels are computed as whole numbers, c² and (2c + 1)⁴, in units of scale/127² and scale/511⁴, up to a millionth: the
+scale lies that much below the highest level, so that no rounding of a product or a root leads above it. (The fourth
+root of the scale's level is 511 - 1.2e-4, and a sum and two roots in float32 err by 6e-5 at most: e is at most 510.)
+Those units and their inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁰. A block with a value that
+is not finite gets scale NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new
+state has, decodes to zeros. ``csrc/companding.h``, ``csrc/companding_cuda.h`` and ``triton_companding.py`` have the
+same functions.
 """
 
 from __future__ import annotations
@@ -45,12 +56,12 @@ BLOCKS_PER_CHUNK = CHUNK // BLOCK
 #: States that can be negative. All others are sums of squares.
 SIGNED_STATES = frozenset({"momentum_buffer", "exp_avg"})
 
-#: In place of a uniform random number: rounding to nearest.
-NEAREST = 0.5
+#: In place of a random number around 0: rounding to nearest.
+NEAREST = 0.0
 
-#: By whether the state is signed, the level of the scale, (1 - 2⁻²⁰)·127² or 255⁴ in float32, and the smallest scale.
-TOP = {True: 16128.984375, False: 4228246528.0}
-SMALLEST_SCALE = {True: 2.0**-112, False: 2.0**-94}
+#: By whether the state is signed, the level of the scale, (1 - 2⁻²⁰)·127² or 511⁴ in float32, and the smallest scale.
+TOP = {True: 16128.984375, False: 68184113152.0}
+SMALLEST_SCALE = {True: 2.0**-112, False: 2.0**-90}
 
 
 def block_count(numel: int) -> int:
@@ -75,10 +86,11 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
         signed: Whether the state can be negative.
     """
     unit = (scales * (1 / TOP[signed])).repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
-    if not signed:
-        return _level(codes.float(), signed) * unit
-    steps = codes.float() - 128
-    return steps * steps.abs() * unit
+    if signed:
+        steps = codes.float() - 128
+        return steps * steps.abs() * unit
+    square = (2 * codes.float() + 1).square()
+    return square * square * unit
 
 
 def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tuple[Tensor, Tensor]:
@@ -99,36 +111,38 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     inverse = (TOP[signed] / scales).repeat_interleave(BLOCK, dim=-1)[..., :count]
     x = values.abs() * inverse
     x = torch.where(x < TOP[signed], x, TOP[signed])  # also where it is NaN
-    uniform = noise if isinstance(noise, float) else (noise.float() + 0.5) * 2.0**-16
+    z = noise if isinstance(noise, float) else (noise.float() - 32767.5) * 2.0**-16
     if signed:
-        root = (x - uniform * (1 - uniform)).clamp(min=0).sqrt()
-        return (128 + (torch.where(values < 0, -root, root) + uniform).floor()).to(torch.uint8), scales
-    x = torch.where((x > 0) & (x < 1), 1.0, x)
-    below = x.sqrt().sqrt().floor()
-    low = _level(below, signed)
-    return (below + (uniform * (_level(below + 1, signed) - low) < x - low)).to(torch.uint8), scales
+        root = ((x - 0.25) + z * z).clamp(min=0).sqrt()
+        steps = root - z
+        return (128 + torch.where(values < 0, -steps, steps).round()).to(torch.uint8), scales
+    y = x + 4
+    upper = (0.5 * y.sqrt().sqrt()).round()
+    between = 2 * upper
+    square = between * between
+    taken = (square + 1) * ((square + 5) + 8 * z * between) < y
+    return torch.where(taken, upper, upper - 1).to(torch.uint8), scales
 
 
-def positions_of_bits(position: Tensor, state: int) -> Tensor:
-    """Return the flat positions whose parameters have the 16 random bits of the codes of the ``state``-th state.
+def positions_of_bits(position: Tensor) -> Tensor:
+    """Return the flat positions whose parameters have the 16 random bits of the codes.
 
-    Four neighbours share a hash of 64 bits, of which a parameter and its three states use different parts.
+    Four neighbours share a hash of 64 bits, of which a parameter and its states use different parts.
     """
-    return (position & ~3) | ((position + 1 + state) & 3)
+    return (position & ~3) | ((position + 1) & 3)
 
 
 def encode_again(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the codes and the scales of a slot, rounding to nearest; values that were decoded decode to the same ones.
 
     The largest magnitude of a block that was decoded is the highest level, a little above its scale, and rounded. So
-    the scales around the one that belongs to that level are tried.
+    the scales around the one that belongs to that level are tried, and 0, with which all codes decode to 0.
     """
     codes, scales = encode(values, signed)
     wrong = _differ(decode(codes, scales, signed), values)
-    highest = 127.0**2 if signed else 255.0**4
+    highest = 127.0**2 if signed else 511.0**4
     belonging = (scales.double() * (TOP[signed] / highest)).float().view(torch.int32)
-    for apart in (0, 1, -1, 2, -2):
-        other = (belonging + apart).view(torch.float32)
+    for other in (*((belonging + apart).view(torch.float32) for apart in (0, 1, -1, 2, -2)), torch.zeros_like(scales)):
         better = wrong & ~_differ(decode(codes, other, signed), values)
         scales, wrong = torch.where(better, other, scales), wrong & ~better
     return codes, scales
@@ -138,9 +152,3 @@ def _differ(found: Tensor, values: Tensor) -> Tensor:
     """Return for each block whether a number in it differs."""
     apart = (found != values) & ~(found.isnan() & values.isnan())
     return torch.nn.functional.pad(apart, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
-
-
-def _level(steps: Tensor, signed: bool) -> Tensor:
-    """Return the level of ``steps`` steps above 0, a whole number."""
-    square = steps * steps
-    return square if signed else square * square

@@ -156,7 +156,7 @@ def _step(
                 keep(target, value, numbers[0], 2 + k, offset)
             else:
                 position = torch.arange(offset, offset + value.numel(), device=value.device)
-                noise = random_bits_at(numbers[0].key, 0, positions_of_bits(position, k))
+                noise = random_bits_at(numbers[0].key, 0, positions_of_bits(position))
                 codes, largest = encode(value, signed[k], noise)
                 # A state that is not in use is a new tensor where the host may not read the hyperparameters. Encoded
                 # again, it would change in its last bits.

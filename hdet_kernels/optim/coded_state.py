@@ -72,7 +72,7 @@ def write_codes(
         decoded_before: Whether numbers may have been decoded from codes, and must decode to the same again.
     """
     if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
-        one, scale = encode(torch.full((1,), value, device=codes.device), name in SIGNED_STATES)
+        one, scale = encode_again(torch.full((1,), value, device=codes.device), name in SIGNED_STATES)
         codes.copy_(one.squeeze(0))
         own_scales.copy_(scale)
         return

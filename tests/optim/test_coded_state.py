@@ -76,7 +76,7 @@ def test_float32_state_is_loaded_to_the_nearest_codes(name: str) -> None:
         for mine, theirs in zip(entries(optimizer), entries(source), strict=True):
             for state in optimizer.state_names(optimizer.param_groups[0]):
                 got = decoded(state, mine[state], mine[scale_name(state)])
-                # Half of the widest step, at the top: (1 - (126/127)²)/2 and (1 - (254/255)⁴)/2 of the scale.
+                # Half of the widest step, at the top: (1 - (126/127)²)/2 and (1 - (509/511)⁴)/2 of the scale.
                 largest = theirs[state].abs().max() if theirs[state].numel() else torch.zeros(())
                 assert ((got - theirs[state]).abs() <= 0.0079 * largest + 1e-30).all()
         run(optimizer, target, range(1))
