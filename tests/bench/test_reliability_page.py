@@ -57,6 +57,17 @@ def test_errors_have_a_row_for_each_rule_and_a_line_for_the_extremes() -> None:
     assert "| AdamW | 2.50e-03 | 1.0100 (0.9900 to 1.0300) |" in text
 
 
+def test_losses_of_8_bit_state_are_differences_to_float32() -> None:
+    entries = {
+        "float32": {"mean": 0.125, "difference": 0.0, "standard error": 0.0},
+        "int8": {"mean": 0.126, "difference": 0.001, "standard error": 0.002},
+        "float32, another order": {"mean": 0.123, "difference": -0.002, "standard error": 0.003},
+    }
+    text = reliability_page.state_section([{**FROM, "tasks": {"digits": {"lr 0.03": entries}}}])
+    assert "| task | learning rate | loss in float32 | int8 | another order |" in text
+    assert "| digits | 0.03 | 0.1250 | +0.0010 ± 0.0040 | -0.0020 ± 0.0060 |" in text
+
+
 def test_outcomes_have_a_row_for_each_folder() -> None:
     record = {
         **FROM,
