@@ -10,7 +10,6 @@ step: at 1 the consensus is off by one whole step. Without compression it drifts
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import tempfile
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import hdet_kernels as hk
+from bench.provenance import provenance
 from hdet_kernels.converge import Report
 
 RANKS, ELEMENTS, SYNCS = 4, 2**16, 1000
@@ -84,9 +84,7 @@ def main() -> None:
         print(f"{name}: {entry['bytes'] / entry['in full']:.3f} of the bytes; {distances}")
     if arguments.out is not None:
         record = {
-            "command": f"python -m bench.compression_drift --out {arguments.out.name}",
-            "date": datetime.date.today().isoformat(),
-            "torch": torch.__version__,
+            **provenance(f"python -m bench.compression_drift --out {arguments.out.name}"),
             "ranks": RANKS,
             "elements": ELEMENTS,
             "ways": found,

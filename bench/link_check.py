@@ -25,7 +25,6 @@ A time is that of the slowest rank in the fastest repetition, since other work o
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import platform
@@ -43,6 +42,7 @@ import hdet_kernels as hk
 from bench import cost_model
 from bench.cost_model import ROW_BYTES, Link, Network
 from bench.limited_links import over_links, require_namespaces
+from bench.provenance import provenance
 from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import SingleReplica
 
@@ -217,9 +217,7 @@ def main() -> None:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     local = local_seconds_a_byte()
     record = {
-        "command": "python -m bench.link_check",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        **provenance("python -m bench.link_check"),
         "machine": f"{platform.machine()}, Linux",
         "cores": cores,
         "nice": os.nice(0),

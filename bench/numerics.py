@@ -12,7 +12,6 @@ in bf16. ``numerics_extremes.py`` adds learning rates from 1e-12 to 1e3 and subn
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import multiprocessing
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from bench.numerics_extremes import learning_rates, subnormals
 from bench.numerics_losses import losses
 from bench.numerics_rules import RULES, Recursion, Rule, torch_optimizer
+from bench.provenance import provenance
 
 STEPS, ELEMENTS, BLOCK = 100_000, 64, 1000
 
@@ -143,9 +143,7 @@ def main() -> None:
     device = arguments.device
     torch.set_num_threads(1)
     record = {
-        "command": f"python -m bench.numerics --steps {arguments.steps} --device {device}",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        **provenance(f"python -m bench.numerics --steps {arguments.steps} --device {device}"),
         "machine": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "steps": arguments.steps,
         "elements": ELEMENTS,

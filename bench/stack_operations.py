@@ -11,7 +11,6 @@ stack is as precise, and what it computes in a loop over the replicas. The exit 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet_kernels as hk
+from bench.provenance import provenance
 from bench.stack_comparison import Comparison, SeparateModulesFail, autocast, compare, watch_loops
 from bench.stack_operations_of_functions import FUNCTIONS, RANDOM, PureFunction
 from bench.stack_operations_of_layers import CHANNELS, LAYERS, WIDTH, Operation
@@ -112,9 +112,7 @@ def main() -> int:
     machine = torch.cuda.get_device_name() if device == "cuda" else cpuinfo.get_cpu_info()["brand_raw"]
     short_name = machine.split()[-1] if device == "cuda" else "CPU"
     record = {
-        "command": f"python -m bench.stack_operations --device {device}",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        **provenance(f"python -m bench.stack_operations --device {device}"),
         "device": short_name,
         "machine": machine,
         "replicas": REPLICAS,

@@ -8,7 +8,6 @@ Everything after ``--out FILE`` is passed to pytest. The exit code is pytest's.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import platform
 import subprocess
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from bench.provenance import provenance
 
 #: How pytest marks the outcome of a test in its report, and the name of it in the record.
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
@@ -45,9 +46,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return the record."""
     return {
-        "command": f"python -m pytest {' '.join(arguments)}",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        **provenance(f"python -m pytest {' '.join(arguments)}"),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "exit code": exit_code,
         "failed": failed,

@@ -1,4 +1,5 @@
-// Checks of operator arguments.
+// Checks of the arguments of the operators: a kernel reads and writes raw memory, so what does not fit is refused first,
+// with a message that says what was given and what was expected.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

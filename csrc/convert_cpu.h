@@ -7,6 +7,7 @@
 #include "check.h"
 #include "stored_cpu.h"
 #include "table.h"
+#include "typed.h"
 
 namespace hdet {
 
@@ -44,20 +45,7 @@ inline constexpr GradientType gradient_type = std::is_same_v<S, double>     ? Gr
 template <typename T>
 const T* widened(const void* gradient, GradientType type, int64_t start, int64_t count, T* buffer) {
   if (type == gradient_type<T>) return static_cast<const T*>(gradient) + start;
-  switch (type) {
-    case GradientType::float32:
-      read_span(plain<float>(gradient, start), count, buffer);
-      break;
-    case GradientType::float64:
-      read_span(plain<double>(gradient, start), count, buffer);
-      break;
-    case GradientType::bfloat16:
-      read_span(plain<BFloat16>(gradient, start), count, buffer);
-      break;
-    case GradientType::float16:
-      read_span(plain<Half>(gradient, start), count, buffer);
-      break;
-  }
+  with_type(type, [&](auto stored) { read_span(plain<decltype(stored)>(gradient, start), count, buffer); });
   return buffer;
 }
 

@@ -7,6 +7,7 @@
 
 #include "convert_cpu.h"
 #include "noise.h"
+#include "typed.h"
 
 namespace hdet {
 namespace {
@@ -63,20 +64,8 @@ void add_noise_cpu(Tensor chunks, Tensor tensors, Tensor keys, Tensor scales) {
       if (tensor.address == kNoGradient) continue;
       const int64_t key = work.keys[chunk.slot];
       const double scale = work.scales[chunk.slot];
-      switch (tensor.type) {
-        case GradientType::float32:
-          add_to_chunk<float>(chunk, tensor.address, key, scale);
-          break;
-        case GradientType::float64:
-          add_to_chunk<double>(chunk, tensor.address, key, scale);
-          break;
-        case GradientType::bfloat16:
-          add_to_chunk<BFloat16>(chunk, tensor.address, key, scale);
-          break;
-        case GradientType::float16:
-          add_to_chunk<Half>(chunk, tensor.address, key, scale);
-          break;
-      }
+      with_type(tensor.type,
+                [&](auto type) { add_to_chunk<decltype(type)>(chunk, tensor.address, key, scale); });
     }
   });
 }

@@ -1,4 +1,6 @@
-// The arguments of packing and unpacking, and their checks, for the CPU and CUDA.
+// Packing gathers pieces of tensors that lie anywhere into one contiguous buffer, and unpacking scatters it back; rows of
+// several replicas are summed and divided on the way. Here are their checked arguments, for the CPU and CUDA.
+// hdet_kernels/ops/pack.py has the operation.
 #pragma once
 
 #include "check.h"

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "launch_cuda.h"
+#include "typed.h"
 
 namespace hdet {
 namespace {
@@ -83,20 +84,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     const Gradient gradient = gradients[chunk.slot];
     if (gradient.address == kNoGradient) continue;
     const auto count = static_cast<int>(chunk.count);
-    switch (gradient.type) {
-      case GradientType::float32:
-        sum += sum_chunk<float>(gradient.address, chunk.start, count, lane);
-        break;
-      case GradientType::float64:
-        sum += sum_chunk<double>(gradient.address, chunk.start, count, lane);
-        break;
-      case GradientType::bfloat16:
-        sum += sum_chunk<BFloat16>(gradient.address, chunk.start, count, lane);
-        break;
-      case GradientType::float16:
-        sum += sum_chunk<Half>(gradient.address, chunk.start, count, lane);
-        break;
-    }
+    sum += with_type(gradient.type, [&](auto type) {
+      return sum_chunk<decltype(type)>(gradient.address, chunk.start, count, lane);
+    });
   }
   sum = block_sum(sum);
   if (threadIdx.x == 0) parts[blockIdx.x] = sum;

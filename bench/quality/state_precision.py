@@ -11,7 +11,6 @@ float32 runs whose batches come in another order.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from bench.provenance import provenance
 from bench.quality.optimizers import OPTIMIZERS
 from bench.quality.spec import Spec
 from bench.quality.tasks import TASKS, Task
@@ -138,9 +138,7 @@ def main() -> None:
     tasks = " ".join(f'"{name}"' for name in arguments.tasks)
     steps = "" if arguments.steps is None else f" --steps {arguments.steps}"
     record: dict[str, Any] = {
-        "command": f"python -m bench.quality.state_precision --tasks {tasks}{steps} --seeds {arguments.seeds}",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        **provenance(f"python -m bench.quality.state_precision --tasks {tasks}{steps} --seeds {arguments.seeds}"),
         "machine": platform.machine(),
         "tasks": compared(arguments.tasks, arguments.seeds, arguments.steps, arguments.workers),
     }

@@ -1,6 +1,6 @@
 """Converge: average the replicas, at every sync and on request.
 
-One sync, in the order in which it happens; :mod:`.converger` has all of it in one class, top to bottom:
+One sync, in the order in which it happens; :mod:`.converger` calls all of it, top to bottom:
 
 1. :mod:`.payload` collects what is averaged: parameters, buffers, optimizer state and step counts
    (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process.
@@ -11,15 +11,17 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
    marked as unhealthy. If a rank does not come, :mod:`.attendance` names it, by the
    :mod:`.notices` that the ranks leave for each other.
 4. :mod:`.plan` decides from the gathered rows alone, on every process alike, what is averaged over whom.
-5. :mod:`.transport` averages bucket by bucket, one collective each; :mod:`.compress` sends the parameters as rounded
-   differences to the last consensus instead. If a collective fails, everything is restored. CPU tensors over gloo are
-   averaged beside the model by :mod:`.trade`, and written when all of them have arrived.
+5. :mod:`.averaging` carries the plan out: :mod:`.transport` averages bucket by bucket, one collective each;
+   :mod:`.compress` sends the parameters as rounded differences to the last consensus instead. If a collective fails,
+   everything is restored. CPU tensors over gloo are averaged beside the model by :mod:`.trade`, and written when all of
+   them have arrived.
 6. :mod:`.distance` tells how far apart the replicas were.
 7. :mod:`.outer` moves the parameters from the last consensus towards the mean by a step of an outer SGD, if asked.
 8. The payload is settled: copies go back to the tensors that they were made of, parameters are rounded from their
    master weights.
 
-:mod:`.of_optimizer` builds the converger of an optimizer. :mod:`.overlap` runs steps 1 to 6 on a copy, in a thread,
+:mod:`.of_optimizer` builds the converger of an optimizer; :mod:`.memory` saves what it remembers from one average to
+the next. :mod:`.overlap` runs steps 1 to 6 on a copy, in a thread,
 while training goes on, and applies the difference later.
 """
 

@@ -49,7 +49,7 @@ class Attendance:
         """Note that this process comes to the average ``call`` after ``step``. Does not wait for the store."""
         self._count, self._what, self._failed = self._count + 1, f"{call} at step {step}", False
         if self._processes is not None:
-            with contextlib.suppress(RuntimeError):  # a dead store is noticed by the collective too
+            with contextlib.suppress(Exception):  # a dead store is noticed by the collective too
                 _notices(self._processes).write_came(self._count, self._what)
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ class Attendance:
 
     def _tell(self, processes: ProcessEnsemble, cause: str) -> None:
         """Tell the others why the average failed here."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             _notices(processes).write_failed(self._count, cause)
 
     def _explanation(self, processes: ProcessEnsemble, error: RuntimeError) -> str:
@@ -93,7 +93,7 @@ class Attendance:
         came = dict.fromkeys(others, NEVER)
         while True:
             came |= notices.came([rank for rank in others if came[rank][0] != self._count])
-            failed = notices.failed(self._count)
+            failed = notices.failed(self._count, others)
             waits = any(came[rank][0] == self._count and rank not in failed for rank in others)
             left = until - time.monotonic()
             if not waits or left <= 0:

@@ -24,27 +24,27 @@ from torch import Tensor
 from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
 from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.converge.agreement import Agreement
+from hdet_kernels.converge.averaging import Averaging
 from hdet_kernels.converge.compress import Compression, Format, check_format
 from hdet_kernels.converge.distance import distance_of
-from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports, row_bytes
+from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports
 from hdet_kernels.converge.labels import Names
-from hdet_kernels.converge.nonfinite import keep_own
+from hdet_kernels.converge.memory import AverageMemory
 from hdet_kernels.converge.outcome import Outcome
 from hdet_kernels.converge.outer import Outer, OuterStep, check_outer
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
 from hdet_kernels.converge.payload import Counts, ModelTensors, Payload
 from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge, decide
 from hdet_kernels.converge.summary import TensorSummary, describe_layout
-from hdet_kernels.converge.trade import Trade
-from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take_first, take_largest
-from hdet_kernels.ensemble import Ensemble, Trading, check_ensemble, held
+from hdet_kernels.converge.transport import Cost, Transport
+from hdet_kernels.ensemble import Ensemble, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
 
 log = logging.getLogger("hdet_kernels")
 
 
-class Converger:
+class Converger(AverageMemory):
     """Averages parameters, and where asked optimizer state and buffers, over an ensemble.
 
     With ``outer=`` an average of the parameters ends with a step of the outer optimizer, except in :meth:`consensus`.
@@ -114,11 +114,11 @@ class Converger:
         check_merge(merge, outer=outer, compress=compress)
         self.ensemble, self.backup, self.compress, self.merge = ensemble, backup, compress, merge
         self._transport = Transport(ensemble, self.bucket_bytes, backend)
-        self._trade = Trade(self._transport, ensemble, keeps_memory=backup) if isinstance(ensemble, Trading) else None
         # Overlapped averages have process groups of their own and, on a GPU, a stream. Made when first needed.
         self._background: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
         self._compression = Compression(compress) if compress else None
+        self._averaging = Averaging(self._transport, self._compression, backup=backup)
         self._outer = OuterStep(outer, self._transport) if outer else None
         self._told_nonfinite = False
         self.begin()
@@ -142,8 +142,8 @@ class Converger:
         start = time.perf_counter()
         payload = self.tensors.payload(include_state=request.include_state)
         agreement, plan = self._agree(self._transport, report, payload, request)
-        trade = self._trade_of(payload, plan)
-        cost = self._average_or_restore(payload, plan, trade)
+        trade = self._averaging.trade_of(payload, plan)
+        cost = self._averaging.run_or_restore(payload, plan, trade)
         # Parameters that travelled compressed were not measured on the way.
         norms = agreement.norms[plan.included, self.ensemble.part]
         norm = trade.norm(norms) if trade is not None and not plan.compressed else None
@@ -192,61 +192,6 @@ class Converger:
             found = ", ".join(names[str(int(np.argmax(own)))][:3])
             log.warning("step %d: %s: elements that are not finite on all replicas stay as they are", step, found)
 
-    def _trade_of(self, payload: Payload, plan: Plan) -> Trade | None:
-        """Return what averages the payload without changing it before the end, if it can: the same on all processes."""
-        if self._trade is None or not self._trade.fits(payload.regions_in_full(plan)):
-            return None
-        return self._trade
-
-    def _average_or_restore(self, payload: Payload, plan: Plan, trade: Trade | None) -> Cost:
-        """Average the payload in place, as planned; with ``backup`` all of it or nothing. Collective."""
-        if not (self.backup and self.ensemble.talks):
-            return self._average(self._transport, payload, plan, trade)
-        with payload.restore_on_failure(plan, written_last=trade is not None):
-            return self._average(self._transport, payload, plan, trade)
-
-    def _average(self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None = None) -> Cost:
-        """Average the payload in place, as planned. Collective. An error names the ranks that are missing."""
-        with transport.attendance.explained():
-            return self._run_plan(transport, payload, plan, trade)
-
-    def _run_plan(self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None) -> Cost:
-        ensemble = transport.ensemble
-        cost = handshake_cost(ensemble)
-        own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
-        regions, write_means = payload.regions_in_full(plan), None
-        if trade is None:
-            cost += transport.average(regions, plan.included, rescaled=plan.rescaled)
-        else:
-            measured = len(payload.all_params) if plan.params and not plan.compressed else 0
-            more, write_means = trade.average(regions, plan.included, rescaled=plan.rescaled, measured=measured)
-            cost += more
-        if plan.integers and payload.integers:
-            cost += run_transfers([take_first(ensemble, payload.integers, plan.included)])
-        if plan.counts and payload.counts is not None:
-            cost += run_transfers([take_largest(ensemble, payload.counts, plan.included, payload.device)])
-        write_consensus: Callable[[], None] | None = None
-        if self._compression is not None and plan.compressed:
-            more, write_consensus = self._compression.average(
-                transport, payload.compressible, backup=self.backup and ensemble.talks
-            )
-            cost += more
-        for device in {tensor.device for tensor in (*payload.all_params, *payload.buffers) if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
-        if ensemble.parts > 1:
-            ensemble.confirm()
-            cost += Cost(4, 1)
-        if write_means is not None:
-            write_means()
-        for averaged, before in zip(payload.all_buffers, own, strict=bool(own)):
-            keep_own(averaged, before, plan.healthy[held(ensemble)].tolist())
-        if write_consensus is not None:
-            write_consensus()
-        if self._compression is not None and plan.remembered:
-            healthy = bool(plan.healthy[held(self.ensemble)].all())
-            self._compression.remember(transport, payload.compressible, keep_errors=healthy)
-        return cost
-
     def _take_outer_step(self, payload: Payload, plan: Plan, *, same_start: bool, advance: bool) -> None:
         if self._outer is None:
             return
@@ -268,7 +213,7 @@ class Converger:
             payload = self.tensors.payload(include_state=False)
             request = AverageRequest("consensus", include_state=False, in_full=True)
             _, plan = self._agree(self._transport, report, payload, request)
-            self._average(self._transport, payload, plan)
+            self._averaging.run(self._transport, payload, plan)
             self.tensors.settle(payload, counts=False)
             yield
         finally:
@@ -312,7 +257,7 @@ class Converger:
 
         def average() -> tuple[Correction, Outcome]:
             agreement, plan = self._agree(transport, report, after, request)
-            cost = self._average(transport, after, plan)
+            cost = self._averaging.run(transport, after, plan)
             own = tuple(plan.healthy[held(self.ensemble)].tolist())
             distance = distance_of(transport, agreement, plan, after.all_params)
             correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
@@ -350,11 +295,9 @@ class Converger:
         agreement, plan = self._agree(self._transport, Report(step=0, kept=kept), state_alone, request)
         both = agreement.healthy & healthy_then if len(healthy_then) == len(agreement.healthy) else agreement.healthy
         plan = replace(plan, included=both if both.any() else agreement.healthy, params=False)
-        cost = self._average_or_restore(state_alone, plan, self._trade_of(state_alone, plan))
+        cost = self._averaging.run_or_restore(state_alone, plan, self._averaging.trade_of(state_alone, plan))
         self.tensors.settle(state_alone, counts=plan.counts)
         return cost
-
-    # Settings and checkpoints
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all replicas."""
@@ -364,47 +307,6 @@ class Converger:
             "outer": self._outer.outer.constants() if self._outer else None,
             "merge": self.merge,
         }
-
-    def state_dict(self, *, copied: bool = True) -> dict[str, Any] | None:
-        """Return the state of the compression; None without compression or before its first average.
-
-        With ``copied=False`` it has the tensors in use, which the next average overwrites.
-        """
-        return self._compression.state_dict(self.ensemble.processes, copied=copied) if self._compression else None
-
-    def memories(self) -> list[object]:
-        """Return the objects that remember something from one average to the next."""
-        return [memory for memory in (self._compression, self._outer) if memory is not None]
-
-    def check_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
-        if self._compression is not None and state is not None:
-            self._compression.check_state_dict(state)
-
-    def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
-        """Load the state of the compression. ``own``: whether a process with the same replicas saved it."""
-        if self._compression is not None:
-            regions = self.tensors.payload(include_state=False, reads=True).compressible
-            self._compression.load_state_dict(state, self._transport, regions, own=own)
-
-    def outer_state_dict(self, *, copied: bool = True) -> dict[str, Any] | None:
-        """Return the state of the outer optimizer, if there is one; see :meth:`state_dict` for ``copied``."""
-        return self._outer.state_dict(copied=copied) if self._outer else None
-
-    def check_outer_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Raise ValueError unless :meth:`load_outer_state_dict` accepts ``state``."""
-        if self._outer is not None and state is not None:
-            self._outer.check_state_dict(state)
-
-    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Load the state of the outer optimizer."""
-        if self._outer is not None and state is not None:
-            self._outer.load_state_dict(state)
-
-
-def handshake_cost(ensemble: Ensemble) -> Cost:
-    """Return the cost of the handshake alone, in this process."""
-    return Cost(row_bytes(ensemble), 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
 
 
 _UNEVEN_STATE = (

@@ -4,6 +4,9 @@ A rank overwrites its own notice when it comes to an average, which costs one re
 puts itself on a list of all ranks that ever came, and on a list of those that failed at an average. So a failed rank
 learns all about the others with three requests, however many they are: the first list, the notices of those on it, and
 the second list.
+
+Stores without torch's extended methods, which appending is one of (a ``FileStore``, torchelastic's ``EtcdStore``), have
+no lists. There every notice of a failure has a key of its own, and a failed rank looks for those of each of the others.
 """
 
 from __future__ import annotations
@@ -27,32 +30,43 @@ class Notices:
 
     def __init__(self, store: Any, group: str, rank: int) -> None:
         self._store, self._path, self._rank = store, f"hdet_kernels/{group}", rank
+        self._has_lists: bool = store.has_extended_api()  # the same on all ranks, which have stores of one kind
 
     def write_came(self, count: int, what: str) -> None:
         """Note that this rank came to average number ``count``, from 1, which is called ``what``."""
         self._store.set(self._came(self._rank), f"{count} {what}")
-        if count == 1:  # after its notice, so that the notices of all on the list can be read
+        if count == 1 and self._has_lists:  # after its notice, so that the notices of all on the list can be read
             self._store.append(f"{self._path}/ever", f"{self._rank} ")
 
     def write_failed(self, count: int, cause: str) -> None:
         """Note that average number ``count`` failed on this rank."""
-        self._store.append(self._failed(count), json.dumps([self._rank, cause]) + "\n")
+        if self._has_lists:
+            self._store.append(self._failed(count), json.dumps([self._rank, cause]) + "\n")
+        else:
+            self._store.set(f"{self._failed(count)}/{self._rank}", cause)
 
     def came(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
         """Return number and name of the last average that each of ``ranks`` came to. This rank came to one itself."""
         if not ranks:
             return {}
-        ever = set(map(int, self._store.get(f"{self._path}/ever").split()))
-        listed = [rank for rank in ranks if rank in ever]
+        if self._has_lists:
+            ever = set(map(int, self._store.get(f"{self._path}/ever").split()))
+            listed = [rank for rank in ranks if rank in ever]
+        else:
+            listed = [rank for rank in ranks if self._store.check([self._came(rank)])]
         found = dict.fromkeys(ranks, NEVER)
         for rank, notice in zip(listed, self._store.multi_get([self._came(rank) for rank in listed]), strict=True):
             count, _, what = notice.decode().partition(" ")
             found[rank] = int(count), what
         return found
 
-    def failed(self, count: int) -> dict[int, str]:
-        """Return, by rank, why average number ``count`` failed. It failed on this rank too."""
-        return dict(json.loads(line) for line in self._store.get(self._failed(count)).splitlines())
+    def failed(self, count: int, ranks: Sequence[int]) -> dict[int, str]:
+        """Return why average number ``count`` failed on those of ``ranks`` where it did. It failed on this rank too."""
+        if self._has_lists:
+            causes = dict(json.loads(line) for line in self._store.get(self._failed(count)).splitlines())
+            return {rank: causes[rank] for rank in ranks if rank in causes}
+        keys = {rank: f"{self._failed(count)}/{rank}" for rank in ranks}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def _came(self, rank: int) -> str:
         return f"{self._path}/came/{rank}"

@@ -144,7 +144,7 @@ def _check_replicas(accelerator: Accelerator) -> None:
     raise ValueError(
         f"Accelerate is set up for {how}: the {accelerator.num_processes} processes hold parts of a model, and HDET "
         "needs a whole one in each, to train them apart. Launch it for DistributedDataParallel (accelerate launch "
-        "--multi_gpu), or shard every replica over a mesh of your own with torch's fully_shard: examples/hsdp.py"
+        "--multi_gpu), or shard every replica over a mesh of your own with torch's fully_shard: examples/sharded.py"
     )
 
 

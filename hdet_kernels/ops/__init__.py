@@ -19,8 +19,8 @@ The flow through this folder, for one optimizer step::
         │
     reference     plain torch (reference_rules, reference_pack, reference_wire, reference_noise,
                   reference_rowwise)
-    triton_kernels  Triton (triton_rules, triton_reduce, triton_pack, triton_wire, triton_noise, triton_rowwise,
-                  triton_rounding)
+    triton_backend  Triton (triton_step, triton_block, triton_rules, triton_reduce, triton_pack, triton_wire,
+                  triton_noise, triton_rowwise, triton_rounding)
     compiled      C++ and CUDA (``csrc/``), loaded by extension
 
 ``operators`` registers the operators that are written in Python with torch, and ``rounding`` has stochastic rounding in

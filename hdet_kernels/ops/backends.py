@@ -26,7 +26,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "torch"), "
 
 # The module of this folder that implements each backend. It is imported by name and only when it is used: the
 # implementations import the operations, which import this module.
-_MODULES = {"torch": "reference", "triton": "triton_kernels", "cpp": "compiled", "cuda": "compiled"}
+_MODULES = {"torch": "reference", "triton": "triton_backend", "cpp": "compiled", "cuda": "compiled"}
 
 _chosen: str | None = None
 

@@ -11,8 +11,11 @@ A step flows through the files of this folder:
 5. :mod:`.state_views` shows the flat state as ``optimizer.state``, as torch.optim does; :mod:`.loading` checks a
    ``state_dict`` before it gets there. :mod:`.coded_state` has the entries of state in 8 bits.
 
-:mod:`.base` ties them together. :mod:`.rowwise_adagrad` stands beside it: its state is a number a row,
-and its gradients are sparse. The folder depends on :mod:`hdet_kernels.ops`, ``buckets`` and ``tensors`` alone.
+:mod:`.base` ties them together: its class has the methods of :mod:`.rule_contract`, which an update rule overrides, and
+of :mod:`.flat_state`, which hand out the state as whole buffers. :mod:`.rowwise_adagrad` stands beside it: its state is
+a number a row, and its gradients are sparse.
+
+The folder depends on :mod:`hdet_kernels.ops`, ``buckets`` and ``tensors`` alone.
 """
 
 from hdet_kernels.optim.adagrad import FusedAdagrad

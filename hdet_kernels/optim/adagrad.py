@@ -1,4 +1,4 @@
-"""Adagrad."""
+"""Adagrad: steps that shrink with the sum of the squared gradients, element by element."""
 
 from __future__ import annotations
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -17,22 +16,18 @@ from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.ops.step import NO_SCALARS
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_params, check_ties
-from hdet_kernels.optim.coded_state import scale_name
 from hdet_kernels.optim.fixed_gradients import FixedGradients
 from hdet_kernels.optim.flat_group import FlatGroup, flat_groups_of, total_norm
+from hdet_kernels.optim.flat_state import FlatState
 from hdet_kernels.optim.group_entries import Group
 from hdet_kernels.optim.hooks import hook_step, hooks_if_registered
-from hdet_kernels.optim.hyperparameters import (
-    IMPLEMENTATION_OPTIONS,
-    ROUNDING_SEED,
-    HyperparameterWriter,
-    freeze_betas,
-)
-from hdet_kernels.optim.loading import loaded_through, prepare_state_dict
+from hdet_kernels.optim.hyperparameters import ROUNDING_SEED, HyperparameterWriter, freeze_betas
+from hdet_kernels.optim.loading import complete_groups, loaded_through, prepare_state_dict
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.parameter_watch import ParameterWatch
-from hdet_kernels.optim.per_replica import drop_values_of_other_stacks, fit_state
+from hdet_kernels.optim.per_replica import fit_state
 from hdet_kernels.optim.precision import unwrap_tensors
+from hdet_kernels.optim.rule_contract import RuleContract
 from hdet_kernels.optim.state_views import StateViews, saved_state
 from hdet_kernels.tensors import replicas_of, share_gradients
 
@@ -41,23 +36,15 @@ Closure = Callable[[], float]
 log = logging.getLogger("hdet_kernels")
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(RuleContract, FlatState, Optimizer):
     """Base class of the fused optimizers.
 
     Building one moves the parameters into :attr:`buckets`; ``state[p]`` holds parts of flat buffers. Hyperparameters
     are read from ``param_groups`` at every step, so that any learning rate scheduler works.
 
     A subclass names its :attr:`rule`, checks the options of a group and maps a group to a row of the hyperparameter
-    table.
+    table: see :class:`.rule_contract.RuleContract`.
     """
-
-    rule: ClassVar[str]
-    #: Whether torch.optim shows a ``step`` in ``state[p]``. Step counts exist for every rule.
-    shows_step: ClassVar[bool] = True
-    #: Whether ``state[p]`` exists before the first step.
-    eager_state: ClassVar[bool] = False
-    #: Whether ``state[p]`` may lack its buffers, as that of torch's SGD before the first step with momentum.
-    optional_state: ClassVar[bool] = False
 
     #: Makes torch's GradScaler set ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
     #: False while a closure runs: GradScaler refuses closures, so gradients are unscaled there and may be clipped.
@@ -94,92 +81,6 @@ class FusedOptimizer(Optimizer):
     def _patch_step_function(self) -> None:
         hook_step(type(self))
         super()._patch_step_function()
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` if an option of ``group`` is out of range."""
-        raise NotImplementedError
-
-    def row(self, group: Group) -> dict[str, float | Tensor]:
-        """Return the hyperparameters of ``group`` by the columns of the hyperparameter table."""
-        raise NotImplementedError
-
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        """Return the names of the state buffers that parameters of ``group`` have."""
-        return ops.STATES[self.rule]
-
-    def known_states(self, group: Group) -> tuple[str, ...]:
-        """Return the names of the state buffers that a loaded state of ``group`` may have."""
-        return ops.STATES[self.rule]
-
-    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the state ``name`` of a parameter of ``shape``."""
-        return shape
-
-    def shows_step_of(self, group: Group) -> bool:
-        """Return whether torch.optim shows a ``step`` in the state of parameters of ``group``."""
-        return self.shows_step
-
-    def initial_state(self, name: str, group: Group) -> float:
-        """Return the value of the state ``name`` before the first step."""
-        return 0.0
-
-    def state_flats(self) -> dict[str, Tensor]:
-        """Return the flat buffers of all floating-point state (moments, no step counts), laid out like
-        ``buckets.flats`` and named ``"number of the flat buffer/name of the state"``.
-
-        State that all replicas of a stack share is left out: it follows from their common gradient and needs no
-        averaging. State in 8 bits is decoded: these are copies, which :meth:`write_state_flats` writes back.
-        """
-        return {
-            f"{number}/{name}": buffer
-            for number, flat in enumerate(self._flat_groups)
-            if flat.replicas == 1 or not flat.shares_state
-            for name, buffer in flat.read_states().items()
-        }
-
-    def write_state_flats(self, flats: Mapping[str, Tensor]) -> None:
-        """Write changed copies of :meth:`state_flats` back: state in 8 bits is encoded, rounding to nearest."""
-        if self.options.state_dtype == torch.int8:
-            for number, flat in enumerate(self._flat_groups):
-                of_group = {name: flats[key] for name in flat.states if (key := f"{number}/{name}") in flats}
-                flat.write_states(of_group)
-
-    def all_state_flats(self) -> dict[str, Tensor]:
-        """Return every flat buffer of the state: those of :meth:`state_flats`, those that all replicas of a stack
-        share, the step counts as ``"number of the flat buffer/step"``, and of state in 8 bits codes and scales."""
-        found: dict[str, Tensor] = {}
-        for number, flat in enumerate(self._flat_groups):
-            found |= {f"{number}/{name}": buffer for name, buffer in flat.states.items() if buffer is not None}
-            found |= {f"{number}/{scale_name(name)}": part for name, part in flat.scales.items() if part is not None}
-            found[f"{number}/step"] = flat.steps
-        return found
-
-    def step_flats(self) -> list[Tensor]:
-        """Return the step counts of all parameters, one tensor for each flat buffer of parameters."""
-        return [flat.steps for flat in self._flat_groups]
-
-    @property
-    def shares_state(self) -> bool:
-        """Whether all replicas of a stack have one state."""
-        return all(flat.replicas is not None and flat.shares_state for flat in self._flat_groups)
-
-    def separate_state(self) -> None:
-        """Give every replica of a stack a copy of the state that all of them share, for gradients that differ.
-
-        The state gets other memory: a CUDA graph that captured the step before is no longer valid.
-        """
-        if self.shares_state:
-            self._state_views.separate()
-            self._hyperparameters.invalidate()
-
-    def share_state(self) -> None:
-        """Give all replicas of a stack one state again: that of the first. The other states are dropped.
-
-        Where numbers that act on the moments differ between replicas, the next step separates them again.
-        """
-        if self.buckets.replicas is not None and not self.shares_state:
-            self._state_views.share()
-            self._hyperparameters.invalidate()
 
     @hooks_if_registered
     def step(self, closure: Closure | None = None) -> float | None:
@@ -307,16 +208,7 @@ class FusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over groups and state from ``load_state_dict``, ``pickle`` or ``deepcopy``."""
         state = state | {"state": unwrap_tensors(state["state"])}
-        defaults = state.get("defaults") or self.defaults
-        for group in state["param_groups"]:
-            for name in IMPLEMENTATION_OPTIONS:
-                group.pop(name, None)
-            drop_values_of_other_stacks(group)
-            # A state_dict of torch.optim has no rounding seed.
-            for name, value in defaults.items():
-                if name not in IMPLEMENTATION_OPTIONS:
-                    group.setdefault(name, value)
-            freeze_betas(group)
+        complete_groups(state["param_groups"], state.get("defaults") or self.defaults)
         for param, entries in state["state"].items():
             if replicas_of(param) is not None:
                 state["state"][param] = fit_state(entries, param)

@@ -6,7 +6,7 @@ have state for every parameter in flat buffers, in which a gap would be zeros, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, ClassVar, Protocol
@@ -20,6 +20,7 @@ from hdet_kernels.optim.checks import check_seed
 from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
 from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
+from hdet_kernels.optim.per_replica import drop_values_of_other_stacks
 from hdet_kernels.optim.precision import wrap_tensors
 from hdet_kernels.optim.state_views import MASTER, MASTER_LOW
 from hdet_kernels.sharded import why_unlike
@@ -124,6 +125,22 @@ def prepare_state_dict(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) 
     state_dict = _numbered(state_dict)
     check_state_dict(optimizer, state_dict)
     return wrap_tensors(state_dict)
+
+
+def complete_groups(groups: Iterable[Group], defaults: Mapping[str, Any]) -> None:
+    """Give loaded groups the options of the optimizer's own groups.
+
+    Options that choose one of torch's implementations are dropped. What torch.optim does not save, as the rounding
+    seed, gets its default.
+    """
+    for group in groups:
+        for name in IMPLEMENTATION_OPTIONS:
+            group.pop(name, None)
+        drop_values_of_other_stacks(group)
+        for name, value in defaults.items():
+            if name not in IMPLEMENTATION_OPTIONS:
+                group.setdefault(name, value)
+        freeze_betas(group)
 
 
 def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:

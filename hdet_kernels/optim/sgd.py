@@ -1,4 +1,4 @@
-"""SGD with momentum."""
+"""Stochastic gradient descent, with or without (Nesterov) momentum."""
 
 from __future__ import annotations
 

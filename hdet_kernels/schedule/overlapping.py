@@ -1,4 +1,4 @@
-"""An average that runs beside the training, with what the cycle needs when it lands."""
+"""An average that runs beside the training, with all that the cycle needs when its result is applied."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hdet_kernels.controller.findings import ExplainingController, Findings
 from hdet_kernels.controller.protocol import MeasuredSlopes, Observation, Run
 from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report
-from hdet_kernels.converge.converger import handshake_cost
+from hdet_kernels.converge.averaging import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.schedule.gradient_hooks import Displacement

@@ -1,4 +1,4 @@
-"""An optimizer that is as before if something that writes to it raises."""
+"""Undo what was written to an optimizer if an error follows: its learning rates and other options are as before."""
 
 from __future__ import annotations
 

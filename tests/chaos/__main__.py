@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bench.provenance import provenance
 from tests.chaos.catalogue import FAULTS
 from tests.chaos.configurations import CONFIGURATIONS
 from tests.chaos.plan import cases, spelled
@@ -94,9 +94,7 @@ def summary(verdicts: Sequence[Verdict], seconds: float, given: argparse.Namespa
     gpu = torch.cuda.get_device_name() if given.device == "cuda" else None
     runs, broken = Counter(v.case.fault for v in verdicts), Counter(v.case.fault for v in verdicts if v.violations)
     return {
-        "command": _command(sys.argv[1:], given.json),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        **provenance(_command(sys.argv[1:], given.json)),
         "machine": ", ".join(filter(None, [platform.machine(), platform.system(), gpu])),
         "cores": os.cpu_count(),
         "seed": given.seed,

@@ -17,6 +17,9 @@ class CountedStore:
     def __init__(self, store: Any, requests: Counter[str]) -> None:
         self._store, self._requests = store, requests
 
+    def has_extended_api(self) -> bool:  # which the store is not asked for
+        return bool(self._store.has_extended_api())
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
 

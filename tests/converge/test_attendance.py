@@ -18,6 +18,7 @@ from hdet_kernels.converge import attendance
 from hdet_kernels.converge.attendance import Attendance, explanation
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 from tests.converge.counted_store import CountedStore
+from tests.converge.etcd import etcd_store
 from tests.ranks import Cases
 from tests.threaded_ranks import run_threads
 
@@ -106,6 +107,19 @@ def test_a_failure_takes_as_many_requests_for_any_number_of_ranks(ranks: int, mo
     assert "rank 6 came and then gave no sign" in messages[0]
     expected = {"append": 1, "get": 2, "multi_get": 1}
     assert [counted for rank, counted in enumerate(requests) if rank != 5] == [expected] * (ranks - 1)
+
+
+def test_a_store_without_lists_names_the_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchelastic's EtcdStore can neither append nor compare and set."""
+    monkeypatch.setattr(attendance, "SIGN_SECONDS", 0.0)
+    etcd = etcd_store()
+    store = dist.PrefixStore("default_pg", etcd)
+    with pytest.raises(RuntimeError, match="Not implemented"):
+        store.append("key", "value")
+    monkeypatch.setattr(attendance, "_store", lambda: store)
+    messages, _ = run_threads(3, _fails, 1, [Counter[str]() for _ in range(3)])
+    assert "rank 1 did not come (it was last seen at sync at step 1)" in messages[0]
+    assert "rank 1 did not come (it was last seen at sync at step 1)" in messages[2]
 
 
 def _waits(rank: int, requests: list[Counter[str]]) -> str:

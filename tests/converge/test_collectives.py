@@ -231,7 +231,7 @@ def _staged(rank: int) -> dict[str, Any]:
     wire = Wire()
     params = [nn.Parameter(torch.full((100,), float(rank + i))) for i in range(24)]
     converger = Converger(params, ProcessEnsemble(), bucket_bytes=800, backup=False)
-    converger._trade = None  # as with tensors that gloo does not pass to single processes
+    converger._averaging._trade = None  # as with tensors that gloo does not pass to single processes
     converger.converge(Report(step=0))
     for pack in converger._transport._packs.values():
         _note_packing(pack, wire)
@@ -305,36 +305,7 @@ def test_parameters_with_gaps_are_averaged_and_their_neighbours_are_not(compress
         assert torch.equal(row[1::2], torch.full((6,), -1.0 - rank))
 
 
-# Step counts
-
-
-def _skipping(rank: int, kind: str, average_state: Any) -> list[set[float]]:
-    """Rank 1 does not step its optimizer in the third step, as where GradScaler finds an infinity."""
-    trainer = Trainer(
-        rank, ddp=False, auto_lr=False, make_optimizer=OPTIMIZERS[kind], average_state=average_state, gradients="local"
-    )
-    seen = []
-    for step in range(1, 6):
-        trainer.optimizer.zero_grad()
-        trainer.loss().backward()
-        if not (rank == 1 and step == 3):
-            trainer.optimizer.step()
-        trainer.scheduler.step(1.0)
-        seen.append({float(state["step"]) for state in trainer.optimizer.state.values()})
-    return seen
-
-
-SKIPPING = Cases(3, _skipping, [(kind, average_state) for kind in OPTIMIZERS for average_state in ("auto", False)])
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_step_counts_become_the_largest_with_the_state(kind: str) -> None:
-    whole, skipped, _ = SKIPPING[kind, "auto"]
-    assert whole == [{1.0}, {2.0}, {3.0}, {4.0}, {5.0}]
-    assert skipped == [{1.0}, {2.0}, {2.0}, {4.0}, {5.0}], "the sync is after step 4"
-    whole, skipped, _ = SKIPPING[kind, False]
-    assert whole == [{1.0}, {2.0}, {3.0}, {4.0}, {5.0}]
-    assert skipped == [{1.0}, {2.0}, {2.0}, {3.0}, {4.0}], "without the state they stay its own"
+# State that an optimizer does not have
 
 
 def _stateless(rank: int, ours: bool) -> list[str]:

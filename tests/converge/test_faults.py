@@ -195,15 +195,20 @@ def pull_cable() -> NoReturn:
 # A rank that dies
 
 
-def _killed(rank: int, kind: str, after: int) -> dict[str, Any]:
-    replica = Replica(rank, kind)
+def train_up_to_a_sync(replica: Replica, rank: int, after: int, act: Callable[[], None]) -> Any:
+    """Return the loss at the sync at step 4, in which rank 1 acts after so many collectives: with 0 before it."""
     replica.train(3)
     loss = replica.optimize()
     if rank == 1:
         if not after:
-            end_process()
-        sabotage(after, end_process, instead=False)
-    return attempt(replica, loss)
+            act()
+        sabotage(after, act, instead=False)
+    return loss
+
+
+def _killed(rank: int, kind: str, after: int) -> dict[str, Any]:
+    replica = Replica(rank, kind)
+    return attempt(replica, train_up_to_a_sync(replica, rank, after, end_process))
 
 
 @pytest.mark.parametrize(
@@ -225,11 +230,7 @@ def test_a_killed_rank_is_an_error_on_the_others_with_everything_intact(after: i
 
 def _killed_then_saved(rank: int, kind: str, folder: Path) -> Any:
     replica = Replica(rank, kind)
-    replica.train(3)
-    loss = replica.optimize()
-    if rank == 1:
-        sabotage(2, end_process, instead=False)
-    attempt(replica, loss)
+    attempt(replica, train_up_to_a_sync(replica, rank, 2, end_process))
     parts = (replica.module, replica.optimizer, replica.scheduler)
     torch.save([part.state_dict() for part in parts], folder / f"rank{rank}.pt")
     return replica.numbers()
@@ -263,13 +264,7 @@ def _stopped(rank: int, kind: str, after: int, folder: Path) -> dict[str, Any]:
     replica = Replica(rank, kind, timeout=TIMEOUT)
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    replica.train(3)
-    loss = replica.optimize()
-    if rank == 1:
-        if not after:
-            stop_process()
-        sabotage(after, stop_process, instead=False)
-    result = attempt(replica, loss)
+    result = attempt(replica, train_up_to_a_sync(replica, rank, after, stop_process))
     (folder / f"done{rank}").touch()
     deadline = time.monotonic() + LATEST
     while rank == 0 and not (folder / "done2").exists() and time.monotonic() < deadline:

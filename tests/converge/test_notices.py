@@ -11,24 +11,27 @@ import torch.distributed as dist
 
 from hdet_kernels.converge.notices import NEVER, Notices
 from tests.converge.counted_store import CountedStore
+from tests.converge.etcd import etcd_store
 
 
 def stores(kind: str, count: int, folder: Path) -> list[Any]:
     """Return the store of each of several ranks."""
     if kind == "hash":
         return [dist.HashStore()] * count
+    if kind == "etcd":
+        return [etcd_store()] * count
     if kind == "file":
         return [dist.FileStore(str(folder / "store"), count) for _ in range(count)]
     first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return [first, *(dist.TCPStore("127.0.0.1", first.port, is_master=False) for _ in range(count - 1))]
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "etcd"])
 def test_what_is_read_is_what_was_written(kind: str, tmp_path: Path) -> None:
     ranks = [3, 5, 8, 9]
+    own = stores(kind, 4, tmp_path)  # kept: a PrefixStore does not keep a store that is written in Python
     first, second, third, _ = (
-        Notices(dist.PrefixStore("default", store), "group", rank)
-        for store, rank in zip(stores(kind, 4, tmp_path), ranks, strict=True)
+        Notices(dist.PrefixStore("default", store), "group", rank) for store, rank in zip(own, ranks, strict=True)
     )
     for count in (1, 2):
         first.write_came(count, f"sync at step {count}")
@@ -38,11 +41,11 @@ def test_what_is_read_is_what_was_written(kind: str, tmp_path: Path) -> None:
     first.write_failed(2, "collective: closed")
     # A store of TCP answers a rank in the order of its own requests only.
     assert third.came([8]) == {8: (1, "sync at step 1")}
-    assert second.failed(2)[5] == "Error: of two\nlines, with 'marks' and ü"
+    assert second.failed(2, ranks)[5] == "Error: of two\nlines, with 'marks' and ü"
     came = {9: NEVER, 8: (1, "sync at step 1"), 5: (2, "sync at step 2")}
     assert first.came([9, 8, 5]) == came
     assert list(first.came([9, 8, 5])) == list(came), "in the order that was asked for"
-    assert first.failed(2) == {5: "Error: of two\nlines, with 'marks' and ü", 3: "collective: closed"}
+    assert first.failed(2, ranks) == {5: "Error: of two\nlines, with 'marks' and ü", 3: "collective: closed"}
     assert first.came([]) == {}
 
 
@@ -59,5 +62,5 @@ def test_the_number_of_requests_does_not_depend_on_that_of_ranks(ranks: int) -> 
     requests.clear()
     notices = Notices(CountedStore(store, requests), "group", 0)
     assert notices.came(range(1, ranks)) == dict.fromkeys(range(1, ranks), (3, "sync"))
-    assert sorted(notices.failed(3)) == [0, *range(2, ranks)]
+    assert sorted(notices.failed(3, range(ranks))) == [0, *range(2, ranks)]
     assert requests == {"get": 2, "multi_get": 1}

@@ -152,7 +152,7 @@ def test_refusals_say_what_to_do(runs: Runs) -> None:
             "ValueError: Accelerate is set up for 2 processes a model: the 2 processes hold parts"
         )
         assert sharded.startswith("ValueError: Accelerate is set up for FSDP: the 2 processes hold parts of a model")
-        assert "examples/hsdp.py" in sharded
+        assert "examples/sharded.py" in sharded
 
 
 def test_without_accelerate_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

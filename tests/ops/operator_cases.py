@@ -28,7 +28,7 @@ def step_operators(backend: str) -> tuple[Any, Any]:
     if backend == "torch":
         from hdet_kernels.ops import reference as module
     else:
-        from hdet_kernels.ops import triton_kernels as module
+        from hdet_kernels.ops import triton_backend as module
     return module._operators()
 
 
@@ -48,7 +48,7 @@ def step_tables(case: Case, backend: str) -> list[Any]:
     if is_compiled(backend):
         scratch = torch.zeros(SCRATCH_BYTES * len(case.chunks.entries), dtype=torch.uint8, device=case.param.device)
         return [case.chunks.slots, case.chunks.chunks, on_device, scratch]
-    from hdet_kernels.ops.triton_kernels import dtypes_of
+    from hdet_kernels.ops.triton_backend import dtypes_of
 
     return [case.chunks.slots, case.chunks.chunks, on_device, dtypes_of(grads)]
 

@@ -23,6 +23,7 @@ from tests.ops.cases import (
     Case,
     Precision,
     assert_same,
+    case_of,
     interpreted,
     make_case,
     make_table,
@@ -52,16 +53,8 @@ class CodedCase:
 
     @classmethod
     def of(cls, name: str, kind: str, device: str, rows: int = 1, sizes: tuple[int, ...] = SIZES) -> CodedCase:
-        (rule, row), (precision, _) = RULES[name], KINDS[kind]
-        case = make_case(
-            rule,
-            sizes,
-            precision.param,
-            device,
-            optional=bool(row.get("momentum") or row.get("amsgrad")),
-            grads=precision.grads,
-            master=precision.master,
-        )
+        precision, _ = KINDS[kind]
+        case = case_of(name, sizes, precision, device)
         if rows > 1:
             apart = torch.arange(rows, device=device)[:, None] / 16
             case.param, case.rows = (case.param + apart).to(precision.param), rows

@@ -44,11 +44,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from hdet_kernels.ops import (  # noqa: E402
-    triton_kernels,
     triton_noise,
     triton_pack,
     triton_reduce,
     triton_rules,
+    triton_step,
     triton_wire,
 )
 from hdet_kernels.ops.triton_rounding import key_of, random_base, write  # noqa: E402
@@ -75,10 +75,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
                 if (label in everywhere or name == "adamw") if target == 90 else (name, label) == ("adamw", "fp32"):
                     types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
                     constants = _walk_constants(rule, precision, stochastic=label == "bf16-state-bf16")
-                    yield f"{name}-{label}-sm{target}", triton_kernels._walk, types, constants, target
+                    yield f"{name}-{label}-sm{target}", triton_step._walk, types, constants, target
     yield (
         "adamw-bf16-nearest",
-        triton_kernels._walk,
+        triton_step._walk,
         _flat_types("adamw", PRECISIONS["bf16-state-bf16"], False),
         _walk_constants("adamw", PRECISIONS["bf16-state-bf16"], stochastic=False),
         90,
@@ -88,23 +88,23 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
         constants = _walk_constants(rule, precision, stochastic=label == "bf16-state-bf16")
         constants |= {"SHARED": True}
-        yield f"rows-{name}-{label}", triton_kernels._walk, types, constants, 90
+        yield f"rows-{name}-{label}", triton_step._walk, types, constants, 90
     for label, precision in CODED.items():
         for name in ("adamw", "sgd-momentum") if label == "coded-bf16" else ("adam-amsgrad",):
             rule, row = RULES[name]
             types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
             constants = _walk_constants(rule, precision, stochastic=precision.param == BF16)
-            yield f"{name}-{label}", triton_kernels._walk, types, constants, 90
+            yield f"{name}-{label}", triton_step._walk, types, constants, 90
             constants |= {"SHARED": True}
-            yield f"rows-{name}-{label}", triton_kernels._walk, types, constants, 90
+            yield f"rows-{name}-{label}", triton_step._walk, types, constants, 90
     scalars = {"scale": "*fp32", "norm": "*fp64", "found_inf": "*fp32"}
     tables = {"steps": "*fp32", "table": "*fp64", "slots": "*i64", "gradients": "*i64", "plan": "*i64", "count": "i32"}
     tables |= {"rows": "i32", "groups": "i32", "rows_per_norm": "i32"}
     for rule in STATES:
-        constants = {"RULE": rule, "RANDOM": rule != "adagrad", "SLOTS": triton_kernels.SLOTS}
+        constants = {"RULE": rule, "RANDOM": rule != "adagrad", "SLOTS": triton_step.SLOTS}
         numbers = {"numbers": "*fp64" if rule == "adam" else "*fp32"}
         given = dict.fromkeys(scalars) if rule == "lion" else scalars
-        yield f"advance-{rule}", triton_kernels._advance, tables | numbers | given, constants, 90
+        yield f"advance-{rule}", triton_step._advance, tables | numbers | given, constants, 90
     types = {"chunks": "*i64", "gradients": "*i64", "partials": "*fp64", "count": "i32", "each": "i32"}
     types["programs"] = "i32"
     yield "reduce", triton_reduce._reduce, types, {}, 90
@@ -121,9 +121,9 @@ def _split_masters() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str
         precision = Precision(BF16, state, (BF16,))
         types = _flat_types("adamw", precision, False) | {"master": "*i16"}
         constants = _walk_constants("adamw", precision, stochastic=False)
-        yield f"split-{label}", triton_kernels._walk, types, constants, 90
-        constants = constants | {"SHARED": True, "BLOCK": triton_kernels.block_of_rows(constants["VECTOR"])}
-        yield f"rows-split-{label}", triton_kernels._walk, types, constants, 90
+        yield f"split-{label}", triton_step._walk, types, constants, 90
+        constants = constants | {"SHARED": True, "BLOCK": triton_step.block_of_rows(constants["VECTOR"])}
+        yield f"rows-split-{label}", triton_step._walk, types, constants, 90
 
 
 def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
@@ -178,11 +178,11 @@ def _walk_constants(rule: str, precision: Precision, *, stochastic: bool) -> dic
     grad = precision.grads[0]
     return {
         "NUMBER": GRADIENT_DTYPES.index(grad),
-        "TYPE": triton_kernels._TYPES[grad],
+        "TYPE": triton_step._TYPES[grad],
         "RULE": rule,
         "STOCHASTIC": stochastic,
         "RANDOM": stochastic or precision.state == torch.uint8,
-        "VECTOR": triton_kernels.vector_of(grad, *case.flats()),
+        "VECTOR": triton_step.vector_of(grad, *case.flats()),
         "SHARED": False,
     }
 
@@ -199,14 +199,14 @@ def compile_kernels() -> dict[str, dict[str, int]]:
         }
         options = triton_wire.OPTIONS if kernel in WIRE else {"num_warps": 4}
         options = triton_noise.OPTIONS if kernel is triton_noise._noise_chunk else options
-        if kernel is triton_kernels._walk:
+        if kernel is triton_step._walk:
             rounding = {"stochastic": bool(constants["STOCHASTIC"]), "coded": "coded" in name}
-            shape = triton_kernels.shape_of(constants["VECTOR"], 1 + constants["SHARED"], **rounding)
+            shape = triton_step.shape_of(constants["VECTOR"], 1 + constants["SHARED"], **rounding)
             constexprs[(kernel.arg_names.index("BLOCK"),)] = shape["BLOCK"]
             options = {option: value for option, value in shape.items() if option != "BLOCK"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-        limited = kernel is triton_kernels._walk and "maxnreg" in options
+        limited = kernel is triton_step._walk and "maxnreg" in options
         whole_blocks = compiled.asm["ttgir"].split("} else {")[0]
         made[name] = {
             "loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", compiled.asm["ptx"])),
@@ -299,16 +299,16 @@ def test_a_rule_without_a_branch_does_not_run_as_another(backend: tuple[str, str
 
 def test_a_chunk_is_whole_blocks() -> None:
     for block in (
-        triton_kernels.BLOCK,
-        triton_kernels.STOCHASTIC["BLOCK"],
-        triton_kernels.CODED["BLOCK"],
+        triton_step.BLOCK,
+        triton_step.STOCHASTIC["BLOCK"],
+        triton_step.CODED["BLOCK"],
         triton_pack.BLOCK,
         triton_pack.BLOCK_OF_ROWS,
         triton_noise.BLOCK,
     ):
         assert CHUNK % block == 0
     for vector in (2, 4, 8):
-        assert CHUNK % triton_kernels.block_of_rows(vector) == 0
+        assert CHUNK % triton_step.block_of_rows(vector) == 0
     assert CHUNK & (CHUNK - 1) == 0, "Triton's ranges are powers of two"
 
 

@@ -28,14 +28,19 @@ from tests.optim.cases import (
 )
 
 
+def twins(backend: tuple[str, str], name: str) -> tuple[Any, list[Any], Any, list[Any]]:
+    """Return a fused optimizer and its parameters, then torch's and its own."""
+    where, device = backend
+    ours, theirs = parameters(device=device), parameters(device=device)
+    return fused_optimizer(name, ours, backend=where), ours, torch_optimizer(name, theirs), theirs
+
+
 @pytest.mark.parametrize(("backend", "name"), with_backends(QUICK, PAIRS, QUICK_PAIRS))
 class TestExchangeWithTorch:
     def test_torch_state_continues_in_the_fused_optimizer(self, backend: tuple[str, str], name: str) -> None:
-        where, device = backend
-        ours, theirs = parameters(device=device), parameters(device=device)
-        torchs = torch_optimizer(name, theirs, lr=0.05)
+        fused, ours, torchs, theirs = twins(backend, name)
+        torchs.param_groups[0]["lr"] = 0.05
         run(torchs, theirs, range(3))
-        fused = fused_optimizer(name, ours, backend=where)
         flats = [flat.data_ptr() for flat in fused.state_flats().values()]
         with torch.no_grad():
             for mine, other in zip(ours, theirs, strict=True):
@@ -51,9 +56,7 @@ class TestExchangeWithTorch:
         assert_close(ours, theirs)
 
     def test_fused_state_continues_in_torch(self, backend: tuple[str, str], name: str) -> None:
-        where, device = backend
-        ours, theirs = parameters(device=device), parameters(device=device)
-        fused, torchs = fused_optimizer(name, ours, backend=where), torch_optimizer(name, theirs)
+        fused, ours, torchs, theirs = twins(backend, name)
         for target in (fused, torchs):
             target.param_groups[0]["lr"] = 0.05
         run(fused, ours, range(3))
@@ -67,9 +70,7 @@ class TestExchangeWithTorch:
         assert_close(ours, theirs)
 
     def test_state_before_the_first_step(self, backend: tuple[str, str], name: str) -> None:
-        where, device = backend
-        ours, theirs = parameters(device=device), parameters(device=device)
-        fused, torchs = fused_optimizer(name, ours, backend=where), torch_optimizer(name, theirs)
+        fused, ours, torchs, theirs = twins(backend, name)
         assert shapes_of(fused.state_dict()["state"]) == shapes_of(torchs.state_dict()["state"])
         torchs.load_state_dict(saved_and_loaded(fused.state_dict()))
         run(torchs, theirs, range(2))

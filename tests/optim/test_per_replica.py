@@ -380,37 +380,3 @@ def test_state_of_another_number_of_replicas_becomes_their_mean() -> None:
     assert fitted["step"].item() == 5.0
     kept = {"step": torch.ones(3), "exp_avg": torch.ones(3, 2)}
     assert all(fit_state(kept, param)[name] is value for name, value in kept.items())
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adagrad", "lion"])
-def test_replicas_can_have_states_of_their_own_for_a_while(name: str) -> None:
-    """Separated and shared again, the state is that of the first replica, and the next steps are those of sharing."""
-    make, options, _ = OPTIMIZERS[name]
-
-    def trained(steps: int, *, apart: bool) -> tuple[list[StackedParameter], Any]:
-        params = [StackedParameter(param.detach().repeat(REPLICAS, *[1] * param.dim())) for param in plain_params()]
-        optimizer = make(params, lr=0.01, **options)
-        for step in range(steps):
-            generator = torch.Generator().manual_seed(step)
-            for param in params:
-                param.grad = torch.randn(param.shape[1:], generator=generator).expand_as(param)
-            if apart and step == 1:
-                optimizer.separate_state()
-                optimizer.separate_state()  # nothing more
-                assert not optimizer.shares_state
-                optimizer.share_state()
-            optimizer.step()
-        return params, optimizer
-
-    (ours, optimizer), (expected, other) = trained(3, apart=True), trained(3, apart=False)
-    assert optimizer.shares_state
-    assert other.shares_state
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_plain_parameters_have_no_state_to_share() -> None:
-    optimizer = hk.FusedAdamW(plain_params())
-    optimizer.separate_state()
-    optimizer.share_state()
-    assert not optimizer.shares_state

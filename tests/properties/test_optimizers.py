@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.properties.machines import explore
 from tests.properties.optimizer_pairs import PAIRS
 from tests.properties.optimizer_twins import PRECISIONS, OptimizerTwins
 
@@ -99,25 +92,12 @@ class OptimizerMachine(RuleBasedStateMachine):
             self.twins.check()
 
 
-def explore(name: str, examples: int, steps: int) -> None:
-    chosen = settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],  # a failing sequence is short enough without shrinking, which takes minutes
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(lambda: OptimizerMachine(name), settings=chosen)
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_any_sequence_equals_torch(name: str) -> None:
-    explore(name, examples=3, steps=15)
+    explore(lambda: OptimizerMachine(name), examples=3, steps=15)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", PAIRS)
 def test_many_sequences_equal_torch(name: str) -> None:
-    explore(name, examples=60, steps=50)
+    explore(lambda: OptimizerMachine(name), examples=60, steps=50)

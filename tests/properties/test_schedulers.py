@@ -6,17 +6,10 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.properties.machines import explore
 from tests.properties.runs import GROUPS, Setup
 from tests.properties.scheduler_twins import SchedulerTwins
 
@@ -118,25 +111,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.twins.check()
 
 
-def explore(name: str, examples: int, steps: int) -> None:
-    chosen = settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],  # a failing sequence is short enough without shrinking, which takes minutes
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(lambda: SchedulerMachine(name), settings=chosen)
-
-
 @pytest.mark.parametrize("name", REPLICAS)
 def test_any_sequence_follows_the_equations(name: str) -> None:
-    explore(name, examples=4, steps=16)
+    explore(lambda: SchedulerMachine(name), examples=4, steps=16)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", REPLICAS)
 def test_many_sequences_follow_the_equations(name: str) -> None:
-    explore(name, examples=100, steps=50)
+    explore(lambda: SchedulerMachine(name), examples=100, steps=50)

@@ -26,8 +26,8 @@ class Model(nn.Module):
         return self.outer(self.function(self.inner(self.norm(x)) + noise)).square().mean()
 
 
-class _WrongRule(torch.autograd.Function):
-    """An identity whose gradient is NaN in the second replica, under vmap only."""
+class _Identity(torch.autograd.Function):
+    """An identity, for gradients of its own."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -36,6 +36,10 @@ class _WrongRule(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
+
+
+class _WrongRule(_Identity):
+    """An identity whose gradient is NaN in the second replica, under vmap only."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
@@ -56,16 +60,8 @@ def overflow(x: Tensor) -> Tensor:
     return _Scale.apply(x.half()).to(x.dtype)
 
 
-class _Scale(torch.autograd.Function):
+class _Scale(_Identity):
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]

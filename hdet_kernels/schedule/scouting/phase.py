@@ -1,4 +1,7 @@
-"""The scouting phase of a run with ``max_lr=None``: rounds of miniatures, from the start of the run and back to it.
+"""The scouting phase of a run with ``max_lr=None``, which finds the learning rate before training proper.
+
+In each of a few rounds every replica trains a short run with a learning rate of its own. All of them begin at the start
+of the run, and return to it after the round.
 
 A scheduler builds torch's OneCycleLR of a round's length around the middle of the candidates, tells the phase that a
 step is finished (:meth:`Scouting.end_step`), and asks it for the learning rates of the replicas held here

@@ -1,4 +1,4 @@
-"""The whole state of any optimizer, for a copy of it: moments, step counts, and what has no mean.
+"""The whole state of any optimizer, for a copy of it: moments, step counts, and entries that are no tensors.
 
 State comes into being with the first step. To return to a time before it means that it is as before its first step: the
 state of a fused optimizer becomes zeros in place, because captured CUDA graphs hold its addresses. The entries of other

@@ -40,6 +40,15 @@ def backward(optimizer: Any, size: float = 1.0) -> None:
         param.grad = torch.full_like(param, size)
 
 
+def train(optimizer: Any, scheduler: Any, *counts: int) -> None:
+    """Take, before each step of the scheduler, so many of the optimizer."""
+    for count in counts:
+        for _ in range(count):
+            backward(optimizer)
+            optimizer.step()
+        scheduler.step(1.0)
+
+
 @pytest.mark.parametrize("schedule", [one_cycle, wrapped, scouting])
 def test_a_second_scheduler_step_for_one_gradient_raises_at_once_and_changes_nothing(schedule: Any) -> None:
     optimizer = adam()
@@ -54,10 +63,7 @@ def test_a_second_scheduler_step_for_one_gradient_raises_at_once_and_changes_not
         with pytest.raises(RuntimeError, match=ONCE):
             scheduler.step(1.0)
     assert str(scheduler.state_dict()) == str(before)
-    for _ in range(3):
-        backward(optimizer)
-        optimizer.step()
-        scheduler.step(1.0)
+    train(optimizer, scheduler, 1, 1, 1)
     assert scheduler.last_epoch in (4, scheduler.cycle.step)
 
 
@@ -124,23 +130,14 @@ def test_optimizer_steps_without_scheduler_steps_are_said_once(caplog: pytest.Lo
 def test_a_few_optimizer_steps_to_a_scheduler_step_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = adam()
     scheduler = one_cycle(optimizer)
-    for _ in range(4 * MOST_BEHIND):
-        backward(optimizer)
-        optimizer.step()
-        backward(optimizer)
-        optimizer.step()
-        scheduler.step(1.0)
+    train(optimizer, scheduler, *[2] * 4 * MOST_BEHIND)
     assert caplog.text.count("the optimizer made 32 steps more than the scheduler") == 1
 
 
 def test_one_optimizer_step_too_many_now_and_then_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = adam()
     scheduler = one_cycle(optimizer)
-    for step in range(200):
-        for _ in range(1 + (step % 5 == 0)):
-            backward(optimizer)
-            optimizer.step()
-        scheduler.step(1.0)
+    train(optimizer, scheduler, *[2, 1, 1, 1, 1] * 40)
     assert "once after each" not in caplog.text
 
 

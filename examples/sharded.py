@@ -1,10 +1,11 @@
-"""FSDP2 within every replica, which trains on gradients of its own: replicas communicate at syncs only.
+"""Replicas that are sharded over some processes each, with HDETOneCycleLR: HSDP, or FSDP2 within every replica.
 
-    torchrun --nproc-per-node 4 examples/fsdp2.py --shard 2 --steps 200     # 2 replicas of 2 processes each
-    torchrun --nproc-per-node 2 examples/fsdp2.py --shard 1                 # a replica in each process
+    torchrun --nproc-per-node 4 examples/sharded.py --shard 2 --steps 200     # HSDP: 2 replicas of 2 processes each
+    torchrun --nproc-per-node 4 examples/sharded.py --gradients local         # FSDP2: replicas meet at syncs only
 
-FSDP2 over all processes is one replica, and there is nothing to spread: a run needs two replicas at least. See hsdp.py
-for gradients that are averaged over the replicas at every step. The task and the checkpoints are the same.
+A byte-level transformer learns the source of Python's standard library. Interrupt it and start it again with the same
+arguments: it continues from the last checkpoint. What is different from plain HSDP is marked (1) to (4). FSDP2 over all
+processes is one replica, and there is nothing to spread: a run needs two replicas at least.
 """
 
 from __future__ import annotations
@@ -24,42 +25,46 @@ import hdet_kernels as hk
 from hdet_kernels.demo.tasks import Batch, TextTask, loss_of
 
 
-def train(steps: int, max_lr: float, shard: int, folder: Path, stop_after: int, device: torch.device) -> None:
+def train(given: argparse.Namespace, device: torch.device) -> None:
     """Train as one process of the default process group, and print a table in the first."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    if size % given.shard:
+        raise ValueError(f"{size} processes cannot be divided into replicas of {given.shard}: choose another --shard")
+    mesh = init_device_mesh(device.type, (size // given.shard, given.shard), mesh_dim_names=("replicate", "shard"))
     task = TextTask()
     torch.manual_seed(0)
     model = task.model().to(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # many CPUs are slow in bf16
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Over both dimensions gradients are averaged over the replicas, too; within the replica they are its own.
+    averaged_over = mesh if given.gradients == "shared" else mesh["shard"]
     for block in (*model.blocks, model):
-        fully_shard(block, mesh=mesh["shard"], mp_policy=policy)  # within the replica: its gradients are its own
-    optimizer = hk.FusedAdamW(model.parameters(), lr=max_lr, max_grad_norm=1.0)
+        fully_shard(block, mesh=averaged_over, mp_policy=policy)
+    optimizer = hk.FusedAdamW(model.parameters(), lr=given.max_lr, max_grad_norm=1.0)
 
     def move(batch: Batch) -> Batch:
         return batch[0].to(device), batch[1].to(device)
 
     probe = move(task.probe(torch.Generator().manual_seed(12345)))  # the same batch for all replicas
+    # (1) the scheduler; (2) the mesh tells it who the replicas are.
     scheduler = hk.HDETOneCycleLR(
         optimizer,
-        max_lr,
-        total_steps=steps,
-        sync_every=max(2, steps // 20),
+        given.max_lr,
+        total_steps=given.steps,
+        sync_every=max(2, given.steps // 20),
         ensemble=hk.ProcessEnsemble(mesh),
-        gradients="local",
+        gradients=given.gradients,
         probe=lambda: loss_of(model, probe),
     )
-    first = load(folder, model, optimizer, scheduler)
-    for step in range(first, stop_after):
+    for step in range(load(given.checkpoint, model, optimizer, scheduler), given.stop_after or given.steps):
         # A batch depends on step and rank only, so that a resumed run trains on the same batches.
         loss = loss_of(model, move(task.batch(torch.Generator().manual_seed(step * size + rank))))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        scheduler.step(loss)  # the loss of this process; that of a replica is the mean over its processes
+        scheduler.step(loss)  # (3) the loss of this process; that of a replica is the mean over its processes
         if (step + 1) % scheduler.sync_every == 0:
-            save(folder, model, optimizer, scheduler, step + 1)  # right after a sync all replicas are equal
+            save(given.checkpoint, model, optimizer, scheduler, step + 1)  # (4) after a sync all replicas are equal
     with scheduler.consensus(), torch.no_grad():  # the average, also where the run was stopped between two syncs
         inputs, targets = task.held_out()
         held_out = loss_of(model, move((inputs[:128], targets[:128])))
@@ -69,38 +74,39 @@ def train(steps: int, max_lr: float, shard: int, folder: Path, stop_after: int, 
 
 
 def save(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: hk.HDETOneCycleLR, step: int
+    parent: Path, model: torch.nn.Module, optimizer: hk.FusedAdamW, scheduler: hk.HDETOneCycleLR, step: int
 ) -> None:
     """Write a checkpoint to a folder of its own."""
-    target, rank = folder / f"step-{step}", dist.get_rank()
+    folder, rank = parent / f"step-{step}", dist.get_rank()
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=target)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
     # The scheduler's state has shards of this process: every process saves its own.
-    torch.save(scheduler.state_dict(), target / f"scheduler-{rank}.pt")
+    torch.save(scheduler.state_dict(), folder / f"scheduler-{rank}.pt")
     dist.barrier()
     if rank == 0:
-        (folder / "latest").write_text(str(step))  # only now it is complete
+        (parent / "latest").write_text(str(step))  # only now it is complete
 
 
-def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: hk.HDETOneCycleLR) -> int:
+def load(parent: Path, model: torch.nn.Module, optimizer: hk.FusedAdamW, scheduler: hk.HDETOneCycleLR) -> int:
     """Load the last checkpoint, if there is one, and return its step."""
-    if not (folder / "latest").exists():
+    if not (parent / "latest").exists():
         return 0
-    step = int((folder / "latest").read_text())
+    step = int((parent / "latest").read_text())
+    folder = parent / f"step-{step}"
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder / f"step-{step}")
+    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
-    own = folder / f"step-{step}" / f"scheduler-{dist.get_rank()}.pt"
-    scheduler.load_state_dict(torch.load(own, weights_only=True))
+    scheduler.load_state_dict(torch.load(folder / f"scheduler-{dist.get_rank()}.pt", weights_only=True))
     return step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="FSDP2 within every replica; start it with torchrun")
+    parser = argparse.ArgumentParser(description="HSDP or FSDP2 with HDETOneCycleLR; start it with torchrun")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--max-lr", type=float, default=0.02)
     parser.add_argument("--shard", type=int, default=2, help="processes of a replica")
-    parser.add_argument("--checkpoint", type=Path, default=Path("fsdp2-checkpoint"), help="folder")
+    parser.add_argument("--gradients", choices=("shared", "local"), default="shared", help="by all replicas, or not")
+    parser.add_argument("--checkpoint", type=Path, default=Path("sharded-checkpoint"), help="folder")
     parser.add_argument("--stop-after", type=int, help="end after this step, as an interrupt would")
     given = parser.parse_args()
     nccl = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
@@ -110,7 +116,7 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if nccl else "gloo")
-    train(given.steps, given.max_lr, given.shard, given.checkpoint, given.stop_after or given.steps, device)
+    train(given, device)
     dist.destroy_process_group()
 
 
