@@ -92,7 +92,7 @@ class Options:
             narrow = str(self.state_dtype).removeprefix("torch.")
             raise ValueError(
                 f"parameter {index} is {param.dtype}, whose state cannot be {narrow}; leave state_dtype out, or "
-                "convert the model to bfloat16"
+                "convert the model to float32 or bfloat16"
             )
 
     def has_master(self, dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
 from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients
-from hdet_kernels.optim.coded_state import decoded, decoded_entries, is_coded, scale_name
+from hdet_kernels.optim.coded_state import decoded, decoded_entries, is_coded, saved_codes, scale_name
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
@@ -245,7 +245,7 @@ def saved_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     The rows of a stack lie between those of other parameters and are copied. Distributed codes are decoded: their
     scales are those of one way to divide them. Lower halves of distributed masters become int32: neither NCCL nor gloo
-    gathers int16. Everything else is as it was.
+    gathers int16. Other codes get a dimension (:func:`.coded_state.saved_codes`). Everything else is as it was.
     """
     state = {
         key: _saved_entries(entries) if isinstance(entries, dict) else entries
@@ -262,6 +262,6 @@ def _saved_entries(entries: dict[str, Any]) -> dict[str, Any]:
 
 def _saved(value: Any) -> Any:
     if type(value) is Tensor:
-        return compact(value)
+        return saved_codes(compact(value)) if is_coded(value) else compact(value)
     wide = isinstance(value, Tensor) and value.dtype == torch.int16 and is_distributed(value)
     return value.to(torch.int32) if wide else value
