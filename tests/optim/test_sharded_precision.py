@@ -1,4 +1,4 @@
-"""8-bit state and split masters of distributed parameters, through ``torch.distributed.checkpoint``, on two processes."""
+"""8-bit state and split masters of distributed parameters, through ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_split_masters_with_8_bit_state_are_resumed_exactly_and_loaded_by_one_pr
             state = decoded_state_dict(state)
         given = {"model": model, "optimizer": state}
         if not decode:  # blocks of the whole tensor are others than those of its parts
-            with pytest.raises(dcp.CheckpointException, match="Size mismatch|Missing key"):
+            with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
                 dcp.load(given, checkpoint_id=tmp_path / "split, int8 nested")
             continue
         dcp.load(given, checkpoint_id=tmp_path / "split, int8 nested")
@@ -159,10 +159,10 @@ def test_codes_are_not_loaded_as_numbers(tmp_path: Path) -> None:
     module, torchs = begin(torch.optim.AdamW)
     torchs.load_state_dict(coded[1].state_dict())
     module(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(RuntimeError, match="shape|size"):
+    with pytest.raises(RuntimeError, match=r"shape|size"):
         torchs.step()
 
 
 def test_a_flattened_state_is_not_decoded() -> None:
-    with pytest.raises(ValueError, match="without flatten_optimizer_state_dict"):
+    with pytest.raises(ValueError, match="leave flatten_optimizer_state_dict out"):
         decoded_state_dict({"state.0.weight.exp_avg": torch.zeros(1, 3, dtype=torch.uint8)})
