@@ -142,8 +142,8 @@ def decoded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), Mapping):
         raise ValueError(
-            "decoded_state_dict needs what optimizer.state_dict() or get_optimizer_state_dict() returned, a dict with an "
-            "entry 'state'; leave flatten_optimizer_state_dict out"
+            "decoded_state_dict needs what optimizer.state_dict() or get_optimizer_state_dict() returned, a dict with "
+            "an entry 'state'; leave flatten_optimizer_state_dict out"
         )
     state = {
         key: decoded_entries(_with_own_shapes(entries)) if isinstance(entries, Mapping) else entries
