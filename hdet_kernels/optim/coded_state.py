@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode, encode_again
 from hdet_kernels.sharded import distributed_like, is_distributed, part_of
-from hdet_kernels.tensors import Slot, flat_view
+from hdet_kernels.tensors import Slot, flat_view, replicas_of
 
 _SUFFIX = "_scale"
 
@@ -106,16 +106,24 @@ def saved_codes(codes: Tensor) -> Tensor:
     return codes.unsqueeze(0)
 
 
-def loaded_codes(codes: Tensor, scales: object, dimensions: int) -> Tensor:
-    """Return codes of a ``state_dict`` in the shape in which ``state[p]`` has them, which is accepted as well.
+def with_own_shapes(entries: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+    """Return an entry of a ``state_dict`` with its codes in the shape that they have in ``state[p]``.
 
     Args:
-        codes: The codes.
-        scales: The entry with their scales, which has a dimension more where each replica has its own state.
-        dimensions: How many dimensions the parameter has, in one replica.
+        entries: The entry, or one of ``optimizer.state``, which stays as it is.
+        param: The parameter.
     """
-    own = dimensions + (isinstance(scales, Tensor) and scales.dim() == 2)
-    return codes[0] if codes.dim() == own + 1 and len(codes) == 1 else codes
+    if not any(map(is_coded, entries.values())):
+        return entries
+    own = param.dim() - (replicas_of(param) is not None)
+
+    def with_own_shape(name: str, value: Any) -> Any:
+        # Where each replica has its own state, codes and scales have a dimension more.
+        scales = entries.get(scale_name(name)) if is_coded(value) else None
+        saved = isinstance(scales, Tensor) and value.dim() == own + scales.dim() and len(value) == 1
+        return value[0] if saved else value
+
+    return {name: with_own_shape(name, value) for name, value in entries.items()}
 
 
 def decoded_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,13 +154,13 @@ def decoded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
             "an entry 'state'; leave flatten_optimizer_state_dict out"
         )
     state = {
-        key: decoded_entries(_with_own_shapes(entries)) if isinstance(entries, Mapping) else entries
+        key: decoded_entries(_without_first_dimension(entries)) if isinstance(entries, Mapping) else entries
         for key, entries in state_dict["state"].items()
     }
     return state_dict | {"state": state}
 
 
-def _with_own_shapes(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _without_first_dimension(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value[0] if is_coded(value) and value.dim() and len(value) == 1 else value
         for name, value in entries.items()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.optim.checks import check_seed
-from hdet_kernels.optim.coded_state import check_coded, is_coded, loaded_codes, scale_name
+from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name, with_own_shapes
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
 from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
 from hdet_kernels.optim.precision import wrap_tensors
@@ -157,11 +157,10 @@ def _with_own_codes(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) -> 
         entries = state.get(key)
         if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
             continue  # the checks refuse it
-        dimensions = param.dim() - (replicas_of(param) is not None)
         decoded = {scale_name(name) for name, value in entries.items() if not is_coded(value)}
         state[key] = {
-            name: loaded_codes(value, entries.get(scale_name(name)), dimensions) if is_coded(value) else value
-            for name, value in entries.items()
+            name: value
+            for name, value in with_own_shapes(entries, param).items()
             if not (name in decoded and isinstance(value, Mapping) and not value)
         }
     return {**state_dict, "state": state}

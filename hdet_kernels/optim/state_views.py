@@ -10,7 +10,14 @@ from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
 from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients
-from hdet_kernels.optim.coded_state import decoded, decoded_entries, is_coded, saved_codes, scale_name
+from hdet_kernels.optim.coded_state import (
+    decoded,
+    decoded_entries,
+    is_coded,
+    saved_codes,
+    scale_name,
+    with_own_shapes,
+)
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
@@ -170,8 +177,10 @@ class StateViews:
                         f"but not {', '.join(missing)}: give all of them, or an empty dict to start afresh"
                     )
 
-    def _given_entry(self, tied: Iterable[Tensor]) -> dict[str, Any]:
-        return next((self.optimizer.state[p] for p in tied if self.optimizer.state.get(p)), {})
+    def _given_entry(self, tied: Iterable[Tensor]) -> Mapping[str, Any]:
+        # Some wrappers (ZeroRedundancyOptimizer) put what they load into the state itself.
+        state = self.optimizer.state
+        return next((with_own_shapes(state[p], p) for p in tied if state.get(p)), {})
 
     def _has_state_per_replica(self, flat: FlatGroup, index: int) -> bool:
         given = self._given_entry(flat.params[index])

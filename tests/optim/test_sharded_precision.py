@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
 from hdet_kernels.optim import decoded_state_dict
@@ -100,6 +102,27 @@ def _resumed(rank: int, folder: Path, cases: list[tuple[str, str]]) -> dict[str,
     return found
 
 
+def _with_divided_state(rank: int) -> bool:
+    """Return whether a run with ZeroRedundancyOptimizer, which loads state by itself, goes on as it was."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # the import takes seconds
+
+    def begin() -> tuple[nn.Module, Any]:
+        dtype, make = MAKERS["split, int8"]
+        module = DistributedDataParallel(network(dtype))
+        return module, ZeroRedundancyOptimizer(module.parameters(), make.func, **make.keywords)
+
+    whole, loaded = begin(), begin()
+    train(*whole, rank, range(3))
+    whole[1].consolidate_state_dict()
+    state = [copy.deepcopy(whole[1].state_dict()) if rank == 0 else None]
+    dist.broadcast_object_list(state)
+    loaded[0].load_state_dict(whole[0].state_dict())
+    loaded[1].load_state_dict(state[0])
+    for run in (whole, loaded):
+        train(*run, rank, range(3, 5))
+    return same(whole[0].state_dict(), loaded[0].state_dict())
+
+
 def check_resumed(folder: Path, cases: list[tuple[str, str]]) -> None:
     for found in run_ranks(2, _resumed, folder, cases):
         assert "leave the table out of fully_shard" in found.pop("row-wise")
@@ -133,6 +156,7 @@ def test_split_masters_with_8_bit_state_are_resumed_exactly_and_loaded_by_one_pr
 def test_every_precision_is_resumed_exactly_in_every_form(tmp_path: Path) -> None:
     quick = [("split, int8", "nested"), ("split, int8", "flat")]
     check_resumed(tmp_path, [(kind, form) for kind in MAKERS for form in FORMS if (kind, form) not in quick])
+    assert run_ranks(2, _with_divided_state) == [True, True]
 
 
 def test_codes_are_not_loaded_as_numbers(tmp_path: Path) -> None:
