@@ -21,6 +21,9 @@ import hdet_kernels as hk
 from tests.optim.cases import saved_and_loaded
 from tests.training import same
 
+# torch warns that processors without bf16 take another way.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
 BF16 = torch.bfloat16
 WORDS, WIDTH, LENGTH, ROWS = 17, 16, 12, 6
 
@@ -154,9 +157,8 @@ def test_a_stack_of_attention_under_autocast(kind: str, gradients: Any) -> None:
         assert losses[late].mean() < losses[early].mean()
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k == "split, int8" else pytest.mark.full) for k in LAYERS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", LAYERS)
 def test_a_compiled_model(kind: str) -> None:
     plain, compiled = begin(kind), begin(kind)
     train(*plain, range(3))
@@ -221,7 +223,7 @@ def test_a_model_is_converted_before_the_first_step_and_not_later(kind: str) -> 
     train(*late, range(1))
     saved = copy.deepcopy(late[1].state_dict())
     late[0].to(other)
-    with pytest.raises(RuntimeError, match="build the optimizer and its scheduler again after model.to"):
+    with pytest.raises(RuntimeError, match="build the optimizer and its scheduler again"):
         train(*late, range(1, 2))
     late[0].to(dtype)
     assert same(late[1].state_dict()["state"], saved["state"])
