@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 import hdet_kernels as hk
-from tests.optim.cases import saved_and_loaded
+from tests.optim.cases import choose, saved_and_loaded
 from tests.training import same
 
 # torch warns that processors without bf16 take another way.
@@ -74,6 +74,7 @@ KINDS: dict[str, tuple[type[nn.Module], torch.dtype, Callable[..., Any]]] = {
     "tables": (Tables, torch.float32, partial(hk.FusedRowWiseAdagrad, eps=1e-4)),
     "tables, rounded": (Tables, BF16, partial(hk.FusedRowWiseAdagrad, eps=1e-4, stochastic_rounding=True)),
 }
+QUICK = ("int8", "muon, split, int8", "tables, rounded")
 LAYERS = [kind for kind, (model, _, _) in KINDS.items() if model is Attention]
 
 Run = tuple[nn.Module, Any]
@@ -141,7 +142,7 @@ def test_float32_state_has_the_losses_of_torch() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", choose(LAYERS, *QUICK))
 @pytest.mark.parametrize("gradients", ["shared", pytest.param("local", marks=pytest.mark.full)])
 def test_a_stack_of_attention_under_autocast(kind: str, gradients: Any) -> None:
     torch.manual_seed(0)
@@ -166,7 +167,7 @@ def test_a_compiled_model(kind: str) -> None:
     assert same(everything(compiled), everything(plain))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", choose(KINDS, *QUICK))
 def test_a_gradient_scaler_leaves_the_numbers_and_skips_steps(kind: str) -> None:
     plain, scaled, clipped = (begin(kind) for _ in range(3))
     train(*plain, range(2))
@@ -189,7 +190,7 @@ def test_a_gradient_scaler_leaves_the_numbers_and_skips_steps(kind: str) -> None
     assert scaler.get_scale() == 512
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", choose(KINDS, *QUICK))
 def test_an_averaged_model_and_an_added_group_change_nothing(kind: str) -> None:
     plain, run = begin(kind), begin(kind)
     train(*plain, range(4))
@@ -212,7 +213,7 @@ def test_an_averaged_model_and_an_added_group_change_nothing(kind: str) -> None:
     assert not torch.equal(added.weight, start)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", choose(KINDS, *QUICK))
 def test_a_model_is_converted_before_the_first_step_and_not_later(kind: str) -> None:
     dtype = KINDS[kind][1]
     other = torch.float32 if dtype == BF16 else BF16
