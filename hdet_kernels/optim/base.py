@@ -53,6 +53,9 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
     #: Whether the warning about replaced fixed gradients was logged.
     _warned = False
 
+    #: Whether options without effect were looked for.
+    _told = False
+
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, max_grad_norm: float | None, options: Options
     ) -> None:
@@ -104,6 +107,7 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
         grads = self._gradients()
         for flat, present in zip(self._flat_groups, grads, strict=True):
             if flat.slots_without_entry:
+                self._tell_options_without_effect()
                 self._state_views.add_first_entries(flat, present)
         norm = total_norm(self._flat_groups, grads) if self._max_grad_norm is not None else None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -114,6 +118,13 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
                 if self.options.advance_versions:
                     flat.advance_versions(present)
         return loss
+
+    def _tell_options_without_effect(self) -> None:
+        # At the first step: until then the model may still be converted.
+        if not self._told:
+            self._told = True
+            if (message := self.options.without_effect({flat.flat.dtype for flat in self._flat_groups})) is not None:
+                log.warning(message)
 
     def _run(self, closure: Closure) -> float:
         before, self._step_supports_amp_scaling = self._step_supports_amp_scaling, False

@@ -3,8 +3,8 @@
 The codes have the shape of the parameter, and the scales are [blocks], or [replicas, blocks] where each replica of a
 stack has its own state. The blocks run over the elements in the order in which the codes lie in memory. Codes of a
 distributed parameter are distributed like it, and their scales are those of this process's part; since blocks cannot be
-divided in another way, a ``state_dict`` has the decoded numbers then.
-:mod:`hdet_kernels.ops.companding` has the format.
+divided in another way, a ``state_dict`` has the decoded numbers then. Codes in a ``state_dict`` have one dimension more
+(:func:`saved_codes`). :mod:`hdet_kernels.ops.companding` has the format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode, encode_again
 from hdet_kernels.sharded import distributed_like, is_distributed, part_of
-from hdet_kernels.tensors import Slot, flat_view
+from hdet_kernels.tensors import Slot, flat_view, replicas_of
 
 _SUFFIX = "_scale"
 
@@ -97,6 +97,35 @@ def _in_order(codes: Tensor, slot: Slot) -> bool:
     return all(size == 1 or got == own for size, got, own in zip(codes.shape, codes.stride(), slot.stride, strict=True))
 
 
+def saved_codes(codes: Tensor) -> Tensor:
+    """Return codes as a ``state_dict`` has them: [1, *shape].
+
+    ``torch.distributed.checkpoint`` and ``torch.optim`` look at the shapes of what they load and at no dtypes. Codes of
+    the parameter's shape would become float32 moments between 0 and 255, and nobody would notice.
+    """
+    return codes.unsqueeze(0)
+
+
+def with_own_shapes(entries: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+    """Return an entry of a ``state_dict`` with its codes in the shape that they have in ``state[p]``.
+
+    Args:
+        entries: The entry, or one of ``optimizer.state``, which stays as it is.
+        param: The parameter.
+    """
+    if not any(map(is_coded, entries.values())):
+        return entries
+    own = param.dim() - (replicas_of(param) is not None)
+
+    def with_own_shape(name: str, value: Any) -> Any:
+        # Where each replica has its own state, codes and scales have a dimension more.
+        scales = entries.get(scale_name(name)) if is_coded(value) else None
+        saved = isinstance(scales, Tensor) and value.dim() == own + scales.dim() and len(value) == 1
+        return value[0] if saved else value
+
+    return {name: with_own_shape(name, value) for name, value in entries.items()}
+
+
 def decoded_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry of ``optimizer.state`` with its codes decoded, and without scales."""
     scales = {scale_name(name) for name, value in entries.items() if is_coded(value)}
@@ -115,12 +144,27 @@ def decoded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         A state_dict of the same numbers. State that is not in 8 bits is that of ``state_dict``, not a copy.
+
+    Raises:
+        ValueError: if ``state_dict`` is none of an optimizer, or was flattened.
     """
+    if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), Mapping):
+        raise ValueError(
+            "decoded_state_dict needs what optimizer.state_dict() or get_optimizer_state_dict() returned, a dict with "
+            "an entry 'state'; leave flatten_optimizer_state_dict out"
+        )
     state = {
-        key: decoded_entries(entries) if isinstance(entries, Mapping) else entries
+        key: decoded_entries(_without_first_dimension(entries)) if isinstance(entries, Mapping) else entries
         for key, entries in state_dict["state"].items()
     }
     return state_dict | {"state": state}
+
+
+def _without_first_dimension(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value[0] if is_coded(value) and value.dim() and len(value) == 1 else value
+        for name, value in entries.items()
+    }
 
 
 def check_coded(where: str, name: str, codes: Tensor, scales: object) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.optim.checks import check_seed
-from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name
+from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name, with_own_shapes
 from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
 from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
 from hdet_kernels.optim.per_replica import drop_values_of_other_stacks
@@ -122,7 +122,7 @@ def prepare_state_dict(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) 
     Raises:
         ValueError: if ``optimizer`` cannot continue from it.
     """
-    state_dict = _numbered(state_dict)
+    state_dict = _with_own_codes(optimizer, _numbered(state_dict))
     check_state_dict(optimizer, state_dict)
     return wrap_tensors(state_dict)
 
@@ -159,6 +159,28 @@ def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(entries, Mapping) and isinstance(numbered.get(key), Mapping)
         numbered[key] = {**numbered[key], **entries} if both else entries
     return {**state_dict, "state": numbered}
+
+
+def _with_own_codes(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict whose codes have the shapes of ``state[p]``, without scales where there are no codes.
+
+    Of state that was saved decoded and flattened, ``torch.distributed.checkpoint`` makes an empty dict for the scales.
+    """
+    state, groups = _parts(state_dict)
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in groups for key in group["params"]]
+    state = dict(state)
+    for key, param in zip(keys, own, strict=False):
+        entries = state.get(key)
+        if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
+            continue  # the checks refuse it
+        decoded = {scale_name(name) for name, value in entries.items() if not is_coded(value)}
+        state[key] = {
+            name: value
+            for name, value in with_own_shapes(entries, param).items()
+            if not (name in decoded and isinstance(value, Mapping) and not value)
+        }
+    return {**state_dict, "state": state}
 
 
 def _parts(state_dict: object) -> tuple[Mapping[Any, Any], list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from hdet_kernels.optim.group_entries import PER_REPLICA, Group
 from hdet_kernels.optim.muon_group import ROW_SQUARES, MuonGroup, Orthogonal
 from hdet_kernels.optim.options import GradientStorage, MasterWeights, Options
 from hdet_kernels.tensors import replicas_of
+
+log = logging.getLogger("hdet_kernels")
 
 #: Entries of a group of matrices that cannot differ between replicas: they act on the update that all of them share.
 _COMMON = ("eps", "ns_coefficients", "ns_steps", "normuon_beta2")
@@ -113,6 +116,12 @@ class FusedMuon(FusedOptimizer):
         self.check_group(defaults | self._adamw | {"use_muon": False})
         options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend, advance_versions)
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
+        if not any(group["use_muon"] for group in self.param_groups):
+            log.warning(
+                "FusedMuon was given no matrix: AdamW trains all %d parameters. Some wrappers make vectors of them "
+                "(FullyShardedDataParallel); train them unsharded, or use FusedAdamW",
+                len(self.buckets.params),
+            )
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         check_flags(group, "use_muon", "nesterov", "normuon")

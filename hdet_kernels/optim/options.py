@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -92,7 +93,7 @@ class Options:
             narrow = str(self.state_dtype).removeprefix("torch.")
             raise ValueError(
                 f"parameter {index} is {param.dtype}, whose state cannot be {narrow}; leave state_dtype out, or "
-                "convert the model to bfloat16"
+                "convert the model to float32 or bfloat16"
             )
 
     def has_master(self, dtype: torch.dtype) -> bool:
@@ -108,6 +109,18 @@ class Options:
     def state_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the moments of parameters of ``dtype``."""
         return torch.float64 if dtype == torch.float64 else self._stored_dtype
+
+    def without_effect(self, dtypes: Collection[torch.dtype]) -> str | None:
+        """Return a message if an option does nothing for parameters of ``dtypes``."""
+        rounds = self.stochastic_rounding and self.state_dtype != torch.bfloat16
+        if torch.bfloat16 in dtypes or not (self.splits_masters or rounds):
+            return None
+        option = 'master_weights="split"' if self.splits_masters else "stochastic_rounding=True"
+        given = ", ".join(sorted(map(str, dtypes)))
+        return (
+            f"{option} is for bfloat16 and has no effect: the parameters are {given}. Autocast (bf16-mixed) leaves "
+            "them as they are; convert the model (model.bfloat16(), bf16-true), or leave the option out"
+        )
 
     @property
     def rounds_stochastically(self) -> bool:

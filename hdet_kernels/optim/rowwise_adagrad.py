@@ -21,6 +21,7 @@ from hdet_kernels.optim.hyperparameters import ROUNDING_SEED
 from hdet_kernels.optim.loading import loaded_through
 from hdet_kernels.optim.parameter_watch import ParameterWatch
 from hdet_kernels.optim.precision import unwrap_tensors, wrap_tensors
+from hdet_kernels.sharded import is_distributed
 from hdet_kernels.tensors import own_storage, replicas_of
 
 
@@ -210,6 +211,11 @@ class FusedRowWiseAdagrad(Optimizer):
                 raise ValueError(
                     f"parameter {index} is a stack of {replicas_of(param)} replicas, and row-wise Adagrad is for plain "
                     "embedding tables: use FusedAdagrad in a stack"
+                )
+            if is_distributed(param):
+                raise ValueError(
+                    f"parameter {index} of shape {tuple(param.shape)} is a DTensor, and row-wise Adagrad is for whole "
+                    "tables: leave the table out of fully_shard (ignored_params=), or train it with FusedAdagrad"
                 )
             if param.dim() < 2 or not param.is_contiguous():
                 raise ValueError(

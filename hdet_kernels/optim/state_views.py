@@ -10,7 +10,14 @@ from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
 from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients
-from hdet_kernels.optim.coded_state import decoded, decoded_entries, is_coded, scale_name
+from hdet_kernels.optim.coded_state import (
+    decoded,
+    decoded_entries,
+    is_coded,
+    saved_codes,
+    scale_name,
+    with_own_shapes,
+)
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.spot_check import SpotCheck
@@ -173,8 +180,10 @@ class StateViews:
                         f"but not {', '.join(missing)}: give all of them, or an empty dict to start afresh"
                     )
 
-    def _given_entry(self, tied: Iterable[Tensor]) -> dict[str, Any]:
-        return next((self.optimizer.state[p] for p in tied if self.optimizer.state.get(p)), {})
+    def _given_entry(self, tied: Iterable[Tensor]) -> Mapping[str, Any]:
+        # Some wrappers (ZeroRedundancyOptimizer) put what they load into the state itself.
+        state = self.optimizer.state
+        return next((with_own_shapes(state[p], p) for p in tied if state.get(p)), {})
 
     def _has_state_per_replica(self, flat: FlatGroup, index: int) -> bool:
         given = self._given_entry(flat.params[index])
@@ -248,7 +257,7 @@ def saved_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     The rows of a stack lie between those of other parameters and are copied. Distributed codes are decoded: their
     scales are those of one way to divide them. Lower halves of distributed masters become int32: neither NCCL nor gloo
-    gathers int16. Everything else is as it was.
+    gathers int16. Other codes get a dimension (:func:`.coded_state.saved_codes`). Everything else is as it was.
     """
     state = {
         key: _saved_entries(entries) if isinstance(entries, dict) else entries
@@ -265,6 +274,6 @@ def _saved_entries(entries: dict[str, Any]) -> dict[str, Any]:
 
 def _saved(value: Any) -> Any:
     if type(value) is Tensor:
-        return compact(value)
+        return saved_codes(compact(value)) if is_coded(value) else compact(value)
     wide = isinstance(value, Tensor) and value.dtype == torch.int16 and is_distributed(value)
     return value.to(torch.int32) if wide else value

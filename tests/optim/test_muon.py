@@ -162,6 +162,14 @@ def test_bad_arguments_are_refused_before_anything_moves() -> None:
     assert len(optimizer.param_groups) == 2
 
 
+def test_parameters_without_a_matrix_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    hk.FusedMuon(parameters([(4, 3), (3,)]), LR)
+    assert not caplog.messages
+    hk.FusedMuon(parameters([(12,), (3,)]), LR)
+    (message,) = caplog.messages
+    assert "no matrix: AdamW trains all 2 parameters" in message
+
+
 def test_shards_of_matrices_are_refused() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

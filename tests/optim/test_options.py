@@ -76,3 +76,21 @@ def test_float32_and_float64_parameters_have_no_master() -> None:
         optimizer.step()
         assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
         assert optimizer.state[param]["exp_avg"].dtype == dtype
+
+
+@pytest.mark.parametrize("option", [{"master_weights": "split"}, {"stochastic_rounding": True}], ids=str)
+def test_an_option_without_effect_is_told_once(option: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    for dtype, state, told in (
+        (torch.float32, torch.float32, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.bfloat16, "split" in option.values()),
+        (torch.float32, "int8", True),
+    ):
+        caplog.clear()
+        module = nn.Linear(3, 2)
+        optimizer = FusedAdamW(module.parameters(), lr=0.1, state_dtype=state, **option)
+        module.to(dtype)
+        for _ in range(2):
+            module(torch.ones(4, 3, dtype=dtype)).sum().backward()
+            optimizer.step()
+        assert ["has no effect: the parameters are torch.float32" in text for text in caplog.messages] == [True] * told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "masters": lambda: Net().to(torch.bfloat16),
     "channels last": Images,
     "gpt2": gpt2,
+    "int8": Net,
+    "split, int8": lambda: Net().to(torch.bfloat16),
+    "rounded, int8": lambda: Net().to(torch.bfloat16),
+    "muon, split": lambda: Net().to(torch.bfloat16),
+}
+
+#: Of the kinds of models, those that are not trained by ``FusedAdamW`` with its defaults.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "int8": partial(hk.FusedAdamW, state_dtype="int8"),
+    "split, int8": partial(hk.FusedAdamW, master_weights="split", state_dtype="int8"),
+    "rounded, int8": partial(hk.FusedAdamW, stochastic_rounding=True, state_dtype="int8"),
+    "muon, split": partial(hk.FusedMuon, normuon=True, master_weights="split"),
 }
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -55,9 +68,13 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 def trained(kind: str, steps: int) -> Pair:
     torch.manual_seed(0)
     model = MODELS[kind]().train()
-    optimizer = hk.FusedAdamW(model.parameters(), lr=0.1)
+    optimizer = make_optimizer(kind, model)
     train(model, optimizer, steps)
     return model, optimizer
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS.get(kind, hk.FusedAdamW)(model.parameters(), lr=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -107,6 +124,21 @@ def safetensors_file(pair: Pair, other: Pair, folder: Path) -> bool:
     assert set(missing) <= set(tied)
     assert not unknown
     return False
+
+
+def safetensors_state(pair: Pair, other: Pair, folder: Path) -> bool:
+    """Keep model and optimizer in safetensors, and only the groups elsewhere."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors_model(pair, other, folder)
+    saved = pair[1].state_dict()
+    state = {f"{key}/{name}": value for key, entry in saved["state"].items() for name, value in entry.items()}
+    safetensors.save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "state")
+    loaded: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in safetensors.load_file(folder / "state").items():
+        key, entry = name.split("/")
+        loaded.setdefault(int(key), {})[entry] = tensor
+    other[1].load_state_dict({"state": loaded, "param_groups": saved["param_groups"]})
+    return True
 
 
 def distributed(pair: Pair, other: Pair, folder: Path) -> bool:
@@ -166,19 +198,26 @@ def lightning(pair: Pair, other: Pair, folder: Path) -> bool:
 
 
 SAVERS = (
-    *(torch_state, torch_model, safetensors_model, safetensors_file, distributed, accelerate_model, accelerate_state),
-    *(pretrained, lightning),
+    *(torch_state, torch_model, safetensors_model, safetensors_file, safetensors_state, distributed),
+    *(accelerate_model, accelerate_state, pretrained, lightning),
 )
+
+#: What saves the state of an optimizer in a way of its own, and in less than seconds.
+QUICK = (torch_state, safetensors_state, distributed)
+
+
+def slow(saver: Callable[..., bool], kind: str) -> bool:
+    # Lightning takes seconds to import.
+    return saver is lightning or (kind in OPTIMIZERS and saver not in QUICK)
 
 
 def cases() -> list[Any]:
     """Return every saver with every kind of model that it takes."""
     return [
-        # Lightning takes seconds to import.
-        pytest.param(saver, kind, id=f"{saver.__name__}-{kind}", marks=pytest.mark.full if saver is lightning else [])
+        pytest.param(saver, kind, id=f"{saver.__name__}-{kind}", marks=pytest.mark.full if slow(saver, kind) else [])
         for saver in SAVERS
         for kind in MODELS
-        if saver is not pretrained or kind == "gpt2"
+        if (saver is not pretrained or kind == "gpt2") and (saver is not safetensors_state or kind != "channels last")
     ]
 
 
@@ -193,7 +232,7 @@ def test_every_tensor_is_saved_and_loaded(saver: Callable[[Pair, Pair, Path], bo
     if with_optimizer:
         assert same(pair[1].state_dict()["state"], other[1].state_dict()["state"])
     else:  # both begin anew with what they have
-        pair, other = ((model, hk.FusedAdamW(model.parameters(), lr=0.1)) for model, _ in (pair, other))
+        pair, other = ((model, make_optimizer(kind, model)) for model, _ in (pair, other))
     for each in (pair, other):
         train(*each, 2)
     assert same(pair[0].state_dict(), other[0].state_dict())
