@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -295,7 +296,7 @@ class Bucket:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(piece.stop - piece.start for piece in self.pieces)
 

@@ -3,9 +3,10 @@
 One sync, in the order in which it happens; :mod:`.converger` has all of it in one class, top to bottom:
 
 1. :mod:`.payload` collects what is averaged: parameters, buffers, optimizer state and step counts
-   (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process.
-2. :mod:`.summary` reduces them to a few numbers: layout hashes, with the names that :mod:`.labels` finds, checksums,
-   and where buffers are not finite (:mod:`.nonfinite`).
+   (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process (:mod:`.flat_views`).
+   What holds until a tensor is replaced, such as names (:mod:`.labels`), ties and layouts, is found once (:mod:`.survey`).
+2. :mod:`.summary` reduces them to a few numbers: layout hashes, checksums, and where buffers are not finite
+   (:mod:`.nonfinite`).
 3. :mod:`.handshake` gathers one row of such numbers from every replica. Replicas that disagree on step, layout or
    settings get an error that names them. :mod:`.agreement` draws the conclusions: a replica with non-finite values is
    marked as unhealthy. If a rank does not come, :mod:`.attendance` names it, by the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.transport import Transport
 from hdet_kernels.tensors import wide_dtype
+
+_kind_of = attrgetter("device", "dtype")
 
 
 def distance_of(
@@ -42,11 +45,12 @@ def distance_of(
     ensemble = transport.ensemble
     if ensemble.size == 1 or plan.taken is not None or not plan.params:
         return 0.0 if ensemble.size > 1 and not plan.params else None
-    present = [tensor for tensor in averaged if tensor.numel()]
-    kinds = {(tensor.device, tensor.dtype == torch.float64) for tensor in present}
-    if len(kinds) != 1 or wide_dtype(present[0].device) != torch.float64:
+    found = set(map(_kind_of, filter(Tensor.numel, averaged)))
+    kinds = {(device, dtype == torch.float64) for device, dtype in found}
+    if len(kinds) != 1 or any(wide_dtype(device) != torch.float64 for device, _ in kinds):
         return None
     if norm is None:
+        present = [tensor for tensor in averaged if tensor.numel()]
         # Where a process holds several replicas, all rows are the mean now.
         one = [tensor[0] for tensor in present] if ensemble.rows > 1 else present
         norm = float(transport.checksum_of_one(one, present[0].device))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -32,6 +33,8 @@ ALONE_BYTES = 2**18
 
 # Messages from the memory of tensors that travel at the same time. Each packed message needs a staging buffer.
 MOST_MESSAGES = 64
+
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Swap:
 
     def _plan(self, regions: Regions, measured: int) -> list[_Part]:
         """Divide the tensors into buckets and messages; kept, because the same tensors come at every sync."""
-        shapes = [(tuple(map(Tensor.numel, region)), tuple(tensor.dtype for tensor in region)) for region in regions]
+        shapes = [(tuple(map(Tensor.numel, region)), tuple(map(_dtype_of, region))) for region in regions]
         key = (shapes, measured)
         if self._planned is None or self._planned[0] != key:
             self._planned = None  # its tables may be large

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ from hdet_kernels.ensemble import Trading
 # The most bytes of a bucket that has to be packed. Two of them are packed at a time, and stay in the last-level cache.
 PACKED_BYTES = 16 * 2**20
 
+_device_of = attrgetter("device")
+
 
 class Trade:
     """Averages flat CPU tensors over the processes of a transport.
@@ -63,7 +66,7 @@ class Trade:
 
     def fits(self, regions: Regions) -> bool:
         """Return whether all of these tensors can be averaged here. The same on all processes."""
-        devices = {tensor.device for region in regions for tensor in region}
+        devices = {device for region in regions for device in set(map(_device_of, region))}
         return self._ensemble.processes > 1 and all(map(self._ensemble.trades, devices))
 
     def average(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -49,9 +49,8 @@ class LiveTensors:
     def __init__(self, tensors: Iterable[Tensor], backend: str | None = None) -> None:
         self.tensors = list(tensors)
         self._parts = parts_of(self.tensors)  # of distributed tensors, whose data is in others
-        self.library = _library_for(self.tensors, backend)
-        handles = [id(tensor) + _tensor_offset() for tensor in self.tensors] if self.library else []
-        self.handles = np.array(handles, dtype=np.int64)
+        self.library = library_for(self.tensors, backend)
+        self.handles = handles_of(map(id, self.tensors)) if self.library else np.zeros(0, dtype=np.int64)
         self._handles_at = address_of(self.handles)
         self.remember_addresses()
 
@@ -112,11 +111,18 @@ def why_not_compiled() -> str | None:
     return None
 
 
-def _library_for(tensors: list[Tensor], backend: str | None) -> Any:
-    """Return the library that can look at ``tensors``, or ``None``."""
+def library_for(tensors: Sequence[Tensor], backend: str | None) -> Any:
+    """Return the extension's functions that can look at ``tensors``, or ``None``."""
     if not tensors or resolve(tensors[0].device, backend) == "torch" or why_not_compiled() is not None:
         return None
-    return _library() if all(map(_is_plain, tensors)) else None
+    # All tensors of a type have their C++ tensor at the same place, so one of each is looked at.
+    return _library() if all(map(_is_plain, {type(tensor): tensor for tensor in tensors}.values())) else None
+
+
+def handles_of(ids: Iterable[int]) -> NDArray[np.int64]:
+    """Return, for :func:`library_for`, the address of the C++ tensor of each Python tensor, given by its ``id``."""
+    handles: NDArray[np.int64] = np.fromiter(ids, dtype=np.int64) + _tensor_offset()
+    return handles
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -132,6 +138,7 @@ def _library() -> Any:
     for name, arguments in {
         "hdet_can_look": [],
         "hdet_lie_at": [address, number, address],
+        "hdet_layouts": [address, number, address, number],
         "hdet_gradients": [address, address, address],
         "hdet_advance_versions": [address, number],
     }.items():
