@@ -4,7 +4,8 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
 
 1. :mod:`.payload` collects what is averaged: parameters, buffers, optimizer state and step counts
    (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process (:mod:`.flat_views`).
-   What holds until a tensor is replaced, such as names (:mod:`.labels`), ties and layouts, is found once (:mod:`.survey`).
+   What holds until a tensor is replaced, such as names (:mod:`.labels`), ties and layouts, is found once
+   (:mod:`.survey`).
 2. :mod:`.summary` reduces them to a few numbers: layout hashes, checksums, and where buffers are not finite
    (:mod:`.nonfinite`).
 3. :mod:`.handshake` gathers one row of such numbers from every replica. Replicas that disagree on step, layout or

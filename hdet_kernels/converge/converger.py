@@ -40,6 +40,7 @@ from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take
 from hdet_kernels.ensemble import Ensemble, Trading, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
+from hdet_kernels.tensors import devices_of
 
 log = logging.getLogger("hdet_kernels")
 
@@ -231,8 +232,9 @@ class Converger:
                 transport, payload.compressible, backup=self.backup and ensemble.talks
             )
             cost += more
-        for device in {tensor.device for tensor in (*payload.all_params, *payload.buffers) if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
+        for device in devices_of([*payload.all_params, *payload.buffers]):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
         if ensemble.parts > 1:
             ensemble.confirm()
             cost += Cost(4, 1)

@@ -19,9 +19,9 @@ from torch import Tensor
 from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.transport import Transport
-from hdet_kernels.tensors import wide_dtype
+from hdet_kernels.tensors import devices_of, wide_dtype
 
-_kind_of = attrgetter("device", "dtype")
+_dtype_of = attrgetter("dtype")
 
 
 def distance_of(
@@ -45,12 +45,11 @@ def distance_of(
     ensemble = transport.ensemble
     if ensemble.size == 1 or plan.taken is not None or not plan.params:
         return 0.0 if ensemble.size > 1 and not plan.params else None
-    found = set(map(_kind_of, filter(Tensor.numel, averaged)))
-    kinds = {(device, dtype == torch.float64) for device, dtype in found}
-    if len(kinds) != 1 or any(wide_dtype(device) != torch.float64 for device, _ in kinds):
+    present = list(filter(Tensor.numel, averaged))
+    devices, wide = devices_of(present), {dtype == torch.float64 for dtype in set(map(_dtype_of, present))}
+    if len(devices) != 1 or len(wide) != 1 or wide_dtype(present[0].device) != torch.float64:
         return None
     if norm is None:
-        present = [tensor for tensor in averaged if tensor.numel()]
         # Where a process holds several replicas, all rows are the mean now.
         one = [tensor[0] for tensor in present] if ensemble.rows > 1 else present
         norm = float(transport.checksum_of_one(one, present[0].device))

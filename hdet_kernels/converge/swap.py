@@ -39,14 +39,13 @@ _dtype_of = attrgetter("dtype")
 
 @dataclass(frozen=True)
 class _Message:
-    """Elements ``start .. stop`` of a bucket. ``pack`` gathers them from ``tensors``, the numbers of which are given.
+    """A part of a bucket, from element ``start`` on. ``pack`` gathers it from ``tensors``, whose numbers are given.
 
-    Without a pack they are one piece, which is sent from its own memory.
+    Without a pack it is one piece, which is sent from its own memory.
     """
 
     start: int
-    stop: int
-    pieces: tuple[Piece, ...]
+    part: Bucket
     tensors: slice
     pack: Pack | None
 
@@ -114,15 +113,15 @@ class Swap:
         for part, own, room in zip(parts, tensors, memory, strict=True):
             for message in part.messages:
                 if packed == (message.pack is not None):
-                    place = room[message.start : message.stop]
-                    yield self._transfer(message, part.bucket, own, place), place.nbytes
+                    place = room[message.start : message.start + message.part.numel]
+                    yield self._transfer(message, own, place), place.nbytes
 
-    def _transfer(self, message: _Message, bucket: Bucket, own: Sequence[Tensor], place: Tensor) -> Transfer:
+    def _transfer(self, message: _Message, own: Sequence[Tensor], place: Tensor) -> Transfer:
         if message.pack is None:
-            (piece,) = message.pieces
+            (piece,) = message.part.pieces
             yield self._ensemble.trade([own[piece.index][piece.start : piece.stop]] * 2, [place] * 2)
             return
-        with self._staging.buffer(Bucket(bucket.device, bucket.dtype, message.pieces)) as packed:
+        with self._staging.buffer(message.part) as packed:
             message.pack.pack(own[message.tensors], packed)
             yield self._ensemble.trade([packed] * 2, [place] * 2)
 
@@ -159,7 +158,7 @@ class Swap:
             between = slice(pieces[0].index, pieces[-1].index + 1)
             whole = self._transport.in_place(tensors, found) is not None
             pack = None if whole else self._pack(tensors[between], found, pieces[0].index)
-            made = _Message(start, start + size, found.pieces, between, pack)
+            made = _Message(start, found, between, pack)
             pieces.clear()
             start, size = start + size, 0
             return made
