@@ -34,9 +34,11 @@ from hdet_kernels.converge.outer import Outer, OuterStep, check_outer
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
 from hdet_kernels.converge.payload import Counts, ModelTensors, Payload
 from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge, decide
+from hdet_kernels.converge.split_masters import SplitMasters
 from hdet_kernels.converge.summary import TensorSummary, describe_layout
 from hdet_kernels.converge.trade import Trade
 from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take_first, take_largest
+from hdet_kernels.converge.two_phase import write_all
 from hdet_kernels.ensemble import Ensemble, Trading, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
@@ -115,7 +117,11 @@ class Converger:
         check_merge(merge, outer=outer, compress=compress)
         self.ensemble, self.backup, self.compress, self.merge = ensemble, backup, compress, merge
         self._transport = Transport(ensemble, self.bucket_bytes, backend)
-        self._trade = Trade(self._transport, ensemble, keeps_memory=backup) if isinstance(ensemble, Trading) else None
+        # Each keeps memory of its own: one for all that is averaged at once, one for the parts of split masters.
+        self._trade, self._trade_of_parts = (
+            Trade(self._transport, ensemble, keeps_memory=backup) if isinstance(ensemble, Trading) else None
+            for _ in range(2)
+        )
         # Overlapped averages have process groups of their own and, on a GPU, a stream. Made when first needed.
         self._background: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -141,17 +147,19 @@ class Converger:
                 the remaining ones if a process dies.
         """
         start = time.perf_counter()
-        payload = self.tensors.payload(include_state=request.include_state)
+        payload = self.tensors.payload(include_state=request.include_state, bucket_bytes=self._joined_bytes)
         agreement, plan = self._agree(self._transport, report, payload, request)
         trade = self._trade_of(payload, plan)
         cost = self._average_or_restore(payload, plan, trade)
-        # Parameters that travelled compressed were not measured on the way.
-        norms = agreement.norms[plan.included, self.ensemble.part]
-        norm = trade.norm(norms) if trade is not None and not plan.compressed else None
-        distance = distance_of(self._transport, agreement, plan, payload.all_params, norm)
+        distance = self._distance(agreement, payload, plan, trade)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.settle(payload, counts=plan.counts)
         return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
+
+    @property
+    def _joined_bytes(self) -> int | None:
+        """The most bytes of split masters that are joined at a time: all where an option needs all of them."""
+        return self.bucket_bytes if self._outer is None and self._compression is None else None
 
     def _agree(
         self, transport: Transport, report: Report, payload: Payload, request: AverageRequest
@@ -195,7 +203,7 @@ class Converger:
 
     def _trade_of(self, payload: Payload, plan: Plan) -> Trade | None:
         """Return what averages the payload without changing it before the end, if it can: the same on all processes."""
-        if self._trade is None or not self._trade.fits(payload.regions_in_full(plan)):
+        if self._trade is None or not self._trade.fits([*payload.regions_in_full(plan), payload.split.params]):
             return None
         return self._trade
 
@@ -204,23 +212,42 @@ class Converger:
         if not (self.backup and self.ensemble.talks):
             return self._average(self._transport, payload, plan, trade)
         with payload.restore_on_failure(plan, written_last=trade is not None):
-            return self._average(self._transport, payload, plan, trade)
+            return self._average(self._transport, payload, plan, trade, keeps_split=True)
 
-    def _average(self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None = None) -> Cost:
-        """Average the payload in place, as planned. Collective. An error names the ranks that are missing."""
+    def _average(
+        self,
+        transport: Transport,
+        payload: Payload,
+        plan: Plan,
+        trade: Trade | None = None,
+        *,
+        keeps_split: bool = False,
+    ) -> Cost:
+        """Average the payload in place, as planned. Collective. An error names the ranks that are missing.
+
+        ``keeps_split``: write split masters last, as a trade does with everything.
+        """
         with transport.attendance.explained():
-            return self._run_plan(transport, payload, plan, trade)
+            return self._run_plan(transport, payload, plan, trade, keeps_split or trade is not None)
 
-    def _run_plan(self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None) -> Cost:
+    def _run_plan(
+        self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None, keeps_split: bool
+    ) -> Cost:
         ensemble = transport.ensemble
         cost = handshake_cost(ensemble)
         own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
-        regions, write_means = payload.regions_in_full(plan), None
+        regions, write_means, write_split = payload.regions_in_full(plan), None, None
         if trade is None:
             cost += transport.average(regions, plan.included, rescaled=plan.rescaled)
         else:
             measured = len(payload.all_params) if plan.params and not plan.compressed else 0
             more, write_means = trade.average(regions, plan.included, rescaled=plan.rescaled, measured=measured)
+            cost += more
+        if plan.params and payload.split.halves:
+            of_parts = None if trade is None else self._trade_of_parts
+            more, write_split = payload.split.average(
+                transport, of_parts, plan.included, rescaled=plan.rescaled, deferred=keeps_split
+            )
             cost += more
         if plan.integers and payload.integers:
             cost += run_transfers([take_first(ensemble, payload.integers, plan.included)])
@@ -238,8 +265,7 @@ class Converger:
         if ensemble.parts > 1:
             ensemble.confirm()
             cost += Cost(4, 1)
-        if write_means is not None:
-            write_means()
+        write_all([write for write in (write_means, write_split) if write is not None])
         for averaged, before in zip(payload.all_buffers, own, strict=bool(own)):
             keep_own(averaged, before, plan.healthy[held(ensemble)].tolist())
         if write_consensus is not None:
@@ -248,6 +274,18 @@ class Converger:
             healthy = bool(plan.healthy[held(self.ensemble)].all())
             self._compression.remember(transport, payload.compressible, keep_errors=healthy)
         return cost
+
+    def _distance(self, agreement: Agreement, payload: Payload, plan: Plan, trade: Trade | None) -> float | None:
+        """Return how far the replicas lay apart; see :func:`.distance.distance_of`."""
+        norm = None
+        if payload.split.halves:
+            # Where a process holds several replicas, all rows are the mean now.
+            one = [tensor[0] if self.ensemble.rows > 1 else tensor for tensor in payload.all_params]
+            norm = math.hypot(float(self._transport.checksum_of_one(one, payload.device)), payload.split.norm)
+        elif trade is not None and not plan.compressed:  # compressed parameters were not measured on the way
+            norm = trade.norm(agreement.norms[plan.included, self.ensemble.part])
+        averaged = [*payload.all_params, *payload.split.params]
+        return distance_of(self._transport, agreement, plan, averaged, norm)
 
     def _take_outer_step(self, payload: Payload, plan: Plan, *, same_start: bool, advance: bool) -> None:
         if self._outer is None:
@@ -267,7 +305,7 @@ class Converger:
         """
         own = [tensor.clone() for tensor in self.tensors.covered()]
         try:
-            payload = self.tensors.payload(include_state=False)
+            payload = self.tensors.payload(include_state=False, bucket_bytes=self._joined_bytes)
             request = AverageRequest("consensus", include_state=False, in_full=True)
             _, plan = self._agree(self._transport, report, payload, request)
             self._average(self._transport, payload, plan)
@@ -346,8 +384,10 @@ class Converger:
 
         Raises with nothing changed.
         """
-        payload = self.tensors.payload(include_state=True)
-        state_alone = replace(payload, params=[], buffers=[], masks=[], masks_changed=False, integers=[])
+        payload = self.tensors.payload(include_state=True, bucket_bytes=self.bucket_bytes)
+        state_alone = replace(
+            payload, params=[], split=SplitMasters(), buffers=[], masks=[], masks_changed=False, integers=[]
+        )
         request = AverageRequest("heal", average_state=False, in_full=True, heals=True)
         agreement, plan = self._agree(self._transport, Report(step=0, kept=kept), state_alone, request)
         both = agreement.healthy & healthy_then if len(healthy_then) == len(agreement.healthy) else agreement.healthy

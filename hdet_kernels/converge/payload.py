@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Buckets
+from hdet_kernels.buckets import BUCKET_BYTES, Buckets
 from hdet_kernels.converge.flat_views import FlatViews, Gapped, flattened
 from hdet_kernels.converge.handshake import short_hash
 from hdet_kernels.converge.labels import Names
 from hdet_kernels.converge.nonfinite import begins_nonfinite, fingerprints, finite_part, names_of_nonfinite, pattern
 from hdet_kernels.converge.plan import Plan
+from hdet_kernels.converge.split_masters import SplitMasters
 from hdet_kernels.converge.summary import Checksum, TensorSummary, describe_layout, integer_hash
 from hdet_kernels.converge.survey import Survey, take_survey
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
@@ -55,8 +56,10 @@ class Payload:
         state_layout: a hash of names and layouts of the state; 0 if there is none.
         homed: whether the parameters live in :class:`Buckets`. Each region is then averaged in place.
         device: device of the first parameter.
-        full: :attr:`.Buckets.full`, of which ``params`` are views, if the parameters live there.
+        full: :attr:`.Buckets.full`, of which ``params`` are views, if the parameters live there. None for masters that
+            are in ``split``.
         joined: the addresses of those that are copies, of split masters. They are written back by ``settle``.
+        split: split masters that are not in ``params``, and are joined part by part.
     """
 
     params: list[list[Tensor]]
@@ -71,8 +74,9 @@ class Payload:
     state_layout: int
     homed: bool
     device: torch.device
-    full: tuple[Tensor, ...] = ()
+    full: tuple[Tensor | None, ...] = ()
     joined: frozenset[int] = frozenset()
+    split: SplitMasters = field(default_factory=SplitMasters)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -148,7 +152,7 @@ class Payload:
             state=self.state_layout,
             counts=0 if self.counts is None else short_hash(self.counts.tolist()),
             integers=integer_hash(self.integers, checksum.rows, self.device),
-            checksum=checksum(self.all_params, self.device),
+            checksum=self._checksum_of_params(checksum),
             rest=checksum(self.state.values(), self.device) + buffers,
             nonfinite=nonfinite,
             masks=self.masks_changed,
@@ -156,6 +160,10 @@ class Payload:
             outer=outer,
             describe=describe,
         )
+
+    def _checksum_of_params(self, checksum: Checksum) -> Tensor:
+        others = checksum(self.all_params, self.device)
+        return torch.hypot(others, self.split.checksum(checksum, self.device)) if self.split.halves else others
 
     def copy(self) -> Payload:
         """Return the same values in memory of their own. ``tensors`` are still those of the model."""
@@ -218,15 +226,18 @@ class ModelTensors:
         # are constants, or statistics that start at infinity. Not damage.
         began = {number: buffer for number, buffer in enumerate(buffers()) if begins_nonfinite(buffer)}
         self.masks = dict(zip(began, fingerprints(began.values()), strict=True))
-        self.payload(include_state=False, reads=True)  # raises now, not after T steps, if one cannot be flattened
+        self.payload(
+            include_state=False, reads=True, bucket_bytes=BUCKET_BYTES
+        )  # raises now, not after T steps, if one cannot be flattened
 
-    def payload(self, *, include_state: bool, reads: bool = False) -> Payload:
+    def payload(self, *, include_state: bool, reads: bool = False, bucket_bytes: int | None = None) -> Payload:
         """Return the tensors as they are now.
 
         Args:
             include_state: whether optimizer state and step counts are wanted.
             reads: whether the payload is only read, so that masters must stay as they are. A checkpoint may be loaded
                 in parts, and masters that do not fit the parameters now will fit those that are loaded next.
+            bucket_bytes: the most bytes of split masters that are joined at a time. Default: all of them, in a copy.
         """
         present = list(self.buffers())
         began = {number: present[number] for number in self.masks if number < len(present)}
@@ -235,12 +246,17 @@ class ModelTensors:
             self.buckets.refresh_masters()
         gapped: Gapped = []
         params: list[list[Tensor]] | None = None
-        full: tuple[Tensor, ...] = ()
+        full: tuple[Tensor | None, ...] = ()
         in_use: set[int] = set()
+        split = SplitMasters()
         if self.buckets is not None:
             in_use = {each.data_ptr() for each in (*self.buckets.flats, *self.buckets.masters) if each is not None}
-            full = self.buckets.read_full() if reads else self.buckets.full
-            params = [[flattened(each, self.rows, gapped)] for each in full if each.numel()]
+            if bucket_bytes is None:
+                full = self.buckets.read_full() if reads else self.buckets.full
+            else:
+                full = self.buckets.unsplit(fresh=reads)
+                split = SplitMasters(list(self.buckets.split_masters.values()), bucket_bytes)
+            params = [[flattened(each, self.rows, gapped)] for each in full if each is not None and each.numel()]
         state = dict(self.state()) if include_state else {}
         flat_state, state_layout = self._flat(state, gapped)
         return Payload(
@@ -257,7 +273,8 @@ class ModelTensors:
             homed=params is not None,
             device=self.params[0].device,
             full=full,
-            joined=frozenset(each.data_ptr() for each in full) - in_use,
+            joined=frozenset(each.data_ptr() for each in full if each is not None) - in_use,
+            split=split,
         )
 
     def _look(self, present: Sequence[Tensor], masks: Iterable[Tensor]) -> Survey:
