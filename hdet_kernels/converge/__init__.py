@@ -15,7 +15,8 @@ One sync, in the order in which it happens; :mod:`.converger` has all of it in o
 4. :mod:`.plan` decides from the gathered rows alone, on every process alike, what is averaged over whom.
 5. :mod:`.transport` averages bucket by bucket, one collective each; :mod:`.compress` sends the parameters as rounded
    differences to the last consensus instead. If a collective fails, everything is restored. CPU tensors over gloo are
-   averaged beside the model by :mod:`.trade`, and written when all of them have arrived.
+   averaged beside the model by :mod:`.trade`, and written when all of them have arrived. :mod:`.split_masters` joins
+   split masters for that, one bucket at a time.
 6. :mod:`.distance` tells how far apart the replicas were.
 7. :mod:`.outer` moves the parameters from the last consensus towards the mean by a step of an outer SGD, if asked.
 8. The payload is settled: copies go back to the tensors that they were made of, parameters are rounded from their

@@ -74,7 +74,8 @@ class Converger:
             out.
         backup: keep a copy of what is averaged until the average is complete, so that everything is as it was if a peer
             dies. Without it, a failure leaves a mixture of old and averaged values. CPU tensors over gloo are always
-            averaged in such a copy; with ``backup`` its memory is kept for the next average.
+            averaged in such a copy; with ``backup`` its memory is kept for the next average. Split masters need no
+            copy: their means are kept until the end, and without ``backup`` on a GPU written bucket by bucket.
         outer: an :class:`hdet_kernels.Outer`. Costs two copies of the parameters of one replica (one without momentum).
         merge: ``"mean"``, or ``"best"``: all replicas become a copy of the healthy one with the lowest loss, on the
             probe where there is one; the first of several. Without any loss, the mean.
