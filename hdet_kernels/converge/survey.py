@@ -1,4 +1,4 @@
-"""What is found out about the tensors of a model before they are averaged, and kept as long as it is true.
+"""Survey the tensors of a model: facts that an average needs, and that hold until a tensor is replaced.
 
 There may be very many tensors, and between two syncs their values change, hardly ever their place. So labels, ties,
 kinds and the hash that processes compare are found again only when a tensor was replaced or has another layout.

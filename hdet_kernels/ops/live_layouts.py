@@ -17,7 +17,7 @@ from torch import Tensor
 from hdet_kernels.ops.live_tensors import address_of, handles_of, library_for
 from hdet_kernels.sharded import part_of
 
-# Of one tensor: address, dtype, device and shape and strides.
+# Of one tensor: address, dtype, device, shape and strides.
 _Layout = tuple[int, torch.dtype, torch.device, tuple[int, ...], tuple[int, ...]]
 
 
@@ -54,9 +54,8 @@ class LiveLayouts:
             return self._look(tensors) == self._layouts
         if set(map(type, tensors)) != self._types:
             return False
-        expected = self._layouts
         found = self._look(tensors)
-        return isinstance(found, np.ndarray) and np.array_equal(found, expected)
+        return isinstance(found, np.ndarray) and np.array_equal(found, self._layouts)
 
     def _look(self, tensors: Sequence[Tensor]) -> NDArray[np.int64] | list[_Layout] | None:
         """Return the layouts; ``None`` if a tensor has none, because it is sparse, for example."""
