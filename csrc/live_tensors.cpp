@@ -1,5 +1,6 @@
-// What an optimizer looks at before and after every step, for many tensors in one call: the addresses of parameters and
-// of their gradients, and the version counters. hdet_kernels/ops/live_tensors.py calls these functions by ctypes.
+// What an optimizer looks at before and after every step, and an average before it starts, for many tensors in one call:
+// the addresses of parameters and of their gradients, the version counters, and the layouts of tensors.
+// hdet_kernels/ops/live_tensors.py calls these functions by ctypes.
 //
 // A tensor is given as the address of the at::Tensor in its Python object, which is what a handle of the stable ABI is.
 // The caller keeps the Python objects alive and holds the GIL.
@@ -7,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "export.h"
 #include "table.h"
@@ -117,6 +119,37 @@ HDET_EXPORT int64_t hdet_lie_at(const int64_t* tensors, int64_t count, const int
     if (address != addresses[i]) return 0;
   }
   return 1;
+}
+
+// Writes the layouts of all tensors one after another to `words`, of which there are `room`: for each its address, dtype,
+// kind and number of the device, number of dimensions, sizes and strides. Returns how many words that takes; nothing is
+// written beyond `room`. Returns -1 if a tensor has no address.
+HDET_EXPORT int64_t hdet_layouts(const int64_t* tensors, int64_t count, int64_t* words, int64_t room) {
+  int64_t written = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const AtenTensorHandle tensor = handle_of(tensors[i]);
+    int64_t address = 0, dims = 0;
+    int32_t dtype = -1, kind = -1, number = -1;
+    int64_t *sizes = nullptr, *strides = nullptr;
+    const bool known = is_strided(tensor) && data_address(tensor, address) &&
+                       aoti_torch_get_dtype(tensor, &dtype) == AOTI_TORCH_SUCCESS &&
+                       aoti_torch_get_device_type(tensor, &kind) == AOTI_TORCH_SUCCESS &&
+                       aoti_torch_get_device_index(tensor, &number) == AOTI_TORCH_SUCCESS &&
+                       aoti_torch_get_dim(tensor, &dims) == AOTI_TORCH_SUCCESS &&
+                       aoti_torch_get_sizes(tensor, &sizes) == AOTI_TORCH_SUCCESS &&
+                       aoti_torch_get_strides(tensor, &strides) == AOTI_TORCH_SUCCESS;
+    if (!known) return -1;
+    const int64_t size = 5 + 2 * dims;
+    if (written + size <= room) {
+      int64_t* own = words + written;
+      const int64_t first[] = {address, dtype, kind, number, dims};
+      own = std::copy(std::begin(first), std::end(first), own);
+      own = std::copy(sizes, sizes + dims, own);
+      std::copy(strides, strides + dims, own);
+    }
+    written += size;
+  }
+  return written;
 }
 
 // Writes the gradient table of tensors, for the slots of which `expected` has the sizes and strides. Returns -1 if a

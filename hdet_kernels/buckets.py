@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -188,30 +189,46 @@ class Buckets:
     def full(self) -> tuple[Tensor, ...]:
         """The parameters in full precision: the masters, and the buffers that have none. Split masters are joined:
         these are copies. :meth:`write_full` takes over what is written to all of them."""
-        return tuple(
-            flat if master is None else read_split(flat, master) if master.dtype == torch.int16 else master
-            for flat, master in zip(self.flats, self.masters, strict=True)
-        )
+        return self._joined(self.unsplit())
 
-    def write_full(self, full: Sequence[Tensor]) -> None:
+    def read_full(self) -> tuple[Tensor, ...]:
+        """Return :attr:`full` as it would be after :meth:`refresh_masters`, with the masters left as they are."""
+        return self._joined(self.unsplit(fresh=True))
+
+    @property
+    def split_masters(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """The buffers whose masters are split, each with the lower halves, by number of the buffer."""
+        pairs = enumerate(zip(self.flats, self.masters, strict=True))
+        return {number: (flat, low) for number, (flat, low) in pairs if low is not None and low.dtype == torch.int16}
+
+    def unsplit(self, *, fresh: bool = False) -> tuple[Tensor | None, ...]:
+        """Return :attr:`full` with None for split masters. ``fresh``: as :meth:`read_full` does."""
+
+        def read(flat: Tensor, master: Tensor | None) -> Tensor | None:
+            if master is None:
+                return flat
+            if master.dtype == torch.int16:
+                return None
+            return in_full(flat, master) if fresh else master
+
+        return tuple(read(flat, master) for flat, master in zip(self.flats, self.masters, strict=True))
+
+    def _joined(self, unsplit: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        split = self.split_masters
+        return tuple(read_split(*split[number]) if each is None else each for number, each in enumerate(unsplit))
+
+    def write_full(self, full: Sequence[Tensor | None]) -> None:
         """Take over values that were written to the tensors of :attr:`full`: round masters, and split copies of them.
 
-        :meth:`advance_versions` is left to the caller.
+        Where it is None, everything is written already. :meth:`advance_versions` is left to the caller.
         """
         for flat, master, value in zip(self.flats, self.masters, full, strict=True):
-            if master is None:
+            if master is None or value is None:
                 continue
             if master.dtype == torch.int16:
                 write_split(value, flat, master)
             else:
                 flat.copy_(master)
-
-    def read_full(self) -> tuple[Tensor, ...]:
-        """Return :attr:`full` as it would be after :meth:`refresh_masters`, with the masters left as they are."""
-        return tuple(
-            in_full(flat, master) if master is not None and master.dtype == torch.float32 else full
-            for flat, master, full in zip(self.flats, self.masters, self.full, strict=True)
-        )
 
     def moved(self) -> list[int]:
         """Return the indices of parameters that are no longer in their slot (``.to()``, ``.data = …``).
@@ -295,7 +312,7 @@ class Bucket:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(piece.stop - piece.start for piece in self.pieces)
 

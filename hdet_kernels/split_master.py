@@ -44,22 +44,23 @@ def joined(param: Tensor, low: Tensor) -> Tensor:
 
 
 def read_split(param: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 masters of contiguous buffers of any size."""
-    master = torch.empty_like(param, dtype=torch.float32)
+    """Return the float32 masters of buffers of any size: 1-D, or [rows, n] of which rows may lie apart."""
+    master = torch.empty(param.shape, dtype=torch.float32, device=param.device)
     for to, *halves in _in_parts(master, param, low):
         to.copy_(joined(*halves))
     return master
 
 
 def write_split(master: Tensor, param: Tensor, low: Tensor) -> None:
-    """Write float32 masters to contiguous buffers of any size."""
+    """Write float32 masters to buffers of any size, as :func:`read_split` takes them."""
     for part, *halves in _in_parts(master, param, low):
         for to, half in zip(halves, split(part), strict=True):
             to.copy_(half)
 
 
 def _in_parts(*flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(flat.view(-1).split(_AT_ONCE) for flat in flats), strict=True)
+    for rows in zip(*(flat.unbind() if flat.dim() > 1 else (flat,) for flat in flats), strict=True):
+        yield from zip(*(row.split(_AT_ONCE) for row in rows), strict=True)
 
 
 def low_of_copy(master: Tensor) -> Tensor:

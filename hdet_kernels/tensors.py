@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from hdet_kernels.checks import spell
 from hdet_kernels.split_master import joined
+
+_is_cpu = attrgetter("is_cpu")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ def in_full(param: Tensor, master: Tensor) -> Tensor:
         return joined(param, master)
     own = param.view(torch.int16) == master.to(param.dtype).view(torch.int16)
     return torch.where(own, master, param.to(master.dtype))
+
+
+def devices_of(tensors: Sequence[Tensor]) -> set[torch.device]:
+    """Return the devices of tensors. That of many CPU tensors is found without a device object for each."""
+    if tensors and all(map(_is_cpu, tensors)):
+        return {torch.device("cpu")}
+    return {tensor.device for tensor in tensors}
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.tensors import (
     Slot,
     compact,
+    devices_of,
     distinct,
     flat_view,
     has_overlap,
@@ -303,3 +304,10 @@ def test_stacks_of_replicas() -> None:
     assert share_gradients([stack])
     assert not share_gradients([stack, plain])
     assert not share_gradients([StackedParameter(torch.ones(2, 2), shares_gradient=False)])
+
+
+def test_devices_of_tensors() -> None:
+    here, meta = torch.ones(1), torch.ones(1, device="meta")
+    assert devices_of([]) == set()
+    assert devices_of([here, here]) == {torch.device("cpu")}
+    assert devices_of([here, meta]) == {torch.device("cpu"), torch.device("meta")}

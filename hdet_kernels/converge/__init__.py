@@ -3,9 +3,11 @@
 One sync, in the order in which it happens; :mod:`.converger` calls all of it, top to bottom:
 
 1. :mod:`.payload` collects what is averaged: parameters, buffers, optimizer state and step counts
-   (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process.
-2. :mod:`.summary` reduces them to a few numbers: layout hashes, with the names that :mod:`.labels` finds, checksums,
-   and where buffers are not finite (:mod:`.nonfinite`).
+   (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process (:mod:`.flat_views`).
+   What holds until a tensor is replaced, such as names (:mod:`.labels`), ties and layouts, is found once
+   (:mod:`.survey`).
+2. :mod:`.summary` reduces them to a few numbers: layout hashes, checksums, and where buffers are not finite
+   (:mod:`.nonfinite`).
 3. :mod:`.handshake` gathers one row of such numbers from every replica. Replicas that disagree on step, layout or
    settings get an error that names them. :mod:`.agreement` draws the conclusions: a replica with non-finite values is
    marked as unhealthy. If a rank does not come, :mod:`.attendance` names it, by the
@@ -14,7 +16,7 @@ One sync, in the order in which it happens; :mod:`.converger` calls all of it, t
 5. :mod:`.averaging` carries the plan out: :mod:`.transport` averages bucket by bucket, one collective each;
    :mod:`.compress` sends the parameters as rounded differences to the last consensus instead. If a collective fails,
    everything is restored. CPU tensors over gloo are averaged beside the model by :mod:`.trade`, and written when all of
-   them have arrived.
+   them have arrived. :mod:`.split_masters` joins split masters for that, one bucket at a time.
 6. :mod:`.distance` tells how far apart the replicas were.
 7. :mod:`.outer` moves the parameters from the last consensus towards the mean by a step of an outer SGD, if asked.
 8. The payload is settled: copies go back to the tensors that they were made of, parameters are rounded from their

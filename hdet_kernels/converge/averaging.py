@@ -17,7 +17,9 @@ from hdet_kernels.converge.payload import Payload
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.trade import Trade
 from hdet_kernels.converge.transport import Cost, Transport, run_transfers, take_first, take_largest
+from hdet_kernels.converge.two_phase import write_all
 from hdet_kernels.ensemble import Ensemble, Trading, held
+from hdet_kernels.tensors import devices_of
 
 
 class Averaging:
@@ -32,11 +34,14 @@ class Averaging:
     def __init__(self, transport: Transport, compression: Compression | None, *, backup: bool) -> None:
         self.transport, self.compression, self.backup = transport, compression, backup
         ensemble = transport.ensemble
-        self._trade = Trade(transport, ensemble, keeps_memory=backup) if isinstance(ensemble, Trading) else None
+        # Each keeps memory of its own: one for all that is averaged at once, one for the parts of split masters.
+        self._trade, self._trade_of_parts = (
+            Trade(transport, ensemble, keeps_memory=backup) if isinstance(ensemble, Trading) else None for _ in range(2)
+        )
 
     def trade_of(self, payload: Payload, plan: Plan) -> Trade | None:
         """Return what averages the payload without changing it before the end, if it can: the same on all processes."""
-        if self._trade is None or not self._trade.fits(payload.regions_in_full(plan)):
+        if self._trade is None or not self._trade.fits([*payload.regions_in_full(plan), payload.split.params]):
             return None
         return self._trade
 
@@ -45,23 +50,42 @@ class Averaging:
         if not (self.backup and self.transport.ensemble.talks):
             return self.run(self.transport, payload, plan, trade)
         with payload.restore_on_failure(plan, written_last=trade is not None):
-            return self.run(self.transport, payload, plan, trade)
+            return self.run(self.transport, payload, plan, trade, keeps_split=True)
 
-    def run(self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None = None) -> Cost:
-        """Average the payload in place, as planned. Collective. An error names the ranks that are missing."""
+    def run(
+        self,
+        transport: Transport,
+        payload: Payload,
+        plan: Plan,
+        trade: Trade | None = None,
+        *,
+        keeps_split: bool = False,
+    ) -> Cost:
+        """Average the payload in place, as planned. Collective. An error names the ranks that are missing.
+
+        ``keeps_split``: write split masters last, as a trade does with everything.
+        """
         with transport.attendance.explained():
-            return self._run_plan(transport, payload, plan, trade)
+            return self._run_plan(transport, payload, plan, trade, keeps_split or trade is not None)
 
-    def _run_plan(self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None) -> Cost:
+    def _run_plan(
+        self, transport: Transport, payload: Payload, plan: Plan, trade: Trade | None, keeps_split: bool
+    ) -> Cost:
         ensemble = transport.ensemble
         cost = handshake_cost(ensemble)
         own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
-        regions, write_means = payload.regions_in_full(plan), None
+        regions, write_means, write_split = payload.regions_in_full(plan), None, None
         if trade is None:
             cost += transport.average(regions, plan.included, rescaled=plan.rescaled)
         else:
             measured = len(payload.all_params) if plan.params and not plan.compressed else 0
             more, write_means = trade.average(regions, plan.included, rescaled=plan.rescaled, measured=measured)
+            cost += more
+        if plan.params and payload.split.halves:
+            of_parts = None if trade is None else self._trade_of_parts
+            more, write_split = payload.split.average(
+                transport, of_parts, plan.included, rescaled=plan.rescaled, deferred=keeps_split
+            )
             cost += more
         if plan.integers and payload.integers:
             cost += run_transfers([take_first(ensemble, payload.integers, plan.included)])
@@ -73,13 +97,13 @@ class Averaging:
                 transport, payload.compressible, backup=self.backup and ensemble.talks
             )
             cost += more
-        for device in {tensor.device for tensor in (*payload.all_params, *payload.buffers) if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
+        for device in devices_of([*payload.all_params, *payload.buffers]):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
         if ensemble.parts > 1:
             ensemble.confirm()
             cost += Cost(4, 1)
-        if write_means is not None:
-            write_means()
+        write_all([write for write in (write_means, write_split) if write is not None])
         for averaged, before in zip(payload.all_buffers, own, strict=bool(own)):
             keep_own(averaged, before, plan.healthy[held(ensemble)].tolist())
         if write_consensus is not None:

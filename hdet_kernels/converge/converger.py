@@ -35,7 +35,9 @@ from hdet_kernels.converge.outer import Outer, OuterStep, check_outer
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
 from hdet_kernels.converge.payload import Counts, ModelTensors, Payload
 from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge, decide
+from hdet_kernels.converge.split_masters import SplitMasters
 from hdet_kernels.converge.summary import TensorSummary, describe_layout
+from hdet_kernels.converge.trade import Trade
 from hdet_kernels.converge.transport import Cost, Transport
 from hdet_kernels.ensemble import Ensemble, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
@@ -71,7 +73,8 @@ class Converger(AverageMemory):
             out.
         backup: keep a copy of what is averaged until the average is complete, so that everything is as it was if a peer
             dies. Without it, a failure leaves a mixture of old and averaged values. CPU tensors over gloo are always
-            averaged in such a copy; with ``backup`` its memory is kept for the next average.
+            averaged in such a copy; with ``backup`` its memory is kept for the next average. Split masters need no
+            copy: their means are kept until the end, and without ``backup`` on a GPU written bucket by bucket.
         outer: an :class:`hdet_kernels.Outer`. Costs two copies of the parameters of one replica (one without momentum).
         merge: ``"mean"``, or ``"best"``: all replicas become a copy of the healthy one with the lowest loss, on the
             probe where there is one; the first of several. Without any loss, the mean.
@@ -140,17 +143,19 @@ class Converger(AverageMemory):
                 the remaining ones if a process dies.
         """
         start = time.perf_counter()
-        payload = self.tensors.payload(include_state=request.include_state)
+        payload = self.tensors.payload(include_state=request.include_state, bucket_bytes=self._joined_bytes)
         agreement, plan = self._agree(self._transport, report, payload, request)
         trade = self._averaging.trade_of(payload, plan)
         cost = self._averaging.run_or_restore(payload, plan, trade)
-        # Parameters that travelled compressed were not measured on the way.
-        norms = agreement.norms[plan.included, self.ensemble.part]
-        norm = trade.norm(norms) if trade is not None and not plan.compressed else None
-        distance = distance_of(self._transport, agreement, plan, payload.all_params, norm)
+        distance = self._distance(agreement, payload, plan, trade)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.settle(payload, counts=plan.counts)
         return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
+
+    @property
+    def _joined_bytes(self) -> int | None:
+        """The most bytes of split masters that are joined at a time: all where an option needs all of them."""
+        return self.bucket_bytes if self._outer is None and self._compression is None else None
 
     def _agree(
         self, transport: Transport, report: Report, payload: Payload, request: AverageRequest
@@ -192,6 +197,18 @@ class Converger(AverageMemory):
             found = ", ".join(names[str(int(np.argmax(own)))][:3])
             log.warning("step %d: %s: elements that are not finite on all replicas stay as they are", step, found)
 
+    def _distance(self, agreement: Agreement, payload: Payload, plan: Plan, trade: Trade | None) -> float | None:
+        """Return how far the replicas lay apart; see :func:`.distance.distance_of`."""
+        norm = None
+        if payload.split.halves:
+            # Where a process holds several replicas, all rows are the mean now.
+            one = [tensor[0] if self.ensemble.rows > 1 else tensor for tensor in payload.all_params]
+            norm = math.hypot(float(self._transport.checksum_of_one(one, payload.device)), payload.split.norm)
+        elif trade is not None and not plan.compressed:  # compressed parameters were not measured on the way
+            norm = trade.norm(agreement.norms[plan.included, self.ensemble.part])
+        averaged = [*payload.all_params, *payload.split.params]
+        return distance_of(self._transport, agreement, plan, averaged, norm)
+
     def _take_outer_step(self, payload: Payload, plan: Plan, *, same_start: bool, advance: bool) -> None:
         if self._outer is None:
             return
@@ -210,7 +227,7 @@ class Converger(AverageMemory):
         """
         own = [tensor.clone() for tensor in self.tensors.covered()]
         try:
-            payload = self.tensors.payload(include_state=False)
+            payload = self.tensors.payload(include_state=False, bucket_bytes=self._joined_bytes)
             request = AverageRequest("consensus", include_state=False, in_full=True)
             _, plan = self._agree(self._transport, report, payload, request)
             self._averaging.run(self._transport, payload, plan)
@@ -289,8 +306,10 @@ class Converger(AverageMemory):
 
         Raises with nothing changed.
         """
-        payload = self.tensors.payload(include_state=True)
-        state_alone = replace(payload, params=[], buffers=[], masks=[], masks_changed=False, integers=[])
+        payload = self.tensors.payload(include_state=True, bucket_bytes=self.bucket_bytes)
+        state_alone = replace(
+            payload, params=[], split=SplitMasters(), buffers=[], masks=[], masks_changed=False, integers=[]
+        )
         request = AverageRequest("heal", average_state=False, in_full=True, heals=True)
         agreement, plan = self._agree(self._transport, Report(step=0, kept=kept), state_alone, request)
         both = agreement.healthy & healthy_then if len(healthy_then) == len(agreement.healthy) else agreement.healthy

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.transport import Transport
-from hdet_kernels.tensors import wide_dtype
+from hdet_kernels.tensors import devices_of, wide_dtype
+
+_dtype_of = attrgetter("dtype")
 
 
 def distance_of(
@@ -42,9 +45,9 @@ def distance_of(
     ensemble = transport.ensemble
     if ensemble.size == 1 or plan.taken is not None or not plan.params:
         return 0.0 if ensemble.size > 1 and not plan.params else None
-    present = [tensor for tensor in averaged if tensor.numel()]
-    kinds = {(tensor.device, tensor.dtype == torch.float64) for tensor in present}
-    if len(kinds) != 1 or wide_dtype(present[0].device) != torch.float64:
+    present = list(filter(Tensor.numel, averaged))
+    devices, wide = devices_of(present), {dtype == torch.float64 for dtype in set(map(_dtype_of, present))}
+    if len(devices) != 1 or len(wide) != 1 or wide_dtype(present[0].device) != torch.float64:
         return None
     if norm is None:
         # Where a process holds several replicas, all rows are the mean now.

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Buckets
+from hdet_kernels.buckets import BUCKET_BYTES, Buckets
+from hdet_kernels.converge.flat_views import FlatViews, Gapped, flattened
 from hdet_kernels.converge.handshake import short_hash
-from hdet_kernels.converge.labels import Names, labels_of, with_ties
+from hdet_kernels.converge.labels import Names
 from hdet_kernels.converge.nonfinite import begins_nonfinite, fingerprints, finite_part, names_of_nonfinite, pattern
 from hdet_kernels.converge.plan import Plan
+from hdet_kernels.converge.split_masters import SplitMasters
 from hdet_kernels.converge.summary import Checksum, TensorSummary, describe_layout, integer_hash
+from hdet_kernels.converge.survey import Survey, take_survey
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
+from hdet_kernels.ops.live_layouts import LiveLayouts
 from hdet_kernels.sharded.fsdp import drop_gathered
-from hdet_kernels.tensors import distinct, flat_view, has_overlap, is_dense, layout_hash, local, unique
+from hdet_kernels.tensors import layout_hash, local, unique
 
 # Floating-point dtypes that kernels and collectives support.
 _AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -48,13 +52,14 @@ class Payload:
         integers: integer buffers, which have no mean.
         counts: a copy of the optimizer's step counts.
         gapped: for tensors with gaps in memory, a contiguous copy and the tensor that it is written back to.
-        tensors: parameters, master weights and buffers as the model has them; of distributed tensors the local part.
-        labels: kind and name, or number, for each of them.
-        excused: the labels of the masks, which need not be finite.
+        survey: names and layouts of parameters, master weights and buffers.
+        state_layout: a hash of names and layouts of the state; 0 if there is none.
         homed: whether the parameters live in :class:`Buckets`. Each region is then averaged in place.
         device: device of the first parameter.
-        full: :attr:`.Buckets.full`, of which ``params`` are views, if the parameters live there.
+        full: :attr:`.Buckets.full`, of which ``params`` are views, if the parameters live there. None for masters that
+            are in ``split``.
         joined: the addresses of those that are copies, of split masters. They are written back by ``settle``.
+        split: split masters that are not in ``params``, and are joined part by part.
     """
 
     params: list[list[Tensor]]
@@ -64,14 +69,19 @@ class Payload:
     state: dict[str, Tensor]
     integers: list[Tensor]
     counts: Tensor | None
-    gapped: list[tuple[Tensor, Tensor]]
-    tensors: list[Tensor]
-    labels: list[str]
-    excused: frozenset[str]
+    gapped: Gapped
+    survey: Survey
+    state_layout: int
     homed: bool
     device: torch.device
-    full: tuple[Tensor, ...] = ()
+    full: tuple[Tensor | None, ...] = ()
     joined: frozenset[int] = frozenset()
+    split: SplitMasters = field(default_factory=SplitMasters)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, master weights and buffers as the model has them; of distributed tensors the local part."""
+        return [local(tensor) for tensor in self.survey.tensors]
 
     @property
     def all_params(self) -> list[Tensor]:
@@ -117,7 +127,7 @@ class Payload:
 
     def summary(self, checksum: Checksum, *, consensus: Tensor | float, outer: Tensor | float) -> TensorSummary:
         """Return the numbers about these tensors that go into the handshake."""
-        labels, rows = with_ties(self.labels, self.tensors), checksum.rows
+        survey, rows = self.survey, checksum.rows
         buffers, nonfinite = (
             checksum(self.buffers, self.device),
             torch.zeros(rows, device=self.device, dtype=torch.int64),
@@ -128,21 +138,21 @@ class Payload:
 
         def describe(what: str) -> Mapping[str, Any]:
             if what == "layout":
-                return describe_layout(self.tensors, labels=labels)
+                return describe_layout(self.tensors, labels=survey.noted)
             if what == "state":
                 return describe_layout(self.state.values(), self.state.keys())
             own = [
-                *zip(self.labels, self.tensors, strict=True),
+                *zip(survey.labels, self.tensors, strict=True),
                 *((f"state {key}", v) for key, v in self.state.items()),
             ]
-            return names_of_nonfinite([pair for pair in own if pair[0] not in self.excused], rows)
+            return names_of_nonfinite([pair for pair in own if pair[0] not in survey.excused], rows)
 
         return TensorSummary(
-            layout=layout_hash(self.tensors, labels),
-            state=layout_hash(self.state.values(), self.state.keys()) if self.state else 0,
+            layout=survey.layout,
+            state=self.state_layout,
             counts=0 if self.counts is None else short_hash(self.counts.tolist()),
             integers=integer_hash(self.integers, checksum.rows, self.device),
-            checksum=checksum(self.all_params, self.device),
+            checksum=self._checksum_of_params(checksum),
             rest=checksum(self.state.values(), self.device) + buffers,
             nonfinite=nonfinite,
             masks=self.masks_changed,
@@ -150,6 +160,10 @@ class Payload:
             outer=outer,
             describe=describe,
         )
+
+    def _checksum_of_params(self, checksum: Checksum) -> Tensor:
+        others = checksum(self.all_params, self.device)
+        return torch.hypot(others, self.split.checksum(checksum, self.device)) if self.split.halves else others
 
     def copy(self) -> Payload:
         """Return the same values in memory of their own. ``tensors`` are still those of the model."""
@@ -175,6 +189,8 @@ class Payload:
 
 class ModelTensors:
     """The tensors of a model and its optimizer that are averaged, looked up anew at every sync.
+
+    What depends on their layouts alone is found again only when one of these has changed.
 
     The arguments are those of :class:`.converger.Converger`. The constructor raises if something cannot be averaged.
     """
@@ -202,78 +218,103 @@ class ModelTensors:
             check_tensor(tensor, ensemble)
         self.state, self.counts, self.buffers, self.names = state, counts, buffers, names
         self.rows = ensemble.rows
+        self._survey: Survey | None = None
+        self._surveyed, self._state_seen = LiveLayouts(), LiveLayouts()
+        self._flat_params, self._flat_buffers, self._flat_state = (FlatViews(ensemble.rows) for _ in range(3))
+        self._state_layout: tuple[list[str], int] = ([], 0)
         # Numbers of the buffers that are not finite from the start, with their fingerprints: attention masks, which
         # are constants, or statistics that start at infinity. Not damage.
         began = {number: buffer for number, buffer in enumerate(buffers()) if begins_nonfinite(buffer)}
         self.masks = dict(zip(began, fingerprints(began.values()), strict=True))
-        self.payload(include_state=False, reads=True)  # raises now, not after T steps, if one cannot be flattened
+        self.payload(
+            include_state=False, reads=True, bucket_bytes=BUCKET_BYTES
+        )  # raises now, not after T steps, if one cannot be flattened
 
-    def payload(self, *, include_state: bool, reads: bool = False) -> Payload:
+    def payload(self, *, include_state: bool, reads: bool = False, bucket_bytes: int | None = None) -> Payload:
         """Return the tensors as they are now.
 
         Args:
             include_state: whether optimizer state and step counts are wanted.
             reads: whether the payload is only read, so that masters must stay as they are. A checkpoint may be loaded
                 in parts, and masters that do not fit the parameters now will fit those that are loaded next.
+            bucket_bytes: the most bytes of split masters that are joined at a time. Default: all of them, in a copy.
         """
-        gapped: list[tuple[Tensor, Tensor]] = []
-
-        def flat(tensor: Tensor) -> Tensor:
-            return _flattened(tensor, self.rows, gapped)
-
-        if self.buckets is not None:
-            self.buckets.rehome()
-            if not reads:
-                self.buckets.refresh_masters()
         present = list(self.buffers())
         began = {number: present[number] for number in self.masks if number < len(present)}
-        # A buffer may be a view of a parameter, and two buffers may share their memory.
-        here = [local(param) for param in self.params]
-        parts = [part for part in distinct((*here, *map(local, present))) if part.numel()]
-        own = {param.data_ptr() for param in here}
-        constant = {local(buffer).data_ptr() for buffer in began.values()} - own
-        others = own | constant
-        loose = [part for part in parts if part.data_ptr() in own]
-        masks = [part for part in parts if part.data_ptr() in constant]
-        buffers = [part for part in parts if part.data_ptr() not in others]
-        floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-        homed: list[list[Tensor]] | None = None
-        full: tuple[Tensor, ...] = ()
+        survey = self._look(present, began.values())
+        if self.buckets is not None and not reads:
+            self.buckets.refresh_masters()
+        gapped: Gapped = []
+        params: list[list[Tensor]] | None = None
+        full: tuple[Tensor | None, ...] = ()
         in_use: set[int] = set()
+        split = SplitMasters()
         if self.buckets is not None:
             in_use = {each.data_ptr() for each in (*self.buckets.flats, *self.buckets.masters) if each is not None}
-            full = self.buckets.read_full() if reads else self.buckets.full
-            homed = [[flat(each)] for each in full if each.numel()]
-        covered, labels = self.covered(), self._labels()
+            if bucket_bytes is None:
+                full = self.buckets.read_full() if reads else self.buckets.full
+            else:
+                full = self.buckets.unsplit(fresh=reads)
+                split = SplitMasters(list(self.buckets.split_masters.values()), bucket_bytes)
+            params = [[flattened(each, self.rows, gapped)] for each in full if each is not None and each.numel()]
+        state = dict(self.state()) if include_state else {}
+        flat_state, state_layout = self._flat(state, gapped)
         return Payload(
-            params=[[flat(param) for param in loose]] if homed is None else homed,
-            buffers=[flat(buffer) for buffer in floating],
-            masks=[flat(mask) for mask in masks],
+            params=[self._flat_params.of(survey.params, gapped)] if params is None else params,
+            buffers=self._flat_buffers.of(survey.buffers, gapped),
+            masks=[flattened(local(mask), self.rows, gapped) for mask in survey.masks],
             masks_changed=fingerprints(began.values()) != [self.masks[number] for number in began],
-            state={name: flat(local(value)) for name, value in (self.state().items() if include_state else ())},
-            integers=[buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())],
+            state=flat_state,
+            integers=[local(buffer) for buffer in survey.integers],
             counts=self.counts.read() if include_state and self.counts is not None else None,
             gapped=gapped,
-            tensors=covered,
-            labels=labels,
-            excused=frozenset(label for label, t in zip(labels, covered, strict=True) if t.data_ptr() in constant),
-            homed=homed is not None,
+            survey=survey,
+            state_layout=state_layout,
+            homed=params is not None,
             device=self.params[0].device,
             full=full,
-            joined=frozenset(each.data_ptr() for each in full) - in_use,
+            joined=frozenset(each.data_ptr() for each in full if each is not None) - in_use,
+            split=split,
         )
+
+    def _look(self, present: Sequence[Tensor], masks: Iterable[Tensor]) -> Survey:
+        """Return the survey of the parameters and the ``present`` buffers; bring parameters back into their buckets."""
+        given = self.params if self.buckets is None else self.buckets.params
+        watched = [*given, *self._masters(), *present]
+        if self._survey is None or not self._surveyed.match(watched):
+            self._survey = None
+            self._flat_params.forget()
+            self._flat_buffers.forget()
+            if self.buckets is not None:
+                self.buckets.rehome()
+            self._survey = take_survey(self._kinds(present), masks, self.names)
+            self._surveyed.remember(watched)
+        return self._survey
+
+    def _flat(self, state: Mapping[str, Tensor], gapped: Gapped) -> tuple[dict[str, Tensor], int]:
+        """Return the state as flat views, by name, and the hash of its layout."""
+        names, tensors = list(state), list(state.values())
+        if self.write_state is not None:  # copies, few of them, which must not be kept
+            flat = {name: flattened(local(tensor), self.rows, gapped) for name, tensor in state.items()}
+            return flat, layout_hash(flat.values(), names) if names else 0
+        known = names == self._state_layout[0] and self._state_seen.match(tensors)
+        if not known:
+            self._flat_state.forget()
+        flat = dict(zip(names, self._flat_state.of(tensors, gapped), strict=True))
+        if not known:
+            self._state_layout = names, layout_hash(flat.values(), names) if names else 0
+            self._state_seen.remember(tensors)
+        return flat, self._state_layout[1]
 
     def covered(self) -> list[Tensor]:
         """Return the parameters, their master weights and the buffers; of distributed tensors the local part."""
-        return [local(tensor) for tensors in self._kinds().values() for tensor in tensors]
+        return [local(tensor) for tensors in self._kinds(self.buffers()).values() for tensor in tensors]
 
-    def _kinds(self) -> dict[str, Sequence[Tensor]]:
-        masters = [master for master in self.buckets.masters if master is not None] if self.buckets else []
-        return {"parameter": self.params, "master": masters, "buffer": unique(self.buffers())}
+    def _kinds(self, buffers: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
+        return {"parameter": self.params, "master": self._masters(), "buffer": unique(buffers)}
 
-    def _labels(self) -> list[str]:
-        """Return a label for each of the tensors that are covered."""
-        return labels_of(self._kinds(), self.names())
+    def _masters(self) -> list[Tensor]:
+        return [master for master in self.buckets.masters if master is not None] if self.buckets else []
 
     def settle(self, payload: Payload, *, counts: bool) -> None:
         """Write averaged copies back, round the parameters from their masters and, if asked, write the step counts."""
@@ -290,25 +331,7 @@ class ModelTensors:
         """Let autograd know that parameters were written, and FSDP, which may still have the ones before gathered."""
         if self.buckets is not None:
             self.buckets.advance_versions()
-        drop_gathered(self.params)
-
-
-def _flattened(tensor: Tensor, rows: int, gapped: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the elements as a flat view; of a tensor with gaps a copy, which is appended to ``gapped``."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if rows > 1:
-        if tensor.dim() == 0 or tensor.shape[0] != rows:
-            raise ValueError(f"{rows} replicas are the rows of tensors [{rows}, …], got shape {tuple(tensor.shape)}")
-        if real.is_contiguous():
-            return real.view(rows, -1)
-        copied = real.reshape(rows, -1).contiguous()
-        gapped.append((copied, real))
-        return copied
-    if is_dense(tensor) or has_overlap(tensor):
-        return flat_view(tensor)  # raises for overlaps
-    copied = real.contiguous().view(-1)
-    gapped.append((copied, real))
-    return copied
+        drop_gathered(self.params if self._survey is None else self._survey.distributed)
 
 
 def check_tensor(tensor: Tensor, ensemble: Ensemble) -> None:

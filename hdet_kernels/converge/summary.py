@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.ops.chunks import ChunkTable
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.live_layouts import LiveLayouts
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.tensors import Slot, wide_dtype
 
@@ -68,6 +69,24 @@ def describe_layout(
     }
 
 
+# The fewest tensors of which it is kept where they lie, and the most lists of tensors for which that is kept.
+MANY, MOST_KNOWN = 64, 8
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Tensors of one device, all of them fp64 or none, by their numbers; the table of their norm, and its entries."""
+
+    numbers: Sequence[int]
+    table: ChunkTable
+    matched: MatchedGradients
+
+    def of(self, tensors: Sequence[Tensor]) -> _Alike:
+        """Return the same of ``tensors``, all those that the numbers count, with the same layouts; of none if empty."""
+        own = [tensors[number] for number in self.numbers] if tensors else []
+        return replace(self, matched=replace(self.matched, tensors=own))
+
+
 class Checksum:
     """The fp64 norm of all given tensors, in one kernel launch whatever their number.
 
@@ -78,19 +97,40 @@ class Checksum:
     def __init__(self, rows: int, backend: str | None) -> None:
         self.rows, self.backend = rows, backend
         self._tables: dict[object, ChunkTable] = {}
+        self._known: dict[tuple[int, int], tuple[LiveLayouts, list[_Alike]]] = {}
 
     def __call__(self, tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         """Return the checksum of every row, [rows], on ``device``."""
-        kinds: dict[tuple[torch.device, bool], list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                kinds.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(tensor)
         total = torch.zeros(self.rows, dtype=wide_dtype(device), device=device)
-        for weight, (_, alike) in enumerate(sorted(kinds.items(), key=lambda item: str(item[0])), start=1):
+        for weight, alike in enumerate(self._groups(list(tensors)), start=1):
             total += weight * self._norm(alike).to(device)
         return total
 
-    def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _groups(self, tensors: Sequence[Tensor]) -> list[_Alike]:
+        """Return the groups of tensors. Those of many CPU tensors are kept, while these have the same layouts."""
+        if len(tensors) < MANY or not tensors[0].is_cpu:
+            return self._found(tensors)
+        key = (len(tensors), id(tensors[0]))
+        if (known := self._known.get(key)) is not None and known[0].match(tensors):
+            return [alike.of(tensors) for alike in known[1]]
+        groups = self._found(tensors)
+        if not any(alike.matched.copied for alike in groups):
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            layouts = LiveLayouts(self.backend)
+            layouts.remember(tensors)
+            self._known[key] = layouts, [alike.of(()) for alike in groups]
+        return groups
+
+    def _found(self, tensors: Sequence[Tensor]) -> list[_Alike]:
+        kinds: dict[tuple[torch.device, bool], list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            if tensor.numel():
+                kinds.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(number)
+        ordered = sorted(kinds.items(), key=lambda item: str(item[0]))
+        return [self._alike(numbers, [tensors[number] for number in numbers]) for _, numbers in ordered]
+
+    def _alike(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> _Alike:
         sizes = tuple(tensor.numel() // self.rows for tensor in tensors)
         device, wide_elements = tensors[0].device, tensors[0].dtype == torch.float64
         key = (device, wide_elements, sizes)
@@ -114,10 +154,14 @@ class Checksum:
                 )
             )
         table = self._tables[key]
-        norm = ops.grad_norm(table, table.match(tensors), rows=self.rows, backend=self.backend)
-        if not wide_elements:
+        return _Alike(numbers, table, table.match(tensors))
+
+    def _norm(self, alike: _Alike) -> Tensor:
+        norm = ops.grad_norm(alike.table, alike.matched, rows=self.rows, backend=self.backend)
+        if alike.table.dtype != torch.float64:
             return norm
-        largest = torch.stack([tensor.reshape(self.rows, -1).abs().amax(dim=1) for tensor in tensors]).amax(dim=0)
+        present = [tensor for tensor in alike.matched.tensors if tensor is not None]
+        largest = torch.stack([tensor.reshape(self.rows, -1).abs().amax(dim=1) for tensor in present]).amax(dim=0)
         # Divided, so that the weighted sum of several norms stays finite.
         return torch.where(norm.isinf(), largest / 2**8, norm)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -22,9 +23,12 @@ from hdet_kernels.ops.pack import Pack
 from hdet_kernels.ops.pair_mean import PairMean
 from hdet_kernels.tensors import Piece, travel_dtype
 
-# The most bytes of a message. Of 64 MB between two processes of one machine, messages of 1 MiB took more CPU time; from
-# 4 to 64 MiB there was no clear difference.
-MESSAGE_BYTES = 4 * 2**20
+# The most bytes of a message from a tensor's own memory. Every message costs time in Python: an average of 64 MB took
+# each of two processes of one machine 49 ms of CPU time in messages of 1 MiB, 44 ms of 4 MiB, 41 ms of 16 or 64 MiB.
+MESSAGE_BYTES = 16 * 2**20
+
+# The most bytes of a message that is packed: two of them are packed at a time, and stay in the cache.
+PACKED_BYTES = 4 * 2**20
 
 # The fewest bytes of a tensor that is sent from its own memory: a message has a cost of its own, a copy one by size. An
 # estimate of where they are equal.
@@ -33,17 +37,18 @@ ALONE_BYTES = 2**18
 # Messages from the memory of tensors that travel at the same time. Each packed message needs a staging buffer.
 MOST_MESSAGES = 64
 
+_dtype_of = attrgetter("dtype")
+
 
 @dataclass(frozen=True)
 class _Message:
-    """Elements ``start .. stop`` of a bucket. ``pack`` gathers them from ``tensors``, the numbers of which are given.
+    """A part of a bucket, from element ``start`` on. ``pack`` gathers it from ``tensors``, whose numbers are given.
 
-    Without a pack they are one piece, which is sent from its own memory.
+    Without a pack it is one piece, which is sent from its own memory.
     """
 
     start: int
-    stop: int
-    pieces: tuple[Piece, ...]
+    part: Bucket
     tensors: slice
     pack: Pack | None
 
@@ -111,21 +116,21 @@ class Swap:
         for part, own, room in zip(parts, tensors, memory, strict=True):
             for message in part.messages:
                 if packed == (message.pack is not None):
-                    place = room[message.start : message.stop]
-                    yield self._transfer(message, part.bucket, own, place), place.nbytes
+                    place = room[message.start : message.start + message.part.numel]
+                    yield self._transfer(message, own, place), place.nbytes
 
-    def _transfer(self, message: _Message, bucket: Bucket, own: Sequence[Tensor], place: Tensor) -> Transfer:
+    def _transfer(self, message: _Message, own: Sequence[Tensor], place: Tensor) -> Transfer:
         if message.pack is None:
-            (piece,) = message.pieces
+            (piece,) = message.part.pieces
             yield self._ensemble.trade([own[piece.index][piece.start : piece.stop]] * 2, [place] * 2)
             return
-        with self._staging.buffer(Bucket(bucket.device, bucket.dtype, message.pieces)) as packed:
+        with self._staging.buffer(message.part) as packed:
             message.pack.pack(own[message.tensors], packed)
             yield self._ensemble.trade([packed] * 2, [place] * 2)
 
     def _plan(self, regions: Regions, measured: int) -> list[_Part]:
         """Divide the tensors into buckets and messages; kept, because the same tensors come at every sync."""
-        shapes = [(tuple(map(Tensor.numel, region)), tuple(tensor.dtype for tensor in region)) for region in regions]
+        shapes = [(tuple(map(Tensor.numel, region)), tuple(map(_dtype_of, region))) for region in regions]
         key = (shapes, measured)
         if self._planned is None or self._planned[0] != key:
             self._planned = None  # its tables may be large
@@ -146,7 +151,6 @@ class Swap:
 
     def _messages(self, tensors: Sequence[Tensor], bucket: Bucket) -> Iterator[_Message]:
         """Yield the messages of a bucket, in the order of its elements."""
-        limit = max(MESSAGE_BYTES // bucket.dtype.itemsize, 1)
         pieces: list[Piece] = []
         start = size = 0
 
@@ -156,7 +160,7 @@ class Swap:
             between = slice(pieces[0].index, pieces[-1].index + 1)
             whole = self._transport.in_place(tensors, found) is not None
             pack = None if whole else self._pack(tensors[between], found, pieces[0].index)
-            made = _Message(start, start + size, found.pieces, between, pack)
+            made = _Message(start, found, between, pack)
             pieces.clear()
             start, size = start + size, 0
             return made
@@ -165,6 +169,7 @@ class Swap:
             alone, done = _travels_alone(tensors[piece.index]), piece.start
             if alone and pieces:
                 yield message()
+            limit = max((MESSAGE_BYTES if alone else PACKED_BYTES) // bucket.dtype.itemsize, 1)
             while done < piece.stop:
                 taken = min(piece.stop - done, limit - size)
                 pieces.append(Piece(piece.index, done, done + taken))

@@ -36,6 +36,7 @@ from hdet_kernels.converge.transport import (
 )
 from hdet_kernels.converge.two_phase import Room, confirm, write_all
 from hdet_kernels.ensemble import Trading
+from hdet_kernels.tensors import devices_of
 
 # The most bytes of a bucket that has to be packed. Two of them are packed at a time, and stay in the last-level cache.
 PACKED_BYTES = 16 * 2**20
@@ -63,7 +64,7 @@ class Trade:
 
     def fits(self, regions: Regions) -> bool:
         """Return whether all of these tensors can be averaged here. The same on all processes."""
-        devices = {tensor.device for region in regions for tensor in region}
+        devices = set[torch.device]().union(*map(devices_of, regions))
         return self._ensemble.processes > 1 and all(map(self._ensemble.trades, devices))
 
     def average(

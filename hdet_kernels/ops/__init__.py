@@ -6,6 +6,7 @@ The flow through this folder, for one optimizer step::
     chunks        where the parameters lie in a flat buffer and where their gradients are
     stacked_chunks  the same for R replicas in the rows of one buffer
     live_gradients  the gradients of all parameters in one call (live_tensors: the tensors that it looks at)
+    live_layouts  whether many tensors still lie where and as they did, in one call
         │
     step          Step: checks its arguments once, then updates parameters and states in place
     reduce        grad_norm: the norm of all gradients

@@ -8,7 +8,7 @@ with the backend ``"torch"`` and for subclasses of tensors, the same is done in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.native_calls import address_of, handle_of, is_plain, looks, tensor_offset, why_not_callable
+from hdet_kernels.ops.native_calls import address_of, is_plain, looks, tensor_offset, why_not_callable
 from hdet_kernels.sharded import parts_of
 
 
@@ -37,9 +37,8 @@ class LiveTensors:
     def __init__(self, tensors: Iterable[Tensor], backend: str | None = None) -> None:
         self.tensors = list(tensors)
         self._parts = parts_of(self.tensors)  # of distributed tensors, whose data is in others
-        self.library = _library_for(self.tensors, backend)
-        handles = list(map(handle_of, self.tensors)) if self.library else []
-        self.handles = np.array(handles, dtype=np.int64)
+        self.library = library_for(self.tensors, backend)
+        self.handles = handles_of(map(id, self.tensors)) if self.library else np.zeros(0, dtype=np.int64)
         self._handles_at = address_of(self.handles)
         self.remember_addresses()
 
@@ -84,8 +83,15 @@ class LiveTensors:
         increment_version(written[done:])
 
 
-def _library_for(tensors: list[Tensor], backend: str | None) -> Any:
-    """Return the library that can look at ``tensors``, or ``None``."""
+def library_for(tensors: Sequence[Tensor], backend: str | None) -> Any:
+    """Return the extension's functions that can look at ``tensors``, or ``None``."""
     if not tensors or resolve(tensors[0].device, backend) == "torch" or why_not_callable() is not None:
         return None
-    return looks() if all(map(is_plain, tensors)) else None
+    # All tensors of a type have their C++ tensor at the same place, so one of each is looked at.
+    return looks() if all(map(is_plain, {type(tensor): tensor for tensor in tensors}.values())) else None
+
+
+def handles_of(ids: Iterable[int]) -> NDArray[np.int64]:
+    """Return, for :func:`library_for`, the address of the C++ tensor of each Python tensor, given by its ``id``."""
+    handles: NDArray[np.int64] = np.fromiter(ids, dtype=np.int64) + tensor_offset()
+    return handles

@@ -35,6 +35,7 @@ _LOOKS: dict[str, list[Any]] = {
     "hdet_can_look": [],
     "hdet_has_members": [ctypes.py_object, _ADDRESS, _NUMBER, _NUMBER],
     "hdet_lie_at": [_ADDRESS, _NUMBER, _ADDRESS],
+    "hdet_layouts": [_ADDRESS, _NUMBER, _ADDRESS, _NUMBER],
     "hdet_gradients": [_ADDRESS, _ADDRESS, _ADDRESS],
     "hdet_advance_versions": [_ADDRESS, _NUMBER],
 }

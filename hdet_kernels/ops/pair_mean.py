@@ -54,7 +54,10 @@ class PairMean:
         table = self._pack.table
         matched = table.match(self._tensors)
         # The operator writes through addresses, which autograd does not see.
-        increment_version([tensor for tensor in matched.tensors if not tensor.is_inference()])
+        written = matched.tensors
+        if any(map(Tensor.is_inference, written)):  # these have no version
+            written = [tensor for tensor in written if not tensor.is_inference()]
+        increment_version(written)
         compiled = implementation(self._pack.backend)
         compiled.pair_mean_(table, matched, self._measured, self._received, self._result)
 

@@ -1,15 +1,25 @@
-"""Averages of split masters: in float32, as those of float32 copies, bit for bit."""
+"""Averages of split masters: in float32, as those of float32 copies, bit for bit, and the memory that they take."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.split_master import split
+from bench.memory_tracker import MemoryTracker
+from hdet_kernels.converge import AverageRequest, Report, converger_of
+from hdet_kernels.converge.split_masters import SplitMasters
+from hdet_kernels.converge.summary import Checksum
+from hdet_kernels.converge.transport import Cost, Transport
+from hdet_kernels.ensemble import SingleReplica
+from hdet_kernels.split_master import read_split, split
 from tests.ranks import run_ranks
 from tests.training import same
 
@@ -97,3 +107,120 @@ def test_split_masters_are_averaged_like_copies() -> None:
 @pytest.mark.full
 def test_split_masters_are_averaged_like_copies_in_every_way() -> None:
     check_averages([way for way in WAYS if way not in ("plain", "overlapped", "stacks")])
+
+
+# The memory of an average
+
+#: Elements, and the bytes of a bucket: a 20th of the masters in float32.
+NUMEL, BUCKET = 400_000, 80_000
+#: All of them as float32, which is also what a copy of both halves takes.
+WHOLE = 4 * NUMEL
+#: What one part takes: in float32, what joins and splits it, what arrives from another process.
+PART = 12 * BUCKET
+
+
+def _split_buckets(rank: int) -> hk.Buckets:
+    generator = torch.Generator().manual_seed(rank)
+    buckets = hk.Buckets([nn.Parameter(torch.randn(NUMEL, generator=generator).to(BF16))])
+    buckets.keep_masters(lambda dtype: dtype == BF16, split=True)
+    buckets.masters[0].copy_(torch.randint(-(2**15), 2**15, (NUMEL,), generator=generator))  # type: ignore[union-attr]
+    return buckets
+
+
+def _tracked(rank: int) -> tuple[dict[str, tuple[int, int]], dict[str, bool]]:
+    """Average and look at the consensus. Return peaks and held bytes by phase, and whether the values are right."""
+    bytes_of, right = {}, {}
+    for backup in (True, False):
+        buckets, other = _split_buckets(rank), _split_buckets(1 - rank)
+        mean = (buckets.full[0] + other.full[0]) / 2
+        converger = hk.Converger(buckets, hk.ProcessEnsemble(), backup=backup, bucket_bytes=BUCKET)
+        tracker = MemoryTracker("cpu")
+        if backup:
+            with tracker.phase("consensus"), converger.consensus(Report(step=0)):
+                first = read_split(*(halves[:9] for halves in buckets.split_masters[0]))
+                right["consensus"] = same(first, mean[:9])
+        with tracker.phase(f"sync, {backup}"):
+            outcome = converger.converge(Report(step=0))
+        right[f"sync, {backup}"] = same(buckets.full[0], mean) and outcome.collectives == 1 + WHOLE // BUCKET
+        bytes_of |= {phase: (tracker.peaks[phase], tracker.held[phase]) for phase in tracker.peaks}
+    return bytes_of, right
+
+
+def test_over_gloo_an_average_takes_one_copy_of_the_masters() -> None:
+    for bytes_of, right in run_ranks(2, _tracked):
+        assert all(right.values()), right
+        for phase, (peak, held) in bytes_of.items():
+            assert WHOLE <= peak < WHOLE + PART, phase
+            assert held < PART, phase
+
+
+def _left_alone(rank: int, backup: bool) -> tuple[bool, str]:
+    """Average; rank 1 ends itself after half of the parts. Return whether both halves are as before, and the error."""
+    buckets = _split_buckets(rank)
+    before = [halves.clone() for halves in buckets.split_masters[0]]
+    converger = hk.Converger(buckets, hk.ProcessEnsemble(), backup=backup, bucket_bytes=BUCKET)
+    if rank == 1:
+        original, count = dist.isend, [0]
+
+        def isend(*args: Any, **keywords: Any) -> Any:
+            count[0] += 1
+            if count[0] == WHOLE // BUCKET // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **keywords)
+
+        dist.isend = isend
+    with pytest.raises(RuntimeError, match="rank 1 came and then gave no sign") as error:
+        converger.converge(Report(step=1))
+    return same(list(buckets.split_masters[0]), before), str(error.value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backup", [True, False])
+def test_a_peer_that_dies_between_the_parts_leaves_all_of_them_as_they_were(backup: bool) -> None:
+    (unchanged, message), _ = run_ranks(2, _left_alone, backup, expect_dead=1)
+    assert unchanged, message
+
+
+def test_without_another_process_one_bucket_is_joined_at_a_time() -> None:
+    stack = hk.ReplicaStack(nn.Linear(400, 500, bias=False).to(BF16), 2, gradients="local")
+    optimizer = hk.FusedAdamW(stack.parameters(), lr=1e-3, master_weights="split")
+    with torch.no_grad():
+        for param in stack.parameters():
+            param[1].mul_(2)
+    (full,) = optimizer.buckets.full
+    converger = converger_of(optimizer, stack.ensemble, bucket_bytes=BUCKET)
+    tracker = MemoryTracker("cpu")
+    with tracker.phase("sync"):
+        outcome = converger.converge(Report(step=0), AverageRequest(include_state=False))
+    assert same(optimizer.buckets.full[0], full.mean(dim=0).expand_as(full))
+    assert outcome.distance == pytest.approx(1 / 3, rel=1e-6)
+    assert tracker.peaks["sync"] < WHOLE / 2
+    assert tracker.held["sync"] < BUCKET
+
+
+# The parts
+
+
+def test_parts_are_averaged_and_written_at_once_or_later() -> None:
+    class Doubling(Transport):
+        def average(self, regions: Any, included: Any, *, rescaled: bool = False) -> Cost:
+            for region in regions:
+                for tensor in region:
+                    tensor.mul_(2)
+            return Cost(1, 1)
+
+    masters = torch.arange(1.0, 11.0) / 3
+    param, low = split(masters)
+    parts = SplitMasters([(param, low)], bucket_bytes=12)
+    assert [len(upper) for upper, _ in parts.parts()] == [3, 3, 3, 1]
+    checksum = parts.checksum(Checksum(1, None), torch.device("cpu"))
+    assert checksum.item() == pytest.approx(masters.double().norm().item(), rel=1e-12)
+    transport = Doubling(SingleReplica(), 12, None)
+    for deferred in (True, False):
+        before = read_split(param, low)
+        cost, write = parts.average(transport, None, np.array([True]), rescaled=False, deferred=deferred)
+        assert cost == Cost(4, 4)
+        assert same(read_split(param, low), before if deferred else 2 * before)
+        write()
+        assert same(read_split(param, low), 2 * before)
+        assert parts.norm == pytest.approx(2 * before.double().norm().item(), rel=1e-12)

@@ -31,6 +31,22 @@ def test_every_row_has_its_own_checksum() -> None:
     assert found.tolist() == [5.0, 10.0]
 
 
+def test_of_many_tensors_it_is_found_again_where_they_lie_now() -> None:
+    tensors = [torch.full((4,), 1.0, dtype=torch.float64 if number == 5 else torch.float32) for number in range(100)]
+    checksum = Checksum(1, None)
+    plain = math.sqrt(99 * 4)
+    assert checksum(tensors, CPU).tolist() == checksum(tensors, CPU).tolist() == [plain + 2 * 2.0]
+    tensors[5].fill_(2.0)
+    assert checksum(tensors, CPU).tolist() == [plain + 2 * 4.0]
+    tensors[7].data = torch.full((4,), 1.5)
+    assert checksum(tensors, CPU).tolist() == [math.sqrt(98 * 4 + 9) + 2 * 4.0], "at another address"
+    tensors[7].data = torch.ones(6)
+    assert checksum(tensors, CPU).tolist() == [math.sqrt(98 * 4 + 6) + 2 * 4.0], "of another size"
+    tensors[5] = torch.ones(4)
+    assert checksum(tensors, CPU).tolist() == [math.sqrt(99 * 4 + 6)], "of another dtype"
+    assert not any(alike.matched.tensors for _, groups in checksum._known.values() for alike in groups), "none is kept"
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_it_is_finite_exactly_if_all_elements_are(dtype: torch.dtype, bad: float) -> None:

@@ -35,7 +35,7 @@ def by_hand(dtype: torch.dtype = torch.float32, first: int = 0) -> list[Tensor]:
 
 
 def shrink_limits() -> None:
-    swap.ALONE_BYTES, swap.MESSAGE_BYTES = ALONE, MESSAGE
+    swap.ALONE_BYTES, swap.MESSAGE_BYTES, swap.PACKED_BYTES = ALONE, MESSAGE, MESSAGE
 
 
 def _averaged(rank: int) -> list[str]:
