@@ -8,11 +8,14 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "export.h"
 #include "table.h"
 
-#define HDET_EXPORT extern "C" __attribute__((visibility("default")))
-
 extern "C" {
+// Two functions of Python's limited API.
+intptr_t PyList_Size(void* list) __attribute__((weak, visibility("default")));
+void* PyList_GetItem(void* list, intptr_t index) __attribute__((weak, visibility("default")));
+
 // Two functions that the stable ABI lacks, by their symbols: c10::TensorImpl::grad() const, which returns a reference to
 // an at::Tensor, and torch::autograd::impl::bump_version(const at::Tensor&). They are weak: where torch does not have
 // them, hdet_can_look says so, and everything else works.
@@ -93,7 +96,18 @@ bool in_order(AtenTensorHandle gradient, const int64_t* strides, int64_t dims) {
 }  // namespace
 
 // Returns 1 if the functions below can be called, else 0.
-HDET_EXPORT int64_t hdet_can_look() { return hdet_grad_of != nullptr && hdet_bump_version != nullptr; }
+HDET_EXPORT int64_t hdet_can_look() {
+  return hdet_grad_of != nullptr && hdet_bump_version != nullptr && PyList_Size != nullptr && PyList_GetItem != nullptr;
+}
+
+// Returns 1 if a Python list has the objects of the tensors and no others, in this order, else 0. The at::Tensor of a
+// Python object begins `offset` bytes after it.
+HDET_EXPORT int64_t hdet_has_members(void* list, const int64_t* tensors, int64_t count, int64_t offset) {
+  if (PyList_Size(list) != count) return 0;
+  for (int64_t i = 0; i < count; ++i)
+    if (reinterpret_cast<int64_t>(PyList_GetItem(list, i)) + offset != tensors[i]) return 0;
+  return 1;
+}
 
 // Returns 1 if every tensor lies at its address in `addresses`, 0 if one does not, -1 if one has no address.
 HDET_EXPORT int64_t hdet_lie_at(const int64_t* tensors, int64_t count, const int64_t* addresses) {

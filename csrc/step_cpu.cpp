@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
+#include "bound_step.h"
 #include "companding_cpu.h"
 #include "convert_cpu.h"
-#include "step.h"
 
 namespace hdet {
 namespace {
@@ -218,14 +218,7 @@ void step(const Work& work) {
   });
 }
 
-void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
-              std::optional<Tensor> state1, std::optional<Tensor> state2, std::optional<Tensor> scales0,
-              std::optional<Tensor> scales1, std::optional<Tensor> scales2, Tensor steps, Tensor table, Tensor slots,
-              Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
-              std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
-  const Work work = checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1, scales2}, steps,
-                                 table, slots, chunks, gradients, scratch, grad_scale, norm, found_inf,
-                                 stochastic_rounding, rows);
+void run_step(const Work& work) {
   if (work.param_type == ScalarType::Double) {
     with_rule<double>(work, [&]<typename R>() { step<double, R>(work); });
   } else {
@@ -233,7 +226,20 @@ void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::opt
   }
 }
 
+void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
+              std::optional<Tensor> state1, std::optional<Tensor> state2, std::optional<Tensor> scales0,
+              std::optional<Tensor> scales1, std::optional<Tensor> scales2, Tensor steps, Tensor table, Tensor slots,
+              Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
+              std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
+  run_step(checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1, scales2}, steps, table, slots,
+                        chunks, gradients, scratch, grad_scale, norm, found_inf, stochastic_rounding, rows));
+}
+
 }  // namespace
 }  // namespace hdet
 
 STABLE_TORCH_LIBRARY_IMPL(hdet_kernels, CPU, m) { m.impl("step_", TORCH_BOX(&hdet::step_cpu)); }
+
+HDET_EXPORT int64_t hdet_step_cpu(const hdet::BoundStep* bound) {
+  return hdet::run_bound(*bound, [](const hdet::Work& work, const hdet::Tensor&) { hdet::run_step(work); });
+}

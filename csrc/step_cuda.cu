@@ -3,6 +3,7 @@
 // uses new hyperparameters at every replay.
 #include <torch/csrc/stable/ops.h>
 
+#include "bound_step.h"
 #include "step_cuda.h"
 
 namespace hdet {
@@ -235,14 +236,7 @@ void with_master(const Work& work, const Tensor& param) {
   with_state<P, false>(work, param);
 }
 
-void step_cuda(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
-               std::optional<Tensor> state1, std::optional<Tensor> state2, std::optional<Tensor> scales0,
-               std::optional<Tensor> scales1, std::optional<Tensor> scales2, Tensor steps, Tensor table, Tensor slots,
-               Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
-               std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
-  const Work work = checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1, scales2}, steps,
-                                 table, slots, chunks, gradients, scratch, grad_scale, norm, found_inf,
-                                 stochastic_rounding, rows);
+void run_step(const Work& work, const Tensor& param) {
   if (work.state_type == ScalarType::Byte) return step_coded(work, param);
   switch (work.param_type) {
     case ScalarType::Double:
@@ -256,7 +250,22 @@ void step_cuda(int64_t rule, Tensor param, std::optional<Tensor> master, std::op
   }
 }
 
+void step_cuda(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
+               std::optional<Tensor> state1, std::optional<Tensor> state2, std::optional<Tensor> scales0,
+               std::optional<Tensor> scales1, std::optional<Tensor> scales2, Tensor steps, Tensor table, Tensor slots,
+               Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
+               std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
+  const Work work = checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1, scales2}, steps,
+                                 table, slots, chunks, gradients, scratch, grad_scale, norm, found_inf,
+                                 stochastic_rounding, rows);
+  run_step(work, param);
+}
+
 }  // namespace
 }  // namespace hdet
 
 STABLE_TORCH_LIBRARY_IMPL(hdet_kernels, CUDA, m) { m.impl("step_", TORCH_BOX(&hdet::step_cuda)); }
+
+HDET_EXPORT int64_t hdet_step_cuda(const hdet::BoundStep* bound) {
+  return hdet::run_bound(*bound, [](const hdet::Work& work, const hdet::Tensor& param) { hdet::run_step(work, param); });
+}

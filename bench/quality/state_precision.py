@@ -1,6 +1,6 @@
 """Compare how training ends with optimizer state in float32, bf16 and 8 bits.
 
-    python -m bench.quality.state_precision [--tasks digits] [--steps 2000] [--seeds 10] [--out FILE]
+    python -m bench.quality.state_precision [--tasks digits ...] [--seeds 8] [--workers 2] [--out FILE]
 
 Each task is trained plainly (one model, OneCycleLR, the learning rate of the task and four times it) by the fused
 optimizer of its rule. For one seed all precisions see the same examples and start from the same parameters, so the
@@ -12,9 +12,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
+import multiprocessing
 import platform
 import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,52 +33,92 @@ from bench.quality.train import batches_of, param_groups, schedule_of, validatio
 #: dtype of the state, by name. The first is the reference.
 STATES: dict[str, Any] = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
 FACTORS = (1.0, 4.0)
+ANOTHER_ORDER = "float32, another order"
+
+#: Tasks that are trained in seconds, of every rule that has state.
+QUICK_TASKS = (
+    "flights",
+    "diamonds",
+    "census",
+    "wide census",
+    "noisy census",
+    "factorised ratings",
+    "weather",
+    "credit",
+    "digits",
+    "small batches",
+)
 
 
-def final_loss(task: Task, state_dtype: Any, lr: float, seed: int, *, steps: int, order: int = 0) -> float:
-    """Train and return the validation loss.
+@dataclass(frozen=True)
+class Run:
+    """One training run.
 
     Args:
-        task: The task.
-        state_dtype: The dtype of the optimizer's state.
-        lr: The peak learning rate.
-        seed: Seed of the model and, with ``order``, of the order of the examples.
-        steps: Number of steps.
-        order: Another number gives another order of the examples.
+        task: Name of the task.
+        state: One of ``STATES``, or ``ANOTHER_ORDER``.
+        factor: Factor of the task's learning rate.
+        seed: Seed of the model and of the order of the examples.
+        steps: Number of steps; default: the task's own.
     """
-    torch.manual_seed(seed)
-    model = task.model()
-    rule = OPTIMIZERS[task.optimizer]
-    groups = param_groups(task, model.named_parameters(), Spec(task.name, "plain", lr, seed))
-    optimizer = rule.replicas(groups, lr=lr, state_dtype=state_dtype, **rule.options)
-    schedule = schedule_of("onecycle", optimizer, steps)
-    assert schedule is not None
-    for batch in batches_of(task, steps, seed + 1000 * order, torch.device("cpu")):
-        optimizer.zero_grad()
-        task.loss(model, *batch).backward()
-        optimizer.step()
-        schedule.step()
-    return validation_loss(task, model)
+
+    task: str
+    state: str
+    factor: float
+    seed: int
+    steps: int | None
+
+    def final_loss(self) -> float:
+        """Train and return the validation loss."""
+        task = _task(self.task)
+        another = self.state == ANOTHER_ORDER
+        steps, lr = self.steps or task.steps, self.factor * task.lr
+        torch.manual_seed(self.seed)
+        model = task.model()
+        rule = OPTIMIZERS[task.optimizer]
+        groups = param_groups(task, model.named_parameters(), Spec(task.name, "plain", lr, self.seed))
+        state_dtype = torch.float32 if another else STATES[self.state]
+        optimizer = rule.replicas(groups, lr=lr, state_dtype=state_dtype, **rule.options)
+        schedule = schedule_of("onecycle", optimizer, steps)
+        assert schedule is not None
+        for batch in batches_of(task, steps, self.seed + 1000 * another, torch.device("cpu")):
+            optimizer.zero_grad()
+            task.loss(model, *batch).backward()
+            optimizer.step()
+            schedule.step()
+        return validation_loss(task, model)
 
 
-def compared(task: Task, seeds: int, *, steps: int) -> dict[str, Any]:
-    """Return validation losses by learning rate and state, with their paired differences to float32."""
-    found: dict[str, Any] = {}
-    for factor in FACTORS:
-        lr = factor * task.lr
-        losses = {
-            name: [final_loss(task, dtype, lr, seed, steps=steps) for seed in range(seeds)]
-            for name, dtype in STATES.items()
+@functools.cache
+def _task(name: str) -> Task:
+    torch.set_num_threads(1)
+    return TASKS[name](torch.device("cpu"))
+
+
+def compared(tasks: Sequence[str], seeds: int, steps: int | None, workers: int) -> dict[str, dict[str, Any]]:
+    """Return validation losses by task, learning rate and state, with their paired differences to float32."""
+    runs = [
+        Run(task, state, factor, seed, steps)
+        for task in tasks
+        for factor in FACTORS
+        for state in (*STATES, ANOTHER_ORDER)
+        for seed in range(seeds)
+    ]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        losses = dict(zip(runs, pool.map(Run.final_loss, runs), strict=True))
+
+    def entries(task: str, factor: float) -> dict[str, Any]:
+        found = {
+            state: [losses[Run(task, state, factor, seed, steps)] for seed in range(seeds)]
+            for state in (*STATES, ANOTHER_ORDER)
         }
-        reference = losses["float32"]
-        losses["float32, another order"] = [
-            final_loss(task, torch.float32, lr, seed, steps=steps, order=1) for seed in range(seeds)
-        ]
-        found[f"lr {lr:g}"] = {
-            name: {"mean": statistics.fmean(values), **_paired(values, reference), "losses": values}
-            for name, values in losses.items()
+        reference = found["float32"]
+        return {
+            state: {"mean": statistics.fmean(values), **_paired(values, reference), "losses": values}
+            for state, values in found.items()
         }
-    return found
+
+    return {task: {f"lr {factor * _task(task).lr:g}": entries(task, factor) for factor in FACTORS} for task in tasks}
 
 
 def _paired(values: list[float], reference: list[float]) -> dict[str, float]:
@@ -84,27 +129,26 @@ def _paired(values: list[float], reference: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", default=["digits"], choices=list(TASKS), metavar="TASK")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2000, help="more than the task's own: second moments settle")
+    parser.add_argument("--tasks", nargs="+", default=list(QUICK_TASKS), choices=list(TASKS), metavar="TASK")
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--steps", type=int, help="default: the task's own")
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--out", type=Path, help="write a JSON file")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     tasks = " ".join(f'"{name}"' for name in arguments.tasks)
-    settings = f"--tasks {tasks} --steps {arguments.steps} --seeds {arguments.seeds}"
+    steps = "" if arguments.steps is None else f" --steps {arguments.steps}"
     record: dict[str, Any] = {
-        "command": f"python -m bench.quality.state_precision {settings}",
+        "command": f"python -m bench.quality.state_precision --tasks {tasks}{steps} --seeds {arguments.seeds}",
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "tasks": {},
+        "tasks": compared(arguments.tasks, arguments.seeds, arguments.steps, arguments.workers),
     }
-    for name in arguments.tasks:
-        record["tasks"][name] = compared(TASKS[name](torch.device("cpu")), arguments.seeds, steps=arguments.steps)
-        for rate, states in record["tasks"][name].items():
+    for task, rates in record["tasks"].items():
+        for rate, states in rates.items():
             for state, entry in states.items():
                 print(
-                    f"{name}, {rate}, {state}: {entry['mean']:.4f}, "
+                    f"{task}, {rate}, {state}: {entry['mean']:.4f}, "
                     f"{entry['difference']:+.4f} ± {entry['standard error']:.4f} of float32's",
                     flush=True,
                 )

@@ -44,7 +44,7 @@ GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _dtype_of = attrgetter("dtype")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # made at every step with new gradients; frozen, that would take three times as long
 class MatchedGradients:
     """Gradients that were checked against their slots, with their entries of the gradient table.
 
@@ -59,6 +59,7 @@ class MatchedGradients:
         copied: Whether one of them is a copy, because it had another layout or a dtype that kernels do not read.
         permanent: Whether they stay at these addresses in all later steps.
         replicas: If given, each tensor is [replicas, …] and the table has entries for each replica.
+        address: The address of the table's first entry, where it is known.
     """
 
     tensors: Sequence[Tensor | None]
@@ -68,6 +69,7 @@ class MatchedGradients:
     complete: bool = False
     permanent: bool = False
     replicas: int | None = None
+    address: int | None = None
 
 
 class ChunkTable:
@@ -159,8 +161,16 @@ class ChunkTable:
         """Return the gradient table on the device. It is written only if an entry has changed."""
         # A replayed CUDA graph writes the addresses of its capture, which other steps may have overwritten since.
         if grads.table is not self._pointed or (not grads.permanent and self._gradients.capturing):
-            self._gradients.write(grads.table)
+            if grads.address is None:
+                self._gradients.write(grads.table)
+            else:
+                self._gradients.write_from(grads.address)
             self._pointed = grads.table if self._gradients.settled else None
+        return self._gradients.tensor
+
+    @property
+    def gradient_table(self) -> Tensor:
+        """The gradient table on the device, which :meth:`point_at` writes and returns."""
         return self._gradients.tensor
 
     def _common_dtype(self, present: Sequence[Tensor | None], where: list[int] | None) -> int | None:

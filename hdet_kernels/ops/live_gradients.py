@@ -7,14 +7,19 @@ from typing import overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import MatchedGradients, is_contiguous
-from hdet_kernels.ops.live_tensors import LiveTensors, address_of
+from hdet_kernels.ops.live_tensors import LiveTensors
+from hdet_kernels.ops.native_calls import address_of
 from hdet_kernels.tensors import Slot
 
 # Bits of what the extension's function returns. csrc/live_tensors.cpp has the same.
 PRESENT, ABSENT, MOVED = 1, 2, 4
+
+#: The most bytes of tables that are allocated for later steps.
+SPARE_BYTES = 1 << 16
 
 
 class LiveGradients:
@@ -43,6 +48,7 @@ class LiveGradients:
         self._last: MatchedGradients | None = None
         self._table = np.zeros((len(slots), 2), dtype=np.int64)
         self._table_at = address_of(self._table)
+        self._spare: list[tuple[NDArray[np.int64], int]] = []
         self._renew_next()
 
     def match(self) -> MatchedGradients | None:
@@ -56,16 +62,21 @@ class LiveGradients:
         if found < 0:
             return None
         if self._last is None or found & MOVED:
-            self._table, self._table_at = self._next, self._next_at
+            table, at = self._table, self._table_at = self._next, self._next_at
             self._renew_next()
             present, absent = bool(found & PRESENT), bool(found & ABSENT)
-            self._last = MatchedGradients(self._tensors, self._table, any=present, complete=not absent)
+            self._last = MatchedGradients(self._tensors, table, any=present, complete=not absent, address=at)
         return self._last
 
     def _renew_next(self) -> None:
         """Take new memory for the next table: gradients that were returned keep theirs."""
-        self._next = np.empty_like(self._table)
-        self._next_at = address_of(self._next)
+        if not self._spare:
+            size = self._table.nbytes
+            # Several at once: after a backward pass, an array and its address take longer than looking at 100 gradients.
+            tables = np.empty((min(max(SPARE_BYTES // max(size, 1), 1), 16), *self._table.shape), dtype=np.int64)
+            first = address_of(tables)
+            self._spare = [(table, first + size * number) for number, table in enumerate(tables)]
+        self._next, self._next_at = self._spare.pop()
 
 
 class _GradientsOf(Sequence[Tensor | None]):

@@ -8,30 +8,18 @@ with the backend ``"torch"`` and for subclasses of tensors, the same is done in 
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 from collections.abc import Iterable
-from functools import cache
+from operator import is_
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.extension import why_not
+from hdet_kernels.ops.native_calls import address_of, handle_of, is_plain, looks, tensor_offset, why_not_callable
 from hdet_kernels.sharded import parts_of
-
-# The releases of torch in which the functions that csrc/live_tensors.cpp takes by their symbols have the signatures
-# that it expects. The stable ABI does not have them, so a new release has to be looked at first.
-_OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)
-
-# The types whose C++ tensors have everything: a subclass may keep its data and gradient elsewhere.
-_PLAIN = (Tensor, nn.Parameter)
-
-_WORD = ctypes.sizeof(ctypes.c_int64)
 
 
 class LiveTensors:
@@ -50,10 +38,16 @@ class LiveTensors:
         self.tensors = list(tensors)
         self._parts = parts_of(self.tensors)  # of distributed tensors, whose data is in others
         self.library = _library_for(self.tensors, backend)
-        handles = [id(tensor) + _tensor_offset() for tensor in self.tensors] if self.library else []
+        handles = list(map(handle_of, self.tensors)) if self.library else []
         self.handles = np.array(handles, dtype=np.int64)
         self._handles_at = address_of(self.handles)
         self.remember_addresses()
+
+    def are(self, members: list[Tensor]) -> bool:
+        """Return whether a list has these tensors and no others, in this order."""
+        if self.library is not None and type(members) is list:
+            return bool(self.library.hdet_has_members(members, self._handles_at, len(self.tensors), tensor_offset()))
+        return len(members) == len(self.tensors) and all(map(is_, members, self.tensors))
 
     def remember_addresses(self) -> None:
         """Take the addresses that the tensors have now as the expected ones."""
@@ -90,66 +84,8 @@ class LiveTensors:
         increment_version(written[done:])
 
 
-def address_of(array: NDArray[np.int64]) -> int:
-    """Return the address of an array's first element. It must be contiguous, and live as long as the address."""
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-@cache
-def why_not_compiled() -> str | None:
-    """Return why the extension cannot look at tensors here, or ``None`` if it can."""
-    reason = why_not()
-    if reason is not None:
-        return reason
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not _OLDEST_TORCH <= release <= _NEWEST_TORCH:
-        return f"torch {torch.__version__} is not one of the releases that csrc/live_tensors.cpp was written for"
-    if not _library().hdet_can_look():
-        return f"torch {torch.__version__} lacks a function that csrc/live_tensors.cpp needs"
-    if _tensor_offset() == 0:
-        return "the C++ tensor of a Python tensor was not found"
-    return None
-
-
 def _library_for(tensors: list[Tensor], backend: str | None) -> Any:
     """Return the library that can look at ``tensors``, or ``None``."""
-    if not tensors or resolve(tensors[0].device, backend) == "torch" or why_not_compiled() is not None:
+    if not tensors or resolve(tensors[0].device, backend) == "torch" or why_not_callable() is not None:
         return None
-    return _library() if all(map(_is_plain, tensors)) else None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and _word(id(tensor) + _tensor_offset()) == tensor._cdata
-
-
-@cache
-def _library() -> Any:
-    spec = importlib.util.find_spec("hdet_kernels._native")
-    assert spec is not None
-    library = ctypes.PyDLL(spec.origin)  # PyDLL: the GIL is held, so no other thread replaces a gradient meanwhile
-    address, number = ctypes.c_void_p, ctypes.c_int64
-    for name, arguments in {
-        "hdet_can_look": [],
-        "hdet_lie_at": [address, number, address],
-        "hdet_gradients": [address, address, address],
-        "hdet_advance_versions": [address, number],
-    }.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, number
-    return library
-
-
-@cache
-def _tensor_offset() -> int:
-    """Return where in a Python tensor its C++ tensor lies, in bytes; 0 if it is not found.
-
-    It is the word with the value of ``_cdata``.
-    """
-    probe = torch.empty(0)
-    offsets = range(_WORD, Tensor.__basicsize__ - _WORD + 1, _WORD)
-    return next((offset for offset in offsets if _word(id(probe) + offset) == probe._cdata), 0)
-
-
-def _word(address: int) -> int:
-    return ctypes.c_int64.from_address(address).value
+    return looks() if all(map(is_plain, tensors)) else None

@@ -84,10 +84,13 @@ class Scalars(NamedTuple):
 
     def on(self, device: torch.device) -> Scalars:
         """Return the same scalars on another device, without waiting for it."""
-        given = (self.grad_scale, self.norm, self.found_inf)
-        if all(scalar is None or scalar.device == device for scalar in given):
+        if self is NO_SCALARS or all(scalar is None or scalar.device == device for scalar in self):
             return self
-        return Scalars(*(None if scalar is None else scalar.to(device, non_blocking=True) for scalar in given))
+        return Scalars(*(None if scalar is None else scalar.to(device, non_blocking=True) for scalar in self))
+
+
+#: No scalars. Steps that are given this object have nothing to check or to move.
+NO_SCALARS = Scalars()
 
 
 @dataclass(frozen=True)
@@ -173,11 +176,12 @@ class Step:
         self.backend = resolve(param.device, backend)
         self._run: Callable[[MatchedGradients, Scalars], None] = implementation(self.backend).bind_step(arguments)
 
-    def __call__(self, grads: MatchedGradients, scalars: Scalars = Scalars()) -> None:  # noqa: B008 (frozen)
+    def __call__(self, grads: MatchedGradients, scalars: Scalars = NO_SCALARS) -> None:
         """Run one step with ``grads``, one for each slot, made by ``chunks.match``."""
         if len(grads.table) != len(self.chunks.entries):
             raise ValueError(f"the chunk table has {len(self.chunks.entries)} slots, got {len(grads.table)} gradients")
-        _check_scalars(scalars, self._table, self._rows)
+        if scalars is not NO_SCALARS:
+            _check_scalars(scalars, self._table, self._rows)
         self._run(grads, scalars)
 
 

@@ -6,6 +6,7 @@ in the same order.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet_kernels.ops import native_calls
 from hdet_kernels.tensors import wide_dtype
 
 #: The columns of the table. A rule ignores those that it does not use. ``max_grad_norm`` is 0 for no clipping, ``seed``
@@ -35,21 +37,31 @@ COLUMNS = (
 
 _NUMBER = {name: number for number, name in enumerate(COLUMNS)}
 
+#: The most bytes that are written to a CUDA device as arguments of launches, of which each takes up to 3968.
+MOST_ARGUMENT_BYTES = 4 * 3968
+
 
 class Staged:
     """A small tensor on a device with a copy of its bytes on the host; it is written only when they change.
 
-    On CUDA a write goes through newly allocated pinned memory and does not wait. A buffer that is kept could be
-    overwritten while the copy out of it is still in flight. torch's pinned allocator reuses a freed block only after
-    the stream has passed the copies that read it.
+    Nothing waits for the device. On CUDA a few kilobytes travel as arguments of a launch, which copies them
+    (``csrc/write_cuda.cu``). More, and without the extension, go through newly allocated pinned memory: a buffer that
+    is kept could be overwritten while the copy out of it is still in flight. torch's pinned allocator reuses a freed
+    block only after the stream has passed the copies that read it.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.zeros(tuple(shape), dtype=dtype, device=device)
         # The bytes that the device holds; None if they depend on which captured graph ran last.
         self._mirror: bytes | None = None
-        self._captured: list[Tensor] = []
+        # Whether a captured CUDA graph writes this tensor, and the memory from which its replays copy.
+        self._captured = False
+        self._captured_memory: list[Tensor] = []
         self._in_host_memory = self.tensor.numpy() if self.tensor.device.type == "cpu" else None
+        self._dtype = np.dtype(str(dtype).removeprefix("torch."))
+        self._nbytes = self.tensor.numel() * self.tensor.element_size()
+        small = self._nbytes <= MOST_ARGUMENT_BYTES and self._nbytes % 8 == 0
+        self._as_arguments = self.tensor.is_cuda and small and _can_launch()
 
     def holds(self, values: NDArray[np.generic]) -> bool:
         """Return whether the device is known to hold ``values``."""
@@ -74,15 +86,39 @@ class Staged:
             self._in_host_memory[...] = values
             self._mirror = written
             return True
-        on_cuda = self.tensor.device.type == "cuda"
-        staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu", pin_memory=on_cuda)
-        staging.numpy()[...] = values
-        self.tensor.copy_(staging, non_blocking=on_cuda)
-        if self.capturing:
-            self._captured.append(staging)  # every replay of the graph copies from this memory
+        source = np.ascontiguousarray(values, dtype=self._dtype)
+        self.write_from(native_calls.address_of(source))
         # A graph that writes this tensor sets it to the captured values whenever it is replayed.
         self._mirror = written if self.settled else None
         return True
+
+    def write_from(self, address: int) -> None:
+        """Copy the bytes at an address in host memory to the device, whatever it holds."""
+        self._mirror = None
+        if self._in_host_memory is not None:
+            ctypes.memmove(self.tensor.data_ptr(), address, self._nbytes)
+            return
+        if not (self._as_arguments and self._launch(address)):
+            self._copy(address)
+        self._captured = self._captured or self.capturing
+
+    def _launch(self, address: int) -> bool:
+        """Write by launches. Where one fails, as with an extension that was built for other GPUs, write by copies."""
+        handle, words = native_calls.handle_of(self.tensor), self._nbytes // 8
+        self._as_arguments = bool(native_calls.steps().hdet_write_cuda(handle, address, words))
+        return self._as_arguments
+
+    def _copy(self, address: int) -> None:
+        on_cuda = self.tensor.is_cuda
+        staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu", pin_memory=on_cuda)
+        ctypes.memmove(staging.data_ptr(), address, self._nbytes)
+        self.tensor.copy_(staging, non_blocking=on_cuda)
+        if self.capturing:
+            self._captured_memory.append(staging)  # every replay of the graph copies from this memory
+
+
+def _can_launch() -> bool:
+    return native_calls.why_not_callable() is None and hasattr(native_calls.steps(), "hdet_write_cuda")
 
 
 class HyperTable:

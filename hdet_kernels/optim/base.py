@@ -15,6 +15,7 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
+from hdet_kernels.ops.step import NO_SCALARS
 from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_params, check_ties
 from hdet_kernels.optim.coded_state import scale_name
 from hdet_kernels.optim.fixed_gradients import FixedGradients
@@ -38,8 +39,6 @@ from hdet_kernels.tensors import replicas_of, share_gradients
 Closure = Callable[[], float]
 
 log = logging.getLogger("hdet_kernels")
-
-_NO_SCALARS = ops.Scalars()
 
 
 class FusedOptimizer(Optimizer):
@@ -183,7 +182,6 @@ class FusedOptimizer(Optimizer):
             self._hyperparameters.invalidate()
 
     @hooks_if_registered
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Closure | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
@@ -208,7 +206,7 @@ class FusedOptimizer(Optimizer):
                 self._state_views.add_first_entries(flat, present)
         norm = total_norm(self._flat_groups, grads) if self._max_grad_norm is not None else None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scalars = _NO_SCALARS if scale is norm is found_inf is None else ops.Scalars(scale, norm, found_inf)
+        scalars = NO_SCALARS if scale is norm is found_inf is None else ops.Scalars(scale, norm, found_inf)
         for flat, present in zip(self._flat_groups, grads, strict=True):
             if present.any:
                 flat.step(present, scalars)
@@ -408,7 +406,8 @@ class FusedOptimizer(Optimizer):
         if self._fixed:
             return [fixed.gradients() for fixed in self._fixed]
         grads = [flat.gradients() for flat in self._flat_groups]
-        # A parameter transposed in place keeps its address. Its gradient then has another layout and is copied.
-        if any(present.copied for present in grads) and self.buckets.rehome():
-            grads = [flat.gradients() for flat in self._flat_groups]
+        for present in grads:
+            # A parameter transposed in place keeps its address. Its gradient then has another layout and is copied.
+            if present.copied:
+                return [flat.gradients() for flat in self._flat_groups] if self.buckets.rehome() else grads
         return grads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.spot_check import SpotCheck
-from hdet_kernels.sharded import distributed_like, part_like, part_of
+from hdet_kernels.sharded import distributed_like, is_distributed, part_like, part_of
 from hdet_kernels.tensors import own_storage
 
 
@@ -64,7 +65,13 @@ class FixedGradients:
 
     def spot_check_fails(self) -> bool:
         """Return whether one of the parameters checked this time has changed."""
-        return any(each.changed() for each in (*self._trained.next_items(), *self._frozen.next_items()))
+        for each in self._trained.next_items():
+            if each.changed():
+                return True
+        for each in self._frozen.next_items():
+            if each.changed():
+                return True
+        return False
 
     def check_not_partial(self) -> None:
         """Raise RuntimeError if some, but not all, of the trained parameters have changed.
@@ -89,14 +96,21 @@ class _Snapshot:
 
     def __init__(self, param: Tensor) -> None:
         self.param, self.grad, self.trains = param, param.grad, param.requires_grad
-        self.address = part_of(param).data_ptr()
-        self.grad_address = 0 if self.grad is None else part_of(self.grad).data_ptr()
+        self._address_now, self._grad_address_now = _reader(param), _reader(self.grad)
+        self.address, self.grad_address = self._address_now(), self._grad_address_now()
 
     def changed(self) -> bool:
-        param, grad = self.param, self.grad
+        param = self.param
         return (
-            param.grad is not grad
+            param.grad is not self.grad
             or param.requires_grad is not self.trains
-            or part_of(param).data_ptr() != self.address
-            or (grad is not None and part_of(grad).data_ptr() != self.grad_address)
+            or self._address_now() != self.address
+            or self._grad_address_now() != self.grad_address
         )
+
+
+def _reader(tensor: Tensor | None) -> Callable[[], int]:
+    """Return a function that reads the address of a tensor's memory, or of this process's part of it."""
+    if tensor is None:
+        return int
+    return (lambda: part_of(tensor).data_ptr()) if is_distributed(tensor) else tensor.data_ptr

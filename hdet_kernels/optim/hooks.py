@@ -1,4 +1,5 @@
-"""Run the step hooks of an optimizer, and the profiler's mark of a step, only where they are in use."""
+"""Run the step hooks of an optimizer, the profiler's mark of a step and the guard against torch.compile only where they
+are in use."""
 
 from __future__ import annotations
 
@@ -6,22 +7,27 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch.autograd import profiler
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 
 def hooks_if_registered(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``step`` as ``Optimizer`` would by itself, and do only what is in use.
+    """Wrap ``step`` as ``Optimizer`` would by itself, hide it from torch.compile, and do only what is in use.
 
     torch's wrapper runs the registered hooks and marks the step for the profiler. The mark alone costs a fifth of the
-    host time of a fused step, so it is left out while nothing is profiled.
+    host time of a fused step, so it is left out while nothing is profiled. So does the guard that keeps torch.compile
+    from tracing the step where nothing is traced; the guard would also import the compiler, for seconds.
     """
-    marked_for_profiler = Optimizer.profile_hook_step(step)
+    traceable, untraced = step, torch._disable_dynamo(step)  # type: ignore[attr-defined]
+    marked_for_profiler = Optimizer.profile_hook_step(untraced)
 
     @wraps(step)
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         own = type(self).step
+        step = untraced if is_dynamo_compiling() or _traced_when_called() else traceable
         if own is not wrapper and _has_hooks(own):  # called by a subclass's step, which runs the hooks
             return step(self, *args, **kwargs)
         if profiler._is_profiler_enabled:
@@ -36,6 +42,20 @@ def hooks_if_registered(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(self, *args, **kwargs)
 
     return _marked(wrapper)
+
+
+def _no_callback() -> object:
+    """Return something else than ``None``: of a torch without the question, the guard is always used."""
+    return ...
+
+
+# The callback that torch.compile has set for the frames that run now; ``None`` outside of compiled functions.
+_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _no_callback)
+
+
+def _traced_when_called() -> bool:
+    """Return whether torch.compile would trace a function that is called now."""
+    return _callback() is not None
 
 
 def _with_hooks(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

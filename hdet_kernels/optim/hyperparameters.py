@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -67,10 +67,12 @@ class HyperparameterWriter:
     def write(self) -> None:
         """Bring the hyperparameters to the devices."""
         groups = self.optimizer.param_groups
-        if self._written is None or any(PER_REPLICA in group for group in groups):
+        if self._written is None or any(map(_has_per_replica, groups)):
             self._write_all()
             return
-        values = [self._values_of(group) for group in groups]
+        values = list(map(self._values_of, groups))
+        if len(values) == len(self._written) and all(map(_are_same, values, self._written)):
+            return
         if not _only_floats_changed(values, self._written):
             self._write_all()
         elif values != self._written:  # as a schedule does at every step
@@ -114,6 +116,15 @@ def freeze_betas(group: Group) -> None:
     for name in ("betas", "adamw_betas", "ns_coefficients"):
         if isinstance(group.get(name), list):
             group[name] = tuple(group[name])
+
+
+def _has_per_replica(group: Group) -> bool:
+    return PER_REPLICA in group
+
+
+def _are_same(values: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Return whether hyperparameters are the same objects as before."""
+    return len(values) == len(before) and all(map(is_, values, before))
 
 
 def _only_floats_changed(values: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:

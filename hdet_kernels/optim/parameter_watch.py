@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from operator import is_
 
 from torch import Tensor
 
@@ -22,8 +20,7 @@ class ParameterWatch:
     """
 
     def __init__(self, groups: Sequence[Group], params: Sequence[Tensor], backend: str | None = None) -> None:
-        self._lists = [(group["params"], len(group["params"])) for group in groups]
-        self._members = [param for members, _ in self._lists for param in members]
+        self._lists = [(group["params"], LiveTensors(group["params"], backend)) for group in groups]
         self._params = LiveTensors(params, backend)
 
     def regrouped(self, groups: Sequence[Group], *, lists_only: bool) -> bool:
@@ -33,13 +30,15 @@ class ParameterWatch:
             groups: the optimizer's ``param_groups`` now.
             lists_only: notice only lists that were replaced or changed their length, at no cost for each parameter.
         """
-        lists = [group["params"] for group in groups]
-        if len(lists) != len(self._lists):
+        if len(groups) != len(self._lists):
             return True
-        for members, (known, count) in zip(lists, self._lists, strict=True):
-            if members is not known or len(members) != count:
+        for group, (known, tensors) in zip(groups, self._lists, strict=True):
+            members = group["params"]
+            if members is not known or len(members) != len(tensors.tensors):
                 return True
-        return not lists_only and not all(map(is_, chain.from_iterable(lists), self._members))
+            if not lists_only and not tensors.are(members):
+                return True
+        return False
 
     def moved(self) -> bool:
         """Return whether a parameter has another address, at the cost of reading one pointer for each parameter."""

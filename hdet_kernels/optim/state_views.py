@@ -55,7 +55,7 @@ class StateViews:
         self.flat_groups = flat_groups
         #: The entries that were added, by parameter.
         self._entries: dict[Tensor, dict[str, Any]] = {}
-        self._spot_check: SpotCheck[Tensor] = SpotCheck([])
+        self._spot_check: SpotCheck[tuple[Tensor, dict[str, Any]]] = SpotCheck([])
         self._names: list[tuple[str, ...]] = []
 
     @torch.no_grad()
@@ -148,7 +148,10 @@ class StateViews:
         state = self.optimizer.state
         if state is not self._state_object or len(state) != self._entry_count:
             return True
-        return any(map(self._is_replaced, self._spot_check.next_items()))
+        for param, entry in self._spot_check.next_items():
+            if state.get(param) is not entry:
+                return True
+        return False
 
     def any_replaced(self) -> bool:
         """Return whether any entry was replaced."""
@@ -185,7 +188,7 @@ class StateViews:
 
     def _remember(self) -> None:
         self._state_object, self._entry_count = self.optimizer.state, len(self.optimizer.state)
-        self._spot_check = SpotCheck(list(self._entries))
+        self._spot_check = SpotCheck(list(self._entries.items()))
 
     def _add_entry(self, flat: FlatGroup, index: int, names: Iterable[str]) -> None:
         flat.slots_without_entry.discard(index)

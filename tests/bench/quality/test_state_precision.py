@@ -18,17 +18,18 @@ RECORD = Path(__file__).parents[3] / "bench" / "results" / "state_quality_cpu.js
 def test_the_command_writes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     out = tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", ["state_precision", "--steps", "4", "--seeds", "2", "--out", str(out)])
+    arguments = ["--tasks", "digits", "--steps", "4", "--seeds", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["state_precision", *arguments])
     threads = torch.get_num_threads()
     state_precision.main()
     torch.set_num_threads(threads)
     record = json.loads(out.read_text())
     assert record["command"].endswith('--tasks "digits" --steps 4 --seeds 2 --out found.json')
     for states in record["tasks"]["digits"].values():
-        assert states.keys() == {*state_precision.STATES, "float32, another order"}
+        assert states.keys() == {*state_precision.STATES, state_precision.ANOTHER_ORDER}
         assert states["float32"]["difference"] == 0
         # Rounding matters little after four steps, but it is there.
-        assert 0 < abs(states["int8"]["difference"]) < abs(states["float32, another order"]["difference"])
+        assert 0 < abs(states["int8"]["difference"]) < abs(states[state_precision.ANOTHER_ORDER]["difference"])
 
 
 def test_the_recorded_losses_of_8_bit_state_are_those_of_float32() -> None:
