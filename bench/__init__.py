@@ -16,6 +16,7 @@ The flow, file by file:
     stack_operations.py operations in a stack beside separate modules (stack_comparison.py), as a table
     cost_model.py       model the cost of averaging on up to 16 384 replicas; link_check.py checks it against gloo
     numerics.py         ``python -m bench.numerics``: errors of the update rules over many steps against float64
+    numerics_losses.py  the loss that training with noisy gradients reaches, beside float64
     quality/            measure how well training ends, not how fast
 
 In the records, the key ``way`` names an implementation: ``torch-fused``, ``hdet-cuda``, or the name of a peer.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hdet_kernels.ops.companding import BLOCK, SMALLEST_SCALE, TOP
-from hdet_kernels.ops.triton_rounding import random_bits
+from hdet_kernels.ops.triton_rounding import INTERPRETED, random_bits, short_ratio
 
 _BLOCK = tl.constexpr(BLOCK)
 _TOP_SIGNED, _TOP = tl.constexpr(TOP[True]), tl.constexpr(TOP[False])
@@ -51,14 +51,16 @@ def write_codes(codes, scales, at, value, mask, random, SIGNED: tl.constexpr):
 
     Roots and quotients that are wrong in their last bits do no harm: see ``csrc/companding.h``.
     """
-    # As whole numbers, the bits of magnitudes have their order, and those of infinities and NaNs are the largest.
-    bits = tl.where(mask, tl.abs(value).to(tl.int32, bitcast=True), -1)
+    # As whole numbers, the bits of magnitudes have their order, and those of infinities and NaNs are the largest. A sum
+    # of squares is its magnitude, but for NaNs of a CPU.
+    magnitude = tl.abs(value) if SIGNED or INTERPRETED else value
+    bits = tl.where(mask, magnitude.to(tl.int32, bitcast=True), -1)
     largest = tl.max(bits, axis=1, keep_dims=True)
     scale = tl.maximum(largest.to(tl.float32, bitcast=True), _SMALLEST_SIGNED if SIGNED else _SMALLEST)
     scale = tl.where(largest >= 0x7F800000, float("nan"), scale)
     tl.store(scales + tl.arange(0, at.shape[0])[:, None], scale, mask=largest >= 0)
 
-    x = tl.abs(value) * ((_TOP_SIGNED if SIGNED else _TOP) / scale)
+    x = tl.abs(value) * short_ratio(_TOP_SIGNED if SIGNED else _TOP, scale)
     # Of the hash that four neighbours share, a parameter and its states use different parts.
     bits = random_bits(random, at, 0, 1)
     z = (bits << 1 | 0x42800000).to(tl.float32, bitcast=True) - (64.5 - 2**-17)
@@ -69,10 +71,11 @@ def write_codes(codes, scales, at, value, mask, random, SIGNED: tl.constexpr):
         code = (steps + (_ROUNDING + 128)).to(tl.int32, bitcast=True)
     else:
         y = x + 4
-        above = 0.5 * tl.sqrt(tl.sqrt(y)) + _ROUNDING
-        upper = above - _ROUNDING  # the upper code; the even number e is twice that
+        # The even number e is twice the upper code. Here ties go to odd ones; either is right.
+        lower = 0.5 * tl.sqrt(tl.sqrt(y)) + (_ROUNDING - 1)
+        upper = lower - (_ROUNDING - 1)
         square = upper * upper
         missing = (4 * square + 1) * ((4 * square + 5) + 16 * (z * upper)) - y
-        # One less unless it is negative.
-        code = above.to(tl.int32, bitcast=True) + (missing.to(tl.uint32, bitcast=True) >> 31).to(tl.int32) - 1
+        # One more if it is negative.
+        code = lower.to(tl.int32, bitcast=True) + (missing.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
     tl.store(codes + at, code.to(tl.uint8), mask=mask)

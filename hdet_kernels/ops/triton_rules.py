@@ -17,7 +17,7 @@ import triton.language as tl
 from hdet_kernels.ops.step import check_rules
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_companding import read_codes, write_codes
-from hdet_kernels.ops.triton_rounding import INTERPRETED, read, write
+from hdet_kernels.ops.triton_rounding import read, short_ratio, write
 
 # The numbers of a slot: as many as the rule with the most has.
 NUMBERS = 9
@@ -366,10 +366,8 @@ def _root(x, CODED: tl.constexpr):
 
 @triton.jit
 def _ratio(x, y, CODED: tl.constexpr):
-    if CODED and not INTERPRETED:
-        # By far the fewest instructions. The divisor is not negative.
-        inverse_root = tl.rsqrt(y)
-        quotient = x * inverse_root * inverse_root
+    if CODED:
+        quotient = short_ratio(x, y)
     elif x.dtype == tl.float32:
         quotient = tl.div_rn(tl.broadcast_to(x, y.shape), y)
     else:

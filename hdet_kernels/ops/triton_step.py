@@ -38,7 +38,9 @@ WARPS = 4
 STOCHASTIC = {"BLOCK": 512, "num_warps": 2, "maxnreg": 64}
 
 # The same with states in 8 bits, one block of codes in each row of elements. With one warp, the largest number of a row
-# is one reduction within it, whatever the dtypes.
+# is one reduction within it, whatever the dtypes. AdamW on 2²⁷ parameters of an H200, in bf16 and in fp32: 256 elements
+# and 1 warp took 0.44 and 0.54 ms, without a limit on registers 0.53 and 0.59 ms; 512 elements with 128 registers 0.47
+# and 0.59 ms; 1024 elements and 4 warps 0.46 and 0.55 ms.
 CODED = {"BLOCK": 256, "num_warps": 1, "maxnreg": 64}
 
 # Slots of one program of _advance. It moves some hundred bytes for each slot, so its shape hardly matters.
