@@ -33,10 +33,11 @@ def test_the_results_are_those_of_the_operator(backend: tuple[str, str], master:
     device = backend[1]
     scale, found = torch.full((1,), 2.0, device=device), torch.zeros(1, device=device)
     norm = torch.tensor(3.0, dtype=torch.float64, device=device)
+    given_each = [Scalars(), Scalars(scale, norm, found), Scalars(scale), Scalars(), Scalars(found_inf=found + 1)]
     both = []
     for bound in (True, False):
         case, given, step = made(backend, None, None, None, master=master)
-        for scalars in (Scalars(), Scalars(scale, norm, found), Scalars(scale), Scalars(), Scalars(found_inf=found + 1)):
+        for scalars in given_each:
             if bound:
                 assert step.run(scalars)
             else:
