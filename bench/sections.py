@@ -171,13 +171,24 @@ def _host_times(found: list[Entry]) -> str:
             row = TITLES[params["way"]]
         else:
             row = f"{TITLES[params['way']]}, {GRADIENTS[params['addresses']]}"
-        rows.setdefault(row, {})[column] = short(info["us"])
+        rows.setdefault(row, {})[column] = _host_time(info)
     body = ([row, *(cells.get(name, NOTHING) for name in columns)] for row, cells in rows.items())
     heading = "Host time of a step" + _place(found)
     description = "Time in µs until `step()` returns, on an idle device, for AdamW in fp32."
+    if any("best us" in entry["extra_info"] for entry in found):
+        description += (
+            " The median of single calls; in brackets the best one, and the median in bare loops over "
+            f"`{LOOPS['addresses']}` of the same tensors, which took turns with the calls."
+        )
     if records.device_of(found[0]) == "cpu":
         description += " It includes the update of the tensors, which have four elements each."
     return section_text(heading, description, records.sources(found), table_lines(["", *columns], body))
+
+
+def _host_time(info: Entry) -> str:
+    notes = [f"best {short(info['best us'])}"] if "best us" in info else []
+    notes += [f"{short(info['us'] / info['loop us'])} loops"] if "loop us" in info else []
+    return short(info["us"]) + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _reductions(found: list[Entry]) -> str:

@@ -22,7 +22,8 @@ The flow through this folder, for one optimizer step::
                   reference_rowwise)
     triton_backend  Triton (triton_step, triton_block, triton_rules, triton_reduce, triton_pack, triton_wire,
                   triton_noise, triton_rowwise, triton_rounding)
-    compiled      C++ and CUDA (``csrc/``), loaded by extension
+    compiled      C++ and CUDA (``csrc/``), loaded by extension (bound_step: the step without torch's dispatcher;
+                  native_calls: plain C functions)
 
 ``operators`` registers the operators that are written in Python with torch, and ``rounding`` has stochastic rounding in
 plain torch. Every operation walks a table on the device, so the number of launches does not depend on the number of

@@ -162,7 +162,7 @@ class ChunkTable:
         # A replayed CUDA graph writes the addresses of its capture, which other steps may have overwritten since.
         if grads.table is not self._pointed or (not grads.permanent and self._gradients.capturing):
             if grads.address is None:
-                self._gradients.write(grads.table)
+                self._gradients.write(grads.table.tobytes())
             else:
                 self._gradients.write_from(grads.address)
             self._pointed = grads.table if self._gradients.settled else None

@@ -72,7 +72,7 @@ class LiveGradients:
         """Take new memory for the next table: gradients that were returned keep theirs."""
         if not self._spare:
             size = self._table.nbytes
-            # Several at once: after a backward pass, an array and its address take longer than looking at 100 gradients.
+            # Several at once: after a backward pass, making an array takes longer than a look at 100 gradients.
             tables = np.empty((min(max(SPARE_BYTES // max(size, 1), 1), 16), *self._table.shape), dtype=np.int64)
             first = address_of(tables)
             self._spare = [(table, first + size * number) for number, table in enumerate(tables)]

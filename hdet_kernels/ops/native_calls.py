@@ -63,6 +63,10 @@ def why_not_callable() -> str | None:
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not _OLDEST_TORCH <= release <= _NEWEST_TORCH:
         return f"torch {torch.__version__} is not one of the releases that csrc/live_tensors.cpp was written for"
+    library = ctypes.CDLL(_path())
+    missing = [name for name in (*_LOOKS, *_STEPS) if not hasattr(library, name)]
+    if missing:
+        return f"the extension lacks {', '.join(missing)}; it is of another version, build it again"
     if not looks().hdet_can_look():
         return f"torch {torch.__version__} lacks a function that csrc/live_tensors.cpp needs"
     if tensor_offset() == 0:

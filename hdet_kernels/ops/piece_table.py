@@ -130,7 +130,7 @@ class PieceTable:
             table[:, 0] = np.frombuffer(array("q", matched.addresses), dtype=np.int64)  # faster than from a list
             table[:, 1] = list(map(GRADIENT_DTYPES.index, matched.dtypes))
             self._known = matched.addresses, matched.dtypes, table
-        self._places.write(self._known[2])
+        self._places.write(self._known[2].tobytes())
         return self._places.tensor
 
     def _are_sound(self, used: Sequence[Tensor]) -> bool:

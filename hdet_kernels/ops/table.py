@@ -7,14 +7,13 @@ in the same order.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.ops import native_calls
+from hdet_kernels.ops.native_calls import handle_of, steps, why_not_callable
 from hdet_kernels.tensors import wide_dtype
 
 #: The columns of the table. A rule ignores those that it does not use. ``max_grad_norm`` is 0 for no clipping, ``seed``
@@ -37,6 +36,8 @@ COLUMNS = (
 
 _NUMBER = {name: number for number, name in enumerate(COLUMNS)}
 
+_PLAIN_TYPES = (float, bool, int)
+
 #: The most bytes that are written to a CUDA device as arguments of launches, of which each takes up to 3968.
 MOST_ARGUMENT_BYTES = 4 * 3968
 
@@ -57,15 +58,15 @@ class Staged:
         # Whether a captured CUDA graph writes this tensor, and the memory from which its replays copy.
         self._captured = False
         self._captured_memory: list[Tensor] = []
-        self._in_host_memory = self.tensor.numpy() if self.tensor.device.type == "cpu" else None
-        self._dtype = np.dtype(str(dtype).removeprefix("torch."))
+        self._in_host_memory = self.tensor.device.type == "cpu"
         self._nbytes = self.tensor.numel() * self.tensor.element_size()
         small = self._nbytes <= MOST_ARGUMENT_BYTES and self._nbytes % 8 == 0
-        self._as_arguments = self.tensor.is_cuda and small and _can_launch()
+        self._on_cuda = self.tensor.is_cuda
+        self._as_arguments = self._on_cuda and small and _can_launch()
 
-    def holds(self, values: NDArray[np.generic]) -> bool:
+    def holds(self, values: bytes) -> bool:
         """Return whether the device is known to hold ``values``."""
-        return values.tobytes() == self._mirror
+        return values == self._mirror
 
     @property
     def settled(self) -> bool:
@@ -75,50 +76,48 @@ class Staged:
     @property
     def capturing(self) -> bool:
         """Whether a write now would be captured in a CUDA graph."""
-        return self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
-    def write(self, values: NDArray[np.generic]) -> bool:
-        """Copy ``values`` to the device if it does not hold them. Return whether anything was copied."""
-        written = values.tobytes()
-        if written == self._mirror and not self.capturing:
+    def write(self, values: bytes) -> bool:
+        """Copy the bytes of a whole tensor to the device if it does not hold them.
+
+        Returns:
+            Whether anything was copied.
+        """
+        if values == self._mirror and not self.capturing:
             return False
-        if self._in_host_memory is not None:
-            self._in_host_memory[...] = values
-            self._mirror = written
-            return True
-        source = np.ascontiguousarray(values, dtype=self._dtype)
-        self.write_from(native_calls.address_of(source))
+        self.write_from(values)
         # A graph that writes this tensor sets it to the captured values whenever it is replayed.
-        self._mirror = written if self.settled else None
+        self._mirror = values if self.settled else None
         return True
 
-    def write_from(self, address: int) -> None:
-        """Copy the bytes at an address in host memory to the device, whatever it holds."""
+    def write_from(self, source: int | bytes) -> None:
+        """Copy bytes, or as many at an address in host memory, to the device, whatever it holds."""
         self._mirror = None
-        if self._in_host_memory is not None:
-            ctypes.memmove(self.tensor.data_ptr(), address, self._nbytes)
+        if self._in_host_memory:
+            ctypes.memmove(self.tensor.data_ptr(), source, self._nbytes)
             return
-        if not (self._as_arguments and self._launch(address)):
-            self._copy(address)
+        if not (self._as_arguments and self._launch(source)):
+            self._copy(source)
         self._captured = self._captured or self.capturing
 
-    def _launch(self, address: int) -> bool:
+    def _launch(self, source: int | bytes) -> bool:
         """Write by launches. Where one fails, as with an extension that was built for other GPUs, write by copies."""
-        handle, words = native_calls.handle_of(self.tensor), self._nbytes // 8
-        self._as_arguments = bool(native_calls.steps().hdet_write_cuda(handle, address, words))
+        handle, words = handle_of(self.tensor), self._nbytes // 8
+        self._as_arguments = bool(steps().hdet_write_cuda(handle, source, words))
         return self._as_arguments
 
-    def _copy(self, address: int) -> None:
-        on_cuda = self.tensor.is_cuda
+    def _copy(self, source: int | bytes) -> None:
+        on_cuda = self._on_cuda
         staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu", pin_memory=on_cuda)
-        ctypes.memmove(staging.data_ptr(), address, self._nbytes)
+        ctypes.memmove(staging.data_ptr(), source, self._nbytes)
         self.tensor.copy_(staging, non_blocking=on_cuda)
         if self.capturing:
             self._captured_memory.append(staging)  # every replay of the graph copies from this memory
 
 
 def _can_launch() -> bool:
-    return native_calls.why_not_callable() is None and hasattr(native_calls.steps(), "hdet_write_cuda")
+    return why_not_callable() is None and hasattr(steps(), "hdet_write_cuda")
 
 
 class HyperTable:
@@ -129,7 +128,10 @@ class HyperTable:
     """
 
     def __init__(self, table_rows: int, device: torch.device) -> None:
-        self._staged = Staged((table_rows, len(COLUMNS)), wide_dtype(device), device)
+        dtype = wide_dtype(device)
+        self._staged = Staged((table_rows, len(COLUMNS)), dtype, device)
+        self._rows = table_rows
+        self._pack = struct.Struct(f"{table_rows * len(COLUMNS)}{'d' if dtype == torch.float64 else 'f'}").pack
 
     @property
     def tensor(self) -> Tensor:
@@ -146,21 +148,22 @@ class HyperTable:
             table_rows: For each row, a mapping from column to value. Columns that are left out become zero.
 
         Raises:
+            ValueError: If there are more or fewer rows than the table has.
             RuntimeError: If a number changes while a CUDA graph is captured: every replay would write it again.
         """
-        lines = []
+        if len(table_rows) != self._rows:
+            raise ValueError(f"the hyperparameter table has {self._rows} rows, got {len(table_rows)}")
+        numbers: list[float] = [0.0] * (self._rows * len(COLUMNS))
         on_device: list[tuple[int, int, Tensor]] = []
         for index, values_by_column in enumerate(table_rows):
-            line = [0.0] * len(COLUMNS)
+            first = index * len(COLUMNS)
             for name, value in values_by_column.items():
-                if type(value) is float:
-                    line[_NUMBER[name]] = value
-                elif isinstance(value, Tensor) and value.device.type != "cpu":
+                # The types are asked first: whether something is a tensor takes longer.
+                if type(value) not in _PLAIN_TYPES and isinstance(value, Tensor) and value.device.type != "cpu":
                     on_device.append((index, _NUMBER[name], value))
                 else:
-                    line[_NUMBER[name]] = float(value)
-            lines.append(line)
-        values = np.array(lines, dtype=np.float64).reshape(self.tensor.shape)
+                    numbers[first + _NUMBER[name]] = float(value)
+        values = self._pack(*numbers)
         if not self._staged.holds(values):
             if self._staged.capturing:
                 raise RuntimeError(

@@ -65,13 +65,9 @@ class FixedGradients:
 
     def spot_check_fails(self) -> bool:
         """Return whether one of the parameters checked this time has changed."""
-        for each in self._trained.next_items():
-            if each.changed():
-                return True
-        for each in self._frozen.next_items():
-            if each.changed():
-                return True
-        return False
+        return any(map(_Snapshot.changed, self._trained.next_items())) or any(
+            map(_Snapshot.changed, self._frozen.next_items())
+        )
 
     def check_not_partial(self) -> None:
         """Raise RuntimeError if some, but not all, of the trained parameters have changed.

@@ -18,8 +18,8 @@ def hooks_if_registered(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``step`` as ``Optimizer`` would by itself, hide it from torch.compile, and do only what is in use.
 
     torch's wrapper runs the registered hooks and marks the step for the profiler. The mark alone costs a fifth of the
-    host time of a fused step, so it is left out while nothing is profiled. So does the guard that keeps torch.compile
-    from tracing the step where nothing is traced; the guard would also import the compiler, for seconds.
+    host time of a fused step, so it is left out while nothing is profiled. So is the guard that keeps
+    torch.compile from tracing the step, while nothing is traced.
     """
     traceable, untraced = step, torch._disable_dynamo(step)  # type: ignore[attr-defined]
     marked_for_profiler = Optimizer.profile_hook_step(untraced)

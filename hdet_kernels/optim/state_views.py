@@ -155,10 +155,7 @@ class StateViews:
         state = self.optimizer.state
         if state is not self._state_object or len(state) != self._entry_count:
             return True
-        for param, entry in self._spot_check.next_items():
-            if state.get(param) is not entry:
-                return True
-        return False
+        return any(state.get(param) is not entry for param, entry in self._spot_check.next_items())
 
     def any_replaced(self) -> bool:
         """Return whether any entry was replaced."""

@@ -37,6 +37,12 @@ def test_without_the_extension_there_is_a_reason(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_extension
+def test_an_extension_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(native_calls._STEPS, "hdet_of_a_later_version", [])
+    assert "lacks hdet_of_a_later_version; it is of another version" in (why_not_callable.__wrapped__() or "")
+
+
+@needs_extension
 def test_plain_tensors_have_a_handle_and_subclasses_have_none() -> None:
     class Own(torch.Tensor):
         pass

@@ -52,3 +52,26 @@ def test_the_optimizer_may_be_inside_a_compiled_training_step() -> None:
 
     for compiled, eager in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+def test_nothing_inside_a_step_is_traced() -> None:
+    """Of a compiled function that calls it. Elsewhere a step is called without the guard."""
+
+    class Watching(FusedAdamW):
+        def row(self, group: Any) -> dict[str, Any]:
+            callbacks.append(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+            return super().row(group)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        optimizer.step()
+        return x * 2
+
+    callbacks: list[object] = []
+    param = nn.Parameter(torch.ones(2))
+    optimizer = Watching([param])
+    param.grad = torch.ones(2)
+    for rate, call in enumerate((torch.compile(step, backend="eager"), step)):
+        optimizer.param_groups[0]["lr"] = 0.5**rate
+        assert call(torch.ones(1)).item() == 4.0
+    assert callbacks == [None, None]
