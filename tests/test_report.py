@@ -90,7 +90,8 @@ def test_bytes_read_well(count: float, text: str) -> None:
     assert report.format_bytes(count) == text
 
 
-def test_plots_are_written(tmp_path: Path) -> None:
+def test_plots_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # another test may have imported it
     report.plot_losses(HISTORY, tmp_path / "losses.png")
     report.plot_values(HISTORY, str(tmp_path / "lr.png"))
     report.plot_values(HISTORY, tmp_path / "decay.png", name="wd/0")

@@ -264,7 +264,8 @@ def test_probes_that_cannot_be(what: str, text: str) -> None:
 
 
 def test_without_lightning_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lightning", "pytorch_lightning"):
+    packages = ("lightning", "pytorch_lightning")
+    for name in (*packages, *(each for each in sys.modules if each.split(".")[0] in packages)):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "hdet_kernels.integrations.lightning", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hdet_kernels\[lightning\]'"):
