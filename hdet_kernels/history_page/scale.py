@@ -64,6 +64,7 @@ def scale_of(values: Iterable[float], *, log: bool = False, zero: bool = False, 
         low = max(min(known), max(known) / 10 ** min(decades, 300))
         room = (max(known) / low) ** 0.04
         return Scale(low / room, max(known) * room, log=True)
+    known = [value if abs(value) >= 1 / LARGEST else 0.0 for value in known]  # a fifth of a smaller one might be 0
     low, high = min(known, default=0.0), max(known, default=1.0)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hdet_kernels.history_page.scale import Scale, scale_of, short
@@ -49,6 +49,8 @@ FINITE = st.floats(-1e300, 1e300)
 
 @PROPERTY
 @given(st.lists(FINITE, max_size=8), st.booleans(), st.booleans())
+@example([0.0, 5e-324], False, False)
+@example([1e-260, 3e-250], True, True)
 def test_every_value_has_a_place_and_there_are_ticks(values: list[float], log: bool, zero: bool) -> None:
     scale = scale_of(values, log=log, zero=zero)
     assert scale.high > scale.low
