@@ -5,6 +5,7 @@
 
 #include "companding.h"
 #include "launch_cuda.h"
+#include "rules.h"
 
 namespace hdet {
 namespace {
@@ -12,12 +13,6 @@ namespace {
 // Levels of a signed state are computed as parts of 2¹⁴, and their roots as parts of 2⁷, so that the instruction that
 // adds also limits them to 0 and 1.
 constexpr float kShrunken = 0x1p-7f;
-
-__device__ __forceinline__ float approximate_root(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 __device__ __forceinline__ float approximate_inverse(float x) {
   float y;
@@ -86,12 +81,12 @@ template <bool kSigned>
 __device__ __forceinline__ uint32_t encoded_above(float value, float inverse, float z) {
   if constexpr (kSigned) {
     constexpr float kQuarter = 0.25f * kShrunken * kShrunken;
-    const float root = approximate_root(limited_sum(z, z, __fmaf_rn(fabsf(value), inverse, -kQuarter)));
-    return __float_as_uint(copysignf(root - z, value) + (0x1p23f + 128) * kShrunken);
+    const float least = limited_sum(z, z, __fmaf_rn(fabsf(value), inverse, -kQuarter));
+    return __float_as_uint(copysignf(root<kShortest>(least) - z, value) + (0x1p23f + 128) * kShrunken);
   } else {
     const float y = __fmaf_rn(value, inverse, 4.0f);
     // The code is one less than half of the even number between the roots of the levels; 255 more in the lowest byte.
-    const float above = __fmaf_rn(approximate_root(approximate_root(y)), 0.5f, 0x1p23f + 255);
+    const float above = __fmaf_rn(root<kShortest>(root<kShortest>(y)), 0.5f, 0x1p23f + 255);
     const float even = __fmaf_rn(above, 2.0f, -2 * (0x1p23f + 255));
     const float square = __fmaf_rn(even, even, 1.0f);
     const float mean = __fmaf_rn(even, __fmaf_rn(z, 8 / kShrunken, even), 5.0f);

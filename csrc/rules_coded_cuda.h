@@ -3,7 +3,6 @@
 #pragma once
 
 #include "companding_cuda.h"
-#include "rules.h"
 
 namespace hdet {
 namespace {
@@ -38,7 +37,7 @@ __device__ __forceinline__ void push_levels(const Adam<float>& rule, const Theta
     factor = 1;
   }
   const float take1 = rule.take1 * factor, keep1 = (1 - rule.take1) * units[0];
-  const float take2 = approximate_root(rule.take2) * factor, keep2 = rule.keep2 * units[1];
+  const float take2 = root<kShortest>(rule.take2) * factor, keep2 = rule.keep2 * units[1];
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     const float share = take2 * slopes[j];
@@ -49,7 +48,7 @@ __device__ __forceinline__ void push_levels(const Adam<float>& rule, const Theta
       second = larger(second, states[2][j] * units[2]);
       states[2][j] = second;
     }
-    pushes[j] = {states[0][j], approximate_root(second)};
+    pushes[j] = {states[0][j], root<kShortest>(second)};
   }
 }
 

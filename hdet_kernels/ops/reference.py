@@ -149,14 +149,16 @@ def _step(
                 param_half, master_half = split(theta) if own_master.dtype == torch.int16 else (theta, theta)
                 put(stored, param_half)
                 put(own_master, master_half)
+        noise: Tensor | None = None  # all states in 8 bits share it
         for k, (target, before, value) in enumerate(zip(stored_states, old, new, strict=False)):
             if target is None or before is None or value is None or value is before:
                 continue
             if (scale := own_scales[k]) is None:
                 keep(target, value, numbers[0], 2 + k, offset)
             else:
-                position = torch.arange(offset, offset + value.numel(), device=value.device)
-                noise = random_bits_at(numbers[0].key, 0, positions_of_bits(position))
+                if noise is None:
+                    position = torch.arange(offset, offset + value.numel(), device=value.device)
+                    noise = random_bits_at(numbers[0].key, 0, positions_of_bits(position))
                 codes, largest = encode(value, signed[k], noise)
                 # A state that is not in use is a new tensor where the host may not read the hyperparameters. Encoded
                 # again, it would change in its last bits.
