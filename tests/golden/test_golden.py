@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,9 @@ import pytest
 import torch
 
 import hdet_kernels as hk
+from hdet_kernels.schedule.checkpoint.packed import unpacked
+from tests.golden import files
+from tests.golden.__main__ import main as write_missing
 from tests.golden.cases import CASES, RANKS, SAVED_AT, TOTAL, resumed
 from tests.golden.files import FOLDER, all_files, load
 from tests.ranks import Cases
@@ -63,8 +68,29 @@ def test_checkpoints_are_small() -> None:
         assert sum(path.stat().st_size for path in folder.glob("*.pt")) < 300_000
 
 
+def hdet_of(name: str) -> list[dict[str, Any]]:
+    """Return the scheduler's own part of the checkpoint of every rank, packed in a tuple or not."""
+    parts = [unpacked(saved["scheduler"]["hdet"]) for saved in load(hk.__version__, name)]
+    return [part for part in parts if isinstance(part, dict)]
+
+
 def test_the_checkpoint_of_an_overlapping_average_has_one_under_way() -> None:
-    for saved in load(hk.__version__, "ranks-overlap"):
-        assert saved["scheduler"]["hdet"]["pending"] is not None
+    assert [part["pending"] is not None for part in hdet_of("ranks-overlap")] == [True] * RANKS
     for name in ("ranks-bf16", "ranks-int8"):
-        assert load(hk.__version__, name)[0]["scheduler"]["hdet"]["compression"] is not None
+        assert hdet_of(name)[0]["compression"] is not None
+
+
+def test_a_missing_checkpoint_of_ranks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ranks-overlap"
+    shutil.copytree(FOLDER / hk.__version__, tmp_path / hk.__version__)
+    monkeypatch.setattr(files, "FOLDER", tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.glob("*/*.pt") if path.stem != name}
+    files.path_of(hk.__version__, name).unlink()
+    threads = torch.get_num_threads()
+    write_missing()
+    torch.set_num_threads(threads)
+    assert len(kept) == len(CASES) - 1
+    assert all(path.read_bytes() == content for path, content in kept.items()), "only the missing one is written"
+    assert [part["pending"] is not None for part in hdet_of(name)] == [True] * RANKS
+    for mine, released in zip(load(hk.__version__, name), TOGETHER[hk.__version__, name], strict=True):
+        compare(mine["end"], released)
