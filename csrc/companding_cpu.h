@@ -40,33 +40,46 @@ inline void load_codes(const void* stored, const float* scales, bool is_signed, 
   }
 }
 
-// Moves the random bits of each quad of neighbours to where the codes have them: see position_of_bits.
-HDET_WIDEST inline void rotate_quads(const uint64_t* __restrict from, int count, uint64_t* __restrict to) {
-  for (int i = 0; i < count; ++i) to[i] = from[i] >> 16 | from[i] << 48;
-}
+// The random bits of the codes of at most kBlock elements, which all states share; see position_of_bits.
+class CodeBits {
+ public:
+  // Draws those of the elements at .. at + count of the flat buffers.
+  void draw(const Noise& noise, int64_t at, int64_t count) {
+    first_ = at & 3;
+    const int quads = static_cast<int>(first_ + count + 3) / 4;
+    uint32_t words[2 * kQuads];
+    random_words(noise, kParamStream, static_cast<uint64_t>(at) >> 2, quads, words);
+    uint64_t drawn[kQuads], rotated[kQuads];
+    static_assert(sizeof(words) == sizeof(drawn) && sizeof(rotated) == sizeof(halves_));
+    std::memcpy(drawn, words, quads * sizeof(*drawn));
+    rotate_quads(drawn, quads, rotated);
+    std::memcpy(halves_, rotated, quads * sizeof(*rotated));
+  }
 
-// Encodes what load_codes decodes, rounding stochastically.
+  const uint16_t* data() const { return halves_ + first_; }
+
+ private:
+  static constexpr int kQuads = kBlock / 4 + 1;
+
+  HDET_WIDEST static void rotate_quads(const uint64_t* __restrict from, int count, uint64_t* __restrict to) {
+    for (int i = 0; i < count; ++i) to[i] = from[i] >> 16 | from[i] << 48;
+  }
+
+  int64_t first_;
+  uint16_t halves_[4 * kQuads];  // the low half of a word comes first
+};
+
+// Encodes what load_codes decodes, rounding stochastically by `bits`, which begin at element `at`.
 inline void store_codes(const float* values, void* stored, float* scales, bool is_signed, int64_t at, int64_t count,
-                        const Noise& noise) {
-  constexpr int kQuads = kStateBlock / 4 + 1;
-  uint32_t words[2 * kQuads] = {};
-  uint64_t drawn[kQuads], rotated[kQuads];
-  uint16_t halves[4 * kQuads];  // the low half of a word comes first
-  static_assert(sizeof(words) == sizeof(drawn) && sizeof(rotated) == sizeof(halves));
+                        const uint16_t* bits) {
   auto* codes = static_cast<uint8_t*>(stored) + at;
   for (int64_t done = 0; done < count; done += kStateBlock) {
     const int here = static_cast<int>(std::min(kStateBlock, count - done));
-    const int64_t skipped = (at + done) & 3;
-    const int quads = static_cast<int>(skipped + here + 3) / 4;
-    random_words(noise, kParamStream, static_cast<uint64_t>(at + done) >> 2, quads, words);
-    std::memcpy(drawn, words, sizeof(words));
-    rotate_quads(drawn, kQuads, rotated);
-    std::memcpy(halves, rotated, sizeof(rotated));
     const uint32_t largest = largest_bits(values + done, here);
     const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);
     const float inverse = is_signed ? inverse_of<true>(scale) : inverse_of<false>(scale);
     const auto encode = is_signed ? encode_block<true> : encode_block<false>;
-    encode(values + done, inverse, halves + skipped, here, codes + done);
+    encode(values + done, inverse, bits + done, here, codes + done);
     scales[done / kStateBlock] = scale;
   }
 }

@@ -154,11 +154,13 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
       if constexpr (!kInPlace) write_span(theta, count, params);
     });
   }
+  CodeBits bits;
+  if (work.scales[0] != nullptr) bits.draw(prepared[0].noise, at, count);
   for (int k = 0; k < kStates && !plain_states; ++k) {
     if constexpr (std::is_same_v<T, float>) {
       if (work.scales[k] != nullptr) {
         store_codes(states[k], work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count,
-                    prepared[0].noise);
+                    bits.data());
         continue;
       }
     }
