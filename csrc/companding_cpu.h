@@ -21,13 +21,13 @@ HDET_WIDEST inline uint32_t largest_bits(const float* __restrict values, int cou
   return largest;
 }
 
+// 16 random bits plus ½, over 2¹⁶, less ½.
+inline float centred(uint16_t bits) { return (static_cast<float>(static_cast<int>(bits)) - 32767.5f) * 0x1p-16f; }
+
 template <bool kSigned>
 HDET_WIDEST void encode_block(const float* __restrict values, float inverse, const uint16_t* __restrict noise,
                               int count, uint8_t* __restrict codes) {
-  for (int i = 0; i < count; ++i) {
-    const float z = (static_cast<float>(static_cast<int>(noise[i])) - 32767.5f) * 0x1p-16f;
-    codes[i] = encoded<kSigned>(values[i], inverse, z);
-  }
+  for (int i = 0; i < count; ++i) codes[i] = encoded<kSigned>(values[i], inverse, centred(noise[i]));
 }
 
 // Decodes elements at .. at + count of a state, the first of which begins the block with scale scales[0].

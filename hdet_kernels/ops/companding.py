@@ -8,8 +8,10 @@ towards 0 (companding), because the magnitudes in one block span many orders:
 state    names                            code        decoded
 ======== ================================ =========== =====================
 signed   momentum_buffer, exp_avg         128 ± c     ±(c/127)²·scale
-unsigned exp_avg_sq, max_exp_avg_sq, sum  c           ((2c + 1)/511)⁴·scale
+unsigned exp_avg_sq, sum                  c           ((2c + 1)/511)⁴·scale
 ======== ================================ =========== =====================
+
+With amsgrad, ``exp_avg_sq`` and ``max_exp_avg_sq`` have other codes: see :mod:`.amsgrad_codes`.
 
 The levels of sums of squares are fourth powers of odd numbers, so none of them is 0: a parameter whose first moment is
 not zero would be divided by ε alone. The smallest one is 1.5e-11 of the largest.
@@ -111,7 +113,7 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     inverse = (TOP[signed] / scales).repeat_interleave(BLOCK, dim=-1)[..., :count]
     x = values.abs() * inverse
     x = torch.where(x < TOP[signed], x, TOP[signed])  # also where it is NaN
-    z = noise if isinstance(noise, float) else (noise.float() - 32767.5) * 2.0**-16
+    z = centred(noise)
     if signed:
         root = ((x - 0.25) + z * z).clamp(min=0).sqrt()
         steps = root - z
@@ -122,6 +124,11 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     square = between * between
     taken = (square + 1) * ((square + 5) + 8 * z * between) < y
     return torch.where(taken, upper, upper - 1).to(torch.uint8), scales
+
+
+def centred(noise: Tensor | float) -> Tensor | float:
+    """Return the random number between -½ and ½ of each 16 random bits."""
+    return noise if isinstance(noise, float) else (noise.float() - 32767.5) * 2.0**-16
 
 
 def positions_of_bits(position: Tensor) -> Tensor:

@@ -10,14 +10,19 @@ divided in another way, a ``state_dict`` has the decoded numbers then. Codes in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode, encode_again
+from hdet_kernels.ops.amsgrad_codes import CURRENT, LARGEST, decode_state, encode_state
+from hdet_kernels.ops.companding import block_count
 from hdet_kernels.sharded import distributed_like, is_distributed, part_of
 from hdet_kernels.tensors import Slot, flat_view, replicas_of
+
+#: The codes of a state and their scales.
+CodesAndScales = tuple[Tensor, Tensor]
 
 _SUFFIX = "_scale"
 
@@ -32,64 +37,99 @@ def is_coded(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
-def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+def largest_of(entries: Mapping[str, Any]) -> CodesAndScales | None:
+    """Return codes and scales of the largest second moment in an entry of ``state[p]``, where it has them.
+
+    The second moment's own codes may stand for shares of it.
+    """
+    codes, scales = entries.get(LARGEST), entries.get(scale_name(LARGEST))
+    return (codes, scales) if isinstance(codes, Tensor) and is_coded(codes) and isinstance(scales, Tensor) else None
+
+
+def decoded(name: str, codes: Tensor, scales: Tensor, largest: CodesAndScales | None = None) -> Tensor:
     """Return the float32 values of an entry of ``state[p]``, in its shape and layout.
 
     Args:
-        name: The name of the state, which says whether it can be negative.
+        name: The name of the state, which says what its codes stand for.
         codes: The codes, dense in memory, or with replicas in the first dimension that are. They may be distributed.
         scales: Their scales; of distributed codes those of this process's part.
+        largest: What :func:`largest_of` returns for the entry.
     """
     if is_distributed(codes):
-        return distributed_like(codes, decoded(name, part_of(codes), scales))
+        parts = None if largest is None else (part_of(largest[0]), largest[1])
+        return distributed_like(codes, decoded(name, part_of(codes), scales, parts))
     if scales.dim() == 2:
-        rows = [decoded(name, row, own) for row, own in zip(codes.unbind(), scales, strict=True)]
+        others = [None] * len(codes) if largest is None else zip(*largest, strict=True)
+        rows = [decoded(name, *row) for row in zip(codes, scales, others, strict=True)]
         return torch.stack(rows) if rows else codes.float()
     values = torch.empty_like(codes, dtype=torch.float32)
-    flat_view(values).copy_(decode(flat_view(codes), scales, name in SIGNED_STATES))
+    flat_largest = None if largest is None else (flat_view(largest[0]), largest[1])
+    flat_view(values).copy_(decode_state(name, flat_view(codes), scales, flat_largest))
     return values
 
 
-def write_codes(
-    name: str,
-    value: Tensor | float,
-    scales: Tensor | None,
-    slot: Slot,
-    codes: Tensor,
-    own_scales: Tensor,
-    *,
-    decoded_before: bool = True,
-) -> None:
-    """Write a value to a slot of 8-bit state: codes in the same memory order as they are, anything else encoded.
+@dataclass(frozen=True)
+class CodedSlot:
+    """The place of a parameter in flat buffers of codes.
 
     Args:
-        name: The name of the state.
-        value: One number for all elements, numbers, or codes, of the shape of ``codes`` or without its replicas.
-        scales: Of codes, their scales; otherwise None.
-        slot: The place of the parameter.
-        codes: The codes of the slot, a view of the flat buffer.
-        own_scales: The scales of the slot, a view of theirs.
-        decoded_before: Whether numbers may have been decoded from codes, and must decode to the same again.
+        slot: Where it is.
+        codes: Its codes of one state, a view of the flat buffer.
+        scales: Their scales, a view of theirs.
+        largest: Codes and scales of the same slot of ``max_exp_avg_sq``, where there is that state.
     """
-    if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
-        one, scale = encode_again(torch.full((1,), value, device=codes.device), name in SIGNED_STATES)
-        codes.copy_(one.squeeze(0))
-        own_scales.copy_(scale)
-        return
-    if scales is not None:
-        row = value if scales.dim() == 1 else value[0] if len(value) else None
-        if row is not None and _in_order(row, slot):
-            codes.copy_(value)
-            own_scales.copy_(scales)
+
+    slot: Slot
+    codes: Tensor
+    scales: Tensor
+    largest: CodesAndScales | None
+
+    def write(
+        self,
+        name: str,
+        value: Tensor | float,
+        scales: Tensor | None,
+        largest: CodesAndScales | None,
+        *,
+        decoded_before: bool = True,
+    ) -> None:
+        """Write a value: codes in the same memory order as they are, anything else encoded.
+
+        Args:
+            name: The name of the state.
+            value: One number for all elements, numbers, or codes, of the shape of the codes or without its replicas.
+            scales: Of codes, their scales; otherwise None.
+            largest: Of codes, what :func:`largest_of` returns for the entry that they are from.
+            decoded_before: Whether numbers may have been decoded from codes, and must decode to the same again.
+        """
+        if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
+            one, scale = encode_state(name, torch.full((1,), value, device=self.codes.device), decoded_before=True)
+            self.codes.copy_(one.squeeze(0))
+            self.scales.copy_(scale)
             return
-        value = decoded(name, value, scales)
-    replicas = own_scales.shape[:-1]
-    numbers = torch.zeros((*replicas, slot.numel), device=codes.device)
-    shaped = torch.as_strided(numbers, codes.shape, (*(slot.numel for _ in replicas), *slot.stride))
-    shaped.copy_(value)
-    coded, largest = (encode_again if decoded_before else encode)(numbers, name in SIGNED_STATES)
-    codes.copy_(torch.as_strided(coded, shaped.shape, shaped.stride()))
-    own_scales.copy_(largest)
+        if scales is not None:
+            row = value if scales.dim() == 1 else value[0] if len(value) else None
+            if row is not None and _in_order(row, self.slot):
+                self.codes.copy_(value)
+                self.scales.copy_(scales)
+                return
+            value = decoded(name, value, scales, largest)
+        numbers = self._in_memory_order(value)
+        own_largest = None if self.largest is None else (self._in_memory_order(self.largest[0]), self.largest[1])
+        coded, block_scales = encode_state(name, numbers, own_largest, decoded_before=decoded_before)
+        self.codes.copy_(torch.as_strided(coded, self.codes.shape, self._strides))
+        self.scales.copy_(block_scales)
+
+    @property
+    def _strides(self) -> tuple[int, ...]:
+        return (*(self.slot.numel for _ in self.scales.shape[:-1]), *self.slot.stride)
+
+    def _in_memory_order(self, value: Tensor) -> Tensor:
+        """Return a copy [n] or [replicas, n] on the device of the slot; numbers become float32."""
+        dtype = torch.uint8 if value.dtype == torch.uint8 else torch.float32
+        flat = torch.zeros((*self.scales.shape[:-1], self.slot.numel), dtype=dtype, device=self.codes.device)
+        torch.as_strided(flat, self.codes.shape, self._strides).copy_(value)
+        return flat
 
 
 def _in_order(codes: Tensor, slot: Slot) -> bool:
@@ -129,8 +169,9 @@ def with_own_shapes(entries: Mapping[str, Any], param: Tensor) -> Mapping[str, A
 def decoded_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry of ``optimizer.state`` with its codes decoded, and without scales."""
     scales = {scale_name(name) for name, value in entries.items() if is_coded(value)}
+    largest = largest_of(entries)
     return {
-        name: decoded(name, value, entries[scale_name(name)]) if is_coded(value) else value
+        name: decoded(name, value, entries[scale_name(name)], largest) if is_coded(value) else value
         for name, value in entries.items()
         if name not in scales
     }
@@ -167,15 +208,15 @@ def _without_first_dimension(entries: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_coded(where: str, name: str, codes: Tensor, scales: object) -> None:
-    """Raise ValueError unless loaded codes have scales that fit them.
+def check_coded(where: str, name: str, entries: Mapping[str, Any]) -> None:
+    """Raise ValueError unless loaded codes can be decoded: with scales that fit them, and what they are a share of.
 
     Args:
         where: A description of the parameter, for messages.
         name: The name of the state.
-        codes: Its codes.
-        scales: The entry with its scales.
+        entries: The entry of the parameter, with the codes.
     """
+    codes, scales = entries[name], entries.get(scale_name(name))
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32 or scales.layout is not torch.strided:
         given = f"of {scales.dtype}" if isinstance(scales, Tensor) else repr(scales)
         raise ValueError(
@@ -188,4 +229,9 @@ def check_coded(where: str, name: str, codes: Tensor, scales: object) -> None:
         raise ValueError(
             f"{where} has {name} of shape {tuple(codes.shape)} in 8 bits with {scale_name(name)} of shape "
             f"{tuple(scales.shape)}, expected {shape}; the file is damaged"
+        )
+    if name == CURRENT and largest_of(entries) is None and bool((scales < 0).any()):
+        raise ValueError(
+            f"{where} has {name} in 8 bits as a share of {LARGEST}, which it has not; the file is damaged, or an entry "
+            "was left out"
         )

@@ -236,7 +236,7 @@ def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimiz
         if name == "step" or name in scales or value is None:
             continue
         if name not in (MASTER, MASTER_LOW) and is_coded(value):
-            check_coded(where, name, value, entries.get(scale_name(name)))
+            check_coded(where, name, entries)
             rows.add(_check_shape(where, name, value, param, tuple(param.shape[1:] if stacked else param.shape)))
             continue
         fits = isinstance(value, Tensor) and (

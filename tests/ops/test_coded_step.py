@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hdet_kernels import ops
 from hdet_kernels.ops import Scalars, reference
+from hdet_kernels.ops.amsgrad_codes import LARGEST, decode_state
 from hdet_kernels.ops.chunks import CHUNK
-from hdet_kernels.ops.companding import BLOCK, BLOCKS_PER_CHUNK, SIGNED_STATES, block_count, decode, first_scales
+from hdet_kernels.ops.companding import BLOCK, BLOCKS_PER_CHUNK, block_count, first_scales
 from tests.ops.cases import (
     BF16,
     FP16,
@@ -98,11 +99,16 @@ class CodedCase:
         return [flat for flat in (*self.case.states, *self.scales) if flat is not None]
 
     def decoded(self, state: int, index: int) -> Tensor:
-        codes, scales, slot = self.case.states[state], self.scales[state], self.case.chunks.entries[index]
-        assert codes is not None
-        assert scales is not None
-        signed = ops.STATES[self.case.rule][state] in SIGNED_STATES
-        return decode(codes[self.case.span(index)], scales[self.blocks(index, slot.numel)], signed)
+        names, own = ops.STATES[self.case.rule], self.of_slot(index)
+        parts = own[state]
+        assert parts is not None
+        return decode_state(names[state], *parts, own[-1] if names[-1] == LARGEST else None)
+
+    def of_slot(self, index: int) -> list[tuple[Tensor, Tensor] | None]:
+        """Return the codes and scales of each state of a slot."""
+        span, blocks = self.case.span(index), self.blocks(index, self.case.chunks.entries[index].numel)
+        pairs = zip(self.case.states, self.scales, strict=True)
+        return [None if codes is None or scales is None else (codes[span], scales[blocks]) for codes, scales in pairs]
 
     def assert_neighbours_untouched(self) -> None:
         used = torch.zeros(BLOCKS_PER_CHUNK * len(self.case.chunks.chunks), dtype=torch.bool)

@@ -13,7 +13,7 @@ import hdet_kernels as hk
 from hdet_kernels.converge import AverageRequest, Report, converger_of
 from hdet_kernels.ops.companding import BLOCK, block_count
 from hdet_kernels.optim import decoded_state_dict
-from hdet_kernels.optim.coded_state import decoded, scale_name
+from hdet_kernels.optim.coded_state import decoded, decoded_entries, scale_name
 from hdet_kernels.schedule.undo.optimizer_copy import reset_others, state_pairs, whole_state
 from tests.optim.cases import FUSED, PAIRS, fused_optimizer, parameters, run, saved_and_loaded, torch_optimizer
 
@@ -74,11 +74,13 @@ def test_float32_state_is_loaded_to_the_nearest_codes(name: str) -> None:
         optimizer = fused_optimizer(name, target, state_dtype=torch.int8)
         optimizer.load_state_dict(saved_and_loaded(source.state_dict()))
         for mine, theirs in zip(entries(optimizer), entries(source), strict=True):
+            numbers = decoded_entries(mine)
             for state in optimizer.state_names(optimizer.param_groups[0]):
-                got = decoded(state, mine[state], mine[scale_name(state)])
-                # Half of the widest step, at the top: (1 - (126/127)²)/2 and (1 - (509/511)⁴)/2 of the scale.
+                # Half of the widest step, at the top: (1 - (126/127)²)/2 and (1 - (509/511)⁴)/2 of the scale. amsgrad's
+                # largest second moment has 3 bits behind the point.
                 largest = theirs[state].abs().max() if theirs[state].numel() else torch.zeros(())
-                assert ((got - theirs[state]).abs() <= 0.0079 * largest + 1e-30).all()
+                allowed = theirs[state] / 16 if state == "max_exp_avg_sq" else 0.0079 * largest
+                assert ((numbers[state] - theirs[state]).abs() <= allowed + 1e-30).all()
         run(optimizer, target, range(1))
 
 
@@ -87,7 +89,7 @@ def test_codes_are_loaded_into_float32_state_and_torch_takes_the_decoded_ones(na
     _, source = trained(name)
     state_dict = decoded_state_dict(saved_and_loaded(source.state_dict()))
     values = [
-        {state: decoded(state, entry[state], entry[scale_name(state)]) for state in source.state_names(group)}
+        {state: decoded_entries(entry)[state] for state in source.state_names(group)}
         for group in source.param_groups
         for entry in entries(source)
     ]
