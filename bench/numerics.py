@@ -105,7 +105,7 @@ def _errors_of(name: str, steps: int, device: str, precisions: Iterable[str]) ->
     return found
 
 
-def _losses_of(name: str, steps: int, device: str, precisions: Iterable[str]) -> dict[str, dict[str, float]]:
+def _losses_of(name: str, steps: int, device: str, precisions: Iterable[str]) -> dict[str, Any]:
     """Return the losses with float32 parameters, and with float32 state beside that of the precisions."""
     torch.set_num_threads(1)
     options = {each: PRECISIONS[each][1] for each in ("fp32", *precisions) if PRECISIONS[each][0] == FP32}

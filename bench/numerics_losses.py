@@ -1,10 +1,10 @@
 """Measure the loss that training reaches after many steps with noisy gradients, beside the same training in float64.
 
-Each of :data:`SEEDS` runs has a quadratic loss ½·Σ h·(θ - θ*)² of :data:`ELEMENTS` parameters, one block of 8-bit
-state, with h from 1e-4 to 1 as if the inputs of a linear regression had sizes from 0.01 to 1. Gradients have the noise
-of such a regression, √h times standard normal numbers: neighbours in a block differ a hundredfold. The learning rate
+Each run has a quadratic loss ½·Σ h·(θ - θ*)² of :data:`ELEMENTS` parameters, one block of 8-bit state, as if the
+inputs of a linear regression had sizes √h. Gradients have the noise of such a regression, √h times standard normal
+numbers. The sizes in a block differ by one of :data:`SPREADS`, from the smallest to the largest. The learning rate
 falls linearly to 0, and there is no weight decay. All precisions see the same noise, so the ratio of their final loss
-to that of float64 is paired by run.
+to that of float64 is paired by run; each spread has :data:`SEEDS` of them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from bench.numerics_rules import Recursion, Rule
 
 SEEDS, ELEMENTS, BLOCK = 16, 256, 100
 
+#: How much larger the largest gradients of a block are than its smallest.
+SPREADS = (1, 10, 100)
+
 #: The 0.975 quantile of Student's t with SEEDS - 1 degrees of freedom.
 QUANTILE = 2.13
 
 
 def losses(
     rule: Rule, steps: int, device: str, precisions: Mapping[str, dict[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """Return the mean final loss in float64, and for each precision the ratio to it with a 95 % interval.
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return for each spread the mean final loss in float64, and each precision's ratio to it with a 95 % interval.
 
     Args:
         rule: The update rule.
@@ -36,8 +39,9 @@ def losses(
         precisions: Options of the fused optimizer of float32 parameters, by name.
     """
     generator = torch.Generator().manual_seed(0)
-    curvature = torch.logspace(-4, 0, ELEMENTS, dtype=torch.float64, device=device)
-    target = torch.randn(SEEDS, ELEMENTS, generator=generator, dtype=torch.float64).to(device)
+    sizes = [torch.logspace(-math.log10(spread), 0, ELEMENTS, dtype=torch.float64) for spread in SPREADS]
+    curvature = torch.stack(sizes).square().repeat_interleave(SEEDS, 0).to(device)
+    target = torch.randn(curvature.shape, generator=generator, dtype=torch.float64).to(device)
     options = {"weight_decay": 0.0}
     truth = nn.Parameter(torch.zeros_like(target))
     recursion = Recursion(rule, truth, **options)
@@ -48,7 +52,7 @@ def losses(
     known = {dtype: (curvature.to(dtype), target.to(dtype)) for dtype in (torch.float32, torch.float64)}
     for step in range(steps):
         if step % BLOCK == 0:
-            drawn = torch.randn(BLOCK, SEEDS, ELEMENTS, generator=generator).to(device) * known[torch.float32][0].sqrt()
+            drawn = torch.randn(BLOCK, *target.shape, generator=generator).to(device) * known[torch.float32][0].sqrt()
         lr = rule.options["lr"] * (1 - step / steps)
         for param in params.values():
             h, optimum = known[param.dtype]
@@ -58,10 +62,16 @@ def losses(
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
-    found = {name: (curvature * (param.detach() - target).square()).sum(1) / 2 for name, param in params.items()}
-    exact = found.pop("fp64")
-    reached = {"loss": exact.mean().item(), "runs": SEEDS}
-    return {"fp64": reached} | {name: _ratio(loss, exact) for name, loss in found.items()}
+    found = {}
+    for number, spread in enumerate(SPREADS):
+        runs = slice(number * SEEDS, (number + 1) * SEEDS)
+        reached = {
+            name: (curvature * (param.detach() - target).square())[runs].sum(1) / 2 for name, param in params.items()
+        }
+        exact = reached.pop("fp64")
+        whole = {"fp64": {"loss": exact.mean().item(), "runs": SEEDS}}
+        found[str(spread)] = whole | {name: _ratio(loss, exact) for name, loss in reached.items()}
+    return found
 
 
 def _ratio(loss: Tensor, exact: Tensor) -> dict[str, float]:

@@ -150,18 +150,19 @@ def _losses(record: Record) -> list[list[str]]:
     """Return the table of the losses that training reached, where they were recorded."""
     if "losses" not in record:
         return []
-    first = next(iter(record["losses"].values()))
+    entries = [(rule, spread, entry) for rule, of in record["losses"].items() for spread, entry in of.items()]
+    _, _, first = entries[0]
     names = [name for name in first if name != "fp64"]
     body = [
-        [rule, f"{entry['fp64']['loss']:.2e}", *(_with_interval(entry[name]) for name in names)]
-        for rule, entry in record["losses"].items()
+        [rule, spread, f"{entry['fp64']['loss']:.2e}", *(_with_interval(entry[name]) for name in names)]
+        for rule, spread, entry in entries
     ]
     description = (
-        "The loss after as many steps with noisy gradients, a learning rate that falls to 0 and neighbours whose "
-        "gradients differ a hundredfold, over that of the same training in float64 (geometric mean of "
-        f"{first['fp64']['runs']} runs and its 95 % interval):"
+        "The loss after as many steps with noisy gradients and a learning rate that falls to 0, over that of the same "
+        f"training in float64 (geometric mean of {first['fp64']['runs']} runs and its 95 % interval). The *spread* "
+        "says how many times larger the largest gradients of a block of 256 neighbours are than its smallest:"
     )
-    return [[description], table_lines(["rule", "loss in float64", *names], body)]
+    return [[description], table_lines(["rule", "spread", "loss in float64", *names], body)]
 
 
 def _with_interval(entry: Mapping[str, float]) -> str:

@@ -118,6 +118,13 @@ struct Codes {
     uint32_t above[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) above[j] = encoded_above<kSigned>(values[j], inverse, random.of_states(j));
+    pack(above);
+  }
+
+  __device__ __forceinline__ uint32_t byte(int j) const { return words.values[j / 4] >> (8 * (j % 4)) & 0xffu; }
+
+  // Takes the lowest byte of each number.
+  __device__ __forceinline__ void pack(const uint32_t (&above)[kWidth]) {
     if constexpr (kWidth == 1) {
       words.values[0] = static_cast<uint8_t>(above[0]);
     } else {

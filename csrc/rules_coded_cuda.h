@@ -45,8 +45,8 @@ __device__ __forceinline__ void push_levels(const Adam<float>& rule, const Theta
     states[1][j] = __fmaf_rn(share, share, keep2 * states[1][j]);
     float second = states[1][j];
     if constexpr (kStates == 3) {
-      second = larger(second, states[2][j] * units[2]);
-      states[2][j] = second;
+      states[2][j] *= units[2];
+      if (rule.states == 3) second = states[2][j] = larger(second, states[2][j]);
     }
     pushes[j] = {states[0][j], root<kShortest>(second)};
   }

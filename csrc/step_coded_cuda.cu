@@ -7,8 +7,7 @@
 // those that a chunk shares). bench/results/h200_optim_step.json has the times.
 #include <torch/csrc/stable/ops.h>
 
-#include "rules_coded_cuda.h"
-#include "step_cuda.h"
+#include "shared_codes_cuda.h"
 
 namespace hdet {
 namespace {
@@ -45,65 +44,6 @@ __device__ __forceinline__ void fetch_ahead(const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
 #endif
 }
-
-// kWidth elements of the gradient and the states, which replicas share.
-template <int kStates, int kWidth, typename Store, typename R>
-struct SharedCodes {
-  static constexpr int kCount = kStates > 0 ? kStates : 1;
-  GradientPack<float, kWidth> slope;
-  Codes<kWidth> codes[kCount];
-  float states[kCount][kWidth];
-
-  static constexpr bool is_signed(int state) { return R::kSignedFirst && state == 0; }
-
-  __device__ __forceinline__ void load(const Buffers<Store>& from, int64_t gradient, GradientType type, unsigned at) {
-    slope.load(gradient, type, at);
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) codes[k].words = fetch<decltype(codes[k].words)>(from.states[k] + at);
-  }
-
-  __device__ __forceinline__ void push(const R& rule, const Parameters<Store, kWidth>& parameters, GradientType type,
-                                       const float (&scales)[kCount], Push<float> (&pushes)[kWidth]) {
-    float units[kCount], slopes[kWidth];
-    decode<0>(scales, units);
-    slope.widen(type, slopes);
-    push_levels<kStates>(rule, [&](int j) { return parameters.value(j); }, slopes, units, states, pushes);
-  }
-
-  // The bits of the largest of `others` and the magnitudes of state k. See magnitude_bits.
-  template <int k>
-  __device__ __forceinline__ uint32_t largest(uint32_t others) const {
-    if constexpr (is_signed(k)) {
-      float most = __uint_as_float(others);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) most = larger(most, states[k][j]);
-      return __float_as_uint(most);
-    } else {
-#pragma unroll
-      for (int j = 0; j + 1 < kWidth; j += 2)
-        others = __vimax3_u32(others, __float_as_uint(states[k][j]), __float_as_uint(states[k][j + 1]));
-      return kWidth % 2 == 0 ? others : max(others, __float_as_uint(states[k][kWidth - 1]));
-    }
-  }
-
-  // Stores the codes of state k, given the scale of the block.
-  template <int k>
-  __device__ __forceinline__ void store(const Buffers<Store>& to, unsigned at, float scale,
-                                        const Random<kWidth>& random) {
-    codes[k].template encode<is_signed(k)>(states[k], to_levels<is_signed(k)>(scale), random);
-    put_words(to.states[k] + at, codes[k].words);
-  }
-
- private:
-  template <int k>
-  __device__ __forceinline__ void decode(const float (&scales)[kCount], float (&units)[kCount]) {
-    if constexpr (k < kStates) {
-      codes[k].template levels<is_signed(k)>(states[k]);
-      units[k] = unit_of<is_signed(k)>(scales[k]) * (is_signed(k) ? 1.0f : 16.0f);
-      decode<k + 1>(scales, units);
-    }
-  }
-};
 
 // The steps of a warp over blocks of one chunk, in one replica or in all `work.rows`, kTogether at a time. `own` and
 // `prepared` are as in ChunkStep.
@@ -152,12 +92,13 @@ struct BlockStep {
     load_scales(block, scales);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) shared[g].push(own.rule, parameters[g][0], type, scales, pushes[g]);
+    uint32_t largest[kCount] = {};
     each_state<0>([&]<int k>() {
-      uint32_t largest = 0;
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) largest = shared[g].template largest<k>(largest);
-      scales[k] = scale_of<Shared<1>::is_signed(k)>(__reduce_max_sync(0xffffffffu, largest));
+      for (int g = 0; g < kGroups; ++g) largest[k] = shared[g].template largest<k>(largest[k]);
+      largest[k] = __reduce_max_sync(0xffffffffu, largest[k]);
     });
+    Shared<kWidth>::rescale(own.rule, largest, scales);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const Random<kWidth> random(own.noise, chunk.offset + at(g));
@@ -168,7 +109,7 @@ struct BlockStep {
         if (first >= rows) break;
         load(parameters[g], first, rows, at(g));
       }
-      each_state<0>([&]<int k>() { shared[g].template store<k>(buffers, at(g), scales[k], random); });
+      shared[g].store(own.rule, buffers, at(g), scales, random);
     }
     store_scales(block, scales);
   }
@@ -185,6 +126,7 @@ struct BlockStep {
     float before[kCount], scales[kCount];
     uint32_t largest[kCount] = {};
     load_scales(block, before);
+    load_scales(block, scales);
     const auto push_at = [&](unsigned at) {
       shared.load(buffers, gradient.address, gradient.type, at);
       load(parameter, 0, 1, at);
@@ -196,14 +138,13 @@ struct BlockStep {
       each_state<0>([&]<int k>() { largest[k] = shared.template largest<k>(largest[k]); });
     }
     __syncwarp();
-    each_state<0>([&]<int k>() {
-      scales[k] = scale_of<Shared<1>::is_signed(k)>(__reduce_max_sync(0xffffffffu, largest[k]));
-    });
+    each_state<0>([&]<int k>() { largest[k] = __reduce_max_sync(0xffffffffu, largest[k]); });
+    Shared<1>::rescale(own.rule, largest, scales);
 #pragma unroll 1
     for (unsigned at = begin; at < end; at += kWarp) {
       push_at(at);
       const Random<1> random(own.noise, chunk.offset + at);
-      each_state<0>([&]<int k>() { shared.template store<k>(buffers, at, scales[k], random); });
+      shared.store(own.rule, buffers, at, scales, random);
 #pragma unroll 1
       for (int64_t row = 0; row < rows; ++row) {
         load(parameter, row, rows, at);
@@ -309,7 +250,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 ? 1 : Store::kTh
   for (int k = 0; k < kMaxStates; ++k)
     if (k < work.state_count) buffers.states[k] = static_cast<uint8_t*>(work.states[k]) + chunk.offset;
   gradient.address += chunk.start * GradientPack<float, 1>::alignment(gradient.type);
-  if (uses_most_states(own.rule, work)) {
+  // Where amsgrad is not in use any more, second moments may still be shares of the largest ones.
+  if (uses_most_states(own.rule, work) || (R::kMostStates == 3 && work.state_count == 3)) {
     step_chunk<R::kMostStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   } else {
     step_chunk<R::kFewestStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);

@@ -52,9 +52,9 @@ def test_errors_have_a_row_for_each_rule_and_a_line_for_the_extremes() -> None:
     assert "1 of 8 results are flushed" in text
     assert "loss in float64" not in text
     reached = {"fp64": {"loss": 2.5e-3, "runs": 16}, "int8": {"ratio": 1.01, "low": 0.99, "high": 1.03}}
-    text = reliability_page.numerics_section([record | {"losses": {"AdamW": reached}}])
+    text = reliability_page.numerics_section([record | {"losses": {"AdamW": {"10": reached}}}])
     assert "geometric mean of 16 runs" in text
-    assert "| AdamW | 2.50e-03 | 1.0100 (0.9900 to 1.0300) |" in text
+    assert "| AdamW | 10 | 2.50e-03 | 1.0100 (0.9900 to 1.0300) |" in text
 
 
 def test_losses_of_8_bit_state_are_differences_to_float32() -> None:
