@@ -14,8 +14,8 @@ from torch import Tensor
 import hdet_kernels as hk
 from hdet_kernels.ops.companding import BLOCK
 
-#: By size of the gradients of a block beside one that is 1: bounds of the second moment's error, as a root of the mean of
-#: squares, and of the share by which steps are too large on average. A tenth above what the documentation says.
+#: By size of the gradients of a block beside one that is 1: bounds of the second moment's error, as a root of the mean
+#: of squares, and of the share by which steps are too large on average. A little above what the documentation says.
 TABLE = {1.0: (0.10, 0.007), 0.1: (0.19, 0.015), 0.01: (0.36, 0.045), 0.001: (0.66, 0.145)}
 BLOCKS, WARM, STEPS = 16, 2000, 3000
 
