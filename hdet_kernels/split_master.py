@@ -43,9 +43,12 @@ def joined(param: Tensor, low: Tensor) -> Tensor:
     return magnitude.bitwise_or_(bits & -0x80000000).view(torch.float32)
 
 
-def read_split(param: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 masters of buffers of any size: 1-D, or [rows, n] of which rows may lie apart."""
-    master = torch.empty(param.shape, dtype=torch.float32, device=param.device)
+def read_split(param: Tensor, low: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return the float32 masters of buffers of any size: 1-D, or [rows, n] of which rows may lie apart.
+
+    They are written to ``out``, if given.
+    """
+    master = torch.empty(param.shape, dtype=torch.float32, device=param.device) if out is None else out
     for to, *halves in _in_parts(master, param, low):
         to.copy_(joined(*halves))
     return master

@@ -81,7 +81,7 @@ class Averaging:
             measured = len(payload.all_params) if plan.params and not plan.compressed else 0
             more, write_means = trade.average(regions, plan.included, rescaled=plan.rescaled, measured=measured)
             cost += more
-        if plan.params and payload.split.halves:
+        if plan.params and not plan.compressed and payload.split.halves:
             of_parts = None if trade is None else self._trade_of_parts
             more, write_split = payload.split.average(
                 transport, of_parts, plan.included, rescaled=plan.rescaled, deferred=keeps_split

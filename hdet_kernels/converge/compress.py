@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
 from hdet_kernels.checks import check_choice
-from hdet_kernels.converge.transport import Cost, Regions, Staging, Transfer, Transport, run_transfers
+from hdet_kernels.converge.split_region import Region
+from hdet_kernels.converge.transport import Cost, Staging, Transfer, Transport, run_transfers
 from hdet_kernels.ops.wire import FORMATS, Wire, shard_elements
 
 Format = Literal["bf16", "int8"]
@@ -47,18 +48,18 @@ class Compression:
         self._memory: list[_BucketMemory] | None = None
         self._wires: dict[object, Wire] = {}
 
-    def matches(self, transport: Transport, regions: Regions) -> bool:
+    def matches(self, transport: Transport, regions: Sequence[Region]) -> bool:
         """Return whether a consensus of these tensors is remembered."""
         if self._memory is None:
             return False
         sizes = [bucket.numel for _, bucket in transport.cut(regions)]
         return sizes == [known.consensus.numel() for known in self._memory]
 
-    def consensus(self, transport: Transport, regions: Regions) -> list[Tensor] | None:
+    def consensus(self, transport: Transport, regions: Sequence[Region]) -> list[Tensor] | None:
         """Return the last consensus of these tensors, by bucket; None if there is none."""
         return [known.consensus for known in self._memory or ()] if self.matches(transport, regions) else None
 
-    def remember(self, transport: Transport, regions: Regions, *, keep_errors: bool) -> None:
+    def remember(self, transport: Transport, regions: Sequence[Region], *, keep_errors: bool) -> None:
         """Remember the tensors, which are now equal on all replicas, as the consensus.
 
         Args:
@@ -66,15 +67,17 @@ class Compression:
             regions: the tensors.
             keep_errors: keep the errors of earlier roundings. Those of an unhealthy replica must be dropped.
         """
-        known = self._memory if keep_errors and self.matches(transport, regions) else None
+        known = self._memory if self.matches(transport, regions) else None
         memory = []
         for number, (region, bucket) in enumerate(transport.cut(regions)):
-            consensus = transport.first_row(region, bucket)
-            fresh = self._without_errors(transport, consensus)
-            memory.append(fresh if known is None else replace(known[number], consensus=consensus))
+            own = None if known is None else known[number]
+            consensus = transport.first_row(region, bucket, None if own is None else own.consensus)
+            memory.append(own if own is not None and keep_errors else self._without_errors(transport, consensus))
         self._memory = memory
 
-    def average(self, transport: Transport, regions: Regions, *, backup: bool) -> tuple[Cost, Callable[[], None]]:
+    def average(
+        self, transport: Transport, regions: Sequence[Region], *, backup: bool
+    ) -> tuple[Cost, Callable[[], None]]:
         """Exchange the differences. Return the cost, and a function that writes the new consensus to every tensor.
 
         Args:
@@ -105,8 +108,7 @@ class Compression:
                 whole = transport.in_place(region, bucket)
                 self._wire(transport, bucket.numel, bucket.device).decode(gathered, known.consensus, whole)
                 if whole is None:
-                    packer, tensors = transport.packer(region, bucket)
-                    packer.unpack(tensors, known.consensus)
+                    transport.write(region, bucket, known.consensus)
             self._memory = memory
 
         return run_transfers(transfers()), apply
@@ -114,7 +116,7 @@ class Compression:
     def _transfer(
         self,
         transport: Transport,
-        region: Sequence[Tensor],
+        region: Region,
         bucket: Bucket,
         known: _BucketMemory,
         gathered: Tensor,
@@ -125,9 +127,8 @@ class Compression:
         if (whole := transport.in_place(region, bucket)) is not None:
             wire.encode(whole, known.consensus, known.error, sent)
         else:
-            packer, tensors = transport.packer(region, bucket)
             with staging.buffer(bucket) as packed:
-                packer.pack(tensors, packed, divisor=ensemble.rows)
+                transport.mean_of_rows(region, bucket, packed)
                 wire.encode(packed, known.consensus, known.error, sent)
         yield ensemble.exchange(received, sent)
         merged = torch.empty_like(sent[0])
@@ -163,7 +164,7 @@ class Compression:
             )
 
     def load_state_dict(
-        self, state: dict[str, Any] | None, transport: Transport, regions: Regions, *, own: bool
+        self, state: dict[str, Any] | None, transport: Transport, regions: Sequence[Region], *, own: bool
     ) -> None:
         """Load the consensus, and the errors if they are still valid.
 

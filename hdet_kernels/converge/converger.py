@@ -130,8 +130,8 @@ class Converger(AverageMemory):
         """Let the outer optimizer start from the current parameters."""
         if self._outer is None or (self.tensors.params[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return  # a captured copy would be repeated by every replay
-        payload = self.tensors.payload(include_state=False, reads=True)
-        self._outer.begin(payload.params, payload.device)
+        payload = self.tensors.payload(include_state=False, reads=True, bucket_bytes=self.bucket_bytes)
+        self._outer.begin(payload.regions, payload.checksum_of_params(self._transport.checksum))
 
     # One sync, top to bottom
 
@@ -143,7 +143,7 @@ class Converger(AverageMemory):
                 the remaining ones if a process dies.
         """
         start = time.perf_counter()
-        payload = self.tensors.payload(include_state=request.include_state, bucket_bytes=self._joined_bytes)
+        payload = self.tensors.payload(include_state=request.include_state, bucket_bytes=self.bucket_bytes)
         agreement, plan = self._agree(self._transport, report, payload, request)
         trade = self._averaging.trade_of(payload, plan)
         cost = self._averaging.run_or_restore(payload, plan, trade)
@@ -151,11 +151,6 @@ class Converger(AverageMemory):
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.settle(payload, counts=plan.counts)
         return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
-
-    @property
-    def _joined_bytes(self) -> int | None:
-        """The most bytes of split masters that are joined at a time: all where an option needs all of them."""
-        return self.bucket_bytes if self._outer is None and self._compression is None else None
 
     def _agree(
         self, transport: Transport, report: Report, payload: Payload, request: AverageRequest
@@ -167,7 +162,7 @@ class Converger(AverageMemory):
         summary = payload.summary(
             transport.checksum,  # each transport has its own: an overlapped average runs in another thread
             consensus=math.nan if consensus is None else transport.checksum_of_one(consensus, payload.device),
-            outer=math.nan if self._outer is None else self._outer.checksum(payload.params, payload.device),
+            outer=math.nan if self._outer is None else self._outer.checksum(payload.regions, payload.device),
         )
         transport.attendance.enter(request.call, report.step)
         agreement = exchange_reports(
@@ -203,8 +198,11 @@ class Converger(AverageMemory):
         if payload.split.halves:
             # Where a process holds several replicas, all rows are the mean now.
             one = [tensor[0] if self.ensemble.rows > 1 else tensor for tensor in payload.all_params]
-            norm = math.hypot(float(self._transport.checksum_of_one(one, payload.device)), payload.split.norm)
-        elif trade is not None and not plan.compressed:  # compressed parameters were not measured on the way
+            measured = payload.split.norm  # of an average in full; compressed parameters are not measured on the way
+            if plan.compressed:
+                measured = float(payload.split.checksum(self._transport.checksum, payload.device)[0])
+            norm = math.hypot(float(self._transport.checksum_of_one(one, payload.device)), measured)
+        elif trade is not None and not plan.compressed:
             norm = trade.norm(agreement.norms[plan.included, self.ensemble.part])
         averaged = [*payload.all_params, *payload.split.params]
         return distance_of(self._transport, agreement, plan, averaged, norm)
@@ -212,7 +210,7 @@ class Converger(AverageMemory):
     def _take_outer_step(self, payload: Payload, plan: Plan, *, same_start: bool, advance: bool) -> None:
         if self._outer is None:
             return
-        self._outer.step(payload.params, same_start=same_start, advance=advance)
+        self._outer.step(payload.regions, same_start=same_start, advance=advance)
         if self._compression is not None and (plan.compressed or plan.remembered):
             # The next differences are small relative to where the replicas continue from, not to the mean.
             self._compression.remember(self._transport, payload.compressible, keep_errors=True)
@@ -227,7 +225,7 @@ class Converger(AverageMemory):
         """
         own = [tensor.clone() for tensor in self.tensors.covered()]
         try:
-            payload = self.tensors.payload(include_state=False, bucket_bytes=self._joined_bytes)
+            payload = self.tensors.payload(include_state=False, bucket_bytes=self.bucket_bytes)
             request = AverageRequest("consensus", include_state=False, in_full=True)
             _, plan = self._agree(self._transport, report, payload, request)
             self._averaging.run(self._transport, payload, plan)
@@ -270,7 +268,7 @@ class Converger(AverageMemory):
             self._agree(self._transport, report, payload, request)
             self._background = Transport(self.ensemble.twin(), self.bucket_bytes, self._transport.backend)
             self._stream = torch.cuda.Stream(payload.device) if payload.device.type == "cuda" else None
-        transport, before, after = self._background, payload.copy(), payload.copy()
+        transport, before, after = self._background, payload.copy(), payload.copy(takes_joined=True)
 
         def average() -> tuple[Correction, Outcome]:
             agreement, plan = self._agree(transport, report, after, request)

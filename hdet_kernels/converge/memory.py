@@ -42,8 +42,9 @@ class AverageMemory:
     def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
         """Load the state of the compression. ``own``: whether a process with the same replicas saved it."""
         if self._compression is not None:
-            regions = self.tensors.payload(include_state=False, reads=True).compressible
-            self._compression.load_state_dict(state, self._transport, regions, own=own)
+            at_once = self._transport.bucket_bytes
+            payload = self.tensors.payload(include_state=False, reads=True, bucket_bytes=at_once)
+            self._compression.load_state_dict(state, self._transport, payload.compressible, own=own)
 
     def outer_state_dict(self, *, copied: bool = True) -> dict[str, Any] | None:
         """Return the state of the outer optimizer, if there is one; see :meth:`state_dict` for ``copied``."""

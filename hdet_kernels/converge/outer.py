@@ -21,7 +21,8 @@ from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
 from hdet_kernels.checks import check_flag, check_kind, check_positive, check_share, keep_plain
-from hdet_kernels.converge.transport import Regions, Transport
+from hdet_kernels.converge.split_region import Region, SplitRegion
+from hdet_kernels.converge.transport import Transport
 from hdet_kernels.tensors import wide_dtype
 
 log = logging.getLogger("hdet_kernels")
@@ -71,13 +72,16 @@ class OuterStep:
         # [rows] checksums of the initial parameters, until the first sync shows whether all replicas have the same.
         self._start: Tensor | None = None
 
-    def begin(self, regions: Regions, device: torch.device) -> None:
-        """Start from the current tensors. The first sync shows whether all replicas start from the same place."""
-        self._start = self.transport.checksum([tensor for region in regions for tensor in region], device)
+    def begin(self, regions: Sequence[Region], checksum: Tensor) -> None:
+        """Start from the current tensors. The first sync shows whether all replicas start from the same place.
+
+        ``checksum``, [rows], is that of the tensors.
+        """
+        self._start = checksum
         self._velocity = None
         self._remember(regions)
 
-    def checksum(self, regions: Regions, device: torch.device) -> Tensor | float:
+    def checksum(self, regions: Sequence[Region], device: torch.device) -> Tensor | float:
         """Return a checksum, [rows] or scalar, that is equal on all replicas if they can take the next step together.
 
         It is NaN, which equals nothing, if other tensors are remembered.
@@ -88,7 +92,7 @@ class OuterStep:
             return self._start.to(device, wide_dtype(device))
         return self.transport.checksum_of_one([*self._consensus, *(self._velocity or ())], device)
 
-    def step(self, regions: Regions, *, same_start: bool, advance: bool) -> None:
+    def step(self, regions: Sequence[Region], *, same_start: bool, advance: bool) -> None:
         """Replace the tensors, which are the mean of all replicas, by θ_{k+1}.
 
         Args:
@@ -106,15 +110,23 @@ class OuterStep:
             if self._velocity is None and self.outer.momentum:
                 self._velocity = [torch.zeros_like(flat) for flat in self._consensus]
             for number, (region, bucket) in enumerate(self.transport.cut(regions, _UNLIMITED)):
-                whole = self.transport.in_place(region, bucket)
-                mean = self.transport.first_row(region, bucket) if whole is None else whole
-                self._advance(mean, self._consensus[number], self._velocity[number] if self._velocity else None)
-                if whole is None:
-                    packer, tensors = self.transport.packer(region, bucket)
-                    packer.unpack(tensors, mean)
+                velocity = self._velocity[number] if self._velocity else None
+                self._advance_region(region, bucket, self._consensus[number], velocity)
         self._start = None
         # Read back, because half-precision parameters without master weights have rounded θ_{k+1}.
         self._remember(regions)
+
+    def _advance_region(self, region: Region, whole: Bucket, consensus: Tensor, velocity: Tensor | None) -> None:
+        """Replace the tensors of a region, which are one bucket, by θ_{k+1}."""
+        parts = self._parts(region, whole)
+        sizes = [part.numel for part in parts]
+        velocities = [None] * len(parts) if velocity is None else velocity.split(sizes)
+        for part, before, v in zip(parts, consensus.split(sizes), velocities, strict=True):
+            own = self.transport.in_place(region, part)
+            mean = self.transport.first_row(region, part) if own is None else own
+            self._advance(mean, before, v)
+            if own is None:
+                self.transport.write(region, part, mean)
 
     def _advance(self, mean: Tensor, consensus: Tensor, velocity: Tensor | None) -> None:
         """Turn ``mean`` into θ_{k+1} = θ̄ + (1 − lr)·Δ − lr·μ·v, in place; ``consensus`` is overwritten.
@@ -133,14 +145,20 @@ class OuterStep:
         if self.outer.nesterov:
             mean.add_(velocity, alpha=-lr * momentum)
 
-    def _remember(self, regions: Regions) -> None:
+    def _remember(self, regions: Sequence[Region]) -> None:
         buckets = list(self.transport.cut(regions, _UNLIMITED))
         if not self._matches(buckets):
             self._consensus = [torch.empty(b.numel, dtype=b.dtype, device=b.device) for _, b in buckets]
         for (region, bucket), flat in zip(buckets, self._consensus, strict=True):
-            self.transport.first_row(region, bucket, flat)
+            parts = self._parts(region, bucket)
+            for part, to in zip(parts, flat.split([part.numel for part in parts]), strict=True):
+                self.transport.first_row(region, part, to)
 
-    def _matches(self, buckets: Sequence[tuple[Sequence[Tensor], Bucket]]) -> bool:
+    def _parts(self, region: Region, whole: Bucket) -> list[Bucket]:
+        """Return what is read and written at a time of a region that is one bucket: of split masters less than all."""
+        return [part for _, part in self.transport.cut([region])] if isinstance(region, SplitRegion) else [whole]
+
+    def _matches(self, buckets: Sequence[tuple[Region, Bucket]]) -> bool:
         return [flat.numel() for flat in self._consensus] == [bucket.numel for _, bucket in buckets]
 
     def state_dict(self, *, copied: bool = True) -> dict[str, Any]:

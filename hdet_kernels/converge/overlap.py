@@ -48,7 +48,7 @@ class Correction:
 
     @staticmethod
     def between(before: Payload, after: Payload, *, sound: tuple[bool, ...], heal: bool) -> Correction:
-        """Return the correction from the values at the sync to the averaged ones. May overwrite ``before``."""
+        """Return the correction from the values at the sync to the averaged ones. May overwrite both."""
         buffers = before.all_buffers
         floating = [*before.all_params, *buffers, *before.state.values()]
         for tensor in (*floating, *before.integers):
@@ -56,7 +56,7 @@ class Correction:
         if before.counts is not None and not any(sound):  # the rows of a process are stepped together
             before.counts.zero_()
         pairs = zip([*after.all_params, *after.all_buffers, *after.state.values()], floating, strict=True)
-        differences = iter([_wide(new) - _wide(old) for new, old in pairs])
+        differences = iter([_wide(new).sub_(_wide(old)) for new, old in pairs])
         integers = zip(after.integers, before.integers, strict=True)
         return Correction(
             sound=sound,

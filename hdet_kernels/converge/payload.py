@@ -18,6 +18,7 @@ from hdet_kernels.converge.labels import Names
 from hdet_kernels.converge.nonfinite import begins_nonfinite, fingerprints, finite_part, names_of_nonfinite, pattern
 from hdet_kernels.converge.plan import Plan
 from hdet_kernels.converge.split_masters import SplitMasters
+from hdet_kernels.converge.split_region import Region, SplitRegion
 from hdet_kernels.converge.summary import Checksum, TensorSummary, describe_layout, integer_hash
 from hdet_kernels.converge.survey import Survey, take_survey
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
@@ -92,9 +93,29 @@ class Payload:
         return [*self.buffers, *self.masks]
 
     @property
-    def compressible(self) -> list[list[Tensor]]:
+    def regions(self) -> Sequence[Region]:
+        """The regions of all parameters, in the order of their buckets, whether split masters are joined or not."""
+        if not self.split.halves:
+            return self.params
+        plain, halves = iter(self.params), iter(self.split.halves)
+        present = (each for each in self.full if each is None or each.numel())
+        return [SplitRegion(*next(halves)) if each is None else next(plain) for each in present]
+
+    @property
+    def outlines(self) -> list[Tensor]:
+        """Tensors with the shapes of all parameters, in the order of ``regions``: those of split masters are bf16."""
+        each = ([region.param] if isinstance(region, SplitRegion) else region for region in self.regions)
+        return list(itertools.chain.from_iterable(each))
+
+    @property
+    def compressible(self) -> list[Region]:
         """The regions of parameters without fp64 tensors: a difference sent as fp32 would lose their last digits."""
-        return [[tensor for tensor in region if tensor.dtype != torch.float64] for region in self.params]
+        return [
+            region
+            if isinstance(region, SplitRegion)
+            else [tensor for tensor in region if tensor.dtype != torch.float64]
+            for region in self.regions
+        ]
 
     def regions_in_full(self, plan: Plan) -> list[list[Tensor]]:
         """Return the regions that ``plan`` averages without compression. Tensors of one region may share a bucket."""
@@ -111,12 +132,11 @@ class Payload:
     def restore_on_failure(self, plan: Plan, *, written_last: bool) -> Iterator[None]:
         """Restore the tensors that are averaged in full, and the integers, if the block raises.
 
-        What is written after the last collective needs no copy: compressed parameters, parameters that are copies, and
-        with ``written_last`` all that is averaged in full.
+        What is written after the last collective needs no copy: compressed parameters, split masters, and with
+        ``written_last`` all that is averaged in full.
         """
         in_full = () if written_last else itertools.chain.from_iterable(self.regions_in_full(plan))
-        written_now = [tensor for tensor in in_full if tensor.data_ptr() not in self.joined]
-        changed = [*written_now, *(self.integers if plan.integers else ())]
+        changed = [*in_full, *(self.integers if plan.integers else ())]
         backups = [tensor.clone() for tensor in changed]
         try:
             yield
@@ -152,7 +172,7 @@ class Payload:
             state=self.state_layout,
             counts=0 if self.counts is None else short_hash(self.counts.tolist()),
             integers=integer_hash(self.integers, checksum.rows, self.device),
-            checksum=self._checksum_of_params(checksum),
+            checksum=self.checksum_of_params(checksum),
             rest=checksum(self.state.values(), self.device) + buffers,
             nonfinite=nonfinite,
             masks=self.masks_changed,
@@ -161,16 +181,25 @@ class Payload:
             describe=describe,
         )
 
-    def _checksum_of_params(self, checksum: Checksum) -> Tensor:
+    def checksum_of_params(self, checksum: Checksum) -> Tensor:
+        """Return the norm of every row of the parameters, [rows]; see :class:`.summary.Checksum`."""
         others = checksum(self.all_params, self.device)
         return torch.hypot(others, self.split.checksum(checksum, self.device)) if self.split.halves else others
 
-    def copy(self) -> Payload:
-        """Return the same values in memory of their own. ``tensors`` are still those of the model."""
+    def copy(self, *, takes_joined: bool = False) -> Payload:
+        """Return the same values in memory of their own. ``tensors`` are still those of the model.
+
+        With ``takes_joined`` joined masters, which are copies, are taken over: nothing else may use this payload then.
+        """
+
+        def own(param: Tensor) -> Tensor:
+            taken = takes_joined and param.data_ptr() in self.joined and not param.is_inference()
+            return param if taken else param.clone()
+
         with torch.inference_mode(False):
             return replace(
                 self,
-                params=[[tensor.clone() for tensor in region] for region in self.params],
+                params=[[own(tensor) for tensor in region] for region in self.params],
                 buffers=[tensor.clone() for tensor in self.buffers],
                 masks=[tensor.clone() for tensor in self.masks],
                 state={name: tensor.clone() for name, tensor in self.state.items()},
@@ -255,7 +284,9 @@ class ModelTensors:
                 full = self.buckets.read_full() if reads else self.buckets.full
             else:
                 full = self.buckets.unsplit(fresh=reads)
-                split = SplitMasters(list(self.buckets.split_masters.values()), bucket_bytes)
+                pairs = self.buckets.split_masters.values()
+                flat = [[flattened(half, self.rows, gapped) for half in pair] for pair in pairs]
+                split = SplitMasters([(param, low) for param, low in flat], bucket_bytes)
             params = [[flattened(each, self.rows, gapped)] for each in full if each is not None and each.numel()]
         state = dict(self.state()) if include_state else {}
         flat_state, state_layout = self._flat(state, gapped)

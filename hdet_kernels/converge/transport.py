@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.buckets import Bucket, cut
+from hdet_kernels.buckets import Bucket, Piece, cut
 from hdet_kernels.converge.attendance import Attendance
+from hdet_kernels.converge.split_region import Region, SplitRegion
 from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.ensemble import Collective, Ensemble, held
 from hdet_kernels.ops.pack import Pack
@@ -26,6 +28,8 @@ MOST_PACKS = 256
 
 # Groups of tensors. Tensors of one region may share a bucket.
 Regions = Sequence[Sequence[Tensor]]
+
+R = TypeVar("R", bound=Region)
 
 # The steps of one bucket: a generator that starts a collective, yields it, and continues when it has finished.
 Transfer = Generator[Collective, None, None]
@@ -164,24 +168,47 @@ class Transport:
                 divide_within_range(packed, mean.after)
                 packer.unpack(tensors, packed)
 
-    def cut(self, regions: Regions, bucket_bytes: int | None = None) -> Iterator[tuple[Sequence[Tensor], Bucket]]:
+    def cut(self, regions: Sequence[R], bucket_bytes: int | None = None) -> Iterator[tuple[R, Bucket]]:
         """Yield every bucket with the region that it is cut from. ``bucket_bytes`` defaults to the transport's."""
         for region in regions:
-            one_row = region if self.ensemble.rows == 1 else [tensor[0] for tensor in region]
+            tensors = [region.param] if isinstance(region, SplitRegion) else region
+            one_row = tensors if self.ensemble.rows == 1 else [tensor[0] for tensor in tensors]
             for bucket in cut(one_row, self.bucket_bytes if bucket_bytes is None else bucket_bytes):
                 yield region, bucket
 
-    def first_row(self, region: Sequence[Tensor], bucket: Bucket, out: Tensor | None = None) -> Tensor:
+    def first_row(self, region: Region, bucket: Bucket, out: Tensor | None = None) -> Tensor:
         """Return a copy of the bucket of the first replica held here, written to ``out`` if given."""
         out = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) if out is None else out
+        if isinstance(region, SplitRegion):
+            return region.first(bucket, out)
         packer, tensors = self.packer(region, bucket)
         packer.pack(tensors, out, [True] + [False] * (self.ensemble.rows - 1))
         return out
 
-    def in_place(self, region: Sequence[Tensor], bucket: Bucket) -> Tensor | None:
-        """Return the bucket as a view of the tensor's own memory; None if it has to be packed."""
+    def mean_of_rows(self, region: Region, bucket: Bucket, out: Tensor) -> None:
+        """Write the mean of the bucket over the replicas held here to ``out``."""
+        if isinstance(region, SplitRegion):
+            if self.ensemble.rows == 1:
+                region.joined(bucket, out)
+                return
+            region, bucket = [region.joined(bucket)], replace(bucket, pieces=(Piece(0, 0, bucket.numel),))
+        packer, tensors = self.packer(region, bucket)
+        packer.pack(tensors, out, divisor=self.ensemble.rows)
+
+    def write(self, region: Region, bucket: Bucket, values: Tensor) -> None:
+        """Set the bucket to ``values``, 1-D, in all replicas held here."""
+        if isinstance(region, SplitRegion):
+            region.write(bucket, values)
+            return
+        packer, tensors = self.packer(region, bucket)
+        packer.unpack(tensors, values)
+
+    def in_place(self, region: Region, bucket: Bucket) -> Tensor | None:
+        """Return the bucket as a view of the tensor's own memory; None if it has to be packed or joined."""
         first = bucket.pieces[0]
-        if len(bucket.pieces) > 1 or self.ensemble.rows > 1 or region[first.index].dtype != bucket.dtype:
+        if isinstance(region, SplitRegion) or len(bucket.pieces) > 1 or self.ensemble.rows > 1:
+            return None
+        if region[first.index].dtype != bucket.dtype:
             return None
         return region[first.index][first.start : first.stop]
 

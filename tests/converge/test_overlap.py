@@ -23,6 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet_kernels as hk
 from hdet_kernels import Converger, ProcessEnsemble
 from hdet_kernels.converge import AverageRequest, Report
+from hdet_kernels.converge.overlap import Correction
+from hdet_kernels.converge.payload import ModelTensors
+from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.optim import FusedAdamW, FusedSGD
 from tests.ranks import Cases, run_ranks
 from tests.schedule.undo_runs import Early
@@ -916,3 +919,16 @@ def test_a_group_in_another_order_needs_a_second_one() -> None:
     assert "not in order, [2, 0, 1]" in message
     assert "overlap_group" in message
     assert all(torch.equal(first, other) for _, other in others)
+
+
+def test_differences_take_the_memory_of_the_averages() -> None:
+    param, half = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    payload = ModelTensors([param, half], SingleReplica(), dict, None, tuple).payload(include_state=False)
+    before, after = payload.copy(), payload.copy()
+    for tensor in after.all_params:
+        tensor.add_(0.5)
+    averages = [tensor.data_ptr() for tensor in after.all_params]
+    correction = Correction.between(before, after, sound=(True,), heal=False)
+    assert [change.tolist() for change in correction.params] == [[0.5, 0.5], [0.5, 0.5]]
+    assert [change.data_ptr() in averages for change in correction.params] == [True, False], "of bf16 it is float32"
+    assert param.tolist() == [1.0, 2.0]

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.converge.payload import ModelTensors, Payload
 from hdet_kernels.converge.plan import AverageRequest, Plan, decide
+from hdet_kernels.converge.split_region import SplitRegion
 from hdet_kernels.converge.summary import Checksum
+from hdet_kernels.converge.transport import Transport
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 from tests.converge.agreements import agreement
 
@@ -117,27 +119,50 @@ def test_parameters_in_buckets_are_regions_of_their_own_and_averaged_in_their_ma
     assert params[0].tolist() == [1 + 2.0**-12] * 3
 
 
-def test_split_masters_are_averaged_in_a_copy_which_is_no_loss_if_that_fails() -> None:
+def test_joined_masters_are_a_copy_which_is_written_when_the_average_is_settled() -> None:
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     buckets = Buckets([param])
     buckets.keep_masters(lambda dtype: dtype == torch.bfloat16, split=True)
     tensors = tensors_of(buckets)
     payload = tensors.payload(include_state=False)
     (full,) = payload.all_params
-
-    def fail() -> None:
-        with payload.restore_on_failure(planned(), written_last=False):
-            full.fill_(2.0)
-            raise RuntimeError("a rank is gone")
-
-    with pytest.raises(RuntimeError, match="a rank is gone"):
-        fail()
-    assert (full == 2.0).all(), "no memory for a backup"
+    full.fill_(2.0)
     assert param.tolist() == [1.0, 1.0, 1.0]
     full.fill_(1 + 2.0**-12)
     tensors.settle(payload, counts=False)
     assert param.tolist() == [1.0, 1.0, 1.0]
     assert (buckets.full[0][:3] == 1 + 2.0**-12).all()
+
+
+def test_a_copy_may_take_over_joined_masters_and_nothing_else() -> None:
+    plain, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    buckets = Buckets([plain, half])
+    buckets.keep_masters(lambda dtype: dtype == torch.bfloat16, split=True)
+    payload = tensors_of(buckets).payload(include_state=False)
+    own, taken = payload.copy(), payload.copy(takes_joined=True)
+    shared = [mine is theirs for mine, theirs in zip(taken.all_params, payload.all_params, strict=True)]
+    assert shared == [tensor.data_ptr() not in (plain.data_ptr(), half.data_ptr()) for tensor in payload.all_params]
+    assert sorted(shared) == [False, True]
+    assert not set(map(id, own.all_params)) & set(map(id, payload.all_params))
+    assert [tensor.tolist() for tensor in own.all_params] == [tensor.tolist() for tensor in taken.all_params]
+
+
+def test_regions_are_in_the_order_of_the_buckets_whether_masters_are_joined_or_not() -> None:
+    half, plain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), nn.Parameter(torch.ones(200))
+    wide, empty = nn.Parameter(torch.ones(5, dtype=torch.float64)), nn.Parameter(torch.ones(0, dtype=torch.float16))
+    buckets = Buckets([empty, half, plain, wide])
+    buckets.keep_masters(lambda dtype: dtype == torch.bfloat16, split=True)
+    tensors = tensors_of(buckets)
+    joined = tensors.payload(include_state=False)
+    apart = tensors.payload(include_state=False, bucket_bytes=64)
+    assert [isinstance(region, SplitRegion) for region in apart.regions] == [True, False, False]
+    assert [tensor.shape for tensor in apart.outlines] == [tensor.shape for tensor in joined.all_params]
+    sizes = [
+        [bucket.numel for _, bucket in Transport(SingleReplica(), 64, None).cut(payload.compressible)]
+        for payload in (joined, apart)
+    ]
+    assert sizes[0] == sizes[1]
+    assert sum(sizes[0]) < sum(map(Tensor.numel, apart.outlines)), "without float64"
 
 
 def test_tensors_with_gaps_are_averaged_in_a_copy_that_is_written_back() -> None:

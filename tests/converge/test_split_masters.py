@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -20,7 +21,7 @@ from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.converge.transport import Cost, Transport
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.split_master import read_split, split
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_ranks
 from tests.training import same
 
 BF16 = torch.bfloat16
@@ -31,8 +32,11 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "in buckets": ({"bucket_bytes": 64}, 0),
     "overlapped": ({"overlap_steps": 1}, 0),
     "compressed": ({"compress": "int8"}, 0),
+    "compressed, in buckets": ({"compress": "bf16", "bucket_bytes": 64}, 0),
     "outer": ({"outer": hk.Outer()}, 0),
+    "outer, in buckets": ({"outer": hk.Outer(), "bucket_bytes": 64}, 0),
     "stacks": ({}, 2),
+    "stacks, compressed, outer, in buckets": ({"compress": "int8", "outer": hk.Outer(), "bucket_bytes": 64}, 2),
 }
 
 
@@ -79,7 +83,10 @@ def _averaged(rank: int, ways: list[str]) -> dict[str, list[Any]]:
                 inside = run.numbers()
             after = run.numbers()
             run.train(8)
-            found[way].append({"before": before, "inside": inside, "after": after, "end": run.numbers()})
+            apart = [record.distance for record in run.scheduler.history]
+            found[way].append(
+                {"before": before, "inside": inside, "after": after, "end": run.numbers(), "distances": apart}
+            )
     return found
 
 
@@ -92,6 +99,8 @@ def check_averages(ways: list[str]) -> None:
                 assert same(ours[when][0], copies[when][0]), f"{way}, {when}"
                 assert same(ours[when][1], split(copies[when][0])[0]), f"{way}, {when}"
             assert same(ours["after"], ours["before"]), f"{way}: every digit of this replica comes back"
+            assert len(ours["distances"]) >= 2
+            assert ours["distances"] == pytest.approx(copies["distances"], abs=1e-5), way
         first, second = (found[way][1] for found in ranks)
         assert not same(first["before"][0], second["before"][0])
         assert same(first["inside"], second["inside"])
@@ -152,6 +161,69 @@ def test_over_gloo_an_average_takes_one_copy_of_the_masters() -> None:
         for phase, (peak, held) in bytes_of.items():
             assert WHOLE <= peak < WHOLE + PART, phase
             assert held < PART, phase
+
+
+#: Options of a converger; the copies that it keeps from one average to the next; how many more an average takes, with
+#: the messages; and what carries the parts.
+OPTIONS: dict[str, tuple[dict[str, Any], float, float, str]] = {
+    "compressed": ({"compress": "int8", "backup": False}, 2.5, 0.3, "exchange"),
+    "compressed, with backup": ({"compress": "int8"}, 2.5, 1.5 + 0.3, "exchange"),
+    "outer": ({"outer": hk.Outer()}, 2, 1, "trade"),
+}
+
+
+def _with_option(rank: int, name: str) -> dict[str, Any]:
+    """Average three times, tracked; then once more, which fails after half of the parts and is repeated."""
+    options, _, _, carrier = OPTIONS[name]
+    buckets, ensemble, tracker = _split_buckets(0), hk.ProcessEnsemble(), MemoryTracker("cpu")
+    with tracker.phase("begin"):
+        converger = hk.Converger(buckets, ensemble, bucket_bytes=BUCKET, **options)
+    ((param, low),) = buckets.split_masters.values()
+
+    def train(step: int) -> None:
+        param.mul_(1 + 2.0**-6 * (step + rank))
+
+    for step in range(3):
+        train(step)
+        with tracker.phase(f"sync {step}"):
+            converger.converge(Report(step=step))
+    train(3)
+    saved = [param.clone(), low.clone(), converger.outer_state_dict()]
+    errors = converger.state_dict()
+    original, calls = getattr(ensemble, carrier), itertools.count(1)
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == WHOLE // BUCKET // 2:
+            raise RuntimeError("the peer is gone")
+        return original(*args)
+
+    setattr(ensemble, carrier, failing)
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        converger.converge(Report(step=3))
+    setattr(ensemble, carrier, original)
+    after, errors_after = [param, low, converger.outer_state_dict()], converger.state_dict()
+    unharmed = same(saved, after)
+    converger.converge(Report(step=3))
+    return {
+        "peak": tracker.peaks["sync 2"] - tracker.held["sync 1"], "held": tracker.held["sync 2"],
+        "unharmed": unharmed, "kept": errors_after and same(errors, errors_after), "end": buckets.full[0],
+    }  # fmt: skip
+
+
+AVERAGED = Cases(2, _with_option, [("compressed",), ("outer",)], full=[("compressed, with backup",)])
+
+
+@pytest.mark.parametrize("name", AVERAGED.params())
+def test_a_consensus_that_is_kept_needs_no_joined_masters_beside_it(name: str) -> None:
+    first, second = AVERAGED[(name,)]
+    _, kept, more, _ = OPTIONS[name]
+    assert same(first["end"], second["end"])
+    for found in (first, second):
+        assert found["held"] < kept * WHOLE + PART
+        assert found["peak"] < more * WHOLE + PART
+        assert found["unharmed"]
+        # Without a backup the errors of compression are lost, and the next average is in full.
+        assert found["kept"] is (True if name == "compressed, with backup" else None)
 
 
 def _left_alone(rank: int, backup: bool) -> tuple[bool, str]:

@@ -172,7 +172,9 @@ def _check_history(state: dict[str, Any]) -> None:
 def _check_pending(cycle: Cycle, correction: dict[str, Any]) -> None:
     """Raise ValueError unless the corrections of the optimizer's state fit each other and the state that exists."""
     shapes = [{name: t.shape for name, t in correction[key].items()} for key in ("state", "state_before")]
-    here = {name: t.shape for name, t in cycle.converger.tensors.payload(include_state=True, reads=True).state.items()}
+    at_once = cycle.converger.bucket_bytes
+    payload = cycle.converger.tensors.payload(include_state=True, reads=True, bucket_bytes=at_once)
+    here = {name: t.shape for name, t in payload.state.items()}
     for name in shapes[0].keys() | shapes[1].keys():
         found = [each.get(name) for each in shapes]
         if found[0] != found[1] or here.get(name, found[0]) != found[0]:

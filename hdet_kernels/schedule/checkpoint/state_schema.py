@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import get_args
 
+import torch
+from torch import Tensor
+
 from hdet_kernels.controller.hypergradient import HypergradientController
 from hdet_kernels.controller.peak_posterior import GRID_POINTS
 from hdet_kernels.controller.regression import RegressionController
@@ -76,9 +79,10 @@ def body(cycle: Cycle, *, size: int, rows: int, step: int, own_part: bool = True
     """
     names = [hyper.name for hyper in cycle.spread.hyperparameters]
     groups = len(cycle.optimizer.param_groups)
-    payload = cycle.converger.tensors.payload(include_state=False, reads=True)
+    at_once = cycle.converger.bucket_bytes
+    payload = cycle.converger.tensors.payload(include_state=False, reads=True, bucket_bytes=at_once)
     tensors = {
-        "params": [tuple(t.shape) for t in payload.all_params],
+        "params": [tuple(t.shape) for t in payload.outlines],
         "buffers": [tuple(t.shape) for t in payload.buffers],
         "integers": [tuple(t.shape) for t in payload.integers],
     }
@@ -365,4 +369,5 @@ def _step(cycle: Cycle) -> Whole:
 
 def _elements(cycle: Cycle, payload: Payload) -> int:
     """Return how many parameters of one replica are compressed."""
-    return sum(tensor.numel() for region in payload.compressible for tensor in region) // cycle.ensemble.rows
+    compressed = (tensor for tensor in payload.outlines if tensor.dtype != torch.float64)
+    return sum(map(Tensor.numel, compressed)) // cycle.ensemble.rows

@@ -1,0 +1,45 @@
+"""A region of split masters: read and written in float32 a bucket at a time, as if the masters were one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hdet_kernels.buckets import Bucket
+from hdet_kernels.split_master import read_split, write_split
+
+
+@dataclass(frozen=True, eq=False)
+class SplitRegion:
+    """The halves of masters: 1-D, or [rows, n] where the process holds several replicas.
+
+    Attributes:
+        param: bf16 parameters. A bucket that is cut from them is one of their masters, because bf16 travels as float32.
+        low: the int16 lower halves of their masters.
+    """
+
+    param: Tensor
+    low: Tensor
+
+    def joined(self, bucket: Bucket, out: Tensor | None = None) -> Tensor:
+        """Return the masters of a bucket, of all rows, in memory of their own or in ``out``."""
+        return read_split(*self._halves(bucket), out=out)
+
+    def first(self, bucket: Bucket, out: Tensor) -> Tensor:
+        """Write the masters of a bucket of the first replica held here to ``out``, and return it."""
+        return read_split(*(half[0] if half.dim() > 1 else half for half in self._halves(bucket)), out=out)
+
+    def write(self, bucket: Bucket, values: Tensor) -> None:
+        """Set the masters of a bucket to ``values``, 1-D, in all rows."""
+        param, low = self._halves(bucket)
+        write_split(values.expand_as(param), param, low)
+
+    def _halves(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        (piece,) = bucket.pieces
+        return self.param[..., piece.start : piece.stop], self.low[..., piece.start : piece.stop]
+
+
+#: Tensors that may share a bucket, or the halves of masters.
+Region = Sequence[Tensor] | SplitRegion
