@@ -31,9 +31,10 @@ CURRENT, LARGEST = "exp_avg_sq", "max_exp_avg_sq"
 DROPPED_BITS = 20
 LOWEST_BITS = (127 - 31) << 23
 
-#: The exponent of the smallest scale, 2⁻⁶⁰, and the largest number that a float32 rounds to, both without lower bits.
+#: The exponent of the smallest scale, 2⁻⁶⁰, the highest code and its exponent, and infinity: the bits of float32.
 SMALLEST_EXPONENT = 127 - 60
 HIGHEST = 0x7F7
+INFINITY_BITS = 0x7F800000
 
 #: The highest square, the share that is one of them, and what is missing from a value of 0: a little more than the
 #: highest square, so that no random number and no rounding of a root leads below it.
@@ -50,10 +51,10 @@ def decode_largest(codes: Tensor, scales: Tensor) -> Tensor:
 
 def encode_largest(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of a slot's values of ``max_exp_avg_sq``."""
-    bits = values.abs().view(torch.int32)
+    bits = values.abs().view(torch.int32).clamp(max=INFINITY_BITS)
     rounded = ((bits + (1 << (DROPPED_BITS - 1))) >> DROPPED_BITS).clamp(max=HIGHEST)
     exponent = (_of_blocks(rounded).amax(-1) >> 3).clamp(min=SMALLEST_EXPONENT)
-    finite = _of_blocks(bits).amax(-1) < 0x7F800000
+    finite = _of_blocks(bits).amax(-1) < INFINITY_BITS
     scales = torch.where(finite, (exponent << 23).view(torch.float32), torch.nan)
     lowest = _spread((exponent - 31) << 3, values)
     return (rounded - lowest).clamp(min=0).to(torch.uint8), scales
