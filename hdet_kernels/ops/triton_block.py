@@ -44,7 +44,7 @@ def step_block(
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
     states = (state0, state1, state2, scales0, scales1, scales2)
     direction, other = push(RULE, theta, g, n, *states, at, inside, random, STOCHASTIC)
-    theta = move(RULE, theta, direction, other, n)
+    theta = move(RULE, theta, direction, other, n, scales0 is not None)
     _keep(param, master, at, theta, inside, random, STOCHASTIC)
 
 
@@ -88,7 +88,8 @@ def step_rows(
     row = tl.cast(0, tl.int64)
     while row < rows:
         start, own = row * stride, n + row * (step * _NUMBERS)
-        moved = move(RULE, _in_full(param, master, start + at, inside, wide), direction, other, own)
+        before = _in_full(param, master, start + at, inside, wide)
+        moved = move(RULE, before, direction, other, own, scales0 is not None)
         own_random = _random(quad, mine + row * (step * 3), RANDOM)
         own_master = master
         if master is not None:
