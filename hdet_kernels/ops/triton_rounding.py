@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 
 from hdet_kernels.ops.backends import interpreting
-from hdet_kernels.ops.companding import BLOCK as STATE_BLOCK
 
 GOLDEN = tl.constexpr(0x9E3779B9)
 INTERPRETED = tl.constexpr(interpreting())
-_ROW = tl.constexpr(STATE_BLOCK)
 
 
 @triton.jit
@@ -34,14 +32,14 @@ def random_base(quad, key):
 def random_bits(base, at, STREAM: tl.constexpr, FURTHER: tl.constexpr = 0):
     """Return the 16 random bits of flat positions ``at``, as uint32.
 
-    ``base`` belongs to each position, or in rows of blocks of codes to each four. ``FURTHER`` gives a position the bits
-    of another one of its four: of the one that lies so much further, or in front of it.
+    ``base`` has a number for each position, or one for each four. ``FURTHER`` gives a position the bits of another one
+    of its four: of the one that lies so much further, or in front of it.
     """
     once = (base + (STREAM * GOLDEN & 0xFFFFFFFF)).to(tl.uint64) * 0xD2511F53
     high = (once >> 32).to(tl.uint32)
     twice = (high ^ once.to(tl.uint32)).to(tl.uint64) * 0xCD9E8D57
     low = twice.to(tl.uint32)
-    if base.shape[-1] == at.shape[-1]:
+    if base.shape[0] == at.shape[0]:
         part = at + FURTHER
         word = tl.where((part & 2) != 0, (twice >> 32).to(tl.uint32) ^ ((low << 16) | (low >> 16)), low ^ high)
         bits = (word >> ((part & 1) * 16).to(tl.uint32)) & 0xFFFF
@@ -58,13 +56,11 @@ def random_bits(base, at, STREAM: tl.constexpr, FURTHER: tl.constexpr = 0):
 def fours(BLOCK: tl.constexpr, CODED: tl.constexpr):
     """Return the numbers of the fours in ``BLOCK`` elements, for :func:`random_base`: so that they share a hash.
 
-    In rows of blocks of codes there is one number for each four. Otherwise every element has the number of its four,
-    written so that the compiler sees the same one; for states in 8 bits, all of which use one hash, it would not.
+    With states in 8 bits there is one number for each four. Otherwise every element has the number of its four, written
+    so that the compiler sees the same one; for states in 8 bits, all of which use one hash, it would not.
     """
     number = tl.arange(0, BLOCK // 4)
-    if CODED:
-        number = tl.reshape(number, [BLOCK // _ROW, _ROW // 4])
-    else:
+    if not CODED:
         number = tl.reshape(tl.broadcast_to(number[:, None], [BLOCK // 4, 4]), [BLOCK])
     return number
 
@@ -104,12 +100,11 @@ def widened(value, dtype: tl.constexpr):
 
 @triton.jit
 def short_ratio(x, y):
-    """Return x/y, wrong in the last bits, in fewer instructions than a division. ``y`` must not be negative."""
+    """Return x/y, wrong in the last bits, in fewer instructions than a division. It is 0 for |y| above 2¹²⁶."""
     if INTERPRETED:
         quotient = x / y
     else:
-        inverse_root = tl.rsqrt(y)
-        quotient = x * inverse_root * inverse_root
+        quotient = x * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1)
     return quotient
 
 

@@ -88,8 +88,9 @@ def push(
 ):
     """Update the states of elements ``at`` of the flat buffers, and return the direction and the second shared value.
 
-    A state is ``None`` where the rule has none, and its scales where it is not stored in 8 bits. ``theta`` is used only
-    where weight decay is an L2 penalty (number 1 of sgd, adam, adagrad) and not 0.
+    A state is ``None`` where the rule has none, and its scale where it is not stored in 8 bits. ``random`` has the base
+    of the random bits, and for states in 8 bits their centred noise. ``theta`` is used only where weight decay is an L2
+    penalty (number 1 of sgd, adam, adagrad) and not 0.
     """
     states, scales = (state0, state1, state2), (scales0, scales1, scales2)
     if RULE == "sgd":
@@ -335,9 +336,9 @@ def _write(
     state, scales, at, value, mask, random, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr
 ):
     if scales is not None:
-        write_codes(state, scales, at, value, mask, random, SIGNED)
+        write_codes(state, scales, at, value, mask, random[1], SIGNED)
     else:
-        write(state, at, value, mask, random, STREAM, STOCHASTIC)
+        write(state, at, value, mask, random[0], STREAM, STOCHASTIC)
 
 
 @triton.jit

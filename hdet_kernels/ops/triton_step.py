@@ -21,7 +21,6 @@ from hdet_kernels.ops.companding import BLOCK as STATE_BLOCK
 from hdet_kernels.ops.step import STATES
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_block import step_block, step_rows
-from hdet_kernels.ops.triton_companding import tile
 from hdet_kernels.ops.triton_rounding import fours, key_of
 from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor
 
@@ -37,10 +36,8 @@ WARPS = 4
 # 1.06 ms.
 STOCHASTIC = {"BLOCK": 512, "num_warps": 2, "maxnreg": 64}
 
-# The same with states in 8 bits, one block of codes in each row of elements. With one warp, the largest number of a row
-# is one reduction within it, whatever the dtypes. AdamW on 2²⁷ parameters of an H200, in bf16 and in fp32: 256 elements
-# and 1 warp took 0.44 and 0.54 ms, without a limit on registers 0.53 and 0.59 ms; 512 elements with 128 registers 0.47
-# and 0.59 ms; 1024 elements and 4 warps 0.46 and 0.55 ms.
+# The same with states in 8 bits: one block of codes and one warp, so that the largest number of a block is one reduction
+# within it, whatever the dtypes.
 CODED = {"BLOCK": 256, "num_warps": 1, "maxnreg": 64}
 
 # Slots of one program of _advance. It moves some hundred bytes for each slot, so its shape hardly matters.
@@ -134,13 +131,15 @@ def _walk(
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     RANDOM: tl.constexpr,
+    CODED: tl.constexpr,
     VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Step the slots whose gradient has dtype ``TYPE``, which is number ``NUMBER`` in the tables.
 
-    With ``SHARED``, step all of ``rows`` replicas, which share the gradient.
+    With ``SHARED``, step all of ``rows`` replicas, which share the gradient. ``CODED`` says whether a state is stored in
+    8 bits.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk = chunks + program // (_CHUNK // BLOCK) * 4
@@ -151,15 +150,16 @@ def _walk(
     address = tl.load(mine)
     if (count > 0) & (address > _EMPTY_GRADIENT) & (tl.load(mine + 1) == NUMBER):
         offset = tl.load(chunk)
-        lanes = tile(BLOCK) if scales0 is not None else tl.arange(0, BLOCK)
+        lanes = tl.arange(0, BLOCK)
         first = address.to(tl.pointer_type(TYPE)) + tl.load(chunk + 1) + begin
-        block = program * (BLOCK // _STATE_BLOCK)
+        if CODED:
+            tl.static_assert(BLOCK == _STATE_BLOCK, "a program has one block of codes")
         if scales0 is not None:
-            scales0 += block
+            scales0 += program
         if scales1 is not None:
-            scales1 += block
+            scales1 += program
         if scales2 is not None:
-            scales2 += block
+            scales2 += program
         flats = (param, master, state0, state1, state2, scales0, scales1, scales2)
         stride, step = tl.cast(row_size, tl.int64), tl.cast(slot_count, tl.int64)
         whole = (count >= BLOCK) & (address % _ALIGNED == 0) & (offset % VECTOR == 0)
@@ -169,22 +169,22 @@ def _walk(
             # Tell the compiler what was just tested, so that VECTOR elements become one access.
             grad = tl.multiple_of(first, VECTOR * TYPE.primitive_bitwidth // 8) + lanes
             at = offset // VECTOR * VECTOR + begin + lanes
-            quads = ((offset + begin) >> 2) + fours(BLOCK, scales0 is not None)
-            inside = tl.full(lanes.shape, True, tl.int1)
+            quads = ((offset + begin) >> 2) + fours(BLOCK, CODED)
+            inside = tl.full([BLOCK], True, tl.int1)
             if SHARED:
                 stride = stride // VECTOR * VECTOR
-                step_rows(*flats, n, mine, grad, at, quads, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM)
+                step_rows(*flats, n, mine, grad, at, quads, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED)
             else:
-                step_block(*flats, n, mine, grad, at, quads, inside, RULE, STOCHASTIC, RANDOM)
+                step_block(*flats, n, mine, grad, at, quads, inside, RULE, STOCHASTIC, RANDOM, CODED)
         else:
             grad = first + lanes
             at = offset + begin + lanes
             quad = at >> 2
             inside = lanes < count
             if SHARED:
-                step_rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM)
+                step_rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED)
             else:
-                step_block(*flats, n, mine, grad, at, quad, inside, RULE, STOCHASTIC, RANDOM)
+                step_block(*flats, n, mine, grad, at, quad, inside, RULE, STOCHASTIC, RANDOM, CODED)
 
 
 def step(
@@ -214,8 +214,9 @@ def step(
     if count == 0:
         return
     scales = (scales0, scales1, scales2)
+    coded = any(scale is not None for scale in scales)
     # States in 8 bits are always rounded stochastically.
-    structure = {"RULE": _RULES[rule], "RANDOM": stochastic_rounding or any(scale is not None for scale in scales)}
+    structure = {"RULE": _RULES[rule], "RANDOM": stochastic_rounding or coded}
     flats = (param, master, state0, state1, state2)
     wide = torch.float64 if param.dtype == torch.float64 else torch.float32
     numbers = torch.empty((rows, count, NUMBERS), dtype=wide, device=param.device)
@@ -241,7 +242,7 @@ def step(
         for number in dtypes if len(chunks) else ():
             dtype = GRADIENT_DTYPES[number]
             vector = vector_of(dtype, *flats)
-            shape = shape_of(vector, rows, stochastic=stochastic_rounding, coded=scales0 is not None)
+            shape = shape_of(vector, rows, stochastic=stochastic_rounding, coded=coded)
             _walk[(len(chunks) * (CHUNK // shape["BLOCK"]),)](
                 *flats,
                 *scales,
@@ -256,6 +257,7 @@ def step(
                 VECTOR=vector,
                 SHARED=rows > 1,
                 STOCHASTIC=stochastic_rounding,
+                CODED=coded,
                 **shape,
                 **structure,
             )

@@ -182,6 +182,7 @@ def _walk_constants(rule: str, precision: Precision, *, stochastic: bool) -> dic
         "RULE": rule,
         "STOCHASTIC": stochastic,
         "RANDOM": stochastic or precision.state == torch.uint8,
+        "CODED": precision.state == torch.uint8,
         "VECTOR": triton_step.vector_of(grad, *case.flats()),
         "SHARED": False,
     }
