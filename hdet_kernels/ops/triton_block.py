@@ -45,7 +45,7 @@ def step_block(
     random = _random(quad, mine, RANDOM)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
     states = (state0, state1, state2, scales0, scales1, scales2)
-    noise = centred_noise(random, at) if CODED else None
+    noise = centred_noise(random, at) if CODED else random
     direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
     theta = move(RULE, theta, direction, other, n, CODED)
     _keep(param, master, at, theta, inside, random, STOCHASTIC)
@@ -87,7 +87,7 @@ def step_rows(
         theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
     random = _random(quad, mine, RANDOM)
     states = (state0, state1, state2, scales0, scales1, scales2)
-    noise = centred_noise(random, at) if CODED else None
+    noise = centred_noise(random, at) if CODED else random
     direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
     # The row is a scalar, because pointers that the loop advances would get another layout.
     row = tl.cast(0, tl.int64)
