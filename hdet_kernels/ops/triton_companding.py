@@ -65,17 +65,17 @@ def write_codes(codes, scale, at, value, mask, z, SIGNED: tl.constexpr):
         steps = tl.sqrt(tl.maximum((x - 0.25) + z * z, 0.0)) - z
         sign = value.to(tl.int32, bitcast=True) & -0x80000000
         steps = (steps.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-        # 128 is added to the bits, not to the float: ptxas, as of CUDA 12, compiles a store of the lowest byte of the
-        # result of a float instruction as a conversion of its value.
+        # 128 is added to the bits, not to the float: ptxas 12.8 (of Triton 3.6) compiles the store of the lowest byte
+        # of a float instruction's result as a conversion of the float.
         code = (steps + _ROUNDING).to(tl.int32, bitcast=True) + 128
     else:
         y = x + 4
         # Half of the even number e is the upper code. Here ties go to odd ones; either is right.
         lower = 0.5 * tl.sqrt(tl.sqrt(y)) + (_ROUNDING - 1)
         even = 2 * lower - 2 * (_ROUNDING - 1)
-        missing = (even * even + 1) * ((even * even + 5) + 8 * z * even) - y
-        if not INTERPRETED:
-            missing = (even * even + 1) * (even * (8 * z + even) + 5) - y  # the same in fewer instructions
+        # With fused products, the second form is one instruction less. Only the first has plain torch's last bit.
+        mean = (even * even + 5) + 8 * z * even if INTERPRETED else even * (8 * z + even) + 5
+        missing = (even * even + 1) * mean - y
         # One more if it is negative.
         code = lower.to(tl.int32, bitcast=True) + (missing.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
     tl.store(codes + at, code.to(tl.uint8), mask=mask)

@@ -285,6 +285,13 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
         assert seen["values"] == 0, f"{name} would be compiled again for another count"
 
 
+def test_bytes_of_floats_are_found_in_the_text_of_a_kernel() -> None:
+    result = "\tadd.f32 \t%r1, %r0, 0f4B400080;\n"
+    assert _bytes_of_floats(result + "\tst.shared.b8 \t[%r9+8], %r1;\n") == 1
+    assert _bytes_of_floats(result + "\tst.shared.b32 \t[%r9+8], %r1;\n") == 0
+    assert _bytes_of_floats(result + "\tadd.s32 \t%r2, %r1, 128;\n\tst.shared.b8 \t[%r9+8], %r2;\n") == 0
+
+
 @pytest.mark.parametrize("function", ["derive", "push", "move"])
 def test_every_rule_has_a_branch_and_another_rule_is_an_error(function: str) -> None:
     source = inspect.getsource(getattr(triton_rules, function).fn)
