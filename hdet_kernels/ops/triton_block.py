@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hdet_kernels.ops.triton_companding import centred_noise
 from hdet_kernels.ops.triton_rounding import joined_master, nearest, random_base, split_master, write
 from hdet_kernels.ops.triton_rules import NUMBERS, move, push
 
@@ -36,6 +37,7 @@ def step_block(
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     RANDOM: tl.constexpr,
+    CODED: tl.constexpr,
 ):
     """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``."""
     wide: tl.constexpr = n.dtype.element_ty
@@ -43,8 +45,9 @@ def step_block(
     random = _random(quad, mine, RANDOM)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
     states = (state0, state1, state2, scales0, scales1, scales2)
-    direction, other = push(RULE, theta, g, n, *states, at, inside, random, STOCHASTIC)
-    theta = move(RULE, theta, direction, other, n)
+    noise = centred_noise(random, at) if CODED else random
+    direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
+    theta = move(RULE, theta, direction, other, n, CODED)
     _keep(param, master, at, theta, inside, random, STOCHASTIC)
 
 
@@ -70,6 +73,7 @@ def step_rows(
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     RANDOM: tl.constexpr,
+    CODED: tl.constexpr,
 ):
     """Step the same elements of every row of the parameters.
 
@@ -83,12 +87,14 @@ def step_rows(
         theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
     random = _random(quad, mine, RANDOM)
     states = (state0, state1, state2, scales0, scales1, scales2)
-    direction, other = push(RULE, theta, g, n, *states, at, inside, random, STOCHASTIC)
+    noise = centred_noise(random, at) if CODED else random
+    direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
     # The row is a scalar, because pointers that the loop advances would get another layout.
     row = tl.cast(0, tl.int64)
     while row < rows:
         start, own = row * stride, n + row * (step * _NUMBERS)
-        moved = move(RULE, _in_full(param, master, start + at, inside, wide), direction, other, own)
+        before = _in_full(param, master, start + at, inside, wide)
+        moved = move(RULE, before, direction, other, own, CODED)
         own_random = _random(quad, mine + row * (step * 3), RANDOM)
         own_master = master
         if master is not None:

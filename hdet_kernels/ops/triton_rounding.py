@@ -13,7 +13,7 @@ import triton.language as tl
 from hdet_kernels.ops.backends import interpreting
 
 GOLDEN = tl.constexpr(0x9E3779B9)
-_INTERPRETED = tl.constexpr(interpreting())
+INTERPRETED = tl.constexpr(interpreting())
 
 
 @triton.jit
@@ -29,14 +29,40 @@ def random_base(quad, key):
 
 
 @triton.jit
-def random_bits(base, at, STREAM: tl.constexpr):
-    """Return the 16 random bits of flat positions ``at``, as uint32."""
+def random_bits(base, at, STREAM: tl.constexpr, FURTHER: tl.constexpr = 0):
+    """Return the 16 random bits of flat positions ``at``, as uint32.
+
+    ``base`` has a number for each position, or one for each four. ``FURTHER`` gives a position the bits of another one
+    of its four: of the one that lies so much further, or in front of it.
+    """
     once = (base + (STREAM * GOLDEN & 0xFFFFFFFF)).to(tl.uint64) * 0xD2511F53
     high = (once >> 32).to(tl.uint32)
     twice = (high ^ once.to(tl.uint32)).to(tl.uint64) * 0xCD9E8D57
     low = twice.to(tl.uint32)
-    word = tl.where((at & 2) != 0, (twice >> 32).to(tl.uint32) ^ ((low << 16) | (low >> 16)), low ^ high)
-    return (word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF
+    if base.shape[0] == at.shape[0]:
+        part = at + FURTHER
+        word = tl.where((part & 2) != 0, (twice >> 32).to(tl.uint32) ^ ((low << 16) | (low >> 16)), low ^ high)
+        bits = (word >> ((part & 1) * 16).to(tl.uint32)) & 0xFFFF
+    else:
+        first, second = low ^ high, (twice >> 32).to(tl.uint32) ^ ((low << 16) | (low >> 16))
+        parts = (first & 0xFFFF, first >> 16, second & 0xFFFF, second >> 16)
+        even = tl.join(parts[FURTHER % 4], parts[(FURTHER + 2) % 4])
+        odd = tl.join(parts[(FURTHER + 1) % 4], parts[(FURTHER + 3) % 4])
+        bits = tl.reshape(tl.join(even, odd), at.shape)
+    return bits
+
+
+@triton.jit
+def fours(BLOCK: tl.constexpr, CODED: tl.constexpr):
+    """Return the numbers of the fours in ``BLOCK`` elements, for :func:`random_base`: so that they share a hash.
+
+    With states in 8 bits there is one number for each four. Otherwise every element has the number of its four, written
+    so that the compiler sees the same one; for states in 8 bits, all of which use one hash, it would not.
+    """
+    number = tl.arange(0, BLOCK // 4)
+    if not CODED:
+        number = tl.reshape(tl.broadcast_to(number[:, None], [BLOCK // 4, 4]), [BLOCK])
+    return number
 
 
 @triton.jit
@@ -57,7 +83,7 @@ def write(flat, at, value, mask, random, STREAM: tl.constexpr, STOCHASTIC: tl.co
 @triton.jit
 def nearest(value, dtype: tl.constexpr):
     """Round to the nearest number of ``dtype``, ties to even."""
-    if _INTERPRETED and dtype == tl.bfloat16 and value.dtype == tl.float32:
+    if INTERPRETED and dtype == tl.bfloat16 and value.dtype == tl.float32:
         # The GPU has an instruction for this; the interpreter truncates.
         value = _to_bfloat16(value, ((value.to(tl.uint32, bitcast=True) >> 16) & 1) + 0x7FFF)
     return value.to(dtype)
@@ -66,10 +92,20 @@ def nearest(value, dtype: tl.constexpr):
 @triton.jit
 def widened(value, dtype: tl.constexpr):
     """Convert to a wider ``dtype``, exactly."""
-    if _INTERPRETED and dtype == tl.float32 and value.dtype == tl.bfloat16:
+    if INTERPRETED and dtype == tl.float32 and value.dtype == tl.bfloat16:
         # The interpreter converts numbers below 2⁻¹²⁶ wrongly.
         value = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return value.to(dtype)
+
+
+@triton.jit
+def short_ratio(x, y):
+    """Return x/y, wrong in the last bits, in fewer instructions than a division. It is 0 for |y| above 2¹²⁶."""
+    if INTERPRETED:
+        quotient = x / y
+    else:
+        quotient = x * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1)
+    return quotient
 
 
 @triton.jit
@@ -98,7 +134,7 @@ def joined_master(param, low):
 @triton.jit
 def _to_bfloat16(value, addend):
     """Add to the low 16 bits and cut them off; a carry rounds up. NaN stays NaN, and infinity never carries."""
-    if _INTERPRETED:
+    if INTERPRETED:
         bits = tl.where(value == value, value.to(tl.uint32, bitcast=True) + addend, 0x7FC00000)
     else:
         # The arithmetic of a GPU has one NaN, 0x7FFFFFFF, to which nothing can be added. As whole numbers, all other

@@ -17,7 +17,7 @@ import triton.language as tl
 from hdet_kernels.ops.step import check_rules
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton_companding import read_codes, write_codes
-from hdet_kernels.ops.triton_rounding import read, write
+from hdet_kernels.ops.triton_rounding import read, short_ratio, write
 
 # The numbers of a slot: as many as the rule with the most has.
 NUMBERS = 9
@@ -88,8 +88,9 @@ def push(
 ):
     """Update the states of elements ``at`` of the flat buffers, and return the direction and the second shared value.
 
-    A state is ``None`` where the rule has none, and its scales where it is not stored in 8 bits. ``theta`` is used only
-    where weight decay is an L2 penalty (number 1 of sgd, adam, adagrad) and not 0.
+    A state is ``None`` where the rule has none, and its scale where it is not stored in 8 bits. ``random`` has the base
+    of the random bits, and for states in 8 bits their centred noise. ``theta`` is used only where weight decay is an L2
+    penalty (number 1 of sgd, adam, adagrad) and not 0.
     """
     states, scales = (state0, state1, state2), (scales0, scales1, scales2)
     if RULE == "sgd":
@@ -111,16 +112,16 @@ def push(
 
 
 @triton.jit
-def move(RULE: tl.constexpr, theta, direction, other, n):
-    """Return the new parameters."""
+def move(RULE: tl.constexpr, theta, direction, other, n, CODED: tl.constexpr):
+    """Return the new parameters. With states in 8 bits (``CODED``) quotients need not be exact."""
     if RULE == "sgd":
         theta = _move_sgd(theta, direction, other, n)
     elif RULE == "adam":
-        theta = _move_adam(theta, direction, other, n)
+        theta = _move_adam(theta, direction, other, n, CODED)
     elif RULE == "adamw":
-        theta = _move_adam(theta * tl.load(n + 1), direction, other, n)
+        theta = _move_adam(theta * tl.load(n + 1), direction, other, n, CODED)
     elif RULE == "adagrad":
-        theta = _move_adagrad(theta, direction, other, n)
+        theta = _move_adagrad(theta, direction, other, n, CODED)
     elif RULE == "lion":
         theta = _move_lion(theta, direction, n)
     elif RULE == "muon":
@@ -235,13 +236,13 @@ def _push_adam(
         u = tl.where((v > u) | (v != v), v, u)  # NaN propagates, as in torch.maximum
         _write(largest, largest_scales, at, u, inside & on, random, 4, STOCHASTIC, False)
         used = tl.where(on, u, v)
-    return m, _root(used)
+    return m, _root(used, square_scales is not None)
 
 
 @triton.jit
-def _move_adam(theta, m, root, n):
+def _move_adam(theta, m, root, n, CODED: tl.constexpr):
     size, per_root, eps = tl.load(n + 5), tl.load(n + 6), tl.load(n + 7)
-    return theta - size * _ratio(m, root * per_root + eps)
+    return theta - size * _ratio(m, root * per_root + eps, CODED)
 
 
 @triton.jit
@@ -257,12 +258,12 @@ def _push_adagrad(theta, g, n, total, scales, at, inside, random, STOCHASTIC: tl
     g = _with_l2(theta, g, tl.load(n + 1))
     s = _read(total, scales, at, inside, g.dtype, False) + g * g
     _write(total, scales, at, s, inside, random, 2, STOCHASTIC, False)
-    return g, _root(s)
+    return g, _root(s, scales is not None)
 
 
 @triton.jit
-def _move_adagrad(theta, g, root, n):
-    return theta - tl.load(n + 2) * _ratio(g, root + tl.load(n + 3))
+def _move_adagrad(theta, g, root, n, CODED: tl.constexpr):
+    return theta - tl.load(n + 2) * _ratio(g, root + tl.load(n + 3), CODED)
 
 
 @triton.jit
@@ -335,9 +336,9 @@ def _write(
     state, scales, at, value, mask, random, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr
 ):
     if scales is not None:
-        write_codes(state, scales, at, value, mask, random, SIGNED)
+        write_codes(state, scales, at, value, mask, random[1], SIGNED)
     else:
-        write(state, at, value, mask, random, STREAM, STOCHASTIC)
+        write(state, at, value, mask, random[0], STREAM, STOCHASTIC)
 
 
 @triton.jit
@@ -359,11 +360,17 @@ def _one_minus_power(beta, t):
 
 
 @triton.jit
-def _root(x):
-    # In float32 tl.sqrt and / are approximate.
-    return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
+def _root(x, CODED: tl.constexpr):
+    # In float32 tl.sqrt and / are approximate: wrong in the last bits, and codes in the first ones.
+    return tl.sqrt_rn(x) if x.dtype == tl.float32 and not CODED else tl.sqrt(x)
 
 
 @triton.jit
-def _ratio(x, y):
-    return tl.div_rn(tl.broadcast_to(x, y.shape), y) if x.dtype == tl.float32 else x / y
+def _ratio(x, y, CODED: tl.constexpr):
+    if CODED:
+        quotient = short_ratio(x, y)
+    elif x.dtype == tl.float32:
+        quotient = tl.div_rn(tl.broadcast_to(x, y.shape), y)
+    else:
+        quotient = x / y
+    return quotient
