@@ -16,6 +16,7 @@ import triton.language as tl
 
 from hdet_kernels.ops.step import check_rules
 from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.triton_amsgrad_codes import read_amsgrad, write_amsgrad
 from hdet_kernels.ops.triton_companding import read_codes, write_codes
 from hdet_kernels.ops.triton_rounding import read, short_ratio, write
 
@@ -223,20 +224,36 @@ def _push_adam(
     """Return the first moment and the root of the second."""
     take1, keep2, take2 = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4)
     m = _read(average, average_scales, at, inside, g.dtype, True)
-    v = _read(square, square_scales, at, inside, g.dtype, False)
+    if largest_scales is not None:
+        v, u = read_amsgrad(square, largest, square_scales, largest_scales, at, inside)
+    else:
+        v = _read(square, square_scales, at, inside, g.dtype, False)
+        u = v
     m = m + take1 * (g - m)
     v = keep2 * v + take2 * g * g  # in this order, as torch: g² alone overflows from 1.9e19 on
     _write(average, average_scales, at, m, inside, random, 2, STOCHASTIC, True)
-    _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
     used = v
-    if largest is not None:
-        # Some groups may not use amsgrad: their part of the buffer is neither read nor written.
+    # Some groups may not use amsgrad: their part of the buffer of the largest moments stays as it is.
+    if largest is None:
+        _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
+    elif largest_scales is not None:
+        if tl.load(n + 8) != 0:
+            used = _larger(u, v)
+            write_amsgrad(square, largest, square_scales, largest_scales, at, v, used, inside, random[1])
+        else:
+            _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
+    else:
+        _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
         on = tl.broadcast_to(tl.load(n + 8), g.shape) != 0
-        u = _read(largest, largest_scales, at, inside & on, g.dtype, False)
-        u = tl.where((v > u) | (v != v), v, u)  # NaN propagates, as in torch.maximum
+        u = _larger(_read(largest, largest_scales, at, inside & on, g.dtype, False), v)
         _write(largest, largest_scales, at, u, inside & on, random, 4, STOCHASTIC, False)
         used = tl.where(on, u, v)
     return m, _root(used, square_scales is not None)
+
+
+@triton.jit
+def _larger(u, v):
+    return tl.where((v > u) | (v != v), v, u)  # NaN propagates, as in torch.maximum
 
 
 @triton.jit

@@ -42,6 +42,9 @@ STOCHASTIC = {"BLOCK": 512, "num_warps": 2, "maxnreg": 64}
 # 64; 73, 84, 91 with 72; 58, 81, 97 with 48. Two warps without a limit on registers reached 57, 78, 87.
 CODED = {"BLOCK": 256, "num_warps": 1, "maxnreg": 56}
 
+# With the codes of amsgrad whole blocks would spill some of these registers.
+AMSGRAD = {"maxnreg": 72}
+
 # Slots of one program of _advance. It moves some hundred bytes for each slot, so its shape hardly matters.
 SLOTS = 128
 
@@ -243,7 +246,8 @@ def step(
         for number in dtypes if len(chunks) else ():
             dtype = GRADIENT_DTYPES[number]
             vector = vector_of(dtype, *flats)
-            shape = shape_of(vector, rows, stochastic=stochastic_rounding, coded=coded)
+            amsgrad = coded and scales2 is not None
+            shape = shape_of(vector, rows, stochastic=stochastic_rounding, coded=coded, amsgrad=amsgrad)
             _walk[(len(chunks) * (CHUNK // shape["BLOCK"]),)](
                 *flats,
                 *scales,
@@ -273,10 +277,10 @@ def vector_of(gradient: torch.dtype, *flats: Tensor | None) -> int:
     return 16 // max(gradient.itemsize, *(flat.element_size() for flat in flats if flat is not None))
 
 
-def shape_of(vector: int, rows: int, *, stochastic: bool, coded: bool) -> dict[str, int]:
-    """Return the elements of one program of ``_walk`` and its options."""
+def shape_of(vector: int, rows: int, *, stochastic: bool, coded: bool, amsgrad: bool = False) -> dict[str, int]:
+    """Return the elements of one program of ``_walk`` and its options; ``amsgrad`` with states in 8 bits."""
     if coded:
-        return CODED
+        return CODED | AMSGRAD if amsgrad else CODED
     if rows > 1:
         return {"BLOCK": block_of_rows(vector), "num_warps": WARPS}
     return STOCHASTIC if stochastic else {"BLOCK": BLOCK, "num_warps": WARPS}

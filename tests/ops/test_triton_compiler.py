@@ -201,8 +201,9 @@ def compile_kernels() -> dict[str, dict[str, int]]:
         options = triton_wire.OPTIONS if kernel in WIRE else {"num_warps": 4}
         options = triton_noise.OPTIONS if kernel is triton_noise._noise_chunk else options
         if kernel is triton_step._walk:
-            rounding = {"stochastic": bool(constants["STOCHASTIC"]), "coded": "coded" in name}
-            shape = triton_step.shape_of(constants["VECTOR"], 1 + constants["SHARED"], **rounding)
+            coded = {"coded": "coded" in name, "amsgrad": "coded" in name and bool(types.get("state2"))}
+            rows, stochastic = 1 + constants["SHARED"], bool(constants["STOCHASTIC"])
+            shape = triton_step.shape_of(constants["VECTOR"], rows, stochastic=stochastic, **coded)
             constexprs[(kernel.arg_names.index("BLOCK"),)] = shape["BLOCK"]
             options = {option: value for option, value in shape.items() if option != "BLOCK"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
