@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from bench.numerics_rules import RULES, Recursion, Rule, torch_optimizer
+from hdet_kernels.ops.backends import serving_on
 
 RATES = [10.0**power for power in range(-12, 4)]
 RATE_STEPS, SUBNORMAL_STEPS = 8, 3
@@ -30,8 +31,7 @@ INTERPRETED_RATES = (1e-12, 1e3)
 
 def backends(device: str) -> list[str]:
     """Return the backends that run on a device here."""
-    wanted = ("cuda", "triton", "torch") if device == "cuda" else ("cpp", "torch", "triton")
-    return [name for name in wanted if hk.backends()[name] == "ok"]
+    return [name for name in serving_on(device) if hk.backends()[name] == "ok"]
 
 
 def rules_for(backend: str, device: str) -> dict[str, Rule]:

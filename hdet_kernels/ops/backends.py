@@ -68,7 +68,7 @@ def resolve(device: torch.device | str, requested: str | None = None) -> str:
         RuntimeError: If the backend cannot be used here.
     """
     kind = torch.device(device).type
-    serving = _BY_DEVICE.get(kind, ("torch",))
+    serving = serving_on(kind)
     for name, origin in (
         (requested, "backend="),
         (_chosen, "use_backend()"),
@@ -84,6 +84,12 @@ def resolve(device: torch.device | str, requested: str | None = None) -> str:
             )
         return name
     return next(name for name in serving if _reason(name) is None)
+
+
+def serving_on(kind: str) -> tuple[str, ...]:
+    """Return the backends that can work on tensors of a kind of device, fastest first, whether available or not."""
+    serving = _BY_DEVICE.get(kind, ("torch",))
+    return serving if kind != "cpu" or interpreting() else tuple(name for name in serving if name != "triton")
 
 
 def implementation(backend: str) -> ModuleType:

@@ -72,8 +72,12 @@ def test_unknown_and_unfit_backends_are_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"unknown backend 'metal'.*cuda, triton, cpp, torch"):
         registry.resolve("cpu", "metal")
     monkeypatch.setattr(registry, "_reason", lambda name: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match=r"'cuda' \(backend=\) cannot serve tensors on cpu.*are cpp, torch, triton"):
         registry.resolve("cpu", "cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match=r"'triton' \(backend=\) cannot serve tensors on cpu.*are cpp, torch\."):
+        registry.resolve("cpu", "triton")
     with pytest.raises(ValueError, match=r"'cpp' \(backend=\) cannot serve tensors on cuda.*are cuda, triton, torch"):
         registry.resolve("cuda", "cpp")
 
