@@ -196,13 +196,13 @@ class Converger(AverageMemory):
         """Return how far the replicas lay apart; see :func:`.distance.distance_of`."""
         norm = None
         if payload.split.halves:
-            # Where a process holds several replicas, all rows are the mean now.
-            one = [tensor[0] if self.ensemble.rows > 1 else tensor for tensor in payload.all_params]
-            measured = payload.split.norm  # of an average in full; compressed parameters are not measured on the way
-            if plan.compressed:
-                measured = float(payload.split.checksum(self._transport.checksum, payload.device)[0])
-            norm = math.hypot(float(self._transport.checksum_of_one(one, payload.device)), measured)
-        elif trade is not None and not plan.compressed:
+            if plan.compressed and self._compression is not None:
+                one = self._compression.consensus(self._transport, payload.compressible) or []
+            else:  # where a process holds several replicas, all rows are the mean now
+                one = [tensor[0] if self.ensemble.rows > 1 else tensor for tensor in payload.all_params]
+            norm = float(self._transport.checksum_of_one(one, payload.device))
+            norm = norm if plan.compressed else math.hypot(norm, payload.split.norm)
+        elif trade is not None and not plan.compressed:  # compressed parameters were not measured on the way
             norm = trade.norm(agreement.norms[plan.included, self.ensemble.part])
         averaged = [*payload.all_params, *payload.split.params]
         return distance_of(self._transport, agreement, plan, averaged, norm)
