@@ -121,7 +121,7 @@ class Converger(AverageMemory):
         self._background: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
         self._compression = Compression(compress) if compress else None
-        self._averaging = Averaging(self._transport, self._compression, backup=backup)
+        self._averaging = Averaging(self._transport, self._compression, backup=backup, leaves_split=outer is not None)
         self._outer = OuterStep(outer, self._transport) if outer else None
         self._told_nonfinite = False
         self.begin()

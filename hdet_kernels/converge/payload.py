@@ -97,9 +97,9 @@ class Payload:
         """The regions of all parameters, in the order of their buckets, whether split masters are joined or not."""
         if not self.split.halves:
             return self.params
-        plain, halves = iter(self.params), iter(self.split.halves)
+        plain, split = iter(self.params), iter(self.split.regions)
         present = (each for each in self.full if each is None or each.numel())
-        return [SplitRegion(*next(halves)) if each is None else next(plain) for each in present]
+        return [next(split) if each is None else next(plain) for each in present]
 
     @property
     def outlines(self) -> list[Tensor]:
@@ -350,6 +350,7 @@ class ModelTensors:
     def settle(self, payload: Payload, *, counts: bool) -> None:
         """Write averaged copies back, round the parameters from their masters and, if asked, write the step counts."""
         payload.put_back()
+        payload.split.write_kept()
         if self.write_state is not None and payload.state:
             self.write_state(payload.state)
         if self.buckets is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -18,21 +18,34 @@ class SplitRegion:
     Attributes:
         param: bf16 parameters. A bucket that is cut from them is one of their masters, because bf16 travels as float32.
         low: the int16 lower halves of their masters.
+        kept: new masters that the halves do not have yet, by the first element of their bucket.
     """
 
     param: Tensor
     low: Tensor
+    kept: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def kept_of(self, bucket: Bucket) -> Tensor | None:
+        """Return the new masters of a bucket, of all rows, in their own memory; None if the halves have them."""
+        return self.kept.get(bucket.pieces[0].start)
 
     def joined(self, bucket: Bucket, out: Tensor | None = None) -> Tensor:
-        """Return the masters of a bucket, of all rows, in memory of their own or in ``out``."""
+        """Return the masters of a bucket that has none kept, of all rows, in memory of their own or in ``out``."""
         return read_split(*self._halves(bucket), out=out)
 
     def first(self, bucket: Bucket, out: Tensor) -> Tensor:
         """Write the masters of a bucket of the first replica held here to ``out``, and return it."""
+        kept = self.kept_of(bucket)
+        if kept is not None:
+            return out.copy_(kept[0] if kept.dim() > 1 else kept)
         return read_split(*(half[0] if half.dim() > 1 else half for half in self._halves(bucket)), out=out)
 
     def write(self, bucket: Bucket, values: Tensor) -> None:
         """Set the masters of a bucket to ``values``, 1-D, in all rows."""
+        kept = self.kept_of(bucket)
+        if kept is not None:
+            kept.copy_(values.expand_as(kept))
+            return
         param, low = self._halves(bucket)
         write_split(values.expand_as(param), param, low)
 
