@@ -107,7 +107,7 @@ class Converger(AverageMemory):
                 f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "
                 "several processes if need be"
             )
-        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names, write_state)
+        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names, write_state, backend)
         resolve(self.tensors.params[0].device, backend)  # raises for a backend that is unknown or cannot be used
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES

@@ -233,8 +233,9 @@ class ModelTensors:
         buffers: Callable[[], Sequence[Tensor]],
         names: Names = tuple,
         write_state: Callable[[Mapping[str, Tensor]], None] | None = None,
+        backend: str | None = None,
     ) -> None:
-        self.write_state = write_state
+        self.write_state, self.backend = write_state, backend
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
         # Integers (quantised frozen weights) have no mean and do not diverge.
@@ -286,7 +287,7 @@ class ModelTensors:
                 full = self.buckets.unsplit(fresh=reads)
                 pairs = self.buckets.split_masters.values()
                 flat = [[flattened(half, self.rows, gapped) for half in pair] for pair in pairs]
-                split = SplitMasters([(param, low) for param, low in flat], bucket_bytes)
+                split = SplitMasters([(param, low) for param, low in flat], bucket_bytes, self.backend)
             params = [[flattened(each, self.rows, gapped)] for each in full if each is not None and each.numel()]
         state = dict(self.state()) if include_state else {}
         flat_state, state_layout = self._flat(state, gapped)

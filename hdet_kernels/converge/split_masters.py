@@ -23,7 +23,7 @@ from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.converge.trade import Trade
 from hdet_kernels.converge.transport import Cost, Transport
 from hdet_kernels.converge.two_phase import write_all
-from hdet_kernels.split_master import read_split, write_split
+from hdet_kernels.ops.halves import read_halves, write_halves
 from hdet_kernels.tensors import wide_dtype
 
 
@@ -34,12 +34,14 @@ class SplitMasters:
     Attributes:
         halves: bf16 parameters and the int16 lower halves of their masters.
         bucket_bytes: the most bytes of one row that are joined at a time.
+        backend: of the conversions; see :func:`hdet_kernels.use_backend`.
         norm: that of the means of the latest average; NaN before.
         kept: the means of the latest average that are not written yet: by number of the halves and by first element.
     """
 
     halves: Sequence[tuple[Tensor, Tensor]] = ()
     bucket_bytes: int = 0
+    backend: str | None = None
     norm: float = field(default=math.nan, init=False)
     kept: list[dict[int, Tensor]] = field(init=False)
 
@@ -53,7 +55,7 @@ class SplitMasters:
     @property
     def regions(self) -> list[SplitRegion]:
         """The halves as regions. What is kept is read and written in their place."""
-        return [SplitRegion(*pair, kept) for pair, kept in zip(self.halves, self.kept, strict=True)]
+        return [SplitRegion(*pair, kept, self.backend) for pair, kept in zip(self.halves, self.kept, strict=True)]
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the halves in parts, each of one bucket in float32."""
@@ -72,7 +74,7 @@ class SplitMasters:
         """Return the norm of every row of the masters, [rows], on ``device``; see :class:`.summary.Checksum`."""
         total = torch.zeros(checksum.rows, dtype=wide_dtype(device), device=device)
         for halves in self.parts():
-            total = torch.hypot(total, checksum([read_split(*halves)], device))
+            total = torch.hypot(total, checksum([read_halves(*halves, backend=self.backend)], device))
         return total
 
     def average(
@@ -88,7 +90,7 @@ class SplitMasters:
         """
         cost, norms = Cost(), list[Tensor]()
         for kept, start, *halves in self._places():
-            means = read_split(*halves)
+            means = read_halves(*halves, backend=self.backend)
             if trade is None:
                 cost += transport.average([[means]], included, rescaled=rescaled)
             else:
@@ -100,14 +102,19 @@ class SplitMasters:
             if deferred:
                 kept[start] = means
             else:
-                write_split(means, *halves)
+                write_halves(means, *halves, backend=self.backend)
         self.norm = math.hypot(*map(float, norms))
         return cost
 
     def write_kept(self) -> None:
         """Write the means that are kept, and keep them no longer."""
         steps = [
-            partial(write_split, means, *(half[..., start : start + means.shape[-1]] for half in pair))
+            partial(
+                write_halves,
+                means,
+                *(half[..., start : start + means.shape[-1]] for half in pair),
+                backend=self.backend,
+            )
             for pair, kept in zip(self.halves, self.kept, strict=True)
             for start, means in kept.items()
         ]
