@@ -28,6 +28,9 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   m.def(
       "pair_mean_(Tensor chunks, Tensor(a!) places, Tensor strides, int measured, Tensor received, "
       "Tensor(b!) result) -> ()");
+  // Float32 masters from a bf16 parameter and int16 lower halves, and these from masters. On the CPU alone.
+  m.def("join_halves(Tensor param, Tensor low, Tensor(a!) master) -> ()");
+  m.def("split_into_halves(Tensor master, Tensor(a!) param, Tensor(b!) low) -> ()");
   // The parts of a compressed average: encode x - consensus + error, encode the mean of received shards, and add the
   // decoded mean to the consensus. hdet_kernels/ops/wire.py has the equations.
   m.def("encode(int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire) -> ()");

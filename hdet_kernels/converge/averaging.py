@@ -29,10 +29,15 @@ class Averaging:
         transport: carries the collectives, except where another one is passed.
         compression: of the parameters, if they travel compressed.
         backup: whether a failed average leaves everything as it was; see :class:`.converger.Converger`.
+        leaves_split: whether means of split masters that were kept until the end are left as they are, because more
+            happens to them before they are settled.
     """
 
-    def __init__(self, transport: Transport, compression: Compression | None, *, backup: bool) -> None:
+    def __init__(
+        self, transport: Transport, compression: Compression | None, *, backup: bool, leaves_split: bool = False
+    ) -> None:
         self.transport, self.compression, self.backup = transport, compression, backup
+        self.leaves_split = leaves_split
         ensemble = transport.ensemble
         # Each keeps memory of its own: one for all that is averaged at once, one for the parts of split masters.
         self._trade, self._trade_of_parts = (
@@ -74,7 +79,7 @@ class Averaging:
         ensemble = transport.ensemble
         cost = handshake_cost(ensemble)
         own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
-        regions, write_means, write_split = payload.regions_in_full(plan), None, None
+        regions, write_means = payload.regions_in_full(plan), None
         if trade is None:
             cost += transport.average(regions, plan.included, rescaled=plan.rescaled)
         else:
@@ -83,10 +88,9 @@ class Averaging:
             cost += more
         if plan.params and not plan.compressed and payload.split.halves:
             of_parts = None if trade is None else self._trade_of_parts
-            more, write_split = payload.split.average(
+            cost += payload.split.average(
                 transport, of_parts, plan.included, rescaled=plan.rescaled, deferred=keeps_split
             )
-            cost += more
         if plan.integers and payload.integers:
             cost += run_transfers([take_first(ensemble, payload.integers, plan.included)])
         if plan.counts and payload.counts is not None:
@@ -103,6 +107,7 @@ class Averaging:
         if ensemble.parts > 1:
             ensemble.confirm()
             cost += Cost(4, 1)
+        write_split = None if self.leaves_split else payload.split.write_kept
         write_all([write for write in (write_means, write_split) if write is not None])
         for averaged, before in zip(payload.all_buffers, own, strict=bool(own)):
             keep_own(averaged, before, plan.healthy[held(ensemble)].tolist())

@@ -107,7 +107,7 @@ class Converger(AverageMemory):
                 f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "
                 "several processes if need be"
             )
-        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names, write_state)
+        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names, write_state, backend)
         resolve(self.tensors.params[0].device, backend)  # raises for a backend that is unknown or cannot be used
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES
@@ -121,7 +121,7 @@ class Converger(AverageMemory):
         self._background: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
         self._compression = Compression(compress) if compress else None
-        self._averaging = Averaging(self._transport, self._compression, backup=backup)
+        self._averaging = Averaging(self._transport, self._compression, backup=backup, leaves_split=outer is not None)
         self._outer = OuterStep(outer, self._transport) if outer else None
         self._told_nonfinite = False
         self.begin()
@@ -196,13 +196,13 @@ class Converger(AverageMemory):
         """Return how far the replicas lay apart; see :func:`.distance.distance_of`."""
         norm = None
         if payload.split.halves:
-            # Where a process holds several replicas, all rows are the mean now.
-            one = [tensor[0] if self.ensemble.rows > 1 else tensor for tensor in payload.all_params]
-            measured = payload.split.norm  # of an average in full; compressed parameters are not measured on the way
-            if plan.compressed:
-                measured = float(payload.split.checksum(self._transport.checksum, payload.device)[0])
-            norm = math.hypot(float(self._transport.checksum_of_one(one, payload.device)), measured)
-        elif trade is not None and not plan.compressed:
+            if plan.compressed and self._compression is not None:
+                one = self._compression.consensus(self._transport, payload.compressible) or []
+            else:  # where a process holds several replicas, all rows are the mean now
+                one = [tensor[0] if self.ensemble.rows > 1 else tensor for tensor in payload.all_params]
+            norm = float(self._transport.checksum_of_one(one, payload.device))
+            norm = norm if plan.compressed else math.hypot(norm, payload.split.norm)
+        elif trade is not None and not plan.compressed:  # compressed parameters were not measured on the way
             norm = trade.norm(agreement.norms[plan.included, self.ensemble.part])
         averaged = [*payload.all_params, *payload.split.params]
         return distance_of(self._transport, agreement, plan, averaged, norm)

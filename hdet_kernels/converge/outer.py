@@ -106,18 +106,18 @@ class OuterStep:
                 "optimizer starts from it"
             )
             self._velocity = None
-        elif advance:
+        if not (same_start and advance):
+            self._remember(regions)
+        else:
             if self._velocity is None and self.outer.momentum:
                 self._velocity = [torch.zeros_like(flat) for flat in self._consensus]
             for number, (region, bucket) in enumerate(self.transport.cut(regions, _UNLIMITED)):
                 velocity = self._velocity[number] if self._velocity else None
                 self._advance_region(region, bucket, self._consensus[number], velocity)
         self._start = None
-        # Read back, because half-precision parameters without master weights have rounded θ_{k+1}.
-        self._remember(regions)
 
     def _advance_region(self, region: Region, whole: Bucket, consensus: Tensor, velocity: Tensor | None) -> None:
-        """Replace the tensors of a region, which are one bucket, by θ_{k+1}."""
+        """Replace the tensors of a region, which are one bucket, and ``consensus`` by θ_{k+1}."""
         parts = self._parts(region, whole)
         sizes = [part.numel for part in parts]
         velocities = [None] * len(parts) if velocity is None else velocity.split(sizes)
@@ -127,6 +127,10 @@ class OuterStep:
             self._advance(mean, before, v)
             if own is None:
                 self.transport.write(region, part, mean)
+            if isinstance(region, SplitRegion):
+                before.copy_(mean)
+            else:  # read back, because half-precision parameters without master weights have rounded θ_{k+1}
+                self.transport.first_row(region, part, before)
 
     def _advance(self, mean: Tensor, consensus: Tensor, velocity: Tensor | None) -> None:
         """Turn ``mean`` into θ_{k+1} = θ̄ + (1 − lr)·Δ − lr·μ·v, in place; ``consensus`` is overwritten.

@@ -97,9 +97,9 @@ class Payload:
         """The regions of all parameters, in the order of their buckets, whether split masters are joined or not."""
         if not self.split.halves:
             return self.params
-        plain, halves = iter(self.params), iter(self.split.halves)
+        plain, split = iter(self.params), iter(self.split.regions)
         present = (each for each in self.full if each is None or each.numel())
-        return [SplitRegion(*next(halves)) if each is None else next(plain) for each in present]
+        return [next(split) if each is None else next(plain) for each in present]
 
     @property
     def outlines(self) -> list[Tensor]:
@@ -233,8 +233,9 @@ class ModelTensors:
         buffers: Callable[[], Sequence[Tensor]],
         names: Names = tuple,
         write_state: Callable[[Mapping[str, Tensor]], None] | None = None,
+        backend: str | None = None,
     ) -> None:
-        self.write_state = write_state
+        self.write_state, self.backend = write_state, backend
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
         # Integers (quantised frozen weights) have no mean and do not diverge.
@@ -286,7 +287,7 @@ class ModelTensors:
                 full = self.buckets.unsplit(fresh=reads)
                 pairs = self.buckets.split_masters.values()
                 flat = [[flattened(half, self.rows, gapped) for half in pair] for pair in pairs]
-                split = SplitMasters([(param, low) for param, low in flat], bucket_bytes)
+                split = SplitMasters([(param, low) for param, low in flat], bucket_bytes, self.backend)
             params = [[flattened(each, self.rows, gapped)] for each in full if each is not None and each.numel()]
         state = dict(self.state()) if include_state else {}
         flat_state, state_layout = self._flat(state, gapped)
@@ -350,6 +351,7 @@ class ModelTensors:
     def settle(self, payload: Payload, *, counts: bool) -> None:
         """Write averaged copies back, round the parameters from their masters and, if asked, write the step counts."""
         payload.put_back()
+        payload.split.write_kept()
         if self.write_state is not None and payload.state:
             self.write_state(payload.state)
         if self.buckets is not None:

@@ -7,8 +7,9 @@ arrived. Then the means are kept, 4 bytes a parameter: as many as those of their
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet_kernels.converge.split_region import SplitRegion
 from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.converge.trade import Trade
 from hdet_kernels.converge.transport import Cost, Transport
 from hdet_kernels.converge.two_phase import write_all
-from hdet_kernels.split_master import read_split, write_split
+from hdet_kernels.ops.halves import read_halves, write_halves
 from hdet_kernels.tensors import wide_dtype
 
 
@@ -32,47 +34,63 @@ class SplitMasters:
     Attributes:
         halves: bf16 parameters and the int16 lower halves of their masters.
         bucket_bytes: the most bytes of one row that are joined at a time.
+        backend: of the conversions; see :func:`hdet_kernels.use_backend`.
         norm: that of the means of the latest average; NaN before.
+        kept: the means of the latest average that are not written yet: by number of the halves and by first element.
     """
 
     halves: Sequence[tuple[Tensor, Tensor]] = ()
     bucket_bytes: int = 0
+    backend: str | None = None
     norm: float = field(default=math.nan, init=False)
+    kept: list[dict[int, Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = [{} for _ in self.halves]
 
     @property
     def params(self) -> list[Tensor]:
         return [param for param, _ in self.halves]
 
+    @property
+    def regions(self) -> list[SplitRegion]:
+        """The halves as regions. What is kept is read and written in their place."""
+        return [SplitRegion(*pair, kept, self.backend) for pair, kept in zip(self.halves, self.kept, strict=True)]
+
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the halves in parts, each of one bucket in float32."""
-        for param, low in self.halves:
-            elements = max(self.bucket_bytes // torch.float32.itemsize, 1)
-            yield from zip(param.split(elements, dim=-1), low.split(elements, dim=-1), strict=True)
+        for _, _, param, low in self._places():
+            yield param, low
+
+    def _places(self) -> Iterator[tuple[dict[int, Tensor], int, Tensor, Tensor]]:
+        """Yield every part with the place for its mean: a dict and the key, which is the part's first element."""
+        elements = max(self.bucket_bytes // torch.float32.itemsize, 1)
+        for kept, pair in zip(self.kept, self.halves, strict=True):
+            starts = itertools.count(step=elements)
+            for start, param, low in zip(starts, *(half.split(elements, dim=-1) for half in pair), strict=False):
+                yield kept, start, param, low
 
     def checksum(self, checksum: Checksum, device: torch.device) -> Tensor:
         """Return the norm of every row of the masters, [rows], on ``device``; see :class:`.summary.Checksum`."""
         total = torch.zeros(checksum.rows, dtype=wide_dtype(device), device=device)
         for halves in self.parts():
-            total = torch.hypot(total, checksum([read_split(*halves)], device))
+            total = torch.hypot(total, checksum([read_halves(*halves, backend=self.backend)], device))
         return total
 
     def average(
         self, transport: Transport, trade: Trade | None, included: NDArray[np.bool_], *, rescaled: bool, deferred: bool
-    ) -> tuple[Cost, Callable[[], None]]:
+    ) -> Cost:
         """Average the masters over the ``included`` replicas, [replicas], part by part. Collective.
 
         Args:
             transport, included, rescaled: see :meth:`.transport.Transport.average`.
             trade: averages instead of the transport, if given.
-            deferred: whether the means are kept until the returned function is called. Otherwise each part is written
-                before the next one is averaged.
-
-        Returns:
-            The cost, and a function that writes what was deferred. That takes no other process.
+            deferred: whether the means are kept until :meth:`write_kept` is called, which takes no other process.
+                Otherwise each part is written before the next one is averaged.
         """
-        cost, norms, deferrals = Cost(), list[Tensor](), list[Callable[[], None]]()
-        for halves in self.parts():
-            means = read_split(*halves)
+        cost, norms = Cost(), list[Tensor]()
+        for kept, start, *halves in self._places():
+            means = read_halves(*halves, backend=self.backend)
             if trade is None:
                 cost += transport.average([[means]], included, rescaled=rescaled)
             else:
@@ -82,8 +100,24 @@ class SplitMasters:
             one = means[0] if means.dim() > 1 else means  # all rows are the mean now
             norms.append(transport.checksum_of_one([one], one.device))
             if deferred:
-                deferrals.append(partial(write_split, means, *halves))
+                kept[start] = means
             else:
-                write_split(means, *halves)
+                write_halves(means, *halves, backend=self.backend)
         self.norm = math.hypot(*map(float, norms))
-        return cost, partial(write_all, deferrals)
+        return cost
+
+    def write_kept(self) -> None:
+        """Write the means that are kept, and keep them no longer."""
+        steps = [
+            partial(
+                write_halves,
+                means,
+                *(half[..., start : start + means.shape[-1]] for half in pair),
+                backend=self.backend,
+            )
+            for pair, kept in zip(self.halves, self.kept, strict=True)
+            for start, means in kept.items()
+        ]
+        write_all(steps)
+        for kept in self.kept:
+            kept.clear()

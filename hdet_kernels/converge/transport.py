@@ -206,8 +206,10 @@ class Transport:
     def in_place(self, region: Region, bucket: Bucket) -> Tensor | None:
         """Return the bucket as a view of the tensor's own memory; None if it has to be packed or joined."""
         first = bucket.pieces[0]
-        if isinstance(region, SplitRegion) or len(bucket.pieces) > 1 or self.ensemble.rows > 1:
+        if len(bucket.pieces) > 1 or self.ensemble.rows > 1:
             return None
+        if isinstance(region, SplitRegion):
+            return region.kept_of(bucket)
         if region[first.index].dtype != bucket.dtype:
             return None
         return region[first.index][first.start : first.stop]

@@ -26,9 +26,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "add_noise_": fake_in_place,
     "rowwise_adagrad_": fake_in_place,
     "pair_mean_": fake_in_place,
+    "join_halves": fake_in_place,
+    "split_into_halves": fake_in_place,
 }
 # Operators that have no CUDA kernel.
-_CPU_ALONE = ("pair_mean_",)
+_CPU_ALONE = ("pair_mean_", "join_halves", "split_into_halves")
 
 
 @cache

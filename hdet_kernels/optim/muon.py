@@ -42,10 +42,10 @@ class FusedMuon(FusedOptimizer):
     (``"match_rms_adamw"``: updates as large as AdamW's).
 
     A group with ``use_muon=True`` holds matrices alone, one with ``use_muon=False`` is trained by AdamW, and its
-    ``lr``, ``weight_decay``, ``eps`` and ``betas`` are AdamW's. A group without ``use_muon`` is divided into these two,
-    matrices first; its own ``lr``, ``weight_decay`` and ``eps`` are then those of the matrices. Embeddings and output
-    heads are matrices as well: give them a group with ``use_muon=False``, as is usual. Learning rate schedulers and
-    ``Explore`` see two groups with a learning rate each.
+    ``lr``, ``weight_decay``, ``eps`` and ``betas`` (or ``adamw_lr``, …) are AdamW's. A group without ``use_muon`` is
+    divided into these two, matrices first; its own ``lr``, ``weight_decay`` and ``eps`` are then those of the matrices.
+    Embeddings and output heads are matrices as well: give them a group with ``use_muon=False``, as is usual. Learning
+    rate schedulers and ``Explore`` see two groups with a learning rate each.
 
     Args:
         params: parameters or groups.
@@ -195,28 +195,23 @@ class FusedMuon(FusedOptimizer):
     def _divided(self, param_group: Group) -> list[Group]:
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
+        own = {key: value for key, value in param_group.items() if key not in _ADAMW_NAMES}
+        named = {name: param_group[key] for key, name in _ADAMW_NAMES.items() if key in param_group}
         if "use_muon" in param_group:
             check_flags(param_group, "use_muon")
-            whole = {**param_group, "params": params}
-            return [whole if param_group["use_muon"] else self._for_adamw(whole)]
+            if param_group["use_muon"]:
+                return [{**param_group, "params": params}]
+            return [self._adamw | named | own | {"params": params}]
         matrices = [each for each in params if _is_matrix(each)]
         others = [each for each in params if not _is_matrix(each)]
-        own = {key: value for key, value in param_group.items() if key not in _ADAMW_NAMES}
         parts: list[Group] = []
         if matrices or not others:
             parts.append(own | {"params": matrices, "use_muon": True})
         if others:
             # The numbers of a mixed group are those of its matrices.
             kept = {key: value for key, value in own.items() if not matrices or key not in self._adamw}
-            named = {_ADAMW_NAMES[key]: value for key, value in param_group.items() if key in _ADAMW_NAMES}
-            parts.append(self._for_adamw(kept | named | {"params": others, "use_muon": False}))
+            parts.append(self._adamw | kept | named | {"params": others, "use_muon": False})
         return parts
-
-    def _for_adamw(self, group: Group) -> Group:
-        if "betas" in group:
-            group = group | {"adamw_betas": group["betas"]}
-            del group["betas"]
-        return self._adamw | group
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class, or of torch.optim.Muon if all parameters are matrices.
@@ -227,6 +222,13 @@ class FusedMuon(FusedOptimizer):
         """
         saved = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
         if isinstance(saved, list):
+            if len(saved) != len(self.param_groups):
+                here = ", ".join("Muon" if group["use_muon"] else "AdamW" for group in self.param_groups)
+                raise ValueError(
+                    f"the loaded state_dict has {len(saved)} parameter groups, this optimizer has "
+                    f"{len(self.param_groups)} ({here}; a group without use_muon is divided): build it with the groups "
+                    "that it was saved with. State of torch.optim.Muon loads where all parameters are matrices"
+                )
             for number, (group, own) in enumerate(zip(saved, self.param_groups, strict=False)):
                 if isinstance(group, Mapping) and bool(group.get("use_muon", True)) != bool(own["use_muon"]):
                     raise ValueError(
@@ -273,7 +275,7 @@ class FusedMuon(FusedOptimizer):
         return Orthogonal.of(self.param_groups[number])
 
 
-#: The keys of a mixed group that are for AdamW, with their names in AdamW's group.
+#: The keys of a group that are for AdamW, with their names in AdamW's group. Of two with one name the later one counts.
 _ADAMW_NAMES = {
     "adamw_lr": "lr",
     "adamw_weight_decay": "weight_decay",

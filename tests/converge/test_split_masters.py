@@ -290,9 +290,14 @@ def test_parts_are_averaged_and_written_at_once_or_later() -> None:
     transport = Doubling(SingleReplica(), 12, None)
     for deferred in (True, False):
         before = read_split(param, low)
-        cost, write = parts.average(transport, None, np.array([True]), rescaled=False, deferred=deferred)
+        cost = parts.average(transport, None, np.array([True]), rescaled=False, deferred=deferred)
         assert cost == Cost(4, 4)
         assert same(read_split(param, low), before if deferred else 2 * before)
-        write()
+        ((region,), (kept,)) = parts.regions, parts.kept
+        assert list(kept) == ([0, 3, 6, 9] if deferred else [])
+        seen = [transport.first_row(region, bucket) for _, bucket in transport.cut([region])]
+        assert same(torch.cat(seen), 2 * before), "what is kept is read instead"
+        parts.write_kept()
+        assert not kept
         assert same(read_split(param, low), 2 * before)
         assert parts.norm == pytest.approx(2 * before.double().norm().item(), rel=1e-12)

@@ -39,6 +39,20 @@ def test_buckets_are_those_of_the_joined_masters(rows: int) -> None:
     assert same(region.param, split(joined)[0])
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_masters_that_are_kept_are_read_and_written_in_place_of_the_halves(rows: int) -> None:
+    joined = masters(rows)
+    before, new = split(joined), torch.full(joined[..., 3:6].shape, 7.0)
+    region = SplitRegion(*(half.clone() for half in before), {3: new})
+    transport = Transport(SingleReplica() if rows == 1 else RowEnsemble(rows), 12, None)
+    _, second, _ = (bucket for _, bucket in transport.cut([region]))
+    assert transport.first_row(region, second).tolist() == [7.0] * 3
+    assert transport.in_place(region, second) is (new if rows == 1 else None)
+    transport.write(region, second, torch.tensor([1.0, 2.0, 3.0]))
+    assert new.view(rows, 3).tolist() == [[1.0, 2.0, 3.0]] * rows
+    assert same((region.param, region.low), before)
+
+
 def test_what_is_read_is_written_to_a_given_tensor() -> None:
     joined = masters(2)
     region, transport = SplitRegion(*split(joined)), Transport(RowEnsemble(2), 100, None)

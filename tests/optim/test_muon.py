@@ -132,6 +132,23 @@ def test_groups_without_use_muon_are_divided() -> None:
     assert [group["lr"] for group in hk.FusedMuon([{"params": [vector], "lr": 0.5}]).param_groups] == [0.5]
 
 
+@pytest.mark.parametrize(
+    ("given", "lr", "betas"),
+    [
+        ({"adamw_lr": 0.25, "adamw_betas": (0.7, 0.8)}, 0.25, (0.7, 0.8)),
+        # Its own names count, wherever the others come from, as the defaults of a wrapper.
+        ({"lr": 0.5, "adamw_lr": 0.25, "betas": (0.5, 0.6), "adamw_betas": (0.7, 0.8)}, 0.5, (0.5, 0.6)),
+    ],
+)
+def test_a_group_that_adamw_trains_takes_both_of_its_names(
+    given: dict[str, Any], lr: float, betas: tuple[float, float]
+) -> None:
+    (vector,) = parameters([(3,)])
+    (group,) = hk.FusedMuon([{"params": [vector], "use_muon": False, **given}]).param_groups
+    assert (group["lr"], group["adamw_betas"]) == (lr, betas)
+    assert not {"adamw_lr", "betas"} & group.keys()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ns_steps": ({"ns_steps": 100}, "ns_steps must be a whole number from 0 to 99, got 100"),
     "ns_coefficients": ({"ns_coefficients": (1.0, 2.0)}, "exactly 3 numbers"),
@@ -203,6 +220,11 @@ def test_state_dicts_load_into_torch_and_back() -> None:
     by_adamw = hk.FusedMuon([{"params": parameters(MATRICES), "use_muon": False}])
     with pytest.raises(ValueError, match="group 0 has use_muon=False here and True"):
         by_adamw.load_state_dict(other.state_dict())
+    divided = hk.FusedMuon(parameters([(4, 3), (3,)]))
+    with pytest.raises(
+        ValueError, match=r"has 1 parameter groups, this optimizer has 2 \(Muon, AdamW; a group without"
+    ):
+        divided.load_state_dict(other.state_dict())
 
 
 PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
