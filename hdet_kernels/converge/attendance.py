@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ SIGN_SECONDS, STORE_SECONDS = 2.0, 6.0
 
 # Seconds before a failed process looks for signs again. They double every time: thousands ask the same store.
 _FIRST_PAUSE = 0.05
+
+# How many of these this process has made for each group of ranks and each rank of it.
+_LIVES: Counter[tuple[str, int]] = Counter()
 
 # Before the cause of a failure that is an error of a collective: it may be the consequence of another rank's.
 _COLLECTIVE = "collective: "
@@ -41,6 +45,13 @@ class Attendance:
     def __init__(self, ensemble: Ensemble) -> None:
         processes = ensemble.among if isinstance(ensemble, RowEnsemble) else ensemble
         self._processes = processes if isinstance(processes, ProcessEnsemble) else None
+        self._life = 0
+        if self._processes is not None:
+            _LIVES[self._processes.name, self._processes.rank] += 1
+            self._life = _LIVES[self._processes.name, self._processes.rank]
+            if self._life > 1:
+                with contextlib.suppress(Exception):
+                    self._notices(self._processes).write_began()
         self._count = 0
         self._what = ""
         self._failed = False
@@ -50,7 +61,7 @@ class Attendance:
         self._count, self._what, self._failed = self._count + 1, f"{call} at step {step}", False
         if self._processes is not None:
             with contextlib.suppress(Exception):  # a dead store is noticed by the collective too
-                _notices(self._processes).write_came(self._count, self._what)
+                self._notices(self._processes).write_came(self._count, self._what)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -70,14 +81,17 @@ class Attendance:
             self._tell(self._processes, f"{_COLLECTIVE}{_first_line(error)}")
             raise RuntimeError(self._explanation(self._processes, error)) from error
 
+    def _notices(self, processes: ProcessEnsemble) -> Notices:
+        return Notices(_store(), processes.name, processes.rank, self._life)
+
     def _tell(self, processes: ProcessEnsemble, cause: str) -> None:
         """Tell the others why the average failed here."""
         with contextlib.suppress(Exception):
-            _notices(processes).write_failed(self._count, cause)
+            self._notices(processes).write_failed(self._count, cause)
 
     def _explanation(self, processes: ProcessEnsemble, error: RuntimeError) -> str:
         others = [rank for rank in processes.members() if rank != processes.rank]
-        notices = _notices(processes)
+        notices = self._notices(processes)
         signs = _in_time(lambda: self._signs(notices, others), STORE_SECONDS)
         if signs is None:
             found = "the store of the process group does not answer, so its host (usually rank 0) has ended or hangs"
@@ -133,10 +147,6 @@ def explanation(
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _notices(processes: ProcessEnsemble) -> Notices:
-    return Notices(_store(), processes.name, processes.rank)
 
 
 def _store() -> Any:

@@ -60,6 +60,19 @@ class Run:
                     return None
         return None
 
+    def _as_if_averaged(self, name: str) -> str:
+        """Return the digest of the scheduler if it still took the replicas for equal.
+
+        It does not any more once a step of the optimizer may have begun: what it changes before it fails is unknown.
+        """
+        assert self.scene.replica is not None
+        cycle = self.scene.replica.scheduler.cycle
+        cycle.averaged, kept = True, cycle.averaged
+        try:
+            return self.digests(name)["scheduler"]
+        finally:
+            cycle.averaged = kept
+
     def _failed(self, name: str, error: BaseException, before: dict[str, str], seconds: float) -> None:
         replica = self.scene.replica
         after = self.digests(name)
@@ -71,6 +84,8 @@ class Run:
             texts.append(str(cause))
             cause = cause.__cause__
         changed = [part for part in before if before[part] != after[part]]
+        if name == "optimizer" and changed == ["scheduler"] and before["scheduler"] == self._as_if_averaged(name):
+            changed = []
         step = 0 if replica is None else replica.step
         runtime = isinstance(error, RuntimeError)
         failure = Failure(name, step, type(error).__name__, runtime, " | ".join(texts), changed, after, seconds)

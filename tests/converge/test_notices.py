@@ -41,12 +41,33 @@ def test_what_is_read_is_what_was_written(kind: str, tmp_path: Path) -> None:
     first.write_failed(2, "collective: closed")
     # A store of TCP answers a rank in the order of its own requests only.
     assert third.came([8]) == {8: (1, "sync at step 1")}
+    second.came([5])
     assert second.failed(2, ranks)[5] == "Error: of two\nlines, with 'marks' and ü"
     came = {9: NEVER, 8: (1, "sync at step 1"), 5: (2, "sync at step 2")}
     assert first.came([9, 8, 5]) == came
     assert list(first.came([9, 8, 5])) == list(came), "in the order that was asked for"
+    assert first.failed(2, ranks) == {5: "Error: of two\nlines, with 'marks' and ü"}
+    first.came([3])
     assert first.failed(2, ranks) == {5: "Error: of two\nlines, with 'marks' and ü", 3: "collective: closed"}
     assert first.came([]) == {}
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_notices_of_an_earlier_life_do_not_count(kind: str, tmp_path: Path) -> None:
+    own = stores(kind, 2, tmp_path)
+    for rank, store in enumerate(own):
+        before = Notices(store, "group", rank)
+        before.write_came(1, "sync at step 4")
+        before.write_failed(1, "collective: closed")
+    first, second = (Notices(store, "group", rank, life=2) for rank, store in enumerate(own))
+    second.write_began()
+    assert first.came([1]) == {1: (0, "")}
+    assert first.failed(1, [1]) == {}
+    second.write_came(1, "sync at step 4")
+    assert first.came([1]) == {1: (1, "sync at step 4")}
+    assert first.failed(1, [1]) == {}
+    second.write_failed(1, "OSError: no space")
+    assert first.failed(1, [1]) == {1: "OSError: no space"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4096])
@@ -62,5 +83,5 @@ def test_the_number_of_requests_does_not_depend_on_that_of_ranks(ranks: int) -> 
     requests.clear()
     notices = Notices(CountedStore(store, requests), "group", 0)
     assert notices.came(range(1, ranks)) == dict.fromkeys(range(1, ranks), (3, "sync"))
-    assert sorted(notices.failed(3, range(ranks))) == [0, *range(2, ranks)]
+    assert sorted(notices.failed(3, range(ranks))) == [*range(2, ranks)]
     assert requests == {"get": 2, "multi_get": 1}
