@@ -50,17 +50,6 @@ NOT_COVERED = """## Not covered
 - **Other devices** than CPU and CUDA."""
 
 
-SINCE = """## Since these records
-
-*Injected faults* on a GPU are older than corrections of the tests themselves: torch's own AdamW overflows at a
-gradient of 3e19, so that fault is now for our optimizers; an average that is due is applied before a sync that is
-then refused; a fault that edits buffers itself is not compared while an average is under way; where all ranks die,
-some die of the others. With these corrections the same cases hold on the CPU. *On a GPU*: all tests that failed are of
-a faster step of Triton's with state in 8 bits. In blocks that are not whole, ptxas 12.8 (of Triton 3.6) had compiled
-the store of the lowest byte of a float's bits as a conversion of the float. The step is now written so that it cannot,
-the test of the compiled kernels looks for such stores, and the tests that failed pass on the same GPU."""
-
-
 def text(results: Path) -> str:
     """Return the page; ``results`` is the folder of the records."""
     parts = [
@@ -69,7 +58,6 @@ def text(results: Path) -> str:
         numerics_section(_records(results, "*numerics*.json")),
         state_section(_records(results, "state_quality*.json")),
         gpu_section(_records(results, "*_tests.json")),
-        SINCE,
         OTHER_TESTS,
         NOT_COVERED,
         stack_operations_section(read_records(results)),
