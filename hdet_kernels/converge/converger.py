@@ -145,6 +145,9 @@ class Converger(AverageMemory):
         start = time.perf_counter()
         payload = self.tensors.payload(include_state=request.include_state, bucket_bytes=self.bucket_bytes)
         agreement, plan = self._agree(self._transport, report, payload, request)
+        if request.agreed is not None:
+            with self._transport.attendance.explained():
+                request.agreed()
         trade = self._averaging.trade_of(payload, plan)
         cost = self._averaging.run_or_restore(payload, plan, trade)
         distance = self._distance(agreement, payload, plan, trade)

@@ -5,6 +5,7 @@ All functions here are pure: numbers of the handshake in, a plan out; no tensors
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -45,6 +46,8 @@ class AverageRequest:
         in_full: do not compress.
         heals: average the state for a replica that was left out of an earlier average.
         outer: take the outer step, if there is an outer optimizer.
+        agreed: called when the replicas have agreed, before anything is averaged. It may be collective: if it fails,
+            everything is as it was.
     """
 
     call: str = "sync"
@@ -57,6 +60,7 @@ class AverageRequest:
     in_full: bool = False
     heals: bool = False
     outer: bool = True
+    agreed: Callable[[], None] | None = None
 
     def shared(self, agreement: Agreement) -> bool | None:
         """Return whether gradients are shared, as the handshake shows it or else as it is known; None if unknown."""

@@ -148,14 +148,13 @@ class Displacement:
     def _device(self) -> torch.device:
         return next(param.device for group in self._parameters() for param in group)
 
-    def turn(self, of_all_parts: Callable[[Tensor], Tensor] | None = None) -> MeasuredSlopes | None:
+    def turn(self, rows: Tensor | None = None) -> MeasuredSlopes | None:
         """End a cycle: return the slopes that were measured in it, if any, and note its displacement.
 
         Args:
-            of_all_parts: where several processes hold one replica, given a row of numbers it returns those of all of
-                them, [parts, columns]. Each has the products with its own part of the gradient. Collective.
+            rows: where several processes hold one replica, what :meth:`row` returned on each of them, [parts, columns].
         """
-        measured = self._measured() if of_all_parts is None else self._measured_by_all(of_all_parts)
+        measured = self._measured() if rows is None else self._measured_by_all(rows)
         slopes = _mean_and_error(measured) if measured else None
         self.slopes = []
         if self.ended:
@@ -171,14 +170,19 @@ class Displacement:
         found: list[list[float]] = torch.stack(self.slopes).tolist() if self.slopes else []
         return found
 
-    def _measured_by_all(self, of_all_parts: Callable[[Tensor], Tensor]) -> list[list[float]]:
-        """Return the sums over the parts of a replica; nothing if one of them did not measure as often as others."""
+    def row(self) -> Tensor:
+        """Return what was measured in this cycle with this process's part of the gradient, for :meth:`turn`."""
         count, rates, device = len(self.slopes), len(self.tied), self._device()
         row = torch.zeros(1 + self.steps * rates, dtype=wide_dtype(device), device=device)
         row[0] = count
         if count:
             row[1 : 1 + count * rates] = torch.cat(self.slopes)
-        counts, products = of_all_parts(row).split([1, self.steps * rates], dim=1)
+        return row
+
+    def _measured_by_all(self, rows: Tensor) -> list[list[float]]:
+        """Return the sums over the parts of a replica; nothing if one of them did not measure as often as others."""
+        count, rates = len(self.slopes), len(self.tied)
+        counts, products = rows.split([1, self.steps * rates], dim=1)
         if not bool((counts == count).all()):
             return []
         found: list[list[float]] = products.sum(dim=0)[: count * rates].view(count, rates).tolist()

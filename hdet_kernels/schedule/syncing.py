@@ -123,12 +123,14 @@ class Syncing:
         placed = self.spread.placement()
         compares = (acting and self.spread.reads_losses) or self._takes_best
         report, failure = self._report(step, compares=compares)
+        measured: list[Tensor | None] = []
         request = AverageRequest(
             average_state=self._average_state(),
             known_shared=self._known_shared(),
             needs_shared=self.displacement is not None and not self.spread.reads_losses,
             needs_loss=compares and self.probe is None,
             skip_if_equal=not self.spread.diverges,
+            agreed=lambda: measured.append(self._measured_by_parts()),
         )
         with caused_by(failure):
             try:
@@ -140,7 +142,7 @@ class Syncing:
             except NoneSound as none:
                 self._recover(step, step, placed, none)
                 return
-            self._finish_sync(step, step, placed, acting, outcome)
+            self._finish_sync(step, step, placed, acting, outcome, measured[0])
 
     def _report(self, step: int, *, compares: bool) -> tuple[Report, Exception | None]:
         """Return the report on the replicas held here, and the exception of the probe if it raised.
@@ -165,13 +167,17 @@ class Syncing:
         )
         return report, failure
 
-    def _finish_sync(self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome) -> int | None:
+    def _finish_sync(
+        self, step: int, landed: int, placed: Placement, acting: bool, outcome: Outcome, measured: Tensor | None
+    ) -> int | None:
         """Let the controller act on the sync that followed ``step`` and was applied after ``landed``, and record it.
+
+        ``measured``: what :meth:`_measured_by_parts` returned before anything was averaged.
 
         Returns:
             The step of the earlier average that was taken again; None if there was no return.
         """
-        slopes = self._turn(step, outcome.shared)
+        slopes = self._turn(step, outcome.shared, measured)
         self._look_at_losses(step, placed, outcome)
         undone, findings = None, None
         if acting:  # before anything is recorded, because a controller may raise
@@ -201,26 +207,31 @@ class Syncing:
             return None
         return controller.findings(self.run, self.spread.controller_state, seen)
 
-    def _turn(self, step: int, shared: bool | None) -> MeasuredSlopes | None:
+    def _turn(self, step: int, shared: bool | None, measured: Tensor | None) -> MeasuredSlopes | None:
         """Return the slopes that were measured since the last sync, if gradients are shared; end it after the last."""
         if self.displacement is None:
             return None
-        slopes = self.displacement.turn(self._of_all_parts if self.ensemble.parts > 1 else None)
+        slopes = self.displacement.turn(measured)
         if not self.displacement.ended and (shared is False or not self._acts_after(step)):
             self.displacement.end()
         return None if shared is False else slopes
 
-    def _of_all_parts(self, row: Tensor) -> Tensor:
-        """Return the row of every process that holds a part of this replica, [parts, columns]. Collective."""
+    def _measured_by_parts(self) -> Tensor | None:
+        """Return what each process that holds a part of this replica has measured, [parts, columns]. Collective.
+
+        None where one process holds a whole replica, or nothing is measured.
+        """
         ensemble = self.ensemble
-        return ensemble.gather(row.expand(ensemble.rows, -1))[ensemble.replica]
+        if self.displacement is None or ensemble.parts == 1:
+            return None
+        return ensemble.gather(self.displacement.row().expand(ensemble.rows, -1))[ensemble.replica]
 
     def _recover(self, step: int, landed: int, placed: Placement, none: NoneSound) -> None:
         """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
         if self.undoing is None or not self.undoing.can_go_back(none.kept):
             raise none
         log.warning("%s", str(none).partition(". Nothing was")[0])
-        slopes = self._turn(step, None)
+        slopes = self._turn(step, None, self._measured_by_parts())
         unknown = np.full(self.ensemble.size, np.nan)
         undone = self.undoing.go_back(self.run, self.spread.observe(placed, unknown, step, slopes))
         outcome = Outcome.of_none(none.agreement, handshake_cost(self.ensemble), 0.0)
@@ -230,6 +241,7 @@ class Syncing:
         """Apply the overlapping average, if there is one, at the end of ``step``. Return whether replicas returned."""
         if (overlapping := self.overlapping) is None:
             return False
+        measured = self._measured_by_parts()
         try:
             outcome = self.converger.land(overlapping.average, kept=self.undoing.kept if self.undoing else None)
         except NoneSound as none:
@@ -240,7 +252,7 @@ class Syncing:
         self.overlapping = None
         if not outcome.healthy[held(self.ensemble)].all():
             self.window.clear()  # these losses are of parameters that were not finite until now
-        undone = self._finish_sync(overlapping.step, step, overlapping.placed, overlapping.acting, outcome)
+        undone = self._finish_sync(overlapping.step, step, overlapping.placed, overlapping.acting, outcome, measured)
         if undone is not None:
             self.window.clear()  # these losses are of what was undone
         return undone is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -33,19 +33,19 @@ class Sabotage:
         self._lock = threading.Lock()
         self._calls = 0
 
-    def arm(self, number: int, act: Callable[[], Any], when: When = "before", only: str | None = None) -> None:
+    def arm(self, number: int, act: Callable[[], Any], when: When = "before", only: Sequence[str] = ()) -> None:
         """Act at a collective.
 
         Args:
             number: which one, counted from 1.
             act: what is done. If it raises, that is the error of the collective.
             when: before it begins, or after it has finished.
-            only: count the collectives of this name alone.
+            only: count the collectives of these names alone; default: all.
         """
         self.disarm()
         self._calls = 0
         for place, name in PLACES:
-            if only is None or name == only:
+            if not only or name in only:
                 original = getattr(place, name)
                 self._originals.append((place, name, original))
                 setattr(place, name, self._wrapped(original, number, act, when))

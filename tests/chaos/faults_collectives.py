@@ -21,9 +21,9 @@ def reset() -> None:
     raise ConnectionResetError("connection reset by peer")
 
 
-def first_of(name: str, act: Callable[[], Any]) -> Callable[[Scene], None]:
-    """Act at the first collective of a name."""
-    return lambda scene: scene.sabotage.arm(1, scene.once(act), only=name)
+def first_of(act: Callable[[], Any], *names: str) -> Callable[[Scene], None]:
+    """Act at the first collective of some names."""
+    return lambda scene: scene.sabotage.arm(1, scene.once(act), only=names)
 
 
 def with_uneven_counts(scene: Scene) -> None:
@@ -35,7 +35,7 @@ def with_uneven_counts(scene: Scene) -> None:
 
 def broadcast(scene: Scene) -> None:
     with_uneven_counts(scene)
-    scene.sabotage.arm(1, scene.once(cable), only="broadcast")
+    scene.sabotage.arm(1, scene.once(cable), only=["broadcast"])
 
 
 FAULTS = [
@@ -45,7 +45,7 @@ FAULTS = [
             message=message,
         )
         for name, act, needs, message in (
-            ("handshake", first_of("_gathered", cable), "", None),
+            ("handshake", first_of(cable, "_gathered"), "", None),
             ("a collective", at_collective("middle", backend_error), "", "{who}: NCCL communicator|{who} did not come"),
             ("the last collective", at_collective("last", reset), "", None),
             ("a finished collective", at_collective("middle", cable, "after"), "", None),
@@ -61,9 +61,9 @@ FAULTS = [
             without=traits("overlap"), needs=traits(needs),
         )
         for name, act, needs in (
-            ("handshake", first_of("_gathered", cable), ""),
-            ("an all-reduce", first_of("all_reduce", cable), ""),
-            ("an all-to-all", first_of("all_to_all_single", cable), "compress"),
+            ("handshake", first_of(cable, "_gathered"), ""),
+            ("an all-reduce", first_of(cable, "all_reduce", "trade"), ""),  # over gloo, halves are traded
+            ("an all-to-all", first_of(cable, "all_to_all_single"), "compress"),
             ("a collective", at_collective("middle", backend_error), ""),
             ("the last collective", at_collective("last", reset), ""),
             ("a collective without memory", at_collective("middle", run_out_of_memory), ""),

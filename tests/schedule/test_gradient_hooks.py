@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -213,20 +213,12 @@ def test_the_parts_of_a_replica_measure_what_the_whole_does() -> None:
             displacement.measure()
         return displacement
 
-    def row_of(part: Displacement) -> Tensor:
-        rows: list[Tensor] = []
-
-        def keep(row: Tensor) -> Tensor:
-            rows.append(row)
-            return row[None]
-
-        part.turn(keep)
-        return rows[0]
-
-    other = row_of(moved([1]))
-    assert moved([0]).turn(lambda row: torch.stack([row, other])) == moved([0, 1]).turn()
-    assert moved([0], count=2).turn(lambda row: torch.stack([row, other])) is None, "a part has missed one"
-    assert moved([0], count=0).turn(lambda row: torch.stack([row, row])) is None
+    other = moved([1]).row()
+    for count, expected in ((3, moved([0, 1]).turn()), (2, None)):  # a part has missed one
+        part = moved([0], count=count)
+        assert part.turn(torch.stack([part.row(), other])) == expected
+    nothing = moved([0], count=0)
+    assert nothing.turn(torch.stack([nothing.row(), nothing.row()])) is None
 
 
 def _shards(rank: int) -> dict[str, Any]:
