@@ -10,18 +10,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hdet_kernels.ops import amsgrad_codes
+from hdet_kernels.ops.amsgrad_codes import (
+    ALL_MISSING,
+    DROPPED_BITS,
+    HIGHEST,
+    INFINITY_BITS,
+    LOWEST_BITS,
+    PER_SQUARE,
+    SMALLEST_EXPONENT,
+    SQUARES,
+)
 from hdet_kernels.ops.triton_companding import read_codes
 
-_DROPPED_BITS = tl.constexpr(amsgrad_codes.DROPPED_BITS)
-_HALF = tl.constexpr(1 << (amsgrad_codes.DROPPED_BITS - 1))
-_LOWEST_BITS = tl.constexpr(amsgrad_codes.LOWEST_BITS)
-_SMALLEST_EXPONENT = tl.constexpr(amsgrad_codes.SMALLEST_EXPONENT)
-_HIGHEST = tl.constexpr(amsgrad_codes.HIGHEST)
-_INFINITY_BITS = tl.constexpr(amsgrad_codes.INFINITY_BITS)
-_SQUARES = tl.constexpr(amsgrad_codes.SQUARES)
-_PER_SQUARE = tl.constexpr(amsgrad_codes.PER_SQUARE)
-_ALL_MISSING = tl.constexpr(amsgrad_codes.ALL_MISSING)
+_DROPPED_BITS = tl.constexpr(DROPPED_BITS)
+_HALF = tl.constexpr(1 << (DROPPED_BITS - 1))
+_LOWEST_BITS = tl.constexpr(LOWEST_BITS)
+_SMALLEST_EXPONENT = tl.constexpr(SMALLEST_EXPONENT)
+_HIGHEST = tl.constexpr(HIGHEST)
+_INFINITY_BITS = tl.constexpr(INFINITY_BITS)
+_SQUARES = tl.constexpr(SQUARES)
+_PER_SQUARE = tl.constexpr(PER_SQUARE)
+_ALL_MISSING = tl.constexpr(ALL_MISSING)
 
 # Added to a small number, this rounds it to a whole number, which the bits of the sum then have more than its own.
 _ROUNDING = tl.constexpr(1.5 * 2**23)

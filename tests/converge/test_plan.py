@@ -244,6 +244,7 @@ def test_the_defaults_of_a_request() -> None:
         "in_full": False,
         "heals": False,
         "outer": True,
+        "agreed": None,
     }
     assert get_args(AverageState) == (get_args(AverageState)[0], bool)
     assert get_args(get_args(AverageState)[0]) == ("auto",)
