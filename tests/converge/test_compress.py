@@ -221,7 +221,8 @@ def _drift(rank: int, syncs: int) -> dict[str, Any]:
     return {"drift": drift, "largest": largest, "furthest": furthest}
 
 
-@pytest.mark.parametrize("syncs", [100, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("syncs", [100, 1000])
 def test_many_averages_do_not_drift(syncs: int) -> None:
     results = run_ranks(2, _drift, syncs)
     assert results[0] == results[1]

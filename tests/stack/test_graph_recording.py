@@ -75,6 +75,7 @@ def test_batches_that_cannot_be_told_apart_are_not_recorded(graphed: GraphedLoss
     assert not graphed._recorded
 
 
+@pytest.mark.full
 def test_the_number_of_recorded_passes_is_limited(graphed: GraphedLosses, caplog: pytest.LogCaptureFixture) -> None:
     for size in range(1, MAX_GRAPHS + 3):
         for _ in range(EAGER_CALLS + 1):
