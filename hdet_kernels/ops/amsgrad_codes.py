@@ -22,7 +22,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.companding import BLOCK, NEAREST, SIGNED_STATES, centred, decode, encode, encode_again
+from hdet_kernels.ops.companding import (
+    NEAREST,
+    SIGNED_STATES,
+    centred,
+    decode,
+    encode,
+    encode_again,
+    in_blocks,
+    spread,
+)
 
 #: The names of the two states.
 CURRENT, LARGEST = "exp_avg_sq", "max_exp_avg_sq"
@@ -46,17 +55,17 @@ ALL_MISSING = SQUARES + 3 / 128
 def decode_largest(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the float32 values of a slot's codes of ``max_exp_avg_sq``."""
     values = ((codes.int() << DROPPED_BITS) + LOWEST_BITS).view(torch.float32)
-    return values * _spread(scales, codes)
+    return values * spread(scales, codes)
 
 
 def encode_largest(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of a slot's values of ``max_exp_avg_sq``."""
     bits = values.abs().view(torch.int32).clamp(max=INFINITY_BITS)
     rounded = ((bits + (1 << (DROPPED_BITS - 1))) >> DROPPED_BITS).clamp(max=HIGHEST)
-    exponent = (_of_blocks(rounded).amax(-1) >> 3).clamp(min=SMALLEST_EXPONENT)
-    finite = _of_blocks(bits).amax(-1) < INFINITY_BITS
+    exponent = (in_blocks(rounded).amax(-1) >> 3).clamp(min=SMALLEST_EXPONENT)
+    finite = in_blocks(bits).amax(-1) < INFINITY_BITS
     scales = torch.where(finite, (exponent << 23).view(torch.float32), torch.nan)
-    lowest = _spread((exponent - 31) << 3, values)
+    lowest = spread((exponent - 31) << 3, values)
     return (rounded - lowest).clamp(min=0).to(torch.uint8), scales
 
 
@@ -95,7 +104,7 @@ def decode_state(name: str, codes: Tensor, scales: Tensor, largest: tuple[Tensor
     values = decode(codes, scales, name in SIGNED_STATES)
     if name != CURRENT or largest is None:
         return values
-    return torch.where(_spread(scales, codes) < 0, decode_share(codes, decode_largest(*largest)), values)
+    return torch.where(spread(scales, codes) < 0, decode_share(codes, decode_largest(*largest)), values)
 
 
 def encode_state(
@@ -111,22 +120,11 @@ def encode_state(
     """
     if name == LARGEST:
         codes, scales = encode_largest(values)
-        return codes, torch.where(_of_blocks(values == 0, padding=True).all(-1), 0.0, scales)
+        return codes, torch.where(in_blocks(values == 0, padding=True).all(-1), 0.0, scales)
     codes, scales = (encode_again if decoded_before else encode)(values, name in SIGNED_STATES)
     if name != CURRENT or largest is None:
         return codes, scales
     peak = decode_largest(*largest)
-    fits = (largest[1] > 0) & _of_blocks(values <= peak * 1.0625, padding=True).all(-1)
+    fits = (largest[1] > 0) & in_blocks(values <= peak * 1.0625, padding=True).all(-1)
     shares = encode_share(values, peak)
-    return torch.where(_spread(fits, codes), shares, codes), torch.where(fits, -largest[1], scales)
-
-
-def _of_blocks(values: Tensor, *, padding: bool = False) -> Tensor:
-    """Return the values [..., blocks, BLOCK], the last block filled with ``padding``."""
-    missing = -values.shape[-1] % BLOCK
-    return torch.nn.functional.pad(values, (0, missing), value=padding).unflatten(-1, (-1, BLOCK))
-
-
-def _spread(of_blocks: Tensor, like: Tensor) -> Tensor:
-    """Return each block's number for each of its elements, as many as ``like`` has."""
-    return of_blocks.repeat_interleave(BLOCK, dim=-1)[..., : like.shape[-1]]
+    return torch.where(spread(fits, codes), shares, codes), torch.where(fits, -largest[1], scales)

@@ -87,7 +87,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
         scales: float32 [blocks of n], or [replicas, blocks of n].
         signed: Whether the state can be negative.
     """
-    unit = (scales * (1 / TOP[signed])).repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
+    unit = spread(scales * (1 / TOP[signed]), codes)
     if signed:
         steps = codes.float() - 128
         return steps * steps.abs() * unit
@@ -106,12 +106,9 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     Returns:
         uint8 codes of the shape of ``values``, and float32 scales [blocks of n] or [replicas, blocks of n].
     """
-    count = values.shape[-1]
-    padded = torch.nn.functional.pad(values, (0, -count % BLOCK)).unflatten(-1, (-1, BLOCK))
-    largest = padded.abs().amax(-1)  # NaN where a value is
+    largest = in_blocks(values).abs().amax(-1)  # NaN where a value is
     scales = torch.where(largest.isfinite(), largest.clamp(min=SMALLEST_SCALE[signed]), torch.nan)
-    inverse = (TOP[signed] / scales).repeat_interleave(BLOCK, dim=-1)[..., :count]
-    x = values.abs() * inverse
+    x = values.abs() * spread(TOP[signed] / scales, values)
     x = torch.where(x < TOP[signed], x, TOP[signed])  # also where it is NaN
     z = centred(noise)
     if signed:
@@ -158,4 +155,15 @@ def encode_again(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def _differ(found: Tensor, values: Tensor) -> Tensor:
     """Return for each block whether a number in it differs."""
     apart = (found != values) & ~(found.isnan() & values.isnan())
-    return torch.nn.functional.pad(apart, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
+    return in_blocks(apart).any(-1)
+
+
+def in_blocks(values: Tensor, *, padding: bool = False) -> Tensor:
+    """Return the values [..., blocks, BLOCK], the last block filled with ``padding``."""
+    missing = -values.shape[-1] % BLOCK
+    return torch.nn.functional.pad(values, (0, missing), value=padding).unflatten(-1, (-1, BLOCK))
+
+
+def spread(of_blocks: Tensor, like: Tensor) -> Tensor:
+    """Return each block's number for each of its elements, as many as ``like`` has."""
+    return of_blocks.repeat_interleave(BLOCK, dim=-1)[..., : like.shape[-1]]
