@@ -1,4 +1,4 @@
-"""The layout of the package: imports without circles, folders that keep apart, and a test file for every module."""
+"""The layout of the package: imports without circles, folders that keep apart, private names of torch in one file."""
 
 from __future__ import annotations
 
@@ -81,23 +81,6 @@ def test_parts_that_stay_apart(part: str) -> None:
 def test_nothing_inside_ops_imports_its_face() -> None:
     inside = [name for name in MODULES if name.startswith("hdet_kernels.ops.")]
     assert not [name for name in inside if "hdet_kernels.ops" in imports_of(name)]
-
-
-def expected_test_file(path: Path) -> Path:
-    """Return the test file of a module. The implementations of an operation are tested with the operation."""
-    folder, name = path.relative_to(PACKAGE).parent, path.stem
-    if folder == Path("ops"):
-        name = name.removeprefix("reference_").removeprefix("triton_")
-        name = {"reference": "step", "backend": "backends", "block": "step", "rules": "step"}.get(name, name)
-    name = {"__main__": "main"}.get(name, name)
-    return ROOT / "tests" / folder / f"test_{name}.py"
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if path.name != "__init__.py"], ids=module_name)
-def test_every_module_has_a_test_file_of_its_name(path: Path) -> None:
-    assert expected_test_file(path).exists(), (
-        f"{path.relative_to(ROOT)} has no {expected_test_file(path).relative_to(ROOT)}"
-    )
 
 
 def test_tests_share_no_code_through_test_files() -> None:
