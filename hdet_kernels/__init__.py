@@ -3,7 +3,7 @@
 from hdet_kernels import compat, frontend, report
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.controller.softmax import paper_settings
-from hdet_kernels.converge.outer import Outer
+from hdet_kernels.converge.settings import Outer
 from hdet_kernels.frontend import (
     AverageRequest,
     Controller,

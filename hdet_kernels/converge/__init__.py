@@ -2,6 +2,8 @@
 
 One sync, in the order in which it happens; :mod:`.converger` calls all of it, top to bottom:
 
+:mod:`.settings` has the keywords of an average and their checks.
+
 1. :mod:`.payload` collects what is averaged: parameters, buffers, optimizer state and step counts
    (:mod:`.optimizer_state` finds the last two in any optimizer), as flat tensors of this process (:mod:`.flat_views`).
    What holds until a tensor is replaced, such as names (:mod:`.labels`), ties and layouts, is found once
@@ -28,18 +30,18 @@ while training goes on, and applies the difference later.
 """
 
 from hdet_kernels.converge.agreement import NoneSound
-from hdet_kernels.converge.compress import Format
 from hdet_kernels.converge.converger import Converger
 from hdet_kernels.converge.handshake import Report
 from hdet_kernels.converge.of_optimizer import converger_of
 from hdet_kernels.converge.outcome import Outcome
-from hdet_kernels.converge.outer import Outer
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
-from hdet_kernels.converge.plan import AverageRequest, AverageState, Merge
+from hdet_kernels.converge.plan import AverageRequest
+from hdet_kernels.converge.settings import AverageState, Averaging, Format, Merge, Outer
 
 __all__ = [
     "AverageRequest",
     "AverageState",
+    "Averaging",
     "Converger",
     "Correction",
     "Format",

@@ -12,23 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
-from hdet_kernels.checks import check_choice
+from hdet_kernels.converge.settings import Format
 from hdet_kernels.converge.split_region import Region
 from hdet_kernels.converge.transport import Cost, Staging, Transfer, Transport, run_transfers
-from hdet_kernels.ops.wire import FORMATS, Wire, shard_elements
-
-Format = Literal["bf16", "int8"]
-
-
-def check_format(compress: str | None) -> None:
-    """Raise ValueError unless ``compress`` is None or a known format."""
-    check_choice("compress", compress, (None, *FORMATS))
+from hdet_kernels.ops.wire import Wire, shard_elements
 
 
 @dataclass(frozen=True)

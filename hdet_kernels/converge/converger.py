@@ -25,16 +25,18 @@ from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
 from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.converge.agreement import Agreement
 from hdet_kernels.converge.averaging import Averaging
-from hdet_kernels.converge.compress import Compression, Format, check_format
+from hdet_kernels.converge.compress import Compression
 from hdet_kernels.converge.distance import distance_of
 from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports
 from hdet_kernels.converge.labels import Names
 from hdet_kernels.converge.memory import AverageMemory
 from hdet_kernels.converge.outcome import Outcome
-from hdet_kernels.converge.outer import Outer, OuterStep, check_outer
+from hdet_kernels.converge.outer import OuterStep
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
 from hdet_kernels.converge.payload import Counts, ModelTensors, Payload
-from hdet_kernels.converge.plan import AverageRequest, Merge, Plan, check_merge, decide
+from hdet_kernels.converge.plan import AverageRequest, Plan, decide
+from hdet_kernels.converge.settings import Averaging as Settings
+from hdet_kernels.converge.settings import Format, Merge, Outer
 from hdet_kernels.converge.split_masters import SplitMasters
 from hdet_kernels.converge.summary import TensorSummary, describe_layout
 from hdet_kernels.converge.trade import Trade
@@ -112,9 +114,7 @@ class Converger(AverageMemory):
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
-        check_format(compress)
-        check_outer(outer)
-        check_merge(merge, outer=outer, compress=compress)
+        self._settings = Settings(compress=compress, outer=outer, merge=merge)
         self.ensemble, self.backup, self.compress, self.merge = ensemble, backup, compress, merge
         self._transport = Transport(ensemble, self.bucket_bytes, backend)
         # Overlapped averages have process groups of their own and, on a GPU, a stream. Made when first needed.
@@ -243,12 +243,7 @@ class Converger(AverageMemory):
 
     def check_overlap(self) -> None:
         """Raise ValueError if averages cannot overlap with training."""
-        if self._outer is not None or self.merge == "best":
-            given = f"outer={self._outer.outer}" if self._outer is not None else "merge='best'"
-            raise ValueError(
-                f"{given} needs all replicas at one place when the next cycle starts, and an overlapped average "
-                "leaves them apart: pass overlap_steps=0"
-            )
+        self._settings.check_overlap()
 
     def start(
         self,

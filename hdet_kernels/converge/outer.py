@@ -13,14 +13,13 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
-from hdet_kernels.checks import check_flag, check_kind, check_positive, check_share, keep_plain
+from hdet_kernels.converge.settings import Outer
 from hdet_kernels.converge.split_region import Region, SplitRegion
 from hdet_kernels.converge.transport import Transport
 from hdet_kernels.tensors import wide_dtype
@@ -29,33 +28,6 @@ log = logging.getLogger("hdet_kernels")
 
 # Bucket size without a limit: what is remembered does not depend on bucket_bytes.
 _UNLIMITED = sys.maxsize
-
-
-@dataclass(frozen=True)
-class Outer:
-    """The constants of the outer step: those of ``torch.optim.SGD`` without dampening. The defaults are DiLoCo's."""
-
-    lr: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
-
-    def __post_init__(self) -> None:
-        keep_plain(
-            self,
-            lr=check_positive("lr", self.lr),
-            momentum=check_share("momentum", self.momentum, below_one=True),
-            nesterov=check_flag("nesterov", self.nesterov),
-        )
-
-    def constants(self) -> dict[str, float]:
-        """Return the constants as plain numbers, by name."""
-        return {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
-
-
-def check_outer(outer: object) -> None:
-    """Raise TypeError unless ``outer`` is None or an :class:`Outer`."""
-    if outer is not None:
-        check_kind("outer", outer, Outer, "None or an hdet_kernels.Outer, such as Outer(lr=0.7)")
 
 
 class OuterStep:

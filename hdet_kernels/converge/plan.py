@@ -7,25 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet_kernels.checks import check_choice
 from hdet_kernels.converge.agreement import Agreement
-
-AverageState = Literal["auto"] | bool
-Merge = Literal["mean", "best"]
-
-
-def check_merge(merge: object, *, outer: object, compress: object) -> None:
-    """Raise ValueError unless ``merge`` is known and goes together with ``outer`` and ``compress``."""
-    check_choice("merge", merge, get_args(Merge))
-    others = {name: value for name, value in (("outer", outer), ("compress", compress)) if value is not None}
-    if merge == "best" and others:
-        given = ", ".join(f"{name}={value!r}" for name, value in others.items())
-        raise ValueError(f"merge='best' copies one replica as it is, got {given} with it: leave one of the two out")
+from hdet_kernels.converge.settings import AverageState, Merge
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,7 @@ from hdet_kernels.checks import (
 )
 from hdet_kernels.controller.protocol import check_controller
 from hdet_kernels.controller.regression import checked_trust
-from hdet_kernels.converge.compress import check_format
-from hdet_kernels.converge.outer import check_outer
-from hdet_kernels.converge.plan import check_merge
+from hdet_kernels.converge.settings import Averaging
 from hdet_kernels.ensemble import check_ensemble
 from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.fanout.multipliers import check_spread
@@ -64,11 +62,9 @@ def checked_options(options: HDETOptions) -> HDETOptions:
     _check_model(options["model"])
     if options["bucket_bytes"] is not None:
         checked["bucket_bytes"] = checked_bucket_bytes(options["bucket_bytes"])
-    check_format(options["compress"])
     checked["overlap_steps"] = check_whole("overlap_steps", options["overlap_steps"], at_least=0)
     checked["backup"] = check_flag("backup", options["backup"])
-    check_outer(options["outer"])
-    check_merge(options["merge"], outer=options["outer"], compress=options["compress"])
+    Averaging(compress=options["compress"], outer=options["outer"], merge=options["merge"])
     checked["seed"] = check_whole("seed", options["seed"])
     if options["scout"] is not None:
         remedy = "pass hdet_kernels.ScoutSettings(…)"

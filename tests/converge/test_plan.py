@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import hdet_kernels as hk
-from hdet_kernels.converge.plan import AverageRequest, AverageState, Merge, Plan, best, check_merge, compared, decide
+from hdet_kernels.converge import AverageState, Averaging, Merge
+from hdet_kernels.converge.plan import AverageRequest, Plan, best, compared, decide
 from tests.converge.agreements import agreement
 
 NAN, INF = math.nan, math.inf
@@ -295,11 +296,11 @@ def test_local_gradients_are_an_error_where_shared_ones_are_needed() -> None:
 def test_merge_is_mean_or_best() -> None:
     assert get_args(Merge) == ("mean", "best")
     for merge in ("mean", "best"):
-        check_merge(merge, outer=None, compress=None)
-    check_merge("mean", outer=hk.Outer(), compress="int8")
+        Averaging(merge=merge)
+    Averaging(merge="mean", outer=hk.Outer(), compress="int8")
     for given in ("worst", "", None, 1):
         with pytest.raises(ValueError, match=r"^merge must be one of 'mean', 'best', got ") as error:
-            check_merge(given, outer=None, compress=None)
+            Averaging(merge=given)
         assert str(error.value).endswith(f"got {given!r}")
 
 
@@ -313,7 +314,7 @@ def test_merge_is_mean_or_best() -> None:
 )
 def test_a_copy_of_the_best_goes_with_no_other_average(outer: Any, compress: Any, given: str) -> None:
     with pytest.raises(ValueError, match="merge='best' copies") as error:
-        check_merge("best", outer=outer, compress=compress)
+        Averaging(merge="best", outer=outer, compress=compress)
     assert str(error.value) == (
         f"merge='best' copies one replica as it is, got {given} with it: leave one of the two out"
     )
