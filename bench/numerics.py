@@ -78,7 +78,7 @@ def errors(
     for name, dtype in BASELINES.items():
         params[name] = start(dtype, device)
         optimizers[name] = torch_optimizer(rule, params[name])
-    for name in precisions:
+    for name in _possible(rule, precisions):
         dtype, options, _ = PRECISIONS[name]
         params[name] = start(dtype, device)
         optimizers[name] = rule.fused([params[name]], backend=backend, **rule.options, **options)
@@ -97,6 +97,11 @@ def errors(
     return found
 
 
+def _possible(rule: Rule, precisions: Iterable[str]) -> list[str]:
+    """Return the precisions that a rule has: state in 8 bits excludes amsgrad."""
+    return [name for name in precisions if not (rule.options.get("amsgrad") and name.endswith("state int8"))]
+
+
 def _errors_of(name: str, steps: int, device: str, precisions: Iterable[str]) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     found = errors(RULES[name], steps, device, precisions=precisions)
@@ -108,7 +113,8 @@ def _errors_of(name: str, steps: int, device: str, precisions: Iterable[str]) ->
 def _losses_of(name: str, steps: int, device: str, precisions: Iterable[str]) -> dict[str, Any]:
     """Return the losses with float32 parameters, and with float32 state beside that of the precisions."""
     torch.set_num_threads(1)
-    options = {each: PRECISIONS[each][1] for each in ("fp32", *precisions) if PRECISIONS[each][0] == FP32}
+    possible = _possible(RULES[name], ("fp32", *precisions))
+    options = {each: PRECISIONS[each][1] for each in possible if PRECISIONS[each][0] == FP32}
     found = losses(RULES[name], steps, device, options)
     print(f"{name}: {json.dumps(found)}", flush=True)
     return found

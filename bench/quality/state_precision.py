@@ -49,17 +49,13 @@ QUICK_TASKS = (
     "small batches",
 )
 
-#: Behind the name of a task whose rule is Adam or AdamW: with amsgrad, whose codes are other ones.
-AMSGRAD = ", amsgrad"
-QUICK_TASKS_WITH_AMSGRAD = tuple(name + AMSGRAD for name in ("flights", "census", "factorised ratings"))
-
 
 @dataclass(frozen=True)
 class Run:
     """One training run.
 
     Args:
-        task: Name of the task, perhaps with ``AMSGRAD`` behind it.
+        task: Name of the task.
         state: One of ``STATES``, or ``ANOTHER_ORDER``.
         factor: Factor of the task's learning rate.
         seed: Seed of the model and of the order of the examples.
@@ -80,10 +76,9 @@ class Run:
         torch.manual_seed(self.seed)
         model = task.model()
         rule = OPTIMIZERS[task.optimizer]
-        options = rule.options | ({"amsgrad": True} if self.task.endswith(AMSGRAD) else {})
         groups = param_groups(task, model.named_parameters(), Spec(task.name, "plain", lr, self.seed))
         state_dtype = torch.float32 if another else STATES[self.state]
-        optimizer = rule.replicas(groups, lr=lr, state_dtype=state_dtype, **options)
+        optimizer = rule.replicas(groups, lr=lr, state_dtype=state_dtype, **rule.options)
         schedule = schedule_of("onecycle", optimizer, steps)
         assert schedule is not None
         for batch in batches_of(task, steps, self.seed + 1000 * another, torch.device("cpu")):
@@ -97,7 +92,7 @@ class Run:
 @functools.cache
 def _task(name: str) -> Task:
     torch.set_num_threads(1)
-    return TASKS[name.removesuffix(AMSGRAD)](torch.device("cpu"))
+    return TASKS[name](torch.device("cpu"))
 
 
 def compared(tasks: Sequence[str], seeds: int, steps: int | None, workers: int) -> dict[str, dict[str, Any]]:
@@ -134,9 +129,7 @@ def _paired(values: list[float], reference: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*TASKS, *(name + AMSGRAD for name in TASKS)]
-    default = [*QUICK_TASKS, *QUICK_TASKS_WITH_AMSGRAD]
-    parser.add_argument("--tasks", nargs="+", default=default, choices=names, metavar="TASK")
+    parser.add_argument("--tasks", nargs="+", default=list(QUICK_TASKS), choices=list(TASKS), metavar="TASK")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, help="default: the task's own")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")

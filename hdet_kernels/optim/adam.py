@@ -21,6 +21,11 @@ class _AdamFamily(FusedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         check_flags(group, "amsgrad", "maximize")
+        if group["amsgrad"] and self.options.state_dtype == torch.int8:
+            raise ValueError(
+                "amsgrad=True needs state_dtype=torch.float32 or torch.bfloat16, got state_dtype=int8: the maximum of a "
+                "second moment that is rounded at random in every step would grow by that alone"
+            )
         check_at_least_zero(group, "lr", "eps", "weight_decay")
         check_below_one(group, "betas")
         if group.get("decoupled_weight_decay", self.decoupled) != self.decoupled:
@@ -45,6 +50,10 @@ class _AdamFamily(FusedOptimizer):
     def state_names(self, group: Group) -> tuple[str, ...]:
         names = super().state_names(group)
         return names if group["amsgrad"] else tuple(name for name in names if name != "max_exp_avg_sq")
+
+    def known_states(self, group: Group) -> tuple[str, ...]:
+        # Of a group whose amsgrad was turned off the maximum is kept, but in 8 bits there is none.
+        return self.state_names(group) if self.options.state_dtype == torch.int8 else super().known_states(group)
 
 
 class FusedAdam(_AdamFamily):

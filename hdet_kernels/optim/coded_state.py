@@ -16,13 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.amsgrad_codes import CURRENT, LARGEST, decode_state, encode_state
-from hdet_kernels.ops.companding import block_count
+from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode, encode_again
 from hdet_kernels.sharded import distributed_like, is_distributed, part_of
 from hdet_kernels.tensors import Slot, flat_view, replicas_of
-
-#: The codes of a state and their scales.
-CodesAndScales = tuple[Tensor, Tensor]
 
 _SUFFIX = "_scale"
 
@@ -37,34 +33,21 @@ def is_coded(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
-def largest_of(entries: Mapping[str, Any]) -> CodesAndScales | None:
-    """Return codes and scales of the largest second moment in an entry of ``state[p]``, where it has them.
-
-    The second moment's own codes may stand for shares of it.
-    """
-    codes, scales = entries.get(LARGEST), entries.get(scale_name(LARGEST))
-    return (codes, scales) if isinstance(codes, Tensor) and is_coded(codes) and isinstance(scales, Tensor) else None
-
-
-def decoded(name: str, codes: Tensor, scales: Tensor, largest: CodesAndScales | None = None) -> Tensor:
+def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
     """Return the float32 values of an entry of ``state[p]``, in its shape and layout.
 
     Args:
         name: The name of the state, which says what its codes stand for.
         codes: The codes, dense in memory, or with replicas in the first dimension that are. They may be distributed.
         scales: Their scales; of distributed codes those of this process's part.
-        largest: What :func:`largest_of` returns for the entry.
     """
     if is_distributed(codes):
-        parts = None if largest is None else (part_of(largest[0]), largest[1])
-        return distributed_like(codes, decoded(name, part_of(codes), scales, parts))
+        return distributed_like(codes, decoded(name, part_of(codes), scales))
     if scales.dim() == 2:
-        others = [None] * len(codes) if largest is None else zip(*largest, strict=True)
-        rows = [decoded(name, *row) for row in zip(codes, scales, others, strict=True)]
+        rows = [decoded(name, *row) for row in zip(codes, scales, strict=True)]
         return torch.stack(rows) if rows else codes.float()
     values = torch.empty_like(codes, dtype=torch.float32)
-    flat_largest = None if largest is None else (flat_view(largest[0]), largest[1])
-    flat_view(values).copy_(decode_state(name, flat_view(codes), scales, flat_largest))
+    flat_view(values).copy_(decode(flat_view(codes), scales, name in SIGNED_STATES))
     return values
 
 
@@ -76,34 +59,23 @@ class CodedSlot:
         slot: Where it is.
         codes: Its codes of one state, a view of the flat buffer.
         scales: Their scales, a view of theirs.
-        largest: Codes and scales of the same slot of ``max_exp_avg_sq``, where there is that state.
     """
 
     slot: Slot
     codes: Tensor
     scales: Tensor
-    largest: CodesAndScales | None
 
-    def write(
-        self,
-        name: str,
-        value: Tensor | float,
-        scales: Tensor | None,
-        largest: CodesAndScales | None,
-        *,
-        decoded_before: bool = True,
-    ) -> None:
+    def write(self, name: str, value: Tensor | float, scales: Tensor | None, *, decoded_before: bool = True) -> None:
         """Write a value: codes in the same memory order as they are, anything else encoded.
 
         Args:
             name: The name of the state.
             value: One number for all elements, numbers, or codes, of the shape of the codes or without its replicas.
             scales: Of codes, their scales; otherwise None.
-            largest: Of codes, what :func:`largest_of` returns for the entry that they are from.
             decoded_before: Whether numbers may have been decoded from codes, and must decode to the same again.
         """
         if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
-            one, scale = encode_state(name, torch.full((1,), value, device=self.codes.device), decoded_before=True)
+            one, scale = encode_again(torch.full((1,), value, device=self.codes.device), name in SIGNED_STATES)
             self.codes.copy_(one.squeeze(0))
             self.scales.copy_(scale)
             return
@@ -113,10 +85,9 @@ class CodedSlot:
                 self.codes.copy_(value)
                 self.scales.copy_(scales)
                 return
-            value = decoded(name, value, scales, largest)
-        numbers = self._in_memory_order(value)
-        own_largest = None if self.largest is None else (self._in_memory_order(self.largest[0]), self.largest[1])
-        coded, block_scales = encode_state(name, numbers, own_largest, decoded_before=decoded_before)
+            value = decoded(name, value, scales)
+        encoder = encode_again if decoded_before else encode
+        coded, block_scales = encoder(self._in_memory_order(value), name in SIGNED_STATES)
         self.codes.copy_(torch.as_strided(coded, self.codes.shape, self._strides))
         self.scales.copy_(block_scales)
 
@@ -125,9 +96,8 @@ class CodedSlot:
         return (*(self.slot.numel for _ in self.scales.shape[:-1]), *self.slot.stride)
 
     def _in_memory_order(self, value: Tensor) -> Tensor:
-        """Return a copy [n] or [replicas, n] on the device of the slot; numbers become float32."""
-        dtype = torch.uint8 if value.dtype == torch.uint8 else torch.float32
-        flat = torch.zeros((*self.scales.shape[:-1], self.slot.numel), dtype=dtype, device=self.codes.device)
+        """Return a float32 copy [n] or [replicas, n] on the device of the slot."""
+        flat = torch.zeros((*self.scales.shape[:-1], self.slot.numel), device=self.codes.device)
         torch.as_strided(flat, self.codes.shape, self._strides).copy_(value)
         return flat
 
@@ -169,9 +139,8 @@ def with_own_shapes(entries: Mapping[str, Any], param: Tensor) -> Mapping[str, A
 def decoded_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry of ``optimizer.state`` with its codes decoded, and without scales."""
     scales = {scale_name(name) for name, value in entries.items() if is_coded(value)}
-    largest = largest_of(entries)
     return {
-        name: decoded(name, value, entries[scale_name(name)], largest) if is_coded(value) else value
+        name: decoded(name, value, entries[scale_name(name)]) if is_coded(value) else value
         for name, value in entries.items()
         if name not in scales
     }
@@ -209,7 +178,7 @@ def _without_first_dimension(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_coded(where: str, name: str, entries: Mapping[str, Any]) -> None:
-    """Raise ValueError unless loaded codes can be decoded: with scales that fit them, and what they are a share of.
+    """Raise ValueError unless loaded codes can be decoded: with scales that fit them, and not of amsgrad.
 
     Args:
         where: A description of the parameter, for messages.
@@ -230,8 +199,8 @@ def check_coded(where: str, name: str, entries: Mapping[str, Any]) -> None:
             f"{where} has {name} of shape {tuple(codes.shape)} in 8 bits with {scale_name(name)} of shape "
             f"{tuple(scales.shape)}, expected {shape}; the file is damaged"
         )
-    if name == CURRENT and largest_of(entries) is None and bool((scales < 0).any()):
+    if name == "max_exp_avg_sq" or bool((scales < 0).any()):
         raise ValueError(
-            f"{where} has {name} in 8 bits as a share of {LARGEST}, which it has not; the file is damaged, or an entry "
-            "was left out"
+            f"{where} has {name} in 8 bits as only a version before 0.2.0 wrote it, with amsgrad=True; decode it there "
+            "by decoded_state_dict, or start without it"
         )

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
-from hdet_kernels.ops.amsgrad_codes import CURRENT, LARGEST
 from hdet_kernels.ops.backends import chosen
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
 from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK, block_count, first_scales
@@ -19,7 +18,7 @@ from hdet_kernels.ops.live_gradients import LiveGradients
 from hdet_kernels.ops.live_tensors import LiveTensors
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
-from hdet_kernels.optim.coded_state import CodedSlot, CodesAndScales, decoded
+from hdet_kernels.optim.coded_state import CodedSlot, decoded
 from hdet_kernels.optim.options import Options
 from hdet_kernels.sharded import divided_along, gradient_parts, norm_over_meshes
 from hdet_kernels.tensors import Slot
@@ -142,7 +141,6 @@ class FlatGroup:
         index: int,
         value: Tensor | float,
         scales: Tensor | None = None,
-        largest: CodesAndScales | None = None,
         *,
         decoded_before: bool = True,
     ) -> None:
@@ -153,15 +151,13 @@ class FlatGroup:
             index: the number of the slot.
             value: the value.
             scales: of codes, their scales; otherwise None.
-            largest: of codes, as for :meth:`.CodedSlot.write`.
-            decoded_before: as there.
+            decoded_before: as for :meth:`.CodedSlot.write`.
         """
         view, own_scales = self.view(self.state_buffer(name), index), self.scale_view(name, index)
         if own_scales is not None:
-            place = CodedSlot(self.slots[index], view, own_scales, self._coded_largest(index))
-            place.write(name, value, scales, largest, decoded_before=decoded_before)
+            CodedSlot(self.slots[index], view, own_scales).write(name, value, scales, decoded_before=decoded_before)
         elif isinstance(value, Tensor):
-            view.copy_(value if scales is None else decoded(name, value, scales, largest))
+            view.copy_(value if scales is None else decoded(name, value, scales))
         else:
             view.fill_(value)
 
@@ -176,27 +172,18 @@ class FlatGroup:
             for index in range(len(self.slots)):
                 scales = self.scale_view(name, index)
                 assert scales is not None
-                values = decoded(name, self.view(codes, index), scales, self._coded_largest(index))
-                self.view(found[name], index).copy_(values)
+                self.view(found[name], index).copy_(decoded(name, self.view(codes, index), scales))
         return found
 
     @torch.no_grad()
     def write_states(self, values: Mapping[str, Tensor]) -> None:
         """Encode what :meth:`read_states` copied, rounding to nearest; state that has not changed stays as it is."""
-        written = False
-        # The largest second moment comes first, because the second moment may be a share of it.
-        for name, old in reversed(self.read_states().items()):
+        for name, old in self.read_states().items():
             if self.scales[name] is None or name not in values:
                 continue
             new = values[name].view_as(old)
-            written = (written and name == CURRENT) or not torch.equal(old, new)
-            for index in range(len(self.slots)) if written else ():
+            for index in range(len(self.slots)) if not torch.equal(old, new) else ():
                 self.write_state(name, index, self.view(new, index), decoded_before=False)
-
-    def _coded_largest(self, index: int) -> CodesAndScales | None:
-        """Return codes and scales of slot ``index`` of ``max_exp_avg_sq``; None where that state has none."""
-        codes, scales = self.states.get(LARGEST), self.scale_view(LARGEST, index) if LARGEST in self.states else None
-        return None if codes is None or scales is None else (self.view(codes, index), scales)
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Return slot ``index`` of a buffer laid out like the parameters, with the parameter's shape and strides."""

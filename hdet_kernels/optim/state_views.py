@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops import OPTIONAL_STATES
-from hdet_kernels.ops.amsgrad_codes import LARGEST
 from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients
 from hdet_kernels.optim.coded_state import (
     decoded,
     decoded_entries,
     is_coded,
-    largest_of,
     saved_codes,
     scale_name,
     with_own_shapes,
@@ -43,6 +41,8 @@ class StatefulOptimizer(Protocol):
     state: Any
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]: ...
+
+    def known_states(self, group: dict[str, Any]) -> tuple[str, ...]: ...
 
     def initial_state(self, name: str, group: dict[str, Any]) -> float: ...
 
@@ -88,21 +88,15 @@ class StateViews:
                 group = optimizer.param_groups[flat.groups[index]]
                 given = self._given_entry(tied)
                 names = optimizer.state_names(group)
-                kept = [name for name in flat.states if given.get(name) is not None]
-                largest = largest_of(given)
-                in_use = dict.fromkeys([*names, *kept])
-                if LARGEST not in in_use and flat.scales.get(LARGEST) is not None:
-                    flat.write_state(LARGEST, index, 0.0)  # so that no second moment becomes a share of it
-                # The last state first: the second moment may be a share of the largest one.
-                for name in reversed(in_use):
+                kept = [name for name in optimizer.known_states(group) if given.get(name) is not None]
+                for name in dict.fromkeys([*names, *kept]):
                     if name in kept:
                         value = given[name]
                         scales = given.get(scale_name(name)) if is_coded(value) else None
                         if scales is not None and is_distributed(tied[0]) and not is_distributed(value):
                             # Its blocks are those of the whole tensor.
-                            value, scales = decoded(name, value, scales, largest), None
-                        shared_with = None if largest is None else (part_like(tied[0], largest[0]), largest[1])
-                        flat.write_state(name, index, part_like(tied[0], value), scales, shared_with)
+                            value, scales = decoded(name, value, scales), None
+                        flat.write_state(name, index, part_like(tied[0], value), scales)
                     else:
                         flat.write_state(name, index, optimizer.initial_state(name, group))
                 if flat.master is not None:

@@ -40,6 +40,27 @@ def test_only_amsgrad_has_a_maximum_of_the_second_moment(make: type[FusedOptimiz
         assert ("max_exp_avg_sq" in optimizer.state[params[0]]) == amsgrad
 
 
+def test_state_in_8_bits_refuses_amsgrad_from_a_group_a_checkpoint_and_a_state() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params, state_dtype="int8")
+    run(optimizer, params, [0])
+    source = FusedAdamW(parameters(), amsgrad=True)
+    run(source, source.param_groups[0]["params"], [0])
+    saved = source.state_dict()
+    with pytest.raises(ValueError, match="amsgrad=True needs state_dtype"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["amsgrad"] = False
+    with pytest.raises(ValueError, match="does not know max_exp_avg_sq"):
+        optimizer.load_state_dict(saved)
+    coded = optimizer.state_dict()
+    coded["state"][0]["exp_avg_sq_scale"] = -coded["state"][0]["exp_avg_sq_scale"]  # as shares of a maximum had
+    with pytest.raises(ValueError, match="exp_avg_sq in 8 bits"):
+        optimizer.load_state_dict(coded)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad=True needs state_dtype"):
+        run(optimizer, params, [1])
+
+
 def test_a_state_dict_with_the_other_kind_of_weight_decay_is_refused() -> None:
     params = parameters()
     with pytest.raises(ValueError, match=r"decoupled_weight_decay=True.*FusedAdamW"):
@@ -57,6 +78,7 @@ def test_a_state_dict_with_the_other_kind_of_weight_decay_is_refused() -> None:
         (FusedAdamW, {"eps": -1e-8}, "eps must be"),
         (FusedAdamW, {"weight_decay": -0.1}, "weight_decay must be"),
         (FusedAdam, {"amsgrad": "no"}, "amsgrad must be True or False, got 'no'"),
+        (FusedAdamW, {"amsgrad": True, "state_dtype": "int8"}, "amsgrad=True needs state_dtype"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
