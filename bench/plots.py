@@ -146,8 +146,6 @@ def _operation(entry: Entry) -> str:
         return str(params["work"])
     if "mean_of_rows" in entry["name"]:
         return f"mean of 8 rows, {params['dtype']}"
-    if "initial_noise" in entry["name"]:
-        return "warm_noisy_init_"
     if suite == "stack_step":
         dtype = "" if params.get("dtype", "fp32") == "fp32" else f", {params['dtype']}"
         return f"stack of {params['replicas']}, {params['gradients']}{dtype}"
@@ -166,7 +164,7 @@ def _bytes_each(entry: Entry) -> float:
     if suite == "wire":
         one = {"bf16": 2.0, "int8": 1 + 4 / 256}[params["format"]]  # in a message; a merge reads 8 shards
         return {"encode": 16 + one, "decode": 12 + one, "merge": one + 1 + one / 8}[params["operation"]]
-    return {"reduce": width, "pack": width + 4, "noise": 2 * width}.get(suite, 12)
+    return {"reduce": width, "pack": width + 4}.get(suite, 12)
 
 
 def _label(figure: Any, axes: Any, points: Sequence[Point], others: Sequence[tuple[float, float]]) -> None:

@@ -55,8 +55,6 @@ def _steps(found: list[Entry]) -> str:
 
 def _stack_steps(found: list[Entry]) -> str:
     def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
-        if "initial_noise" in name:
-            return "`warm_noisy_init_`", "8"
         elements = f" of {short_count(info['parameters'])}" if params.get("size", "large") != "large" else ""
         dtype = f" in {params['dtype']}" if params.get("dtype", "fp32") != "fp32" else ""
         return f"AdamW{dtype}, {params['gradients']} gradients{elements}", str(params["replicas"])
@@ -65,8 +63,8 @@ def _stack_steps(found: list[Entry]) -> str:
         return ""
     each = max(entry["extra_info"].get("parameters", 0) for entry in found)
     description = (
-        f"R replicas of {short_count(each)} parameters each in fp32 ({short_count(each // 8)} for the noise). A step "
-        "with a shared gradient must move 20 + 8R bytes a parameter, with local gradients 28R. torch's fused AdamW has "
+        f"R replicas of {short_count(each)} parameters each in fp32. A step with "
+        " a shared gradient must move 20 + 8R bytes a parameter, with local gradients 28R. torch's fused AdamW has "
         "R separate parameters and moves 28R."
     )
     if any(entry["params"].get("dtype") == "bf16" for entry in found):
@@ -215,14 +213,6 @@ def _packs(found: list[Entry]) -> str:
     )
 
 
-def _noises(found: list[Entry]) -> str:
-    def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
-        return params["dtype"], model(params["model"], info)
-
-    description = "Normal noise added to all tensors by `warm_noisy_init_`: one read and one write of each."
-    return comparison("Noise", description, found, ("tensors", "model"), key)
-
-
 def _wires(found: list[Entry]) -> str:
     def key(params: Entry, info: Entry, name: str) -> tuple[str, ...]:
         return f"`{params['operation']}`", params["format"], model(params["size"], info)
@@ -346,7 +336,6 @@ BY_DEVICE: dict[str, Section] = {
     "end_to_end": end_to_end_section.section,
     "reduce": _reductions,
     "pack": _packs,
-    "noise": _noises,
     "wire": _wires,
     "scaling": scaling_section.section,
     "memory": memory_section.section,

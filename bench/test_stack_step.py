@@ -1,4 +1,4 @@
-"""Time one optimizer step of R stacked replicas, and their initial noise.
+"""Time one optimizer step of R stacked replicas.
 
     python -m pytest bench/test_stack_step.py --benchmark-only -k gpu
 
@@ -9,7 +9,6 @@ on R separate parameters, which moves 28R too. With everything in bf16 it is hal
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -20,7 +19,6 @@ from torch import nn
 
 import hdet_kernels as hk
 from bench import copy_bandwidth, implementations, measure, models
-from hdet_kernels.ensemble import RowEnsemble
 from hdet_kernels.stack.parameter import StackedParameter
 
 # Parameters of each replica.
@@ -68,24 +66,3 @@ def test_stack_step(
     bytes_each = bytes_each * kind["dtype"].itemsize // 4
     benchmark.extra_info |= {"parameters": count, "bytes a parameter": bytes_each}
     copy_bandwidth.report(benchmark, device, moved=count * bytes_each, held=count * bytes_each)
-
-
-def _noises() -> Iterator[Any]:
-    for device in ELEMENTS:
-        for way in (f"hdet-{backend}" for backend in implementations.BACKENDS[device]):
-            yield implementations.case(device, way, why_not=implementations.why_not(way, device), on_device=True)
-
-
-@pytest.mark.parametrize(("device", "way"), list(_noises()))
-def test_initial_noise(benchmark: Any, device: str, way: str) -> None:
-    """Time ``warm_noisy_init_`` of 8 replicas: one read of each for its norm, then a read and a write."""
-    copy_bandwidth.measure_once(device)
-    replicas, count = 8, ELEMENTS[device]["large"] // 8
-    stacked = StackedParameter(torch.ones(replicas, count, device=device))
-
-    def perturb() -> None:
-        hk.warm_noisy_init_([stacked], ensemble=RowEnsemble(replicas), backend=way.removeprefix("hdet-"))
-
-    benchmark.pedantic(perturb, warmup_rounds=1, **measure.plan(perturb, device, seconds=0.25))
-    assert math.isfinite(float(stacked.detach().sum()))
-    copy_bandwidth.report(benchmark, device, moved=3 * stacked.nbytes, held=stacked.nbytes)

@@ -36,9 +36,6 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   m.def("encode(int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire) -> ()");
   m.def("merge(int format, Tensor wires, float divisor, Tensor(a!)? error, Tensor(b!) wire) -> ()");
   m.def("decode(int format, Tensor wire, Tensor(a!) consensus, Tensor(b!)? target) -> ()");
-  // Add normal noise, with a scale and a key for each slot, to tensors that are accessed through their addresses, as
-  // in unpack. hdet_kernels/ops/noise.py has the equations.
-  m.def("add_noise_(Tensor chunks, Tensor(a!) tensors, Tensor keys, Tensor scales) -> ()");
   // One step of row-wise Adagrad on an embedding table, for the rows that have a gradient. The caller counts the step.
   // hdet_kernels/ops/rowwise.py has the equations.
   m.def(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -13,10 +12,7 @@ from torch import Tensor
 
 from hdet_kernels.checks import check_choice, check_number, check_whole
 from hdet_kernels.ensemble import Ensemble, check_ensemble, settled_ensemble
-from hdet_kernels.ops.backends import resolve
-from hdet_kernels.ops.chunks import ChunkTable
-from hdet_kernels.ops.noise import add_noise_
-from hdet_kernels.tensors import Slot, has_overlap, unique, wide_dtype
+from hdet_kernels.tensors import has_overlap, unique, wide_dtype
 
 
 @torch.no_grad()
@@ -27,13 +23,13 @@ def warm_noisy_init_(
     ensemble: Ensemble | None = None,
     *,
     scope: Literal["tensor", "global"] = "tensor",
-    backend: str | None = None,
 ) -> None:
     """Add Gaussian noise to the parameters in place, different on every replica: θ ← θ + ε, ε ~ N(0, ν²·‖θ‖²/d).
 
-    The noise is a function of the seed, the replica, the position of the tensor and the position of the element. It is
-    the same with any backend and on any device, except for the last bits of ‖θ‖. No global random generator is read or
-    changed. Call this after wrapping the model in DDP, which makes all replicas equal.
+    The noise of a tensor is drawn on the CPU from a generator of its own, seeded by the seed, the replica and the
+    position of the tensor: generators of other devices would give other numbers. So it is the same on any device,
+    except for the last bits of ‖θ‖. No global random generator is read or changed. Call this after wrapping the model
+    in DDP, which makes all replicas equal.
 
     Args:
         params: the parameters. Where this process holds several replicas (``ensemble.rows``) they are [rows, …], and
@@ -43,7 +39,6 @@ def warm_noisy_init_(
         ensemble: who the replicas are. Default: the default process group, or a single replica without one.
         scope: ``"tensor"`` takes ‖θ‖ and d of each tensor (a tensor of zeros stays zero), ``"global"`` of all tensors
             together.
-        backend: one of ``hdet_kernels.backends()``. Default: the fastest for the device.
 
     Raises:
         ValueError, TypeError: before anything is changed, for parameters or options that do not fit.
@@ -64,25 +59,18 @@ def warm_noisy_init_(
             "warm_noisy_init_ got sharded parameters: call it before fully_shard(), on all ranks of a replica"
         )
     # Identified by address: parameters that are tied by sharing their memory get noise once.
-    by_memory = {p.data_ptr(): p.detach() for p in reversed(params) if p.is_floating_point() and p.numel()}
+    by_memory = {p.data_ptr(): p for p in reversed(params) if p.is_floating_point() and p.numel()}
     floating = list(reversed(by_memory.values()))
     if not floating:
         raise ValueError("warm_noisy_init_ got no floating-point parameters: pass model.parameters()")
-    for device in {param.device for param in floating}:
-        resolve(device, backend)  # raises if the backend does not work on the device
     ensemble = settled_ensemble("warm_noisy_init_") if ensemble is None else ensemble
-    tensors: list[Tensor] = []
-    keys: list[int] = []
-    for row, replica in enumerate(_replicas(floating, ensemble.rows)):
-        tensors += replica
-        keys += [_key(seed, ensemble.replica + row, position) for position in range(len(replica))]
-    # In the order of elements, not of memory, so that the noise does not depend on strides.
-    ordered = [tensor.contiguous() for tensor in tensors]
-    scales = [nu * size for size in _rms(ordered, len(ordered) // ensemble.rows if scope == "global" else 1)]
-    _add(ordered, keys, scales, backend)
-    for tensor, noisy in zip(tensors, ordered, strict=True):
-        if noisy is not tensor:
-            tensor.copy_(noisy)
+    for row, tensors in enumerate(_replicas(floating, ensemble.rows)):
+        sizes = _rms(tensors, together=scope == "global")
+        for position, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+            generator = torch.Generator().manual_seed(_seed(seed, ensemble.replica + row, position))
+            dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            noise = torch.randn(tensor.shape, generator=generator, dtype=dtype).mul_(nu * size)
+            tensor.add_(noise.to(tensor.device))  # the sum is rounded once to the dtype of the tensor
 
 
 def _replicas(params: Sequence[Tensor], rows: int) -> list[list[Tensor]]:
@@ -95,41 +83,23 @@ def _replicas(params: Sequence[Tensor], rows: int) -> list[list[Tensor]]:
                 f"{rows} replicas are the rows of tensors [{rows}, …] without overlaps in memory, got shape "
                 f"{tuple(param.shape)} with strides {param.stride()}: pass the parameters of all replicas, stacked"
             )
-    return [[param[row] for param in params] for row in range(rows)]
+    return [[param.detach()[row] for param in params] for row in range(rows)]
 
 
-def _key(seed: int, replica: int, position: int) -> int:
-    """Return the 64-bit key of the noise of the tensor at ``position``."""
-    digest = hashlib.blake2b(f"{seed}/{replica}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
+def _seed(seed: int, replica: int, position: int) -> int:
+    """Return the seed of the tensor at ``position``.
+
+    torch's generator of the CPU takes 32 bits. Up to 4096 replicas of up to 2²⁰ tensors have different ones.
+    """
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "big") ^ (replica << 20) ^ position) % 2**32
 
 
-def _rms(tensors: Sequence[Tensor], together: int) -> list[float]:
-    """Return ‖θ‖/√d for each tensor, where ``together`` consecutive tensors count as one."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor.device)) for tensor in tensors]
-    # Read for a whole device at once: the host waits once for each device, not for each tensor.
-    devices = {norm.device for norm in norms}
-    read = {device: iter(torch.stack([n for n in norms if n.device == device]).tolist()) for device in devices}
-    values = [next(read[norm.device]) for norm in norms]
-    found: list[float] = []
-    for first in range(0, len(tensors), together):
-        group = slice(first, first + together)
-        elements = sum(tensor.numel() for tensor in tensors[group])
-        found += [math.hypot(*values[group]) / math.sqrt(elements)] * together
-    return found
-
-
-def _add(tensors: Sequence[Tensor], keys: Sequence[int], scales: Sequence[float], backend: str | None) -> None:
-    """Add to each tensor the noise of its key times its scale, in one launch for each device and arithmetic dtype."""
-    kinds: dict[tuple[torch.device, bool], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(index)
-    for (device, wide), members in kinds.items():
-        flats = [tensors[index].view(-1) for index in members]
-        sizes = [flat.numel() for flat in flats]
-        starts = itertools.accumulate(sizes, initial=0)
-        slots = [Slot(0, start, size, (size,), (1,)) for start, size in zip(starts, sizes, strict=False)]
-        table = ChunkTable(slots, [0] * len(slots), device, torch.float64 if wide else torch.float32)
-        own_keys = torch.tensor([keys[index] for index in members], dtype=torch.int64, device=device)
-        own_scales = torch.tensor([scales[index] for index in members], dtype=wide_dtype(device), device=device)
-        add_noise_(table, table.match(flats), own_keys, own_scales, backend=backend)
+def _rms(tensors: Sequence[Tensor], *, together: bool) -> list[float]:
+    """Return ‖θ‖/√d for each tensor, or that of all tensors ``together``."""
+    # In the order of elements, not of memory, so that strides do not change the last bits.
+    norms = [torch.linalg.vector_norm(t.contiguous(), dtype=wide_dtype(t.device)).item() for t in tensors]
+    counts = [tensor.numel() for tensor in tensors]
+    if together:
+        norms, counts = [math.hypot(*norms)] * len(tensors), [sum(counts)] * len(tensors)
+    return [norm / math.sqrt(count) for norm, count in zip(norms, counts, strict=True)]

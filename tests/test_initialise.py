@@ -14,8 +14,7 @@ from torch import nn
 
 from hdet_kernels import Buckets, warm_noisy_init_
 from hdet_kernels.ensemble import RowEnsemble
-from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, QUICK
-from tests.optim.cases import choose_backends, with_backends
+from tests.ops.cases import BF16, FP32, FP64
 
 COUNT = 40_000
 
@@ -72,18 +71,10 @@ class TestSize:
         for found in added_noise(0, *params, nu=0.05, scope="global"):
             assert_normal(found, expected)
 
-    def test_scopes_agree_on_a_single_tensor(self) -> None:
-        (per_tensor,), (whole,) = added_noise(scope="tensor"), added_noise(scope="global")
-        torch.testing.assert_close(per_tensor, whole, rtol=1e-6, atol=1e-9)
-
     def test_a_tensor_of_zeros_stays_zero(self) -> None:
         zeros, others = nn.Parameter(torch.zeros(50)), weights()
         added_noise(0, zeros, others)
         assert not zeros.any()
-
-    def test_shape_does_not_matter(self) -> None:
-        (found,) = added_noise(0, nn.Parameter(torch.full((200, 200), 3.0)))
-        assert_normal(found.flatten(), 0.03)
 
     def test_nothing_at_nu_zero(self) -> None:
         param = weights()
@@ -94,9 +85,6 @@ class TestSize:
 class TestReproducible:
     def test_the_same_again(self) -> None:
         assert torch.equal(added_noise(3, seed=5)[0], added_noise(3, seed=5)[0])
-
-    def test_seed_zero_is_the_default(self) -> None:
-        assert torch.equal(added_noise()[0], added_noise(seed=0)[0])
 
     @pytest.mark.parametrize(
         ("this", "that"),
@@ -201,26 +189,6 @@ class TestParameters:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
-    @pytest.mark.parametrize(
-        ("backend", "scope"),
-        with_backends(
-            BACKENDS, ["tensor", "global"], [("cpp-cpu", "tensor"), ("cpp-cpu", "global"), ("triton-cpu", "tensor")]
-        ),
-    )
-    def test_every_backend_adds_the_same_noise(self, backend: tuple[str, str], scope: str) -> None:
-        where, device = backend
-        dtypes = (FP32, BF16, FP64, FP16, FP32)
-        mine = [weights(1.0, 1001 + 7 * index, dtype) for index, dtype in enumerate(dtypes)]
-        theirs = [nn.Parameter(param.detach().clone()) for param in mine]
-        on_device = [nn.Parameter(param.detach().to(device, copy=True)) for param in mine]
-        warm_noisy_init_(theirs, seed=2, ensemble=Replica(3), scope=scope, backend="torch")
-        warm_noisy_init_(on_device, seed=2, ensemble=Replica(3), scope=scope, backend=where)
-        for got, expected, before in zip(on_device, theirs, mine, strict=True):
-            assert not torch.equal(expected, before)
-            # Another device sums the norm in another order. The last bits differ, which shows only in float64.
-            eps = 0.0 if device == "cpu" or got.dtype != FP64 else 4 * torch.finfo(FP64).eps
-            torch.testing.assert_close(got.detach().cpu(), expected.detach(), rtol=eps, atol=0)
-
 
 ROWS = 3
 #: By name, the shape of one row and the dtype.
@@ -242,18 +210,18 @@ def replicas() -> list[list[torch.Tensor]]:
     ]
 
 
-def stacked(rows: list[list[torch.Tensor]], how: str, device: str = "cpu") -> list[torch.Tensor]:
+def stacked(rows: list[list[torch.Tensor]], how: str) -> list[torch.Tensor]:
     """Return [rows, …] for each parameter: dense, with gaps between the rows, or with the rows innermost in memory."""
     stacks = [torch.stack(rows_of) for rows_of in zip(*rows, strict=True)]
     if how == "gaps":
         around = [torch.full((ROWS, stack[0].numel() + 3), 7.0, dtype=stack.dtype) for stack in stacks]
-        views = [outer.to(device)[:, 1:-2].view(stack.shape) for outer, stack in zip(around, stacks, strict=True)]
+        views = [outer[:, 1:-2].view(stack.shape) for outer, stack in zip(around, stacks, strict=True)]
         for view, stack in zip(views, stacks, strict=True):
             view.copy_(stack)
         return views
     if how == "innermost":
-        return [stack.movedim(0, -1).contiguous().movedim(-1, 0).to(device) for stack in stacks]
-    return [stack.to(device) for stack in stacks]
+        return [stack.movedim(0, -1).contiguous().movedim(-1, 0) for stack in stacks]
+    return stacks
 
 
 class TestRows:
@@ -278,18 +246,6 @@ class TestRows:
             assert outer is not None
             assert (outer[:, :1] == 7).all()
             assert (outer[:, -2:] == 7).all()
-
-    @pytest.mark.parametrize("backend", choose_backends(QUICK, "cpp-cpu"))
-    def test_every_backend_adds_the_same_noise(self, backend: tuple[str, str]) -> None:
-        where, device = backend
-        found = []
-        for run, place in ((where, device), ("torch", "cpu")):
-            params = stacked(replicas(), "gaps", place)
-            warm_noisy_init_(params, ensemble=RowEnsemble(ROWS), backend=run)
-            found.append([param.cpu() for param in params])
-        for got, expected in zip(*found, strict=True):
-            eps = 4 * torch.finfo(FP64).eps if got.dtype == FP64 else 0.0  # of the norm on another device
-            torch.testing.assert_close(got, expected, rtol=eps, atol=0)
 
     def test_equal_rows_become_different(self) -> None:
         param = weights().detach().expand(2, COUNT).clone()
@@ -324,12 +280,6 @@ class TestRefuses:
         param = weights()
         with pytest.raises(ValueError, match=message):
             warm_noisy_init_([param], **options)
-        assert torch.equal(param, weights())
-
-    def test_an_unavailable_backend_before_anything_is_touched(self) -> None:
-        param = weights()
-        with pytest.raises((ValueError, RuntimeError), match="'cuda'"):
-            warm_noisy_init_([param], backend="cuda")
         assert torch.equal(param, weights())
 
     @pytest.mark.parametrize("params", [[], [torch.arange(3)], [torch.empty(0)]], ids=["none", "integers", "empty"])

@@ -10,7 +10,6 @@ The flow through this folder, for one optimizer step::
         │
     step          Step: checks its arguments once, then updates parameters and states in place
     reduce        grad_norm: the norm of all gradients
-    noise         add_noise_: normal noise added to many tensors
     rowwise       rowwise_adagrad_: row-wise Adagrad on an embedding table, for the rows that a gradient touches
     pack          Pack: pieces of tensors to and from one staging buffer (its table: piece_table)
     pair_mean     PairMean: the mean of two replicas, written in one pass
@@ -19,10 +18,9 @@ The flow through this folder, for one optimizer step::
         │
     backends      decides which backend runs, and says why one cannot
         │
-    reference     plain torch (reference_rules, reference_pack, reference_wire, reference_noise,
-                  reference_rowwise)
+    reference     plain torch (reference_rules, reference_pack, reference_wire, reference_rowwise)
     triton_backend  Triton (triton_step, triton_block, triton_rules, triton_reduce, triton_pack, triton_wire,
-                  triton_noise, triton_rowwise, triton_rounding)
+                  triton_rowwise, triton_rounding)
     compiled      C++ and CUDA (``csrc/``), loaded by extension (bound_step: the step without torch's dispatcher;
                   native_calls: plain C functions)
 

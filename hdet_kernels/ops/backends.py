@@ -95,8 +95,7 @@ def serving_on(kind: str) -> tuple[str, ...]:
 def implementation(backend: str) -> ModuleType:
     """Return the module that implements a backend.
 
-    Each has ``bind_step``, ``grad_norm``, ``pack``, ``unpack``, ``wire_operators``, ``add_noise_`` and
-    ``rowwise_adagrad``.
+    Each has ``bind_step``, ``grad_norm``, ``pack``, ``unpack``, ``wire_operators`` and ``rowwise_adagrad``.
     """
     return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
 

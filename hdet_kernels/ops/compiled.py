@@ -63,11 +63,6 @@ def wire_operators() -> tuple[Any, Any, Any]:
     return library.encode.default, library.merge.default, library.decode.default
 
 
-def add_noise_(table: ChunkTable, tensors: MatchedGradients, keys: Tensor, scales: Tensor) -> None:
-    """Add normal noise to every tensor."""
-    torch.ops.hdet_kernels.add_noise_(table.chunks, table.point_at(tensors), keys, scales)
-
-
 def rowwise_adagrad(given: RowWiseArguments) -> None:
     """Update the rows of an embedding table that have a gradient."""
     torch.ops.hdet_kernels.rowwise_adagrad_(*given)

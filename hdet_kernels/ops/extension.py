@@ -23,7 +23,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "encode": fake_in_place,
     "merge": fake_in_place,
     "decode": fake_in_place,
-    "add_noise_": fake_in_place,
     "rowwise_adagrad_": fake_in_place,
     "pair_mean_": fake_in_place,
     "join_halves": fake_in_place,

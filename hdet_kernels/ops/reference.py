@@ -1,7 +1,7 @@
 """The ``torch`` backend: step and norm in plain torch, which runs anywhere and is the reference for other backends.
 
-``reference_rules.py`` has the update rules. The other operations are in ``reference_pack.py``, ``reference_wire.py``,
-``reference_noise.py`` and ``reference_rowwise.py``.
+``reference_rules.py`` has the update rules. The other operations are in ``reference_pack.py``,
+``reference_wire.py`` and ``reference_rowwise.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from hdet_kernels.ops.companding import (
     positions_of_bits,
 )
 from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, fake_norm, register
-from hdet_kernels.ops.reference_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.reference_pack import pack as pack
 from hdet_kernels.ops.reference_pack import unpack as unpack
 from hdet_kernels.ops.reference_rowwise import rowwise_adagrad as rowwise_adagrad

@@ -16,7 +16,6 @@ from torch import Tensor
 from hdet_kernels.ops.chunks import EMPTY_GRADIENT, ChunkTable, MatchedGradients
 from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, fake_norm, register
 from hdet_kernels.ops.step import Scalars, StepArguments
-from hdet_kernels.ops.triton_noise import add_noise_ as add_noise_
 from hdet_kernels.ops.triton_pack import pack as pack
 from hdet_kernels.ops.triton_pack import unpack as unpack
 from hdet_kernels.ops.triton_reduce import read_norm

@@ -112,9 +112,6 @@ INITIALISATION: list[Row] = [
     ),
     *each(lambda w, ensemble: noise(ensemble=ensemble)(w), TypeError, "ensemble must be an ensemble", 3, "x", object()),
     Row("rows of plain tensors", noise(ensemble=RowEnsemble(3)), ValueError, "3 replicas are the rows of tensors"),
-    *each(
-        lambda w, backend: noise(backend=backend)(w), ValueError, "unknown backend", "x", 3, ["torch"], what="backend "
-    ),
 ]
 
 

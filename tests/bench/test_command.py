@@ -98,7 +98,7 @@ def _run_waiting_suites(folder: Path, output: Connection) -> None:
     output.close()
     suite = ["-m", "pytest", "-q", "-s", "-p", "bench.conftest", "--benchmark-only", str(folder / "test_waiting.py")]
     command.command = lambda name, device: suite
-    sys.exit(command.run(["reduce", "noise"], folder, quick=True))
+    sys.exit(command.run(["reduce", "wire"], folder, quick=True))
 
 
 @pytest.mark.full

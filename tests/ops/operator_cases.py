@@ -14,7 +14,6 @@ from hdet_kernels.ops.companding import first_scales
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
 from hdet_kernels.ops.piece_table import PieceTable
 from tests.ops.cases import BF16, FP32, Case
-from tests.ops.noise_cases import Case as NoiseCase
 
 
 def is_compiled(backend: str) -> bool:
@@ -79,23 +78,3 @@ def pack_arguments(backend: str, device: str) -> tuple[list[Tensor], list[Any], 
         return tensors, [tensors, *table.spans, 3, 3.0, staging], [tensors, *table.spans, 2.0, staging]
     tables = [table.chunks, table.point_at(table.match(tensors)), table.strides]
     return tensors, [*tables, 3, 3.0, staging], [*tables, 2, 2.0, staging]
-
-
-def noise_operator(backend: str) -> Any:
-    """Return the operator of noise."""
-    if is_compiled(backend):
-        return torch.ops.hdet_kernels.add_noise_.default
-    if backend == "torch":
-        from hdet_kernels.ops import reference_noise as module
-    else:
-        from hdet_kernels.ops import triton_noise as module
-    return module._operator()
-
-
-def noise_arguments(case: NoiseCase, backend: str) -> list[Any]:
-    """Return the arguments of the noise operator."""
-    matched = case.table.match(case.tensors)
-    if backend == "torch":
-        return [list(matched.tensors), list(range(len(matched.tensors))), case.keys, case.scales]
-    given = [case.table.chunks, case.table.point_at(matched), case.keys, case.scales]
-    return [*given, False] if backend == "triton" else given

@@ -87,5 +87,5 @@ def test_every_backend_implements_every_operation(name: str) -> None:
     if name == "triton":
         pytest.importorskip("triton")
     module = registry.implementation(name)
-    for operation in ("bind_step", "grad_norm", "pack", "unpack", "wire_operators", "add_noise_"):
+    for operation in ("bind_step", "grad_norm", "pack", "unpack", "wire_operators", "rowwise_adagrad"):
         assert callable(getattr(module, operation)), f"{module.__name__} lacks {operation}"

@@ -10,9 +10,8 @@ import torch
 
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
 from hdet_kernels.ops.pack import MOST_ROWS
-from tests.ops import noise_cases
-from tests.ops.cases import RULES, Case, assert_same, available, make_case, make_table
-from tests.ops.operator_cases import noise_arguments, pack_arguments, step_arguments
+from tests.ops.cases import RULES, Case, available, make_case, make_table
+from tests.ops.operator_cases import pack_arguments, step_arguments
 
 ROOT = Path(__file__).parents[2]
 COMPILED = [available("cpp", "cpu"), available("cuda", "cuda")]
@@ -109,27 +108,6 @@ def test_threads_do_not_change_the_result(backend: tuple[str, str]) -> None:
     for other in results[1:]:
         for mine, theirs in zip(other.flats(), results[0].flats(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
-
-
-WRONG_NOISE = {
-    "chunks": (0, lambda value: value[:, :3].contiguous(), "chunks must have 4 columns"),
-    "tensors": (1, lambda value: value.int(), "tensors has another dtype"),
-    "keys": (2, lambda value: value[:-1], "keys must have 2 elements, got 1"),
-    "scales": (3, lambda value: value.float(), "scales has another dtype"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG_NOISE)
-@pytest.mark.parametrize("backend", COMPILED)
-def test_the_noise_operator_checks_its_arguments(backend: tuple[str, str], what: str) -> None:
-    case = noise_cases.make_case((torch.float32,), backend[1], (33, 1030))
-    given = noise_arguments(case, backend[0])
-    position, change, message = WRONG_NOISE[what]
-    given[position] = change(given[position])
-    before = [outer.clone() for outer in case.around]
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.hdet_kernels.add_noise_(*given)
-    assert_same(case.around, before)
 
 
 def test_constants_are_those_of_the_headers() -> None:

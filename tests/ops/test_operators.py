@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.wire import FORMATS, Wire
-from tests.ops import noise_cases
 from tests.ops.cases import BACKENDS, BF16, FP32, INTERPRETER_IN_FULL, RULES, Case, assert_same, make_case, make_table
 from tests.ops.operator_cases import (
-    noise_arguments,
-    noise_operator,
     norm_arguments,
     pack_arguments,
     pack_operators,
@@ -87,14 +84,6 @@ def test_opcheck_of_pack_and_unpack(backend: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck_of_noise(backend: tuple[str, str]) -> None:
-    where, device = backend
-    case = noise_cases.make_case((FP32, BF16), device, (33, 1030))
-    torch.library.opcheck(noise_operator(where), noise_arguments(case, where))
-    case.assert_neighbours_untouched()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -> None:
     where, device = backend
     step, norm = step_operators(where)
@@ -158,20 +147,3 @@ def test_a_compiled_function_packs_and_unpacks_like_an_eager_one(backend: tuple[
         results.append([run(), to[-1], *tensors])
     assert_same(*results)
     assert torch.equal(results[1][2][0], results[1][2][1]), "unpacking makes the rows of a tensor equal"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_function_adds_noise_like_an_eager_one(backend: tuple[str, str]) -> None:
-    where, device = backend
-    add, results = noise_operator(where), []
-    for compiled in (False, True):
-        case = noise_cases.make_case((FP32, BF16), device, (33, 1030))
-        given = noise_arguments(case, where)
-
-        def run(given: list[Any] = given) -> Tensor:
-            add(*given)
-            return given[2] + 1
-
-        call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
-        results.append([call(), *case.around])
-    assert_same(*results)

@@ -44,7 +44,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from hdet_kernels.ops import (  # noqa: E402
-    triton_noise,
     triton_pack,
     triton_reduce,
     triton_rules,
@@ -113,7 +112,6 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
     yield from _split_masters()
     yield from _packing()
     yield from _wire_kernels()
-    yield from _noise_kernels()
 
 
 def _split_masters() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
@@ -135,13 +133,6 @@ def _wire_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str,
         yield f"encode-{format}", triton_wire._encode, wire | sizes | flats, {}, 90
         yield f"merge-{format}", triton_wire._merge, wire | sizes | flats | merged, {}, 90
         yield f"decode-{format}", triton_wire._decode, wire | sizes | flats, {}, 90
-
-
-def _noise_kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
-    types: dict[str, str | None] = {"chunks": "*i64", "tensors": "*i64", "keys": "*i64", "scales": "*fp64"}
-    for wide in (False, True):
-        constants: dict[str, object] = {"WIDE": wide, "BLOCK": triton_noise.BLOCK}
-        yield f"noise-{'fp64' if wide else 'fp32'}", triton_noise._noise_chunk, types, constants, 90
 
 
 def _packing() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
@@ -199,7 +190,6 @@ def compile_kernels() -> dict[str, dict[str, int]]:
             (i,): [["tt.divisibility", 16]] for i, a in arguments.items() if (types.get(a) or "").startswith("*")
         }
         options = triton_wire.OPTIONS if kernel in WIRE else {"num_warps": 4}
-        options = triton_noise.OPTIONS if kernel is triton_noise._noise_chunk else options
         if kernel is triton_step._walk:
             coded = {"coded": "coded" in name, "amsgrad": "coded" in name and bool(types.get("state2"))}
             rows, stochastic = 1 + constants["SHARED"], bool(constants["STOCHASTIC"])
@@ -324,7 +314,6 @@ def test_a_chunk_is_whole_blocks() -> None:
         triton_step.CODED["BLOCK"],
         triton_pack.BLOCK,
         triton_pack.BLOCK_OF_ROWS,
-        triton_noise.BLOCK,
     ):
         assert CHUNK % block == 0
     for vector in (2, 4, 8):
