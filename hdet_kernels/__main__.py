@@ -107,9 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         help="write the history of a run as one HTML page",
         description=(
-            "Read the history of a run and write it as one HTML page with tables and charts, which needs no other file "
-            "and no network. The history is the file that history_file= of a scheduler writes, or a JSON list of its "
-            "records."
+            "Read the history of a run and write it as one HTML page with tables and charts (these need matplotlib). "
+            "The page needs no other file and no network. The history is the file that history_file= of a scheduler "
+            "writes, or a JSON list of its records."
         ),
     )
     report.add_argument("history", type=Path, metavar="HISTORY", help="the history: lines of JSON, or a JSON list")
@@ -165,7 +165,7 @@ def _report(arguments: argparse.Namespace) -> int:
         if out.exists() and out.samefile(history):
             raise ValueError(f"--out {out} is the history itself: choose another file")
         write_page(records, out, f"HDET run: {history.name}")
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"python -m hdet_kernels report: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

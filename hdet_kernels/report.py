@@ -47,7 +47,7 @@ def summary(history: History) -> dict[str, Any]:
     every hyperparameter at a sync.
     """
     records = records_of(history)
-    losses = [_loss_range(record.losses)[0] for record in records]
+    losses = [loss_range(record.losses)[0] for record in records]
     names = list(records[0].base) if records else []
     bases = {name: [record.base[name] for record in records] for name in names}
     return {
@@ -69,13 +69,13 @@ def plot_losses(history: History, path: Path) -> None:
     records = _nonempty(history)
     _check_path(path)
     figure, axes = new_figure("Training loss at every sync", "step", "loss")
-    ranges = [_loss_range(record.losses) for record in records]
+    ranges = [loss_range(record.losses) for record in records]
     seen = [(record.step, *range_) for record, range_ in zip(records, ranges, strict=True) if range_[0] is not None]
     if seen:
         steps, mean, best, worst = zip(*seen, strict=True)
         axes.fill_between(steps, best, worst, color="#4878d0", alpha=0.25, linewidth=0, label="best to worst replica")
         axes.plot(steps, mean, color="#4878d0", linewidth=2, label="mean of the replicas")
-    probes = [(r.step, _loss_range(r.probes)[0]) for r in records if r.probes is not None]
+    probes = [(r.step, loss_range(r.probes)[0]) for r in records if r.probes is not None]
     if probes:
         axes.plot(*zip(*probes, strict=True), color="#d65f5f", marker="o", markersize=4, label="mean on the probe")
     axes.legend(frameon=False)
@@ -132,13 +132,13 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def new_figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+def new_figure(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (9, 5)) -> tuple[Figure, Axes]:
     """Return an empty labelled figure that is not registered with pyplot."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib, which is not installed: pip install 'hdet_kernels[demo]'") from error
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained", facecolor="white")
+    figure = Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=13, color=INK, pad=12)
     axes.set_xlabel(xlabel, color=INK)
@@ -202,7 +202,7 @@ def _row(record: SyncRecord, names: Sequence[str]) -> list[str]:
     return [
         str(record.step),
         str(record.cycle),
-        *(_number(loss) for loss in _loss_range(record.losses)),
+        *(_number(loss) for loss in loss_range(record.losses)),
         *(_number(record.base[name]) for name in names),
         excluded,
         str(record.collectives),
@@ -211,10 +211,12 @@ def _row(record: SyncRecord, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _loss_range(losses: Sequence[float | None]) -> tuple[float | None, float | None, float | None]:
+def loss_range(losses: Sequence[float | None]) -> tuple[float | None, float | None, float | None]:
     """Return mean, best and worst of the finite losses; None, which JSON has instead of NaN, is not recorded."""
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return (math.fsum(finite) / len(finite), min(finite), max(finite)) if finite else (None, None, None)
+    return (
+        (math.fsum(loss / len(finite) for loss in finite), min(finite), max(finite)) if finite else (None, None, None)
+    )
 
 
 def _number(value: float | None) -> str:

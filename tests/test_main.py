@@ -11,7 +11,7 @@ import hdet_kernels
 from hdet_kernels.__main__ import main
 from hdet_kernels.demo.tasks import DigitsTask
 from hdet_kernels.ops.backends import backends
-from tests.history_page.histories import run
+from tests.histories import run
 
 
 def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
