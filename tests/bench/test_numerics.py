@@ -1,24 +1,26 @@
-"""Errors over many steps: ours are not larger than torch's for the same work."""
+"""Errors of the update rules over many steps, at extreme rates and with subnormal numbers: as small as torch's."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import sys
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
 from bench import numerics
+from bench import numerics_extremes as extremes
+from bench.numerics_losses import SPREADS, losses
 from bench.numerics_rules import RULES
-
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
-
+from tests.ops.cases import BACKENDS, ON_CPU, interpreted
 
 #: Precisions of ``make test``; the others are compared with these by ``make test-full``.
 QUICK = ("fp32", "bf16, master", "bf16, stochastic rounding", "bf16, master, state bf16", "fp32, state int8")
+CASES = [
+    pytest.param(*backend.values, name, id=f"{backend.id}-{name}", marks=backend.marks)
+    for backend in BACKENDS
+    for name in RULES
+    if backend.id != "triton-cpu" or name in extremes.INTERPRETED
+]
 
 
 def check(found: dict[str, dict[str, float]]) -> None:
@@ -43,36 +45,36 @@ def test_errors_after_ten_thousand_steps(rule: str, backend: str) -> None:
     check(numerics.errors(RULES[rule], 10_000, backend=backend))
 
 
-def test_the_recorded_run_has_every_rule_and_holds_the_same() -> None:
-    records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("numerics_cpu*.json"))]
-    for record in records:
-        assert record["steps"] == numerics.STEPS
-        assert record["errors"].keys() == RULES.keys()
-    for rule in RULES:
-        measured: dict[str, dict[str, float]] = {}
-        for record in records:
-            measured |= record["errors"][rule]
-        assert numerics.PRECISIONS.keys() < measured.keys()
-        check(measured)
+def check_extremes(backend: tuple[str, str], name: str, rates: tuple[float, ...]) -> None:
+    """Check that subnormal numbers are kept, and that errors at all learning rates are as small as torch's."""
+    where, device = backend
+    found = extremes.subnormal_case(RULES[name], device, where)
+    assert found["flushed"] == 0, f"{name}: {found}"
+    # A product or a moment that is itself subnormal has few digits, here as in torch.
+    assert found["units from truth"] <= 2 * found["torch from truth"] + 2, f"{name}: {found}"
+    for lr in rates:
+        ours, plain = extremes.rate_errors(RULES[name], device, where, lr)
+        assert ours <= 2 * plain + 1, f"{name}, lr {lr}: {ours} units, torch {plain}"
 
 
-def test_gradients_are_exact_in_every_precision() -> None:
-    for g in itertools.islice(numerics.gradients(20, "cpu"), 20):
-        for dtype in (torch.bfloat16, torch.float16):
-            assert torch.equal(g.to(dtype).float(), g)
+@pytest.mark.parametrize("backend", [each for each in ON_CPU if each.id != "triton-cpu"])
+def test_extremes_of_all_rules(backend: tuple[str, str]) -> None:
+    for name in RULES:
+        check_extremes(backend, name, (1e-12, 1e-3, 1e3))
 
 
-def test_the_command_writes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def few(*_: Any) -> dict[str, Any]:
-        return {}
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "name"), CASES)
+def test_extremes_of_all_backends(backend: tuple[str, str], name: str) -> None:
+    check_extremes(backend, name, extremes.INTERPRETED_RATES if interpreted(backend) else extremes.RATES)
 
-    out = tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", ["numerics", "--steps", "3", "--out", str(out)])
-    monkeypatch.setattr(numerics, "learning_rates", few)
-    monkeypatch.setattr(numerics, "subnormals", few)
-    threads = torch.get_num_threads()
-    numerics.main()
-    torch.set_num_threads(threads)
-    record = json.loads(out.read_text())
-    assert record["command"] == "python -m bench.numerics --steps 3 --device cpu --out found.json"
-    assert record["errors"].keys() == RULES.keys()
+
+def test_float32_and_8_bit_state_reach_the_loss_of_float64() -> None:
+    """A larger eps makes training worse, and is noticed."""
+    rule = replace(RULES["adamw"], options={"lr": 0.1, "weight_decay": 0.0})  # which arrives in so few steps
+    by_spread = losses(rule, 60, "cpu", {"fp32": {}, "int8": {"state_dtype": "int8"}, "worse": {"eps": 1.0}})
+    assert list(by_spread) == [str(spread) for spread in SPREADS]
+    for found in by_spread.values():
+        assert found["fp32"]["ratio"] == pytest.approx(1, abs=1e-3)
+        assert found["int8"]["ratio"] == pytest.approx(1, abs=0.05)
+    assert by_spread["100"]["worse"]["low"] > 1.1
