@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 Errors = type[BaseException] | tuple[type[BaseException], ...]
+#: Makes a call on a world with the keywords that it is given.
+Entry = Callable[..., object]
+
+NAN, INF = math.nan, math.inf
+BOTH = (TypeError, ValueError)
+
+#: 10⁹ elements that take the memory of one.
+HUGE = torch.zeros(1).expand(10**9)
+
+#: What is no number.
+NOT_NUMBERS: dict[str, Any] = {
+    "None": None,
+    "text": "0.5",
+    "a flag": True,
+    "a dict": {},
+    "complex": 1j,
+    "a tensor of two": torch.ones(2),
+    "a meta tensor": torch.ones((), device="meta"),
+    "a generator": (number for number in [0.5]),
+}
 
 
 @dataclass(frozen=True)
@@ -18,93 +38,74 @@ class Row:
     """One malformed call.
 
     Args:
-        name: the call in words, unique in the table.
+        name: the call in words, unique in its area.
         call: makes the call on a fresh world.
         error: the exception that it raises.
-        message: a regular expression that the message matches.
+        argument: the name that its message has: of the argument, or of what to call or to pass instead.
         world: ``"run"`` or ``"stack"``: the world that the call is made on.
     """
 
     name: str
     call: Callable[[Any], object]
     error: Errors
-    message: str
+    argument: str
     world: str = "run"
 
 
-#: What is no number: the value, and how a message shows it.
-NOT_NUMBERS: dict[str, tuple[Any, str]] = {
-    "None": (None, "None"),
-    "text": ("0.5", r"'0\.5'"),
-    "a flag": (True, "True"),
-    "a dict": ({}, r"\{\}"),
-    "complex": (1j, "1j"),
-    "a tensor of two": (torch.ones(2), r"a tensor of shape \(2,\)"),
-    "a meta tensor": (torch.ones((), device="meta"), r"a tensor of shape \(\)"),
-    "a generator": ((number for number in [0.5]), "a generator"),
-}
-
-NAN, INF = math.nan, math.inf
-
-#: Values that are no factor within which a learning rate is right.
-NO_TRUST: tuple[Any, ...] = (0.5, 0, -3.0, NAN, INF, "3", True, [3.0])
-
-
-def wrong_kinds(
-    argument: str, call: Callable[..., object], expected: str, *, leave_out: Iterable[str] = (), world: str = "run"
+def refused(
+    entry: Entry, keyword: str, error: Errors, *values: Any, argument: str = "", world: str = "run", **others: Any
 ) -> list[Row]:
-    """Return rows that pass what is no number as ``argument``; each raises TypeError.
+    """Return a row for each value that is passed as ``keyword``.
 
     Args:
-        argument: the name of the argument, as messages have it.
-        call: called with the world and the value.
-        expected: a regular expression of the expectation in the message.
-        leave_out: kinds that the argument accepts, or refuses otherwise.
-        world: the world that the calls are made on.
+        argument: the name that the message has, if it is not the keyword.
+        others: keywords that are passed beside it.
     """
     return [
         Row(
-            f"{argument} is {kind}",
-            _with(call, value),
-            TypeError,
-            rf"{argument}.* must be {expected}.* got {spelled}",
+            f"{keyword}={value!r}"[:50] + f" ({index}{argument}{' '.join(others)})",
+            lambda world, value=value: entry(world, **{**others, keyword: value}),
+            error,
+            argument or keyword,
             world,
         )
-        for kind, (value, spelled) in NOT_NUMBERS.items()
-        if kind not in tuple(leave_out)
-    ]
-
-
-def out_of_range(
-    argument: str, call: Callable[..., object], expected: str, *values: Any, world: str = "run"
-) -> list[Row]:
-    """Return rows that pass ``values`` as ``argument``; each raises ValueError with the expectation and the value."""
-    return [
-        Row(
-            f"{argument}={value!r}",
-            _with(call, value),
-            ValueError,
-            rf"{argument}.* must (be|lie) {expected}.* got {re.escape(str(value)[:40])}",
-            world,
-        )
-        for value in values
-    ]
-
-
-def _with(call: Callable[..., object], value: object) -> Callable[[Any], object]:
-    return lambda world: call(world, value)
-
-
-def each(
-    call: Callable[..., object], error: Any, message: str, *values: Any, world: str = "run", what: str = ""
-) -> list[Row]:
-    """Return a row for each value that ``call`` is made with."""
-    return [
-        Row(f"{what}{value!r}"[:50] + f" ({index})", lambda w, value=value: call(w, value), error, message, world)
         for index, value in enumerate(values)
     ]
 
 
-def named(prefix: str, rows: Iterable[Row]) -> list[Row]:
+def number(entry: Entry, keyword: str, *values: Any, accepts: Iterable[str] = (), argument: str = "") -> list[Row]:
+    """Return rows for an argument that is a number: TypeError for what is none, ValueError for ``values``.
+
+    Args:
+        accepts: the kinds of :data:`NOT_NUMBERS` that the argument takes.
+    """
+    kinds = [value for kind, value in NOT_NUMBERS.items() if kind not in tuple(accepts)]
+    return [
+        *refused(entry, keyword, TypeError, *kinds, argument=argument),
+        *refused(entry, keyword, ValueError, *values, argument=argument),
+    ]
+
+
+def optional(entry: Entry, keyword: str, *values: Any, argument: str = "") -> list[Row]:
+    """Return the rows of :func:`number` for an argument that may be None."""
+    return number(entry, keyword, *values, accepts=["None"], argument=argument)
+
+
+def flags(entry: Entry, *keywords: str) -> list[Row]:
+    """Return rows for arguments that are True or False."""
+    return [row for keyword in keywords for row in refused(entry, keyword, ValueError, "no", 1, None)]
+
+
+def built(function: Callable[..., object], **given: Any) -> Entry:
+    """Return an entry that calls a function with the keywords of a good call and one other."""
+    return lambda world, **keywords: function(**{**given, **keywords})
+
+
+def method(path: str) -> Entry:
+    """Return an entry that calls a method of a world, such as ``scheduler.step``, with a value."""
+    return lambda world, **keyword: attrgetter(path)(world)(*keyword.values())
+
+
+def named(prefix: str, rows: Iterable[Row], world: str = "run") -> list[Row]:
     """Return the rows with ``prefix`` before their names."""
-    return [Row(f"{prefix}: {row.name}", row.call, row.error, row.message, row.world) for row in rows]
+    return [replace(row, name=f"{prefix}: {row.name}", world=world) for row in rows]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import io
 import random
 import resource
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.bad_input.state_rows import HUGE
+from tests.bad_input.rows import HUGE
+from tests.bad_input.states import replaced
 from tests.bad_input.world import World, differences, process_snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -112,16 +112,6 @@ class Payload:
         return print, ("this file ran code",)
 
 
-def replaced(keys: tuple[Any, ...], value: Any) -> Callable[[dict[str, Any]], None]:
-    def edit(state: dict[str, Any]) -> None:
-        target = state
-        for key in keys[:-1]:
-            target = target[key]
-        target[keys[-1]] = value
-
-    return edit
-
-
 def nested(depth: int) -> list[Any]:
     value: list[Any] = []
     for _ in range(depth):
@@ -129,33 +119,26 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
-SCHEDULERS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "code": replaced(("scheduler", "hdet", 0, "step"), Payload()),
-    "a huge step": replaced(("scheduler", "hdet", 0, "step"), HUGE),
-    "a huge history": replaced(("scheduler", "hdet", 0, "history"), HUGE),
-    "a huge window": replaced(("scheduler", "hdet", 0, "window", "sum"), HUGE),
-    "huge rates": replaced(("scheduler", "hdet", 0, "spread", "scheduled"), HUGE),
-    "a huge outer state": replaced(("scheduler", "hdet", 0, "outer"), {"consensus": [HUGE]}),
-    "a huge compression state": replaced(("scheduler", "hdet", 0, "compression"), HUGE),
-    "a huge configuration": replaced(("scheduler", "hdet", 0, "config"), HUGE),
-    "deep nesting": replaced(("scheduler", "hdet", 0, "spread"), nested(400)),
-    "a deep history": replaced(("scheduler", "hdet", 0, "history"), nested(400)),
-    "a step of text": replaced(("scheduler", "hdet", 0, "step"), "3"),
-    "a negative step": replaced(("scheduler", "hdet", 0, "step"), -3),
-    "a size of zero": replaced(("scheduler", "hdet", 0, "size"), 0),
-    "a scheduler of text": replaced(("scheduler",), "state"),
-    "no scheduler": replaced(("scheduler",), None),
-    "a scheduler that is a tensor": replaced(("scheduler",), HUGE),
-}
-OPTIMIZERS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "a huge moment": replaced(("optimizer", "state", 0, "exp_avg"), HUGE),
-    "a huge step": replaced(("optimizer", "state", 0, "step"), HUGE),
-    "huge groups": replaced(("optimizer", "param_groups"), HUGE),
-    "a huge learning rate": replaced(("optimizer", "param_groups", 0, "lr"), HUGE),
-    "a deep state": replaced(("optimizer", "state"), nested(400)),
-    "an optimizer of text": replaced(("optimizer",), "state"),
-}
-HOSTILE = {"scheduler": SCHEDULERS, "optimizer": OPTIMIZERS}
+HDET = ("scheduler", "hdet", 0)
+#: Hostile values, by the place in the file that they take.
+HOSTILE: list[tuple[tuple[Any, ...], Any]] = [
+    ((*HDET, "step"), Payload()),
+    ((*HDET, "step"), HUGE),
+    ((*HDET, "history"), HUGE),
+    ((*HDET, "window", "sum"), HUGE),
+    ((*HDET, "spread", "scheduled"), HUGE),
+    ((*HDET, "outer"), {"consensus": [HUGE]}),
+    ((*HDET, "compression"), HUGE),
+    ((*HDET, "config"), HUGE),
+    ((*HDET, "spread"), nested(400)),
+    ((*HDET, "history"), nested(400)),
+    (("scheduler",), HUGE),
+    (("optimizer", "state", 0, "exp_avg"), HUGE),
+    (("optimizer", "state", 0, "step"), HUGE),
+    (("optimizer", "param_groups"), HUGE),
+    (("optimizer", "param_groups", 0, "lr"), HUGE),
+    (("optimizer", "state"), nested(400)),
+]
 
 
 def most_memory() -> int:
@@ -163,26 +146,18 @@ def most_memory() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-@pytest.mark.parametrize("part", ["scheduler", "optimizer"])
-def test_hostile_states_are_refused_without_using_memory(part: str, good: bytes, world: World) -> None:
-    before, memory, wrong = world.snapshot(), most_memory(), {}
-    for name, edit in HOSTILE[part].items():
-        state = torch.load(io.BytesIO(good), weights_only=True)
-        edit(state)
-        content = written(state)
+def test_hostile_states_are_refused_without_using_memory(good: bytes, world: World) -> None:
+    before, state, wrong = world.snapshot(), torch.load(io.BytesIO(good), weights_only=True), []
+    for keys, value in HOSTILE:
+        content, memory = written(replaced(state, keys, value)), most_memory()
         try:
-            getattr(world, part).load_state_dict(torch.load(io.BytesIO(content), weights_only=True)[part])
+            getattr(world, keys[0]).load_state_dict(torch.load(io.BytesIO(content), weights_only=True)[keys[0]])
+            wrong.append((keys, "nothing was raised"))
         except Exception as error:
-            if not str(error):
-                wrong[name] = f"{type(error).__name__} without a message"
-        else:
-            wrong[name] = "nothing was raised"
-        if changed := differences(before, world.snapshot()):
-            wrong[name] = f"changed: {', '.join(changed)}"
-        if most_memory() > memory + 500e6:
-            memory = most_memory()
-            wrong[name] = "more than 500 MB were used"
-    assert wrong == {}
+            wrong += [] if str(error) else [(keys, f"{type(error).__name__} without a message")]
+        wrong += [(keys, f"changed {name}") for name in differences(before, world.snapshot())]
+        wrong += [(keys, "more than 500 MB were used")] if most_memory() > memory + 500e6 else []
+    assert wrong == []
 
 
 def test_a_file_that_claims_10_to_the_9_entries_is_small() -> None:

@@ -49,14 +49,13 @@ class World:
         self.scheduler.step(loss)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything that a call could change, as values that compare bit by bit."""
-        return {
-            **{f"model {name}": frozen(value) for name, value in _module(self.model).items()},
-            **{f"bare model {name}": frozen(value) for name, value in _module(self.bare_model).items()},
-            **{f"optimizer {name}": frozen(value) for name, value in _optimizer(self.optimizer).items()},
-            **{f"bare {name}": frozen(value) for name, value in _optimizer(self.bare).items()},
-            "scheduler": frozen(self.scheduler.state_dict()),
-        }
+        return _snapshot(
+            model=_module(self.model),
+            bare_model=_module(self.bare_model),
+            optimizer=_optimizer(self.optimizer),
+            bare=_optimizer(self.bare),
+            scheduler={"state": self.scheduler.state_dict()},
+        )
 
 
 class StackWorld:
@@ -86,38 +85,41 @@ class StackWorld:
         self.scheduler.step(losses)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything that a call could change, as values that compare bit by bit."""
-        return {
-            **{f"module {name}": frozen(value) for name, value in _module(self.module).items()},
-            "stack": frozen(self.stack.state_dict()),
-            "gradients": frozen([parameter.grad for parameter in self.stack.parameters()]),
-            "hyper": frozen(dict(self.stack.hyper)),
-            **{f"optimizer {name}": frozen(value) for name, value in _optimizer(self.optimizer).items()},
-            "scheduler": frozen(self.scheduler.state_dict()),
+        stack = {
+            "gradients": [parameter.grad for parameter in self.stack.parameters()],
+            "hyper": dict(self.stack.hyper),
         }
+        return _snapshot(
+            module=_module(self.module),
+            stack={"state": self.stack.state_dict(), **stack},
+            optimizer=_optimizer(self.optimizer),
+            scheduler={"state": self.scheduler.state_dict()},
+        )
+
+
+def _snapshot(**parts: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that a call could change, as values that compare bit by bit."""
+    return {f"{part} {name}": frozen(value) for part, values in parts.items() for name, value in values.items()}
 
 
 def _module(module: nn.Module) -> dict[str, Any]:
-    hooks = [len(part._forward_hooks) + len(part._backward_hooks) for part in module.modules()]
-    modes = [part.training for part in module.modules()]
     parameters = list(module.parameters())
-    places = [(param.data_ptr(), param.requires_grad, param.dtype) for param in parameters]
     return {
         "tensors": module.state_dict(),
         "gradients": [param.grad for param in parameters],
-        "hooks": hooks,
-        "modes": modes,
-        "places": places,
+        "hooks": [len(part._forward_hooks) + len(part._backward_hooks) for part in module.modules()],
+        "modes": [part.training for part in module.modules()],
+        "places": [(param.data_ptr(), param.requires_grad, param.dtype) for param in parameters],
     }
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
+    groups = optimizer.param_groups
     return {
-        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        "members": [[id(param) for param in group["params"]] for group in optimizer.param_groups],
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        "members": [[id(param) for param in group["params"]] for group in groups],
         "state": optimizer.state_dict()["state"],
-        "hooks": {name: len(getattr(optimizer, name)) for name in hooks},
+        "hooks": {name: len(value) for name, value in vars(optimizer).items() if name.endswith("_hooks")},
         "attributes": sorted(vars(optimizer)),
         "max_grad_norm": getattr(optimizer, "max_grad_norm", None),
     }
@@ -141,13 +143,8 @@ def frozen(value: Any) -> Any:
     if isinstance(value, Tensor) and (value.numel() > 10**6 or value.is_meta):
         return str(value.dtype), tuple(value.shape)  # a hostile one: nothing here is as large, or without values
     if isinstance(value, Tensor):
-        whole = value.detach().cpu().contiguous()
-        return (
-            str(value.dtype),
-            tuple(value.shape),
-            str(value.device),
-            whole.view(-1).view(torch.uint8).numpy().tobytes(),
-        )
+        whole = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), str(value.device), whole.numpy().tobytes()
     if isinstance(value, float):
         return type(value).__name__, struct.pack("d", value)
     if isinstance(value, np.ndarray):
