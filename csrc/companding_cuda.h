@@ -121,8 +121,6 @@ struct Codes {
     pack(above);
   }
 
-  __device__ __forceinline__ uint32_t byte(int j) const { return words.values[j / 4] >> (8 * (j % 4)) & 0xffu; }
-
   // Takes the lowest byte of each number.
   __device__ __forceinline__ void pack(const uint32_t (&above)[kWidth]) {
     if constexpr (kWidth == 1) {

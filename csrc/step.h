@@ -14,6 +14,8 @@
 namespace hdet {
 
 inline constexpr int kMaxStates = 3;
+// Of these, how many can be codes of 8 bits: not the third one, the largest second moment of amsgrad.
+inline constexpr int kMaxCoded = 2;
 // The bytes of the caller's scratch for each slot of each replica.
 inline constexpr int64_t kScratchBytes = 128;
 
@@ -84,6 +86,7 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
     HDET_CHECK(scales[i].has_value() == (states[i].has_value() && states[i]->scalar_type() == ScalarType::Byte),
                "state ", i, " must have scales if it is uint8 codes, and else none");
     if (!states[i].has_value()) continue;
+    HDET_CHECK(i < kMaxCoded || !scales[i].has_value(), "the largest second moment of amsgrad cannot be uint8 codes");
     HDET_CHECK(work.state_count == i, "state ", i, " is given and one before it is not");
     if (i == 0) work.state_type = states[i]->scalar_type();
     work.states[i] = checked<void>(*states[i], "state", work.state_type, work.row_size, param);

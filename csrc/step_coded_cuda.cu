@@ -7,7 +7,8 @@
 // those that a chunk shares). bench/results/h200_optim_step.json has the times.
 #include <torch/csrc/stable/ops.h>
 
-#include "shared_codes_cuda.h"
+#include "companding_cuda.h"
+#include "step_cuda.h"
 
 namespace hdet {
 namespace {
@@ -34,6 +35,146 @@ struct CodedStorage : MasterStorage<kMaster, kSplit> {
   // fastest of several, measured on an H200.
   static constexpr int kThreadBlocks = !kMaster ? 16 : kSplit ? 12 : 1;
   static constexpr bool kAhead = sizeof(P) == 2;
+};
+
+// The update rules are those of rules.h, with the steps from level to value and from push to move arranged for fewer
+// instructions. Only the last bits of results differ.
+
+// Pushes kWidth elements. `theta(j)` is the parameter of element j, and `units` the values of level 1. The states are
+// levels, and become values.
+template <int kStates, int kCount, int kWidth, typename R, typename Theta>
+__device__ __forceinline__ void push_levels(const R& rule, const Theta& theta, float (&slopes)[kWidth],
+                                            const float (&units)[kCount], float (&states)[kCount][kWidth],
+                                            Push<float> (&pushes)[kWidth]) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    float own[kCount];
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) own[k] = states[k][j] * units[k];
+    pushes[j] = rule.template push<kStates, kShortest>(theta(j), slopes[j], own);
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) states[k][j] = own[k];
+  }
+}
+
+// Adam's factors of gradient, level and moment are multiplied first, once for all elements. The gradient takes the root
+// of the second moment's factor, because its square alone may overflow.
+template <int kStates, int kCount, int kWidth, typename Theta>
+__device__ __forceinline__ void push_levels(const Adam<float>& rule, const Theta& theta, float (&slopes)[kWidth],
+                                            const float (&units)[kCount], float (&states)[kCount][kWidth],
+                                            Push<float> (&pushes)[kWidth]) {
+  float factor = rule.factor;
+  if (rule.l2 != 0) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) slopes[j] = __fmaf_rn(rule.l2, theta(j), slopes[j] * factor);
+    factor = 1;
+  }
+  const float take1 = rule.take1 * factor, keep1 = (1 - rule.take1) * units[0];
+  const float take2 = root<kShortest>(rule.take2) * factor, keep2 = rule.keep2 * units[1];
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    const float share = take2 * slopes[j];
+    states[0][j] = __fmaf_rn(take1, slopes[j], keep1 * states[0][j]);
+    states[1][j] = __fmaf_rn(share, share, keep2 * states[1][j]);
+    pushes[j] = {states[0][j], root<kShortest>(states[1][j])};
+  }
+}
+
+// Moves parameters by pushes.
+template <int kStates, typename R>
+struct Move {
+  R rule;
+  explicit __device__ __forceinline__ Move(const R& rule) : rule(rule) {}
+  __device__ __forceinline__ float operator()(float theta, const Push<float>& push) const {
+    return rule.template move<kStates, kShortest>(theta, push);
+  }
+};
+
+// Adam's learning rate divides the divisor. One below 2⁻¹⁰⁰, whose inverse might overflow, counts as 0.
+template <int kStates>
+struct Move<kStates, Adam<float>> {
+  float keep, per_root, eps;
+  explicit __device__ __forceinline__ Move(const Adam<float>& rule) : keep(rule.keep) {
+    const bool still = fabsf(rule.size) < 0x1p-100f;
+    const float inverse = -approximate_inverse(rule.size);
+    per_root = still ? 0.0f : rule.per_root * inverse;
+    eps = still ? INFINITY : rule.eps * inverse;
+  }
+  __device__ __forceinline__ float operator()(float theta, const Push<float>& push) const {
+    return __fmaf_rn(push.direction, approximate_inverse(__fmaf_rn(per_root, push.root, eps)), theta * keep);
+  }
+};
+
+// kWidth elements of the gradient and the states, which replicas share.
+template <int kStates, int kWidth, typename Store, typename R>
+struct SharedCodes {
+  static constexpr int kCount = kStates > 0 ? kStates : 1;
+  GradientPack<float, kWidth> slope;
+  Codes<kWidth> codes[kCount];
+  float states[kCount][kWidth];
+
+  static constexpr bool is_signed(int state) { return R::kSignedFirst && state == 0; }
+
+  __device__ __forceinline__ void load(const Buffers<Store>& from, int64_t gradient, GradientType type, unsigned at) {
+    slope.load(gradient, type, at);
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) codes[k].words = fetch<decltype(codes[k].words)>(from.states[k] + at);
+  }
+
+  __device__ __forceinline__ void push(const R& rule, const Parameters<Store, kWidth>& parameters, GradientType type,
+                                       const float (&scales)[kCount], Push<float> (&pushes)[kWidth]) {
+    float units[kCount], slopes[kWidth];
+    decode<0>(scales, units);
+    slope.widen(type, slopes);
+    push_levels<kStates>(rule, [&](int j) { return parameters.value(j); }, slopes, units, states, pushes);
+  }
+
+  // The bits of the largest of `others` and the magnitudes of state k. See magnitude_bits.
+  template <int k>
+  __device__ __forceinline__ uint32_t largest(uint32_t others) const {
+    if constexpr (is_signed(k)) {
+      float most = __uint_as_float(others);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) most = larger(most, states[k][j]);
+      return __float_as_uint(most);
+    } else {
+#pragma unroll
+      for (int j = 0; j + 1 < kWidth; j += 2)
+        others = __vimax3_u32(others, __float_as_uint(states[k][j]), __float_as_uint(states[k][j + 1]));
+      return kWidth % 2 == 0 ? others : max(others, __float_as_uint(states[k][kWidth - 1]));
+    }
+  }
+
+  // The new scales of the block, given the largest magnitude_bits of each state.
+  static __device__ __forceinline__ void rescale(const uint32_t (&largest)[kCount], float (&scales)[kCount]) {
+    if constexpr (kStates > 0) scales[0] = scale_of<is_signed(0)>(largest[0]);
+    if constexpr (kStates > 1) scales[1] = scale_of<false>(largest[1]);
+  }
+
+  // Stores the codes of all states, given the new scales.
+  __device__ __forceinline__ void store(const Buffers<Store>& to, unsigned at, const float (&scales)[kCount],
+                                        const Random<kWidth>& random) {
+    if constexpr (kStates > 0) store<0>(to, at, scales[0], random);
+    if constexpr (kStates > 1) store<1>(to, at, scales[1], random);
+  }
+
+ private:
+  // Stores the codes of state k, given the scale of the block.
+  template <int k>
+  __device__ __forceinline__ void store(const Buffers<Store>& to, unsigned at, float scale,
+                                        const Random<kWidth>& random) {
+    codes[k].template encode<is_signed(k)>(states[k], to_levels<is_signed(k)>(scale), random);
+    put_words(to.states[k] + at, codes[k].words);
+  }
+
+  template <int k>
+  __device__ __forceinline__ void decode(const float (&scales)[kCount], float (&units)[kCount]) {
+    if constexpr (k < kStates) {
+      codes[k].template levels<is_signed(k)>(states[k]);
+      units[k] = unit_of<is_signed(k)>(scales[k]) * (is_signed(k) ? 1.0f : 16.0f);
+      decode<k + 1>(scales, units);
+    }
+  }
 };
 
 // Asks for `bytes` bytes, a multiple of 16, to come into the L2 cache: all but perhaps the last few, because only whole
@@ -98,7 +239,7 @@ struct BlockStep {
       for (int g = 0; g < kGroups; ++g) largest[k] = shared[g].template largest<k>(largest[k]);
       largest[k] = __reduce_max_sync(0xffffffffu, largest[k]);
     });
-    Shared<kWidth>::rescale(own.rule, largest, scales);
+    Shared<kWidth>::rescale(largest, scales);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const Random<kWidth> random(own.noise, chunk.offset + at(g));
@@ -109,7 +250,7 @@ struct BlockStep {
         if (first >= rows) break;
         load(parameters[g], first, rows, at(g));
       }
-      shared[g].store(own.rule, buffers, at(g), scales, random);
+      shared[g].store(buffers, at(g), scales, random);
     }
     store_scales(block, scales);
   }
@@ -139,12 +280,12 @@ struct BlockStep {
     }
     __syncwarp();
     each_state<0>([&]<int k>() { largest[k] = __reduce_max_sync(0xffffffffu, largest[k]); });
-    Shared<1>::rescale(own.rule, largest, scales);
+    Shared<1>::rescale(largest, scales);
 #pragma unroll 1
     for (unsigned at = begin; at < end; at += kWarp) {
       push_at(at);
       const Random<1> random(own.noise, chunk.offset + at);
-      shared.store(own.rule, buffers, at, scales, random);
+      shared.store(buffers, at, scales, random);
 #pragma unroll 1
       for (int64_t row = 0; row < rows; ++row) {
         load(parameter, row, rows, at);
@@ -247,15 +388,14 @@ __global__ void __launch_bounds__(kWarps * kWarp, kTogether > 1 ? 1 : Store::kTh
                          master_at<Store>(work, chunk),
                          {}};
 #pragma unroll
-  for (int k = 0; k < kMaxStates; ++k)
+  for (int k = 0; k < kMaxCoded; ++k)
     if (k < work.state_count) buffers.states[k] = static_cast<uint8_t*>(work.states[k]) + chunk.offset;
   gradient.address += chunk.start * GradientPack<float, 1>::alignment(gradient.type);
-  // Where amsgrad is not in use any more, second moments may still be shares of the largest ones.
-  if (uses_most_states(own.rule, work) || (R::kMostStates == 3 && work.state_count == 3)) {
-    step_chunk<R::kMostStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
-  } else {
-    step_chunk<R::kFewestStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
+  if constexpr (R::kMostStates <= kMaxCoded) {
+    if (uses_most_states(own.rule, work))
+      return step_chunk<R::kMostStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
   }
+  step_chunk<R::kFewestStates, kTogether>(work, buffers, own, prepared + chunk.slot, chunk, gradient);
 }
 
 template <typename Store>

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "amsgrad_codes_cpu.h"
 #include "bound_step.h"
+#include "companding_cpu.h"
 #include "convert_cpu.h"
 
 namespace hdet {
@@ -115,36 +115,6 @@ void update_in_place(const Work& work, const Prepared<R>& own, const Gradient& g
   });
 }
 
-// Both sums of squares of amsgrad from element `at` on, whose block has scale number `scale`.
-inline AmsgradCodes amsgrad_codes(const Work& work, int64_t at, int64_t scale) {
-  return {static_cast<uint8_t*>(work.states[1]) + at, static_cast<uint8_t*>(work.states[2]) + at,
-          work.scales[1] + scale, work.scales[2] + scale};
-}
-
-// Decodes states, at most kBlock elements of each.
-template <int kStates, typename R>
-void load_states(const Work& work, int64_t at, int64_t count, int64_t scale, float* const* states) {
-  for (int k = 0; k < std::min(kStates, 2); ++k)
-    load_codes(work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count, states[k]);
-  if constexpr (R::kMostStates == 3) {
-    // Also where amsgrad is no longer in use.
-    if (work.state_count == 3) load_shares(amsgrad_codes(work, at, scale), count, states[1]);
-    if constexpr (kStates == 3) load_largest(amsgrad_codes(work, at, scale), count, states[2]);
-  }
-}
-
-// Encodes what load_states decodes.
-template <int kStates, typename R>
-void store_states(const Work& work, const Noise& noise, int64_t at, int64_t count, int64_t scale,
-                  const float* const* states) {
-  CodeBits bits;
-  bits.draw(noise, at, count);
-  for (int k = 0; k < (kStates == 3 ? 1 : kStates); ++k)
-    store_codes(states[k], work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count, bits.data());
-  if constexpr (kStates == 3)
-    store_amsgrad(states[1], states[2], amsgrad_codes(work, at, scale), count, bits.data());
-}
-
 // Steps elements at .. at + count of the flat buffers, at most kBlock of them, in every replica, through buffers in the
 // type of the arithmetic. `prepared` has the numbers of the slot. The scales of states that are codes are those from number
 // `scale` on.
@@ -162,7 +132,8 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
     if (!plain_states && !coded) read_span(plain<BFloat16>(work.states[k], at), count, states[k]);
   }
   if constexpr (std::is_same_v<T, float>) {
-    if (coded) load_states<kStates, R>(work, at, count, scale, states);
+    for (int k = 0; k < kStates && coded; ++k)
+      load_codes(work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count, states[k]);
   }
   for (int64_t row = 0; row < work.rows; ++row) {
     const Prepared<R>& own = prepared[row * work.slot_count];
@@ -182,7 +153,12 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
     });
   }
   if constexpr (std::is_same_v<T, float>) {
-    if (coded) store_states<kStates, R>(work, prepared[0].noise, at, count, scale, states);
+    if (coded) {
+      CodeBits bits;
+      bits.draw(prepared[0].noise, at, count);
+      for (int k = 0; k < kStates; ++k)
+        store_codes(states[k], work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count, bits.data());
+    }
   }
   for (int k = 0; k < kStates && !plain_states && !coded; ++k) {
     const auto stored = plain<BFloat16>(work.states[k], at);

@@ -11,7 +11,8 @@ signed   momentum_buffer, exp_avg         128 ± c     ±(c/127)²·scale
 unsigned exp_avg_sq, sum                  c           ((2c + 1)/511)⁴·scale
 ======== ================================ =========== =====================
 
-With amsgrad, ``exp_avg_sq`` and ``max_exp_avg_sq`` have other codes: see :mod:`.amsgrad_codes`.
+``max_exp_avg_sq`` of amsgrad has no codes: an average in 8 bits wanders by a tenth of itself, because every step rounds
+it at random, and the largest of all its values would grow for that reason alone.
 
 The levels of sums of squares are fourth powers of odd numbers, so none of them is 0: a parameter whose first moment is
 not zero would be divided by ε alone. The smallest one is 1.5e-11 of the largest.
@@ -87,7 +88,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
         scales: float32 [blocks of n], or [replicas, blocks of n].
         signed: Whether the state can be negative.
     """
-    unit = spread(scales * (1 / TOP[signed]), codes)
+    unit = _spread(scales * (1 / TOP[signed]), codes)
     if signed:
         steps = codes.float() - 128
         return steps * steps.abs() * unit
@@ -106,11 +107,11 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     Returns:
         uint8 codes of the shape of ``values``, and float32 scales [blocks of n] or [replicas, blocks of n].
     """
-    largest = in_blocks(values).abs().amax(-1)  # NaN where a value is
+    largest = _in_blocks(values).abs().amax(-1)  # NaN where a value is
     scales = torch.where(largest.isfinite(), largest.clamp(min=SMALLEST_SCALE[signed]), torch.nan)
-    x = values.abs() * spread(TOP[signed] / scales, values)
+    x = values.abs() * _spread(TOP[signed] / scales, values)
     x = torch.where(x < TOP[signed], x, TOP[signed])  # also where it is NaN
-    z = centred(noise)
+    z = _centred(noise)
     if signed:
         root = ((x - 0.25) + z * z).clamp(min=0).sqrt()
         steps = root - z
@@ -123,7 +124,7 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     return torch.where(taken, upper, upper - 1).to(torch.uint8), scales
 
 
-def centred(noise: Tensor | float) -> Tensor | float:
+def _centred(noise: Tensor | float) -> Tensor | float:
     """Return the random number between -½ and ½ of each 16 random bits."""
     return noise if isinstance(noise, float) else (noise.float() - 32767.5) * 2.0**-16
 
@@ -155,15 +156,15 @@ def encode_again(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def _differ(found: Tensor, values: Tensor) -> Tensor:
     """Return for each block whether a number in it differs."""
     apart = (found != values) & ~(found.isnan() & values.isnan())
-    return in_blocks(apart).any(-1)
+    return _in_blocks(apart).any(-1)
 
 
-def in_blocks(values: Tensor, *, padding: bool = False) -> Tensor:
-    """Return the values [..., blocks, BLOCK], the last block filled with ``padding``."""
+def _in_blocks(values: Tensor) -> Tensor:
+    """Return the values [..., blocks, BLOCK], the last block filled with zeros."""
     missing = -values.shape[-1] % BLOCK
-    return torch.nn.functional.pad(values, (0, missing), value=padding).unflatten(-1, (-1, BLOCK))
+    return torch.nn.functional.pad(values, (0, missing)).unflatten(-1, (-1, BLOCK))
 
 
-def spread(of_blocks: Tensor, like: Tensor) -> Tensor:
+def _spread(of_blocks: Tensor, like: Tensor) -> Tensor:
     """Return each block's number for each of its elements, as many as ``like`` has."""
     return of_blocks.repeat_interleave(BLOCK, dim=-1)[..., : like.shape[-1]]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.amsgrad_codes import CURRENT, LARGEST, decode_largest, decode_state, encode_largest, encode_share
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, flat_gradients
 from hdet_kernels.ops.companding import (
     SIGNED_STATES,
     block_count,
+    decode,
     encode,
     first_scales,
     positions_of_bits,
@@ -92,7 +92,6 @@ def _step(
     states = [state0, state1, state2][: len(STATES[name])]
     scales = [scales0, scales1, scales2][: len(states)]
     coded = any(scale is not None for scale in scales)
-    coded_largest = LARGEST in STATES[name] and scales[-1] is not None
     params = param.view(rows, -1)
     masters = None if master is None else master.view(rows, -1)
     groups = slots[:, 2]
@@ -125,7 +124,10 @@ def _step(
         blocks = slice(first_scale, first_scale + block_count(grad.numel()))
         stored_states = [None if state is None else state[span] for state in states]
         own_scales = [None if scale is None else scale[blocks] for scale in scales]
-        old = _decoded(STATES[name], stored_states, own_scales)
+        old = [
+            state if state is None or scale is None else decode(state, scale, key in SIGNED_STATES)
+            for key, state, scale in zip(STATES[name], stored_states, own_scales, strict=True)
+        ]
         g, factor = grad.to(compute), numbers[0].factor
         if isinstance(factor, Tensor) or factor != 1:
             g = g * factor
@@ -155,7 +157,7 @@ def _step(
                 if noise is None:
                     position = torch.arange(offset, offset + value.numel(), device=value.device)
                     noise = random_bits_at(numbers[0].key, 0, positions_of_bits(position))
-                codes, largest = _encoded(STATES[name][k], value, new[2] if coded_largest else None, numbers[0], noise)
+                codes, largest = encode(value, STATES[name][k] in SIGNED_STATES, noise)
                 # A state that is not in use is a new tensor where the host may not read the hyperparameters. Encoded
                 # again, it would change in its last bits.
                 same = False if free else value.eq(before).all()
@@ -164,31 +166,6 @@ def _step(
     counted = torch.where((h.momentum != 0) | (steps > 0), t, -t) if name == "sgd" else t
     counted = torch.where(gradients[:, 0] != NO_GRADIENT, counted.to(steps.dtype), steps)
     steps.copy_(counted if free else _unless(skip, steps, counted))
-
-
-def _decoded(
-    names: Sequence[str], states: Sequence[Tensor | None], scales: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Return the states of a slot, those that are codes decoded."""
-    largest = None
-    if names[-1:] == (LARGEST,) and states[-1] is not None and scales[-1] is not None:
-        largest = states[-1], scales[-1]
-    return [
-        state if state is None or scale is None else decode_state(name, state, scale, largest)
-        for name, state, scale in zip(names, states, scales, strict=True)
-    ]
-
-
-def _encoded(name: str, value: Tensor, largest: Tensor | None, n: Numbers, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of a state, given the new ``max_exp_avg_sq`` where that state is coded."""
-    if name == LARGEST:
-        return encode_largest(value)
-    codes, scales = encode(value, name in SIGNED_STATES, noise)
-    if name != CURRENT or largest is None:
-        return codes, scales
-    stored, its_scales = encode_largest(largest)
-    shares = encode_share(value, decode_largest(stored, its_scales), noise)
-    return choose(n.amsgrad, lambda: shares, lambda: codes), choose(n.amsgrad, lambda: -its_scales, lambda: scales)
 
 
 def _by_slot(columns: dict[str, Tensor], rows: int, slots: int, free: bool) -> list[list[Numbers]]:

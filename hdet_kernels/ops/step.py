@@ -257,6 +257,11 @@ def _check_scales(given: StepArguments) -> dict[str, Tensor]:
             )
         if scales is None:
             continue
+        if name == "max_exp_avg_sq":
+            raise ValueError(
+                "amsgrad needs float32 or bfloat16 states, got uint8 codes: the maximum of a state in 8 bits grows by "
+                "its rounding alone"
+            )
         if scales.shape != (numel,) or scales.dtype != torch.float32 or not scales.is_contiguous():
             raise ValueError(
                 f"the scales of {name} must be {numel} contiguous float32 numbers, {BLOCKS_PER_CHUNK} for each chunk, "

@@ -27,7 +27,6 @@ def step_block(
     state2,
     scales0,
     scales1,
-    scales2,
     n,
     mine,
     grad,
@@ -44,7 +43,7 @@ def step_block(
     theta = _in_full(param, master, at, inside, wide)
     random = _random(quad, mine, RANDOM)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
-    states = (state0, state1, state2, scales0, scales1, scales2)
+    states = (state0, state1, state2, scales0, scales1)
     noise = centred_noise(random, at) if CODED else random
     direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
     theta = move(RULE, theta, direction, other, n, CODED)
@@ -60,7 +59,6 @@ def step_rows(
     state2,
     scales0,
     scales1,
-    scales2,
     n,
     mine,
     grad,
@@ -86,7 +84,7 @@ def step_rows(
         # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
         theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
     random = _random(quad, mine, RANDOM)
-    states = (state0, state1, state2, scales0, scales1, scales2)
+    states = (state0, state1, state2, scales0, scales1)
     noise = centred_noise(random, at) if CODED else random
     direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
     # The row is a scalar, because pointers that the loop advances would get another layout.

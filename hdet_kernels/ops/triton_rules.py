@@ -16,7 +16,6 @@ import triton.language as tl
 
 from hdet_kernels.ops.step import check_rules
 from hdet_kernels.ops.table import COLUMNS
-from hdet_kernels.ops.triton_amsgrad_codes import read_amsgrad, write_amsgrad
 from hdet_kernels.ops.triton_companding import read_codes, write_codes
 from hdet_kernels.ops.triton_rounding import read, short_ratio, write
 
@@ -81,7 +80,6 @@ def push(
     state2,
     scales0,
     scales1,
-    scales2,
     at,
     inside,
     random,
@@ -93,7 +91,7 @@ def push(
     of the random bits, and for states in 8 bits their centred noise. ``theta`` is used only where weight decay is an L2
     penalty (number 1 of sgd, adam, adagrad) and not 0.
     """
-    states, scales = (state0, state1, state2), (scales0, scales1, scales2)
+    states, scales = (state0, state1, state2), (scales0, scales1)
     if RULE == "sgd":
         direction, other = _push_sgd(theta, g, n, state0, scales0, at, inside, random, STOCHASTIC)
     elif RULE == "adam":
@@ -215,7 +213,6 @@ def _push_adam(
     largest,
     average_scales,
     square_scales,
-    largest_scales,
     at,
     inside,
     random,
@@ -224,36 +221,20 @@ def _push_adam(
     """Return the first moment and the root of the second."""
     take1, keep2, take2 = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4)
     m = _read(average, average_scales, at, inside, g.dtype, True)
-    if largest_scales is not None:
-        v, u = read_amsgrad(square, largest, square_scales, largest_scales, at, inside)
-    else:
-        v = _read(square, square_scales, at, inside, g.dtype, False)
-        u = v
+    v = _read(square, square_scales, at, inside, g.dtype, False)
     m = m + take1 * (g - m)
     v = keep2 * v + take2 * g * g  # in this order, as torch: g² alone overflows from 1.9e19 on
     _write(average, average_scales, at, m, inside, random, 2, STOCHASTIC, True)
+    _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
     used = v
-    # Some groups may not use amsgrad: their part of the buffer of the largest moments stays as it is.
-    if largest is None:
-        _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
-    elif largest_scales is not None:
-        if tl.load(n + 8) != 0:
-            used = _larger(u, v)
-            write_amsgrad(square, largest, square_scales, largest_scales, at, v, used, inside, random[1])
-        else:
-            _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
-    else:
-        _write(square, square_scales, at, v, inside, random, 3, STOCHASTIC, False)
+    if largest is not None:
+        # Some groups may not use amsgrad: their part of the buffer of the largest moments stays as it is.
         on = tl.broadcast_to(tl.load(n + 8), g.shape) != 0
-        u = _larger(_read(largest, largest_scales, at, inside & on, g.dtype, False), v)
-        _write(largest, largest_scales, at, u, inside & on, random, 4, STOCHASTIC, False)
+        u = read(largest, at, inside & on, g.dtype)
+        u = tl.where((v > u) | (v != v), v, u)  # NaN propagates, as in torch.maximum
+        write(largest, at, u, inside & on, random[0], 4, STOCHASTIC)
         used = tl.where(on, u, v)
     return m, _root(used, square_scales is not None)
-
-
-@triton.jit
-def _larger(u, v):
-    return tl.where((v > u) | (v != v), v, u)  # NaN propagates, as in torch.maximum
 
 
 @triton.jit

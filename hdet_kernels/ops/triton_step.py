@@ -42,9 +42,6 @@ STOCHASTIC = {"BLOCK": 512, "num_warps": 2, "maxnreg": 64}
 # 64; 73, 84, 91 with 72; 58, 81, 97 with 48. Two warps without a limit on registers reached 57, 78, 87.
 CODED = {"BLOCK": 256, "num_warps": 1, "maxnreg": 56}
 
-# With the codes of amsgrad whole blocks would spill some of these registers.
-AMSGRAD = {"maxnreg": 72}
-
 # Slots of one program of _advance. It moves some hundred bytes for each slot, so its shape hardly matters.
 SLOTS = 128
 
@@ -124,7 +121,6 @@ def _walk(
     state2,
     scales0,
     scales1,
-    scales2,
     numbers,
     plan,
     chunks,
@@ -162,9 +158,7 @@ def _walk(
             scales0 += program
         if scales1 is not None:
             scales1 += program
-        if scales2 is not None:
-            scales2 += program
-        flats = (param, master, state0, state1, state2, scales0, scales1, scales2)
+        flats = (param, master, state0, state1, state2, scales0, scales1)
         stride, step = tl.cast(row_size, tl.int64), tl.cast(slot_count, tl.int64)
         whole = (count >= BLOCK) & (address % _ALIGNED == 0) & (offset % VECTOR == 0)
         if SHARED:
@@ -217,7 +211,7 @@ def step(
     count = len(slots)
     if count == 0:
         return
-    scales = (scales0, scales1, scales2)
+    scales = (scales0, scales1)
     coded = any(scale is not None for scale in scales)
     # States in 8 bits are always rounded stochastically.
     structure = {"RULE": _RULES[rule], "RANDOM": stochastic_rounding or coded}
@@ -246,8 +240,7 @@ def step(
         for number in dtypes if len(chunks) else ():
             dtype = GRADIENT_DTYPES[number]
             vector = vector_of(dtype, *flats)
-            amsgrad = coded and scales2 is not None
-            shape = shape_of(vector, rows, stochastic=stochastic_rounding, coded=coded, amsgrad=amsgrad)
+            shape = shape_of(vector, rows, stochastic=stochastic_rounding, coded=coded)
             _walk[(len(chunks) * (CHUNK // shape["BLOCK"]),)](
                 *flats,
                 *scales,
@@ -277,10 +270,10 @@ def vector_of(gradient: torch.dtype, *flats: Tensor | None) -> int:
     return 16 // max(gradient.itemsize, *(flat.element_size() for flat in flats if flat is not None))
 
 
-def shape_of(vector: int, rows: int, *, stochastic: bool, coded: bool, amsgrad: bool = False) -> dict[str, int]:
-    """Return the elements of one program of ``_walk`` and its options; ``amsgrad`` with states in 8 bits."""
+def shape_of(vector: int, rows: int, *, stochastic: bool, coded: bool) -> dict[str, int]:
+    """Return the elements of one program of ``_walk`` and its options."""
     if coded:
-        return CODED | AMSGRAD if amsgrad else CODED
+        return CODED
     if rows > 1:
         return {"BLOCK": block_of_rows(vector), "num_warps": WARPS}
     return STOCHASTIC if stochastic else {"BLOCK": BLOCK, "num_warps": WARPS}

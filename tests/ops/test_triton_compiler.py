@@ -89,7 +89,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         constants |= {"SHARED": True}
         yield f"rows-{name}-{label}", triton_step._walk, types, constants, 90
     for label, precision in CODED.items():
-        for name in ("adamw", "sgd-momentum") if label == "coded-bf16" else ("adam-amsgrad",):
+        for name in ("adamw", "sgd-momentum") if label == "coded-bf16" else ("adam",):
             rule, row = RULES[name]
             types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
             constants = _walk_constants(rule, precision, stochastic=precision.param == BF16)
@@ -191,9 +191,8 @@ def compile_kernels() -> dict[str, dict[str, int]]:
         }
         options = triton_wire.OPTIONS if kernel in WIRE else {"num_warps": 4}
         if kernel is triton_step._walk:
-            coded = {"coded": "coded" in name, "amsgrad": "coded" in name and bool(types.get("state2"))}
             rows, stochastic = 1 + constants["SHARED"], bool(constants["STOCHASTIC"])
-            shape = triton_step.shape_of(constants["VECTOR"], rows, stochastic=stochastic, **coded)
+            shape = triton_step.shape_of(constants["VECTOR"], rows, stochastic=stochastic, coded="coded" in name)
             constexprs[(kernel.arg_names.index("BLOCK"),)] = shape["BLOCK"]
             options = {option: value for option, value in shape.items() if option != "BLOCK"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
