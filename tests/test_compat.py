@@ -5,6 +5,7 @@ Every test named after a defect fails on the published behaviour.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from typing import Any
@@ -20,7 +21,7 @@ import hdet_kernels as hk
 from hdet_kernels.compat import OneCycleAutoLR
 from hdet_kernels.controller.softmax import published_decay
 from tests.ranks import run_ranks
-from tests.training import batch, network
+from tests.training import Trainer, batch, network, same
 
 PUBLISHED = {
     "auto_lr_warmup_steps": 100000,
@@ -153,6 +154,45 @@ def test_the_controller_is_the_papers_with_the_published_constants() -> None:
     np.testing.assert_allclose(np.mean([r["rates"][12] for r in results]), eta, rtol=1e-9)
 
 
+def _compared(rank: int) -> dict[str, bool]:
+    """Train by the published class and by the scheduler with the paper's controller; and a run that is resumed."""
+    options = {"max_lr": [0.01, 0.02], "total_steps": 22}
+    names = {"model_sync_interval": 4, "ensemble_lr_spread_ratio": 0.25, "auto_lr_warmup_steps": 8, "loss_scale": 0.05}
+
+    def published() -> Trainer:
+        own = {"make_scheduler": OneCycleAutoLR, "enable_auto_lr": True, **names}
+        return Trainer(rank, ddp=True, groups=True, **own, **options)
+
+    controller = hk.SoftmaxController(8, scale=0.05, rate=0.5, beta=0.9)
+    ours = Trainer(rank, ddp=True, groups=True, auto_lr=controller, sync_every=4, spread=0.25, **options).train(22)
+    theirs, first, second = published().train(22), published().train(10), published()
+    for part in ("module", "optimizer", "scheduler"):
+        getattr(second, part).load_state_dict(copy.deepcopy(getattr(first, part).state_dict()))
+    second.train(12)
+    scheduler = second.scheduler
+    return {
+        "parameters": same(ours.parameters(), theirs.parameters()),
+        "rates": ours.rates == theirs.rates,
+        "resumed": same(theirs.parameters(), second.parameters()),
+        "resumed rates": theirs.rates[10:] == second.rates,
+        "place": (scheduler.rank, scheduler.world_size) == (rank, 2),
+        "attributes": (scheduler.model_sync_interval, scheduler.ensemble_lr_spread_ratio) == (4, 0.25),
+    }
+
+
+def test_it_is_the_scheduler_with_the_papers_controller_and_resumes_exactly() -> None:
+    for found in run_ranks(2, _compared):
+        assert [name for name, equal in found.items() if not equal] == []
+
+
+def test_groups_of_equal_settings_have_permutations_of_their_own() -> None:
+    params = [{"params": [nn.Parameter(torch.ones(3))]} for _ in range(2)]
+    scheduler = OneCycleAutoLR(torch.optim.AdamW(params, lr=0.1), 0.1, 10, model_sync_interval=1)
+    scheduler.optimizer.step()
+    scheduler.step(1.0)
+    assert list(scheduler.history[0].base) == ["lr/0", "lr/1"]
+
+
 def test_one_process_works_without_a_process_group() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([param], lr=0.1)
@@ -160,5 +200,7 @@ def test_one_process_works_without_a_process_group() -> None:
     for _ in range(10):
         optimizer.step()
         scheduler.step(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"world_size=4, but there is no process group of that size"):
+    with pytest.raises(ValueError, match="world_size"):
         OneCycleAutoLR(optimizer, 0.1, 10, world_size=4)
+    with pytest.raises(TypeError, match="max_lr"):
+        OneCycleAutoLR(optimizer, None, 10)  # type: ignore[arg-type]
