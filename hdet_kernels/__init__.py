@@ -51,7 +51,7 @@ from hdet_kernels.optim import (
     FusedSGD,
 )
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
-from hdet_kernels.scout.settings import ScoutSettings
+from hdet_kernels.schedule.scout.rounds import ScoutSettings
 from hdet_kernels.stack import ReplicaStack
 from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.version import __version__ as __version__

@@ -20,10 +20,9 @@ from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.fanout.multipliers import multipliers, permutation
 from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.schedule.attachment import release
-from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, look_at_gradients
-from hdet_kernels.schedule.history.records import SyncRecord
-from hdet_kernels.schedule.history.sync_callbacks import SyncCallbacks
-from hdet_kernels.schedule.loss_window import LossWindow, run_probe
+from hdet_kernels.schedule.gradients import Displacement, fingerprint, look_at_gradients
+from hdet_kernels.schedule.history import SyncCallbacks, SyncRecord
+from hdet_kernels.schedule.losses import LossWindow, run_probe
 from hdet_kernels.schedule.undo.undoing import Undoing
 
 __all__ = [

@@ -22,7 +22,7 @@ import numpy as np
 
 from hdet_kernels import report
 from hdet_kernels.report import INK, MUTED, History, format_bytes, record_of, records_of, summary
-from hdet_kernels.schedule.history.records import SyncRecord
+from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.version import __version__
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hdet_kernels.checks import check_kind, spell
-from hdet_kernels.schedule.history.records import SyncRecord
+from hdet_kernels.schedule.history import SyncRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

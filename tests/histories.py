@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from hdet_kernels.schedule.history.records import SyncRecord
+from hdet_kernels.schedule.history import SyncRecord
 
 
 def record(step: int, replicas: int = 4, groups: int = 1, **changes: Any) -> SyncRecord:

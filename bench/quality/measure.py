@@ -13,10 +13,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet_kernels.controller import peak_posterior
-from hdet_kernels.controller.regression import RegressionController
+from hdet_kernels.controller.regression import RegressionController, Soundness, evidence, path_length
 from hdet_kernels.controller.settings import RegressionSettings
-from hdet_kernels.controller.soundness import Soundness
 
 from .observations import Observed
 
@@ -91,20 +89,20 @@ def turn_of(seen: Observed, run: int, settings: RegressionSettings) -> tuple[flo
     """
     lengths, found, clear, length = [], [], [], 0.0
     for at, step in enumerate(seen.step):
-        length = peak_posterior.path_length(length, float(seen.rate[at, run]), int(step), seen.sync_every)
+        length = path_length(length, float(seen.rate[at, run]), int(step), seen.sync_every)
         slope, error = float(seen.slope[at, run]), float(seen.error[at, run])
         if at and math.isfinite(slope):  # the first cycle has no displacement before it
             significance = abs(slope) / error if error > 0 else math.inf
             lengths.append(length)
-            found.append(peak_posterior.evidence(slope, significance, settings))
+            found.append(evidence(slope, significance, settings))
             clear.append(significance > CLEAR_SIGN)
-    evidence = np.array(found)
-    before = np.concatenate([[0.0], np.cumsum(np.log(0.5 - 0.5 * evidence))])  # slopes up to the turn are negative
-    after = np.concatenate([np.cumsum(np.log(0.5 + 0.5 * evidence)[::-1])[::-1], [0.0]])
+    signs = np.array(found)
+    before = np.concatenate([[0.0], np.cumsum(np.log(0.5 - 0.5 * signs))])  # slopes up to the turn are negative
+    after = np.concatenate([np.cumsum(np.log(0.5 + 0.5 * signs)[::-1])[::-1], [0.0]])
     turn = int(np.argmax(before + after))
     beside = [lengths[max(turn - 1, 0)], lengths[min(turn, len(lengths) - 1)]]
-    side = np.where(np.arange(len(evidence)) < turn, -1.0, 1.0)
-    wrong = (np.sign(evidence) != side)[np.array(clear)]
+    side = np.where(np.arange(len(signs)) < turn, -1.0, 1.0)
+    wrong = (np.sign(signs) != side)[np.array(clear)]
     right_peak = 2.0 ** -float(seen.octaves[run])  # over that of the run
     log_length = float(np.mean(np.log(beside)))
     return log_length - 0.5 * math.log(seen.steps) - math.log(right_peak), float(wrong.mean()) if wrong.size else 0.0

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet_kernels as hk
 from hdet_kernels.optim.group_entries import write_per_replica
-from hdet_kernels.schedule.gradient_hooks import SLOPE_STEPS
+from hdet_kernels.schedule.gradients import SLOPE_STEPS
 
 from .optimizers import replica_optimizer
 from .tasks import Batch, Task

@@ -1,15 +1,15 @@
 """Controllers: from the losses and values of all replicas at a sync to the base values of the next cycle.
 
-``protocol.py`` is the interface to the scheduler: a description of the run, an observation, and the methods of a
-controller. Three controllers implement it:
+``protocol.py`` is the interface to the scheduler: a description of the run, an observation, the methods of a
+controller, and what it found, for records. Three controllers implement it:
 
-- ``regression.py``, the default: the losses regressed on the log multipliers (``least_squares.py``); the signs and the
-  sizes of the slopes as evidence on the right peak (``peak_posterior.py``) and on stability (``soundness.py``).
-- ``hypergradient.py``: the next gradient times the last displacement. It needs no spread and no second replica.
+- ``regression.py``, the default: signs and sizes of slopes as evidence on the right peak and on stability. Where
+  gradients are not shared, the slopes come from the losses by ``least_squares.py``.
+- ``hypergradient.py``: the next gradient times the last displacement. It needs no spread and no second replica. Its
+  base class, which moves a hyperparameter against a slope and caps learning rates under schedules without a warm-up, is
+  that of the regression controller too.
 - ``softmax.py``: the paper's.
 
-The first two share ``slopes.py``, which moves a hyperparameter against a slope, and ``warmup.py``, which caps learning
-rates under schedules without a warm-up. ``findings.py`` has slopes and posteriors of a sync, for its record.
 ``settings.py`` has every constant. All of this is pure: functions of numbers, without tensors, process groups or
 clocks.
 """

@@ -4,25 +4,33 @@ A sync of it, in :meth:`RegressionController.update`:
 
 1. slopes: of learning rates from gradients where all replicas share them, otherwise, and of other scalars, from the
    replicas' losses (``least_squares.py``);
-2. scalars other than learning rates move against their slopes (``slopes.py``);
-3. near the edge of stability all learning rates are lowered (``soundness.py``). Before it the scheduler asks
+2. scalars other than learning rates move against their slopes (:class:`.SlopeController`);
+3. near the edge of stability all learning rates are lowered (:class:`Soundness`). Before it the scheduler asks
    :meth:`RegressionController.judge`, and what is broken returns to the last sound average;
-4. where the user does not trust the given learning rate, the signs of slopes are evidence on the right one
-   (``peak_posterior.py``).
+4. where the user does not trust the given learning rate, the signs of slopes are evidence on the right one.
+
+The evidence of 4: the learning rate that looks best over the next T steps falls as training goes on. At first a larger
+one looks better, later a smaller one. The favoured direction turns where the path length (the sum of the learning rates
+so far) is about 0.5·√S times the right peak, in runs of S steps. From task to task that is off by a factor of e^1.2,
+from start to start of one task by little (``docs/controller.md``). So the sign of a slope is evidence that the right
+peak is higher or lower than the one for which this path length would be the turning point. It is weak evidence, and
+counts only where the user trusts the given learning rate less than that. θ is the right peak over the given one;
+likelihoods are tabulated as logarithms over a grid of log θ.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from statistics import median
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from hdet_kernels.checks import check_number, check_positive, check_whole, keep_plain
-from hdet_kernels.controller import peak_posterior
-from hdet_kernels.controller.findings import Findings
+from hdet_kernels.controller.hypergradient import Flags, SlopeController, relative_rate, usable_slopes
 from hdet_kernels.controller.least_squares import (
     mean_level,
     noise_deviation,
@@ -34,11 +42,197 @@ from hdet_kernels.controller.least_squares import (
     updated_noise,
     without_outliers,
 )
-from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Judgement, Observation, Run, State
+from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Findings, Judgement, Observation, Run, State
 from hdet_kernels.controller.settings import RegressionSettings, SlopeSettings
-from hdet_kernels.controller.slopes import Flags, SlopeController, usable_slopes
-from hdet_kernels.controller.soundness import Soundness
-from hdet_kernels.controller.warmup import relative_rate
+
+#: Largest |log θ| of the grid, and its number of points: far beyond what any evidence moves.
+GRID_REACH, GRID_POINTS = 6.0, 121
+
+
+@cache
+def grid() -> Array:
+    """Return the tabulated values of log θ."""
+    points: Array = np.linspace(-GRID_REACH, GRID_REACH, GRID_POINTS)
+    return points
+
+
+@cache
+def prior(trust: float | None, settings: RegressionSettings) -> Array | None:
+    """Return the prior over the grid; None where the given learning rate is trusted more than slopes could tell.
+
+    It is normal around the given learning rate, its standard deviation log(trust / least_distrust), and flat for no
+    trust at all. Both sides have such weights that the chosen quantile of it is log θ = 0.
+    """
+    if trust is not None and trust <= settings.least_distrust:
+        return None
+    points = grid()
+    deviation = math.inf if trust is None else math.log(trust / settings.least_distrust)
+    density = np.exp(-0.5 * (points / deviation) ** 2)
+    lower, higher = density * (points < 0), density * (points > 0)
+    weights: Array = settings.quantile * lower / lower.sum() + (1 - settings.quantile) * higher / higher.sum()
+    return weights
+
+
+def path_length(before: float, rate: float, step: int, cycle: int) -> float:
+    """Return the path length after ``step`` steps, the last ``cycle`` of them with learning rate ``rate``.
+
+    Args:
+        before: path length at the sync before.
+        rate: learning rate of the last cycle. Earlier steps with a higher one count as made with this one: such steps
+            oscillate and do not add up.
+        step: steps so far.
+        cycle: steps since the sync before.
+    """
+    return min(before, rate * (step - cycle)) + rate * cycle
+
+
+def turning_point(length: float, total_steps: int, settings: RegressionSettings) -> float:
+    """Return the log θ for which the favoured direction turns at this path length, over the peak of the schedule."""
+    return math.log(max(length / (settings.turning_length * math.sqrt(total_steps)), 1e-300))
+
+
+def evidence(slope: float, significance: float, settings: RegressionSettings) -> float:
+    """Return the evidence of a slope, from −1 (a larger value is certainly better) to 1 (a smaller one is)."""
+    beyond_noise = 1 - 1 / significance**2 if significance > 1 else 0.0
+    return math.copysign((1 - 2 * settings.sign_error) * beyond_noise, slope)
+
+
+def updated_likelihood(log_likelihood: Sequence[float], turn: float, found: float) -> list[float]:
+    """Return the log-likelihood over the grid after one more observation.
+
+    Args:
+        log_likelihood: before it; empty before the first one.
+        turn: turning point at this sync, see :func:`turning_point`.
+        found: the evidence, see :func:`evidence`.
+    """
+    points = grid()
+    before = np.asarray(log_likelihood) if len(log_likelihood) else np.zeros(len(points))
+    after = before + np.log(0.5 + 0.5 * found * np.where(points < turn, 1.0, -1.0))
+    return list((after - after.max()).tolist())
+
+
+def chosen_peak(log_likelihood: Sequence[float], trust: float | None, settings: RegressionSettings) -> float:
+    """Return the chosen quantile of the posterior of log θ; 0 without evidence, or where none counts.
+
+    Tasks differ in where they turn: the likelihood is blurred by ``task_deviation`` first.
+    """
+    weights = _posterior(log_likelihood, trust, settings)
+    if weights is None:
+        return 0.0
+    below = np.cumsum(weights) - 0.5 * weights
+    return float(np.interp(settings.quantile * weights.sum(), below, grid()))
+
+
+def posterior_moments(
+    log_likelihood: Sequence[float], trust: float | None, settings: RegressionSettings
+) -> tuple[float, float] | None:
+    """Return mean and standard deviation of the posterior of log θ; None without evidence, or where none counts."""
+    weights = _posterior(log_likelihood, trust, settings)
+    if weights is None:
+        return None
+    share, points = weights / weights.sum(), grid()
+    mean = float(share @ points)
+    return mean, math.sqrt(float(share @ (points - mean) ** 2))
+
+
+def _posterior(log_likelihood: Sequence[float], trust: float | None, settings: RegressionSettings) -> Array | None:
+    """Return the posterior over the grid, not normalised; None without evidence, or where none counts."""
+    weights = prior(trust, settings)
+    if weights is None or not len(log_likelihood):
+        return None
+    return weights * (_blur(settings) @ np.exp(np.asarray(log_likelihood)))
+
+
+@cache
+def _blur(settings: RegressionSettings) -> Array:
+    """Return, for each grid point, the weights of a normal distribution around it over all grid points."""
+    points = grid()
+    found: Array = np.exp(-0.5 * ((points[:, None] - points) / settings.task_deviation) ** 2)
+    return found / found.sum(axis=1, keepdims=True)
+
+
+#: Changes of the level from which the usual one is taken.
+CHANGES = 8
+
+
+@dataclass(frozen=True)
+class Soundness:
+    """The course of the losses so far.
+
+    Args:
+        initial: level (mean loss of the replicas) at the first sync.
+        lowest: lowest level so far.
+        last: level at the last sync.
+        changes: sizes of the last changes of the level, from sync to sync.
+        costs: the last costs of an e-fold larger learning rate, over the gain since the first sync.
+    """
+
+    initial: float
+    lowest: float
+    last: float
+    changes: tuple[float, ...] = ()
+    costs: tuple[float, ...] = ()
+
+    @staticmethod
+    def at(level: float) -> Soundness:
+        """Return the course that begins with ``level``."""
+        return Soundness(level, level, level)
+
+    @property
+    def gain(self) -> float:
+        """The gain since the first sync, at the lowest level."""
+        return self.initial - self.lowest
+
+    def judge(self, level: float | None, settings: RegressionSettings) -> Judgement:
+        """Judge a sync with this level, before it is added. None: no replica is finite."""
+        if level is None:
+            return "broken"
+        above = min(level, self.last) - self.lowest
+        if above > settings.break_share * self.gain and above > settings.break_noise * self.usual_change:
+            return "broken"
+        return "sound" if level <= self.lowest + self.usual_change and not self.near_edge(settings) else "unclear"
+
+    @property
+    def usual_change(self) -> float:
+        """The usual change of the level from sync to sync."""
+        return median(self.changes) if self.changes else math.inf
+
+    def near_edge(self, settings: RegressionSettings) -> bool:
+        """Return whether the last cycles were near the edge of stability.
+
+        A gain that may be noise tells nothing: on a plateau the lowest of many levels is below the first one too.
+        """
+        if len(self.costs) < settings.edge_cycles or self.gain <= settings.break_noise * self.usual_change:
+            return False
+        return median(self.costs) > settings.edge_cost
+
+    def after(self, level: float, slope: float | None, settings: RegressionSettings) -> Soundness:
+        """Return the course after one more sync.
+
+        Args:
+            level: mean loss of the replicas.
+            slope: of the loss in the logarithm of all learning rates together; None if it is not known.
+            settings: the controller's constants.
+        """
+        lowest = min(self.lowest, level)
+        changes = (*self.changes, abs(level - self.last))[-CHANGES:]
+        gain, costs = self.initial - lowest, self.costs
+        if slope is not None and gain > 0:
+            costs = (*costs, slope / gain)[-settings.edge_cycles :]
+        return Soundness(self.initial, lowest, level, changes, costs)
+
+    def begun_anew(self) -> Soundness:
+        """Return the course after the learning rates were lowered: costs of the higher ones no longer count."""
+        return Soundness(self.initial, self.lowest, self.lowest, self.changes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return {**asdict(self), "changes": list(self.changes), "costs": list(self.costs)}
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> Soundness:
+        """Return the course that :meth:`state_dict` saved."""
+        return Soundness(**{**state, "changes": tuple(state["changes"]), "costs": tuple(state["costs"])})
 
 
 @dataclass(frozen=True)
@@ -144,7 +338,7 @@ class RegressionController(SlopeController):
         """Return the state before the first update, for ``count`` hyperparameters.
 
         log_likelihood: over the grid of log θ, empty before the first observation. path_length: see
-        :func:`.peak_posterior.path_length`. ceiling: highest μ that is allowed, None before it was lowered. signs:
+        :func:`path_length`. ceiling: highest μ that is allowed, None before it was lowered. signs:
         running mean of the slopes' signs. noise: see :func:`.least_squares.updated_noise`. soundness: see
         :class:`.soundness.Soundness`.
         """
@@ -156,7 +350,7 @@ class RegressionController(SlopeController):
     @property
     def _follows_signs(self) -> bool:
         """Whether the signs of slopes move learning rates."""
-        return peak_posterior.prior(self.trust, self.settings) is not None
+        return prior(self.trust, self.settings) is not None
 
     def judge(self, run: Run, state: State, seen: Observation) -> Judgement:
         """Return whether the average of a sync is sound, which is kept, or broken, which is undone."""
@@ -187,7 +381,7 @@ class RegressionController(SlopeController):
     def findings(self, run: Run, state: State, seen: Observation) -> Findings:
         """Return the slopes and posteriors of a sync, for its record; see :class:`.ExplainingController`."""
         slopes = self._slopes(run, seen, state["noise"])
-        found = {i: peak_posterior.moments(state["log_likelihood"][i], self.trust, self.settings) for i in _rates(run)}
+        found = {i: posterior_moments(state["log_likelihood"][i], self.trust, self.settings) for i in _rates(run)}
         posterior = {index: moments for index, moments in found.items() if moments is not None}
         if not np.isfinite(seen.losses).any():  # a slope of losses would be 0, and certain
             return replace(Findings.measured(seen), posterior=posterior)
@@ -292,14 +486,14 @@ class RegressionController(SlopeController):
         mu, lengths, likelihoods = list(state["mu"]), list(state["path_length"]), list(state["log_likelihood"])
         for index in rates if self._follows_signs else ():
             rate = relative_rate(run, seen, index, settings)
-            lengths[index] = peak_posterior.path_length(lengths[index], rate, seen.step, cycle)
+            lengths[index] = path_length(lengths[index], rate, seen.step, cycle)
             if not slopes.explored[index] or seen.step < self.rate_steps(run)[0] - STEP_TOLERANCE:
                 continue
             slope, significance = float(slopes.values[index]), float(slopes.significance[index])
-            turn = peak_posterior.turning_point(lengths[index], total, settings)
-            found = peak_posterior.evidence(slope, significance, settings)
-            likelihoods[index] = peak_posterior.updated(likelihoods[index], turn, found)
-            target = peak_posterior.chosen(likelihoods[index], self.trust, settings)
+            turn = turning_point(lengths[index], total, settings)
+            found = evidence(slope, significance, settings)
+            likelihoods[index] = updated_likelihood(likelihoods[index], turn, found)
+            target = chosen_peak(likelihoods[index], self.trust, settings)
             ceiling = math.inf if state["ceiling"][index] is None else state["ceiling"][index]
             mu[index] = self._towards(min(target, ceiling), mu[index])
         return {"mu": mu, "path_length": lengths, "log_likelihood": likelihoods}

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observation, Run, State
 from hdet_kernels.ensemble import Ensemble, held
-from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand
+from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, TieGroups, check_tie_groups, expand, peak_of
 from hdet_kernels.fanout.multipliers import pairs
-from hdet_kernels.fanout.ties import TieGroups, check_tie_groups, peak_of
 from hdet_kernels.optim.group_entries import write_entry, write_per_replica
 
 Array = NDArray[np.float64]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from hdet_kernels.checks import spell
 from hdet_kernels.ensemble import announced_size
-from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.schedule.losses import Loss
 from hdet_kernels.schedule.with_cycle import WithCycle
 
 try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hdet_kernels.checks import check_flag, spell
-from hdet_kernels.schedule.history.records import SyncRecord
+from hdet_kernels.schedule.history import SyncRecord
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -1,15 +1,20 @@
-"""One HDET scheduler for an optimizer at a time: its hooks, and giving the optimizer's own values back.
+"""One HDET scheduler for an optimizer at a time: find the optimizer, hook into it, and give its own values back.
 
 A replica's value stands where the user's was. So a scheduler that is built on an optimizer that had one before first
 gives the user's values back, and the hooks of the old one are removed. They are also removed when a scheduler is
 garbage-collected.
+
+A wrapper, such as the ``AcceleratedOptimizer`` of Accelerate, holds another optimizer as its attribute ``optimizer``
+and passes steps on to it. Only the innermost optimizer runs the hooks of a step, has the state, and is one of this
+package's classes if any of them is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -18,11 +23,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hdet_kernels.checks import check_kind
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
-from hdet_kernels.schedule.gradient_hooks import look_at_gradients
-from hdet_kernels.schedule.guards.step_count import StepCount
-from hdet_kernels.schedule.guards.wrapped import unwrapped
+from hdet_kernels.schedule.gradients import look_at_gradients
+from hdet_kernels.schedule.guards import StepCount
 
 
 class Writer(Protocol):
@@ -201,3 +206,91 @@ def _has(group: dict[str, Any], key: str, written: Any) -> bool:
     if isinstance(held, Tensor) or isinstance(written, Tensor):
         return math.isclose(read_entry(group, key), float(written), rel_tol=1e-6)  # a tensor may have rounded it
     return bool(held == written)
+
+
+@contextlib.contextmanager
+def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """Restore the optimizer if the block raises: entries of its groups, its hooks, and its own ``step``.
+
+    torch's constructor writes the first values of the schedule, and puts a wrapper around ``step`` of the instance.
+
+    Args:
+        optimizer: the optimizer, or a wrapper around it.
+    """
+    outside, optimizer = optimizer, unwrapped(optimizer)
+    groups = [dict(group) for group in optimizer.param_groups]
+    held = [tensor for group in groups for name, value in group.items() if name != "params" for tensor in _in(value)]
+    values = [tensor.clone() for tensor in held]  # schedules fill learning rates that are tensors in place
+    stepped = "step" in vars(outside)
+    hooks: list[dict[int, Any]] = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer._optimizer_load_state_dict_post_hooks,
+    ]
+    registered = [dict(each) for each in hooks]
+    try:
+        yield
+    except BaseException:
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        for tensor, value in zip(held, values, strict=True):
+            tensor.copy_(value)
+        for each, known in zip(hooks, registered, strict=True):
+            each.clear()
+            each.update(known)
+        if not stepped:
+            vars(outside).pop("step", None)
+        raise
+
+
+def _in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in an entry of a parameter group: the entry itself, or those in a tuple."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        yield from (entry for entry in value if isinstance(entry, Tensor))
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the innermost optimizer of a chain of wrappers; an optimizer that wraps none is returned itself.
+
+    A wrapper has methods ``step`` and ``zero_grad`` and an attribute ``optimizer``. It need not be a
+    ``torch.optim.Optimizer``. One that has parameter groups other than those of what it wraps is an optimizer of its
+    own.
+
+    Raises:
+        TypeError: there is no ``torch.optim.Optimizer`` in it.
+    """
+    found, current, seen = None, optimizer, set()
+    while id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, Optimizer):
+            found = current
+        inner = getattr(current, "optimizer", None) if _steps(current) else None
+        if inner is None or not _same_groups(current, inner):
+            break
+        current = inner
+    if found is None:
+        remedy = "pass the optimizer, or a wrapper that has it as its attribute optimizer"
+        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", remedy=remedy)
+    assert found is not None
+    return found
+
+
+def outermost(optimizer: Any) -> Optimizer:
+    """Return the optimizer that a torch scheduler keeps: the given one, or the innermost if torch would refuse it."""
+    return optimizer if isinstance(optimizer, Optimizer) else unwrapped(optimizer)
+
+
+def _steps(candidate: object) -> bool:
+    """Return whether an object can be stepped as an optimizer; a scheduler or a trainer has an ``optimizer`` too."""
+    called = callable(getattr(candidate, "step", None)) and callable(getattr(candidate, "zero_grad", None))
+    return called and not isinstance(candidate, type)
+
+
+def _same_groups(wrapper: object, inner: object) -> bool:
+    outside, inside = getattr(wrapper, "param_groups", None), getattr(inner, "param_groups", None)
+    if outside is None or inside is None:
+        return True
+    return len(outside) == len(inside) and all(one is other for one, other in zip(outside, inside, strict=True))

@@ -1,33 +1,41 @@
 """Build the cycle of a scheduler: check how the arguments fit each other, then put the parts together.
 
-Nothing of the optimizer changes before all checks have passed, except that base values are noted in its groups.
+Nothing of the optimizer changes before all checks have passed, except that base values are noted in its groups. A
+schedule that does not tell its peak and its end is played ahead on a copy (:func:`rehearse`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from hdet_kernels.buckets import Buckets
 from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.converge import Converger, converger_of
-from hdet_kernels.ensemble import Ensemble
-from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, remember_bases
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
+from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, peak_of, remember_bases
 from hdet_kernels.fanout.spread import Spread, rates_of
-from hdet_kernels.fanout.ties import peak_of
 from hdet_kernels.optim.group_entries import forget_per_replica
+from hdet_kernels.schedule.arguments import GradientMode, HasBuffers, HDETOptions, explored
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history.history_file import HistoryFile
-from hdet_kernels.schedule.options import GradientMode, HasBuffers, HDETOptions, explored
-from hdet_kernels.schedule.rehearsal import Rehearsal
-from hdet_kernels.schedule.replicas import check_stack, ensemble_of, gradients_of
-from hdet_kernels.scout import ScoutSettings
-from hdet_kernels.stack import StackEnsemble
+from hdet_kernels.schedule.history import HistoryFile
+from hdet_kernels.schedule.scout.rounds import ScoutSettings
+from hdet_kernels.stack import ReplicaStack, StackEnsemble
+from hdet_kernels.tensors import replicas_of, share_gradients
 
 log = logging.getLogger("hdet_kernels")
 
@@ -208,6 +216,23 @@ def _check_controller_in(run: Run, controller: Controller, overlap_steps: int, r
         )
 
 
+def name_one_replica(cycle: Cycle) -> None:
+    """Log, where there is one replica, that nothing is fanned out; a warning where the user asked for a spread."""
+    if cycle.ensemble.size > 1:
+        return
+    controller = cycle.spread.controller
+    if controller is not None and controller.reads == "slopes":
+        log.info("one replica: nothing is fanned out or averaged, and %s moves the base", type(controller).__name__)
+        return
+    asked = any(hyper.spread for hyper in cycle.spread.hyperparameters)
+    log.log(
+        logging.WARNING if asked else logging.INFO,
+        "one replica: plain %s, nothing is fanned out or averaged. For several replicas start several processes "
+        "(torchrun) and call torch.distributed.init_process_group(), or train a hdet_kernels.ReplicaStack",
+        cycle.schedule.removeprefix("HDETScheduler around "),
+    )
+
+
 def _floor(hyper: Hyperparameter, groups: Sequence[Group]) -> float | None:
     """Return the value that the schedule ends at: OneCycleLR notes it in the group, others do not."""
     if hyper.key != "lr" or hyper.group is None or "min_lr" not in groups[hyper.group]:
@@ -273,3 +298,179 @@ def _converger_of(
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
     """Return the learning rates of the groups; tensors as copies."""
     return rates_of(optimizer.param_groups)
+
+
+def ensemble_of(groups: Sequence[Group], given: Ensemble | None) -> Ensemble:
+    """Return the replicas. Where none are given: the default group, unless parameters are sharded over it."""
+    if given is not None:
+        return given
+    meshes = {param.device_mesh for group in groups for param in group["params"] if hasattr(param, "device_mesh")}
+    if not meshes:
+        return default_ensemble()
+    mesh = next(iter(meshes))
+    if len(meshes) == 1 and mesh.ndim == 2:
+        return ProcessEnsemble(mesh)
+    raise ValueError(
+        f"the parameters are sharded over {' and '.join(map(str, meshes))}, which does not tell which processes are "
+        "replicas of each other: pass ensemble=hdet_kernels.ProcessEnsemble(mesh) with a 2-D mesh (replicate, shard)"
+    )
+
+
+def gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: GradientMode) -> GradientMode:
+    """Return the gradient mode, which a stack knows; raise if parameters and ensemble differ in replicas."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    replicas = {replicas_of(param) for param in params}
+    if not replicas:
+        return gradients  # the converger refuses an optimizer without parameters
+    if replicas == {None}:
+        if ensemble.rows > 1:
+            raise ValueError(
+                f"{ensemble} holds {ensemble.rows} replicas in this process, but the optimizer's parameters are those "
+                "of one: build the optimizer with stack.parameters() of a ReplicaStack"
+            )
+        return gradients
+    if replicas != {ensemble.rows}:
+        raise ValueError(
+            f"the optimizer's parameters are a stack of {', '.join(map(str, replicas))} replicas, and {ensemble} holds "
+            f"{ensemble.rows}: pass ensemble=stack.ensemble"
+        )
+    if not isinstance(getattr(optimizer, "buckets", None), Buckets):
+        raise TypeError(
+            f"{type(optimizer).__name__} has one learning rate for all replicas of a stack: use an optimizer of "
+            "hdet_kernels, such as FusedAdamW(stack.parameters())"
+        )
+    # A stack whose replicas train on their own gradients for a while still shares them.
+    stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
+    found: GradientMode = "shared" if share_gradients(params) else "local"
+    found = found if stack is None else stack.gradients
+    if gradients not in ("auto", found):
+        raise ValueError(
+            f"gradients={gradients!r}, but the stack has {found} ones: leave gradients= out, or build "
+            f"ReplicaStack(…, gradients={gradients!r})"
+        )
+    return found
+
+
+def check_stack(
+    stack: ReplicaStack | None,
+    optimizer: Optimizer,
+    options: HDETOptions,
+    hyperparameters: Sequence[Hyperparameter],
+    gradients: GradientMode,
+) -> None:
+    """Raise unless model and optimizer are those of the stack; warn of scalars that act on no replica alone.
+
+    Args:
+        stack: the stack whose rows are the replicas; None: nothing is checked.
+        optimizer: the innermost one.
+        options: the keywords of the scheduler.
+        hyperparameters: what is explored.
+        gradients: those of the stack.
+    """
+    if stack is None:
+        return
+    if options["model"] is not None and options["model"] is not stack:
+        raise ValueError(
+            f"model= is a {type(options['model']).__name__}, but the buffers that are averaged are those of the stack: "
+            "leave model= out with ensemble=stack.ensemble"
+        )
+    own = {id(param) for param in stack.parameters()}
+    if any(id(param) not in own for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"ensemble= is that of {stack!r}, but the optimizer has parameters of another stack: pass the ensemble of "
+            "the stack whose parameters() the optimizer was built with"
+        )
+    in_the_loss = [hyper.name for hyper in hyperparameters if hyper.group is None]
+    if in_the_loss and gradients == "shared":
+        log.warning(
+            "%s cannot be explored with shared gradients if it acts in the loss: all replicas take the same step, "
+            "whatever its value; build ReplicaStack(…, gradients='local')",
+            ", ".join(in_the_loss),
+        )
+
+
+#: Runs of more steps are not played: a step takes about 10 µs.
+LONGEST = 100_000
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The outcome of playing a schedule.
+
+    Args:
+        highest: highest learning rate of every parameter group.
+        end: learning rate at the last step over the highest one, as a mean over the groups.
+        peak: share of the run after which the first group has reached 99 % of its highest learning rate.
+    """
+
+    highest: tuple[float, ...]
+    end: float
+    peak: float
+
+
+def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
+    """Play a copy of ``scheduler`` from its current step to step ``total_steps``, on a stand-in for its optimizer.
+
+    Optimizer, scheduler and random generators are not modified.
+
+    Returns:
+        None if the run has more than 100 000 steps, or the schedule cannot be copied or played.
+    """
+    if total_steps > LONGEST:
+        return None
+    try:
+        with warnings.catch_warnings(), _same_generators():
+            warnings.simplefilter("ignore")  # torch warns that the stand-in takes no steps
+            stand_in = _stand_in(scheduler.optimizer)
+            played = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
+            rates, step = [_rates(stand_in)], getattr(scheduler, "last_epoch", 0)
+            if step > 0:  # its first part is over; it began at initial_lr
+                rates.insert(0, [float(group.get("initial_lr", 0.0)) for group in stand_in.param_groups])
+            for _ in range(step, total_steps - 1):
+                played.step()
+                rates.append(_rates(stand_in))
+    except Exception as error:  # a user's schedule may raise anything
+        log.info("%s cannot be played ahead (%s): taken as one that anneals", type(scheduler).__name__, error)
+        return None
+    values = np.array(rates)  # [steps, groups]
+    if not np.isfinite(values).all():
+        log.info("%s has learning rates that are not finite: taken as one that anneals", type(scheduler).__name__)
+        return None
+    highest = values.max(axis=0)
+    shares = (values[-1] / np.where(highest > 0, highest, 1.0)).clip(0.0, 1.0)[highest > 0]
+    reached = (values >= 0.99 * highest).any(axis=1).argmax() / total_steps
+    return Rehearsal(tuple(highest.tolist()), float(shares.mean()) if len(shares) else 0.0, float(reached))
+
+
+def built_state(optimizer: Optimizer, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that torch's OneCycleLR has when it is built with these arguments. Nothing is modified."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stand_in = _stand_in(optimizer)
+        stand_in.defaults = dict(optimizer.defaults)  # they tell whether the optimizer has a momentum or betas
+        return OneCycleLR(stand_in, **arguments).state_dict()
+
+
+def _stand_in(optimizer: Optimizer) -> SGD:
+    """Return an optimizer whose groups have the same entries, but one dummy parameter each."""
+    entries = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    stand_in = SGD([{"params": [torch.zeros(1, device="cpu")]} for _ in entries], lr=0.0)
+    for group, own in zip(stand_in.param_groups, copy.deepcopy(entries), strict=True):
+        group.update(own)
+    return stand_in
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def _same_generators() -> Iterator[None]:
+    """Restore the global random generators after the block: a schedule may draw from them."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Iterator
 
 from hdet_kernels.converge import AverageRequest
-from hdet_kernels.schedule.gradient_hooks import fingerprint
-from hdet_kernels.schedule.loss_window import Loss, checked_loss
-from hdet_kernels.schedule.syncing import Syncing, caused_by
+from hdet_kernels.schedule.gradients import fingerprint
+from hdet_kernels.schedule.losses import Loss, checked_loss
+from hdet_kernels.schedule.sync import Syncing, caused_by
 
 log = logging.getLogger("hdet_kernels")
 

@@ -16,21 +16,18 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from hdet_kernels.ensemble import announced_size
 from hdet_kernels.schedule.arguments import can_divide, check_no_epoch, run_length
 from hdet_kernels.schedule.attachment import attach, own_values_back
-from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates
+from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, built_state, ensemble_of, learning_rates
 from hdet_kernels.schedule.checkpoint import saving
 from hdet_kernels.schedule.checkpoint.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.checkpoint.packed import packed
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.guards.late_ensemble import LateEnsemble
-from hdet_kernels.schedule.loss_window import Loss
-from hdet_kernels.schedule.rehearsal import built_state
-from hdet_kernels.schedule.replicas import ensemble_of
-from hdet_kernels.schedule.scouting.phase import Scouting
-from hdet_kernels.schedule.scouting.scout_state import checked_scout, scout_state
-from hdet_kernels.schedule.scouting.scouted import Scouted, ratios_of
+from hdet_kernels.schedule.guards import LateEnsemble
+from hdet_kernels.schedule.losses import Loss
+from hdet_kernels.schedule.scout.own_gradients import OwnGradients
+from hdet_kernels.schedule.scout.phase import Scouted, Scouting, ratios_of
+from hdet_kernels.schedule.scout.rounds import ScoutSettings, first_bracket, make_plan, middle
+from hdet_kernels.schedule.scout.state import checked_scout, scout_state
 from hdet_kernels.schedule.with_cycle import WithCycle
-from hdet_kernels.scout import OwnGradients, ScoutSettings, make_plan
-from hdet_kernels.scout.plan import first_bracket, middle
 
 #: Attributes that are not part of torch's schedule.
 _OWN = ("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options", "_follows_ties", "_callbacks")

@@ -11,19 +11,30 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 
 from hdet_kernels.checks import check_steps, spell
 from hdet_kernels.optim.group_entries import write_entry
-from hdet_kernels.schedule.arguments import check_no_epoch, check_scout_used, checked_options, one_cycle_arguments
-from hdet_kernels.schedule.attachment import attach, check_schedule_is_own, own_values_back
-from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates
+from hdet_kernels.schedule.arguments import (
+    HDETOptions,
+    check_no_epoch,
+    check_scout_used,
+    checked_options,
+    one_cycle_arguments,
+    shows_options,
+    with_defaults,
+)
+from hdet_kernels.schedule.attachment import (
+    attach,
+    check_schedule_is_own,
+    outermost,
+    own_values_back,
+    untouched_on_error,
+    unwrapped,
+)
+from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, rehearse
 from hdet_kernels.schedule.checkpoint import saving
 from hdet_kernels.schedule.checkpoint.checked_state import checked, checked_schedule
 from hdet_kernels.schedule.checkpoint.packed import packed, unpacked
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.guards.wrapped import outermost, unwrapped
-from hdet_kernels.schedule.loss_window import Loss
+from hdet_kernels.schedule.losses import Loss
 from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
-from hdet_kernels.schedule.options import HDETOptions, shows_options, with_defaults
-from hdet_kernels.schedule.rehearsal import rehearse
-from hdet_kernels.schedule.untouched import untouched_on_error
 from hdet_kernels.schedule.with_cycle import WithCycle
 
 

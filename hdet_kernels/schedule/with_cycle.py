@@ -12,22 +12,19 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_callable
 from hdet_kernels.ensemble import Ensemble
-from hdet_kernels.fanout.ties import saved_ties
+from hdet_kernels.fanout.explore import saved_ties
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.rowwise_adagrad import FusedRowWiseAdagrad
-from hdet_kernels.schedule.attachment import own_values_back
-from hdet_kernels.schedule.build import learning_rates
+from hdet_kernels.schedule.arguments import HDETOptions, Probe
+from hdet_kernels.schedule.attachment import own_values_back, unwrapped
+from hdet_kernels.schedule.build import learning_rates, name_one_replica
 from hdet_kernels.schedule.checkpoint import saving
 from hdet_kernels.schedule.checkpoint.packed import unpacked
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.guards.late_ensemble import LateEnsemble, name_one_replica
-from hdet_kernels.schedule.guards.wrapped import unwrapped
-from hdet_kernels.schedule.history.metrics import flat, value_metrics
-from hdet_kernels.schedule.history.records import HistorySummary, SyncRecord
-from hdet_kernels.schedule.history.sync_callbacks import SyncCallback, SyncCallbacks
-from hdet_kernels.schedule.loss_window import Loss
-from hdet_kernels.schedule.options import HDETOptions, Probe
-from hdet_kernels.schedule.scouting.phase import Scouting
+from hdet_kernels.schedule.guards import LateEnsemble
+from hdet_kernels.schedule.history import HistorySummary, SyncCallback, SyncCallbacks, SyncRecord, flat, value_metrics
+from hdet_kernels.schedule.losses import Loss
+from hdet_kernels.schedule.scout.phase import Scouting
 
 
 class WithCycle:

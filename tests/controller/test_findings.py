@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
-from hdet_kernels.controller.findings import ExplainingController, Findings
-from hdet_kernels.controller.protocol import Observation, Run
+from hdet_kernels.controller.protocol import ExplainingController, Findings, Observation, Run
 from tests.controller.cases import RUN, fan, observe
 
 

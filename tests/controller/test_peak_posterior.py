@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet_kernels.controller import peak_posterior
-from hdet_kernels.controller.peak_posterior import evidence, grid, path_length, prior, turning_point, updated
+from hdet_kernels.controller.regression import (
+    chosen_peak,
+    evidence,
+    grid,
+    path_length,
+    prior,
+    turning_point,
+    updated_likelihood,
+)
 from hdet_kernels.controller.settings import RegressionSettings
 from tests.controller.cases import PROPERTY
 
@@ -28,8 +35,8 @@ def chosen(several: Sequence[tuple[float, float]], trust: float | None = None) -
     """Return the chosen log θ after pairs of a turning point and evidence."""
     logs: list[float] = []
     for turn, found in several:
-        logs = updated(logs, turn, found)
-    return peak_posterior.chosen(logs, trust, SETTINGS)
+        logs = updated_likelihood(logs, turn, found)
+    return chosen_peak(logs, trust, SETTINGS)
 
 
 class TestPrior:

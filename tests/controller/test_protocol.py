@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
-from hdet_kernels.controller.peak_posterior import grid
 from hdet_kernels.controller.protocol import Controller, Observation, Run, check_controller, returns_allowed
+from hdet_kernels.controller.regression import grid
 from tests.controller.cases import NAN, PROPERTY, RUN, fan, observe
 
 ALL = [RegressionController, HypergradientController, SoftmaxController]

@@ -14,8 +14,8 @@ import torch
 
 from hdet_kernels import RegressionController
 from hdet_kernels.controller.protocol import Observation, Run
+from hdet_kernels.controller.regression import Soundness
 from hdet_kernels.controller.settings import RegressionSettings
-from hdet_kernels.controller.soundness import Soundness
 from hdet_kernels.fanout.explore import Hyperparameter
 from hdet_kernels.fanout.spread import Spread
 from tests.controller.cases import NAN, SETTINGS

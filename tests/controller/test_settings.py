@@ -122,7 +122,7 @@ FORMULAS = {0, 1, 2, 3, 0.25, 0.5, 100}
 #: Guards against division by zero, overflow and underflow; the tolerance of steps.
 GUARDS = {1e-12, 1e-300, 1e9, 50, 1e-6}
 #: The paper's run, in paper_settings(), and sizes of tables.
-OWN = {"softmax": {9, 100_000}, "peak_posterior": {6.0, 121}, "soundness": {8}}
+OWN = {"softmax": {9, 100_000}, "regression": {6.0, 121, 8}}
 #: Assignments of modules: the tolerance, the logger, and sizes of tables that no result depends on.
 ASSIGNED = {
     "STEP_TOLERANCE = 1e-06",

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hdet_kernels import RegressionController
+from hdet_kernels.controller.hypergradient import bias_correction, noise_gate, usable_slopes
 from hdet_kernels.controller.protocol import Run
-from hdet_kernels.controller.slopes import bias_correction, noise_gate, usable_slopes
 from tests.controller.cases import (
     INF,
     NAN,

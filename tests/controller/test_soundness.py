@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hdet_kernels.controller.protocol import Judgement
+from hdet_kernels.controller.regression import CHANGES, Soundness
 from hdet_kernels.controller.settings import RegressionSettings
-from hdet_kernels.controller.soundness import CHANGES, Soundness
 
 #: Constants of these cases; the rules are the same with any others.
 SETTINGS = RegressionSettings(edge_cost=0.15, edge_cycles=3, break_share=0.3, break_noise=8.0)

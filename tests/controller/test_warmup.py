@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hdet_kernels import HypergradientController
+from hdet_kernels.controller.hypergradient import annealed_peak, caps_at, relative_rate
 from hdet_kernels.controller.protocol import Observation, Run
-from hdet_kernels.controller.warmup import annealed_peak, caps_at, relative_rate
 from tests.controller.cases import NAN, SETTINGS
 from tests.controller.scripted import DISTRUSTING, TOTAL, N, Scripted, T, fan, one_cycle
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet_kernels as hk
-from hdet_kernels.fanout.ties import saved_ties, tied_groups
+from hdet_kernels.fanout.explore import saved_ties, tied_groups
 from tests.ranks import Cases
 from tests.schedule.scout_runs import QUICK
 from tests.training import batch, loss_of, network, same

@@ -14,7 +14,7 @@ from hdet_kernels.converge import AverageRequest, Report, converger_of
 from hdet_kernels.ops.companding import BLOCK, block_count
 from hdet_kernels.optim import decoded_state_dict
 from hdet_kernels.optim.coded_state import decoded, decoded_entries, scale_name
-from hdet_kernels.schedule.undo.optimizer_copy import reset_others, state_pairs, whole_state
+from hdet_kernels.schedule.undo.copies import reset_others, state_pairs, whole_state
 from tests.optim.cases import FUSED, PAIRS, fused_optimizer, parameters, run, saved_and_loaded, torch_optimizer
 
 NAMES = ("sgd-momentum", "adam", "adamw", "adagrad", "lion")

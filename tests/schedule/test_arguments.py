@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.arguments import check_no_epoch, checked_options, one_cycle_arguments
-from hdet_kernels.schedule.options import with_defaults
+from hdet_kernels.schedule.arguments import check_no_epoch, checked_options, one_cycle_arguments, with_defaults
 
 
 def optimizer(groups: int = 1) -> torch.optim.SGD:

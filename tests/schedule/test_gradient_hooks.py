@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hdet_kernels as hk
 from hdet_kernels.controller.protocol import MeasuredSlopes
-from hdet_kernels.schedule.gradient_hooks import Displacement, fingerprint, look_at_gradients
+from hdet_kernels.schedule.gradients import Displacement, fingerprint, look_at_gradients
 from tests.ranks import Cases, run_ranks
 from tests.schedule.cases import Place
 from tests.schedule.scout_runs import PHASE, QUICK, STEPS

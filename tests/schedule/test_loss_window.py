@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet_kernels.schedule.loss_window import LossWindow
+from hdet_kernels.schedule.losses import LossWindow
 
 PROPERTY = settings(deadline=None, max_examples=60)
 losses = st.floats(-1e6, 1e6)

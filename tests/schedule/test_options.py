@@ -10,7 +10,7 @@ import pytest
 from torch.optim import lr_scheduler as schedules
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.options import DEFAULTS, explored, with_defaults
+from hdet_kernels.schedule.arguments import DEFAULTS, explored, with_defaults
 from tests.schedule.cases import adam, groups_of
 
 #: Defaults that are part of the published signature.

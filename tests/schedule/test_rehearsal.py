@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler as schedules
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import SingleReplica
-from hdet_kernels.schedule.rehearsal import LONGEST, rehearse
+from hdet_kernels.schedule.build import LONGEST, rehearse
 
 TOTAL = 40
 PEAK = 0.1

@@ -10,7 +10,7 @@ from torch import nn
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
-from hdet_kernels.schedule.replicas import ensemble_of, gradients_of
+from hdet_kernels.schedule.build import ensemble_of, gradients_of
 from tests.schedule.cases import adam
 from tests.training import network
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.syncing import caused_by, plain_fields
+from hdet_kernels.schedule.sync import caused_by, plain_fields
 from tests.schedule.cases import Place, adam, advance, groups_of
 
 

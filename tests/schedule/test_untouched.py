@@ -9,7 +9,7 @@ import torch
 from torch.optim import Adam
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet_kernels.schedule.untouched import untouched_on_error
+from hdet_kernels.schedule.attachment import untouched_on_error
 from tests.schedule.cases import groups_of, parameters
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet_kernels.scout.choice import Comparison, choose, narrow
-from hdet_kernels.scout.settings import ScoutSettings
+from hdet_kernels.schedule.scout.rounds import Comparison, ScoutSettings, choose, narrow
 
 DEFAULT = ScoutSettings()
 RATES = tuple(10.0**exponent for exponent in (-4, -3.5, -3, -2.5, -2, -1.5))

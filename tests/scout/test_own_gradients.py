@@ -11,7 +11,7 @@ import torch
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import SingleReplica
-from hdet_kernels.scout.own_gradients import OwnGradients, _check_can_differ, differ
+from hdet_kernels.schedule.scout.own_gradients import OwnGradients, _check_can_differ, differ
 
 
 def stacked(gradients: Any) -> tuple[hk.ReplicaStack, hk.FusedAdamW]:

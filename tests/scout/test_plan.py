@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet_kernels.scout.plan import (
+from hdet_kernels.schedule.scout.rounds import (
+    ScoutSettings,
     candidates,
     first_bracket,
     make_plan,
@@ -17,7 +18,6 @@ from hdet_kernels.scout.plan import (
     rounds_needed,
     tail_steps,
 )
-from hdet_kernels.scout.settings import ScoutSettings
 
 DEFAULT = ScoutSettings()
 

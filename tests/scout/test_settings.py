@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hdet_kernels.scout import ScoutSettings
+from hdet_kernels.schedule.scout.rounds import ScoutSettings
 
 
 def test_the_defaults_take_at_most_a_fifth_of_the_run() -> None:

@@ -13,7 +13,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from hdet_kernels.schedule import HDETOneCycleLR, HDETScheduler, release
-from hdet_kernels.schedule.options import HDETOptions, Probe, with_defaults
+from hdet_kernels.schedule.arguments import HDETOptions, Probe, with_defaults
 
 log = logging.getLogger("hdet_kernels")
 

@@ -29,7 +29,7 @@ from hdet_kernels.schedule.checkpoint.schema import (
     refuse,
 )
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history.records import WINDOW
+from hdet_kernels.schedule.history import WINDOW
 from hdet_kernels.version import __version__
 
 #: Entries of torch's schedulers that follow from the arguments of their constructors.

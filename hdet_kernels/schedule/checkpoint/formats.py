@@ -8,8 +8,8 @@ from typing import Any
 from hdet_kernels.controller import RegressionController
 from hdet_kernels.schedule.checkpoint import state_schema
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history.records import History, SyncRecord
-from hdet_kernels.schedule.syncing import plain_fields
+from hdet_kernels.schedule.history import History, SyncRecord
+from hdet_kernels.schedule.sync import plain_fields
 from hdet_kernels.version import __version__
 
 #: Raised when a key changes its name or its meaning. Format 1 is that of version 0.1.

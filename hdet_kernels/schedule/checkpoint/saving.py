@@ -15,13 +15,13 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from hdet_kernels.schedule.attachment import untouched_on_error
 from hdet_kernels.schedule.checkpoint.checked_state import holds_part, run_of
 from hdet_kernels.schedule.checkpoint.formats import FORMAT
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.history.records import History
-from hdet_kernels.schedule.loss_window import LossWindow
-from hdet_kernels.schedule.overlapping import Overlapping
-from hdet_kernels.schedule.untouched import untouched_on_error
+from hdet_kernels.schedule.history import History
+from hdet_kernels.schedule.losses import LossWindow
+from hdet_kernels.schedule.sync import Overlapping
 from hdet_kernels.version import __version__
 
 log = logging.getLogger("hdet_kernels")

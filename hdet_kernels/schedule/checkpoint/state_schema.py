@@ -10,12 +10,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from hdet_kernels.controller.hypergradient import HypergradientController
-from hdet_kernels.controller.peak_posterior import GRID_POINTS
-from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.controller.slopes import SlopeController
+from hdet_kernels.controller.hypergradient import HypergradientController, SlopeController
+from hdet_kernels.controller.regression import CHANGES, GRID_POINTS, RegressionController
 from hdet_kernels.controller.softmax import SoftmaxController
-from hdet_kernels.controller.soundness import CHANGES
 from hdet_kernels.converge.payload import Payload
 from hdet_kernels.ops.wire import FORMATS
 from hdet_kernels.schedule.checkpoint.schema import (
@@ -39,8 +36,8 @@ from hdet_kernels.schedule.checkpoint.schema import (
     Whole,
 )
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.gradient_hooks import SLOPE_STEPS
-from hdet_kernels.schedule.history.records import POINTS, WINDOW, Kind
+from hdet_kernels.schedule.gradients import SLOPE_STEPS
+from hdet_kernels.schedule.history import POINTS, WINDOW, Kind
 
 _ANY = Number(finite=False)  # a loss may be NaN
 _COUNT = Whole(0, 2**63 - 1)

@@ -1,5 +1,1 @@
-"""Returning all replicas to the last sound average where training broke.
-
-``undoing.py`` decides and returns. ``last_sound.py`` is the copy of that average, with the optimizer's state by
-``optimizer_copy.py``, in the memory of ``kept_tensors.py``.
-"""
+"""``copies.py`` copies tensors and optimizer state; ``undoing.py`` returns to the last sound average."""

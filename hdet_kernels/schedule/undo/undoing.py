@@ -2,25 +2,278 @@
 
 The controller judges every sync at which it acts (:class:`.protocol.UndoingController`). All processes see the same
 losses, so that they judge alike; the handshake of a sync tells whether all of them keep the same average.
+
+The copy of the last sound average (:class:`LastSound`) has everything that training changes: the parameters of the
+replicas held here (in full precision where they have master weights), the model's buffers, the whole state of the
+optimizer, and the references of the outer optimizer, of the compression and of the hypergradient. After an average the
+replicas of a stack are equal, and one of them is copied. A return writes into the tensors that are in use: captured
+CUDA graphs, views and hooks keep their addresses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_kernels.controller.protocol import Observation, Run, UndoingController, returns_allowed
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.schedule.gradient_hooks import Displacement
-from hdet_kernels.schedule.undo.last_sound import LastSound
+from hdet_kernels.schedule.gradients import Displacement
+from hdet_kernels.schedule.undo.copies import KeptTensors, copy_all, reset_others, state_pairs, whole_state
+from hdet_kernels.tensors import local, unique, wide_dtype
 
 log = logging.getLogger("hdet_kernels")
+
+#: Entries of a saved copy that tell what it is of.
+_ABOUT = ("step", "level", "part", "rows")
+
+
+class LastSound:
+    """Keeps a copy of the replicas held here, and brings them back to it.
+
+    Args:
+        optimizer: its state is kept.
+        converger: its parameters are kept, and what it remembers from one average to the next.
+        displacement: of the hypergradient, if there is one: it begins anew after a return.
+        buffers: returns the current buffers of the model.
+
+    Attributes:
+        step: the step after which the copy was made; None if there is none.
+        level: mean loss at that step, if it is known.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        converger: Converger,
+        displacement: Displacement | None,
+        buffers: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        self.optimizer, self.converger, self.displacement = optimizer, converger, displacement
+        self.buffers = buffers
+        self.step: int | None = None
+        self.level: float | None = None
+        self.copy = KeptTensors()
+        self._own = True  # a process with these replicas made the copy
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether a copy can be made now. While a CUDA graph is captured, every replay would repeat it."""
+        on_gpu = any(param.is_cuda for param in self.converger.tensors.params)
+        return not (on_gpu and torch.cuda.is_current_stream_capturing())
+
+    def keep(self, step: int, level: float | None, *, params_alike: bool, state_alike: bool) -> None:
+        """Copy the replicas after an average, in the place of the copy before.
+
+        Args:
+            step: the finished steps.
+            level: mean loss, if it is known.
+            params_alike: whether the parameters of all replicas held here are equal.
+            state_alike: the same of the optimizer's state.
+        """
+        params = self._full()
+        self._keep(step, level, _first_rows(params) if params_alike and self._stacked else params, state_alike)
+
+    def keep_start(self, step: int, buffers: Sequence[Tensor] | None = None) -> None:
+        """Copy the replicas before the first step. Those of a stack may begin apart, so that this waits.
+
+        ``buffers``: what :meth:`copied_buffers` returned earlier, if a forward pass may have changed them since then.
+        """
+        params = self._full(read=True)
+        if self._stacked and all(bool((param == param[:1]).all()) for param in params):
+            params = _first_rows(params)
+        self._keep(step, None, params, state_alike=False)
+        if buffers is not None:
+            pairs = [pair for pair in zip(self.copy.read()["buffers"], buffers, strict=False) if fits(*pair)]
+            copy_all([kept for kept, _ in pairs], [earlier for _, earlier in pairs])
+            self.copy.was_read()
+
+    def _keep(self, step: int, level: float | None, params: list[Tensor], state_alike: bool) -> None:
+        self.step = None  # if it fails, there is no copy
+        tensors, others = whole_state(self.optimizer, alike=state_alike)
+        self.copy.copy(
+            {
+                "params": params,
+                "buffers": [_real(buffer) for buffer in self._buffers()],
+                # None for empty dicts, which a distributed checkpoint would lose.
+                "state": {name: _real(tensor) for name, tensor in tensors.items()} or None,
+                "others": others or None,
+                "compression": self.converger.state_dict(copied=False),
+                "outer": self.converger.outer_state_dict(copied=False),
+            }
+        )
+        self.step, self.level, self._own = step, level, True
+
+    def copied_buffers(self) -> list[Tensor]:
+        """Return copies of the model's buffers."""
+        return [_real(buffer).clone() for buffer in self._buffers()]
+
+    @torch.no_grad()
+    def digest(self) -> Tensor:
+        """Return a number for each parameter tensor that, almost surely, differs if the parameters do."""
+        parts = [(param, wide_dtype(param.device)) for param in self._full(read=True)]
+        sums = [torch.linalg.vector_norm(param, dtype=wide) + 0.618 * param.sum(dtype=wide) for param, wide in parts]
+        return torch.stack([each.to("cpu") for each in sums])
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copy into the tensors that are in use.
+
+        Raises:
+            RuntimeError: with nothing changed, if parameters or state have other shapes now.
+        """
+        kept = self.copy.read()
+        kept_state, kept_others = kept["state"] or {}, kept["others"] or {}
+        full = self._full()
+        params = zip(full, kept["params"], strict=True)
+        named = [(f"flat parameter {number}", *pair) for number, pair in enumerate(params)]
+        state = state_pairs(self.optimizer, kept_state)
+        named += [(f"state {name}", _real(now), saved) for name, now, saved in state]
+        for name, now, saved in named:
+            if not fits(now, saved):
+                raise RuntimeError(
+                    f"{name} has shape {tuple(now.shape)}, and {tuple(saved.shape)} in the copy of step {self.step}, "
+                    "so that the replicas cannot return to it: do not change the model while it is trained"
+                )
+        # Modules may replace their buffers by others, which are left as they are.
+        buffers = zip(map(_real, self._buffers()), kept["buffers"], strict=False)
+        pairs = [*((now, saved) for _, now, saved in named), *(pair for pair in buffers if fits(*pair))]
+        several = [now for now, saved in pairs if now.shape != saved.shape]
+        copy_all([now if now.shape == saved.shape else now[0] for now, saved in pairs], [saved for _, saved in pairs])
+        for rows in several:
+            rows[1:].copy_(rows[:1])
+        reset_others(self.optimizer, kept_state, kept_others)
+        if (buckets := self.converger.tensors.buckets) is not None:
+            buckets.write_full(full)
+        self.converger.tensors.written()
+        self.converger.load_state_dict(kept["compression"], own=self._own)
+        self.converger.load_outer_state_dict(kept["outer"])
+        if self.displacement is not None:
+            self.displacement.begin_anew()
+        self.copy.was_read()
+
+    @contextlib.contextmanager
+    def model_held(self) -> Iterator[None]:
+        """Have the parameters and buffers of the copy inside the block, and the current ones again after it."""
+        with torch.no_grad():
+            now = [*self._full(read=True), *map(_real, self._buffers())]
+            own = [tensor.clone() for tensor in now]
+            kept = self.copy.read()
+            self._write_model([*kept["params"], *kept["buffers"]])
+            self.copy.was_read()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._write_model(own)
+
+    def _write_model(self, values: Sequence[Tensor]) -> None:
+        """Write parameters in full precision, and then buffers, to the tensors in use."""
+        full = self._full()
+        targets = [*full, *map(_real, self._buffers())]
+        for target, value in zip(targets, values, strict=False):
+            if fits(target, value):
+                target.copy_(value)
+        if (buckets := self.converger.tensors.buckets) is not None:
+            buckets.write_full(full)
+        self.converger.tensors.written()
+
+    def drop(self) -> None:
+        """Free the copy."""
+        self.step = self.level = None
+        self.copy.drop()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the copy, as tensors that are never modified; None if there is none. Waits for the device."""
+        if self.step is None:
+            return None
+        ensemble = self.converger.ensemble
+        about = (self.step, self.level, [ensemble.part, ensemble.parts], ensemble.rows)
+        return {**dict(zip(_ABOUT, about, strict=True)), **self.copy.lend()}
+
+    def check_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
+        if state is None or not self._is_of_here(state):
+            return
+        here = [param.shape[1:] if self._stacked else param.shape for param in self._full(read=True)]
+        saved = [param.shape for param in state["params"]]
+        rows = torch.Size([state["rows"]] if self._stacked else [])
+        if len(saved) != len(here) or any(each not in (one, rows + one) for each, one in zip(saved, here, strict=True)):
+            raise ValueError(
+                f"the checkpoint's hdet.undo.kept.params have shapes {[tuple(shape) for shape in saved]}, those of "
+                f"this model {[tuple(shape) for shape in here]}: resume with the model that it was saved with"
+            )
+        for name, now, kept in state_pairs(self.optimizer, state["state"] or {}):
+            # Whether replicas of a stack have a state of their own may change when the optimizer is loaded.
+            if not (fits(_real(now), kept) or fits(kept, _real(now))):
+                raise ValueError(
+                    f"the checkpoint's hdet.undo.kept.state.{name} has shape {tuple(kept.shape)}, the optimizer's "
+                    f"{tuple(now.shape)}: resume with the model and the optimizer that it was saved with"
+                )
+        self.converger.check_state_dict(state["compression"])
+        self.converger.check_outer_state_dict(state["outer"])
+
+    def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
+        """Take over a saved copy. ``own``: whether a process with the same replicas saved it.
+
+        That of another part of a replica, or of another number of replicas in a process, is left out. The next sound
+        average takes its place.
+        """
+        self.drop()
+        if state is None:
+            return
+        if not self._is_of_here(state):
+            log.info(
+                "the checkpoint's copy of step %d is of part %s of a replica and of %d replicas, which this process "
+                "does not hold: it is left out, and until the next sound average nothing can be undone",
+                *(state["step"], state["part"], state["rows"]),
+            )
+            return
+        self.step, self.level, self._own = state["step"], state["level"], own
+        self.copy.take({name: entry for name, entry in state.items() if name not in _ABOUT})
+
+    def _is_of_here(self, state: dict[str, Any]) -> bool:
+        ensemble = self.converger.ensemble
+        return (list(state["part"]), state["rows"]) == ([ensemble.part, ensemble.parts], ensemble.rows)
+
+    @property
+    def _stacked(self) -> bool:
+        buckets = self.converger.tensors.buckets
+        return buckets is not None and buckets.replicas is not None
+
+    def _full(self, *, read: bool = False) -> list[Tensor]:
+        """Return the parameters in full precision: the tensors that hold them, or with ``read`` what these should hold.
+
+        Master weights may be behind parameters that somebody else has written.
+        """
+        tensors = self.converger.tensors
+        if tensors.buckets is None:
+            return [_real(local(param)) for param in tensors.params]
+        tensors.buckets.rehome()
+        return list(tensors.buckets.read_full() if read else tensors.buckets.full)
+
+    def _buffers(self) -> list[Tensor]:
+        return [local(buffer) for buffer in unique(self.buffers())]
+
+
+def fits(now: Tensor, saved: Tensor) -> bool:
+    """Return whether ``saved`` can be written to ``now``: as it is, or that of one replica to each of several."""
+    return now.shape in (saved.shape, now.shape[:1] + saved.shape)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _first_rows(params: list[Tensor]) -> list[Tensor]:
+    return [param[0] for param in params]
 
 
 class Undoing:

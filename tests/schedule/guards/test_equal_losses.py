@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.guards.equal_losses import EqualLosses
+from hdet_kernels.schedule.losses import EqualLosses
 from tests.ranks import Cases
 from tests.training import Trainer
 

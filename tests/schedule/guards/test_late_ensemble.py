@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import SingleReplica
-from hdet_kernels.schedule.guards.late_ensemble import LateEnsemble
+from hdet_kernels.schedule.guards import LateEnsemble
 from tests.ranks import GROUP_TIMEOUT, run_ranks
 from tests.schedule.cases import Place, adam, advance
 from tests.schedule.scout_runs import PHASE, QUICK, STEPS

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.guards import step_count
-from hdet_kernels.schedule.guards.step_count import MOST_BEHIND, StepCount
+from hdet_kernels.schedule import guards
+from hdet_kernels.schedule.guards import MOST_BEHIND, StepCount
 from tests.ranks import Cases
 from tests.schedule.cases import Place, adam
 from tests.schedule.scout_runs import QUICK
@@ -157,7 +157,7 @@ def test_steps_that_were_captured_in_a_graph_are_not_counted(monkeypatch: pytest
     optimizer = adam()
     scheduler = one_cycle(optimizer)
     backward(optimizer)
-    monkeypatch.setattr(step_count, "_capturing", lambda: True)
+    monkeypatch.setattr(guards, "_capturing", lambda: True)
     optimizer.step()
     monkeypatch.undo()
     for _ in range(100):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 import hdet_kernels as hk
 from hdet_kernels.schedule import release
-from hdet_kernels.schedule.guards.wrapped import outermost, unwrapped
+from hdet_kernels.schedule.attachment import outermost, unwrapped
 from tests.schedule.cases import Place, adam, groups_of, parameters
 from tests.training import same
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.history.metrics import flat, short_names
-from hdet_kernels.schedule.history.records import SyncRecord
+from hdet_kernels.schedule.history import SyncRecord, flat, short_names
 from tests.schedule.cases import Place, adam, advance
 from tests.schedule.scout_runs import PHASE, REPLICAS, StackRun
 

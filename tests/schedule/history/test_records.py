@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hdet_kernels as hk
-from hdet_kernels.controller.findings import Findings
+from hdet_kernels.controller.protocol import Findings
 from hdet_kernels.converge import Outcome
-from hdet_kernels.schedule.history.records import POINTS, WINDOW, History, SyncRecord
+from hdet_kernels.schedule.history import POINTS, WINDOW, History, SyncRecord
 from tests.schedule.cases import Place, adam, advance
 from tests.training import same
 
@@ -108,7 +108,7 @@ def test_more_syncs_take_no_more_memory(syncs: int) -> None:
 
 
 def test_a_run_keeps_a_window_and_resumes_with_its_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("history.records", "checkpoint.checked_state", "checkpoint.state_schema"):
+    for module in ("history", "checkpoint.checked_state", "checkpoint.state_schema"):
         monkeypatch.setattr(f"hdet_kernels.schedule.{module}.WINDOW", 10)
 
     def run() -> tuple[torch.optim.Adam, hk.HDETOneCycleLR]:

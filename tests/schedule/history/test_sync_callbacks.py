@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.history.records import SyncRecord
+from hdet_kernels.schedule.history import SyncRecord
 from tests.ranks import run_ranks
 from tests.schedule.cases import adam, advance
 from tests.schedule.scout_runs import PHASE, ROUNDS, StackRun

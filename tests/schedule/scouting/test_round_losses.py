@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdet_kernels.schedule.scouting.round_losses import RoundLosses
+from hdet_kernels.schedule.scout.phase import RoundLosses
 
 
 def test_the_first_step_and_the_last_ones_count() -> None:

@@ -12,8 +12,7 @@ import torch
 
 from hdet_kernels.ensemble import RowEnsemble
 from hdet_kernels.fanout.explore import Hyperparameter
-from hdet_kernels.schedule.scouting.round_losses import RoundLosses
-from hdet_kernels.schedule.scouting.scout_round import compare, gather_numbers, raise_failed_probe, scout_record
+from hdet_kernels.schedule.scout.phase import RoundLosses, compare, gather_numbers, raise_failed_probe, scout_record
 
 RATES = (0.01, 0.02, 0.04)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hdet_kernels.schedule.scouting.scouted import Scouted, ratios_of
-from hdet_kernels.scout import ScoutSettings, make_plan
+from hdet_kernels.schedule.scout.phase import Scouted, ratios_of
+from hdet_kernels.schedule.scout.rounds import ScoutSettings, make_plan
 
 
 def optimizer(*rates: float | torch.Tensor) -> torch.optim.SGD:

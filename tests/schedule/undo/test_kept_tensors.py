@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hdet_kernels.schedule.undo import kept_tensors
-from hdet_kernels.schedule.undo.kept_tensors import KeptTensors, tensors_in, with_tensors
+from hdet_kernels.schedule.undo import copies
+from hdet_kernels.schedule.undo.copies import KeptTensors, tensors_in, with_tensors
 from tests.training import same
 
 
@@ -79,7 +79,7 @@ def test_strides_do_not_matter(source: torch.Tensor) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [1.0, 0.0], ids=["device", "host"])
 def test_on_a_gpu_the_copy_lives_where_there_is_room(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_tensors, "SHARE", share)
+    monkeypatch.setattr(copies, "SHARE", share)
     kept, source = KeptTensors(), tree(device="cuda", size=1 << 22)
     kept.copy(source)
     for tensor in tensors_in(source):
@@ -88,7 +88,7 @@ def test_on_a_gpu_the_copy_lives_where_there_is_room(share: float, monkeypatch: 
     assert [tensor.is_cuda for tensor in held] == [bool(share)] * 2
     assert [tensor.is_pinned() for tensor in held if not tensor.is_cuda] == [True] * (0 if share else 2)
     back = tree(0.0, device="cuda", size=1 << 22)
-    kept_tensors.copy_all(list(tensors_in(back)), list(tensors_in(kept.read())))
+    copies.copy_all(list(tensors_in(back)), list(tensors_in(kept.read())))
     kept.was_read()
     assert same(back, tree(device="cuda", size=1 << 22))
     assert same([tensor.cpu() for tensor in tensors_in(kept.lend())], list(tensors_in(tree(size=1 << 22))))
@@ -97,7 +97,7 @@ def test_on_a_gpu_the_copy_lives_where_there_is_room(share: float, monkeypatch: 
 @pytest.mark.gpu
 def test_a_copy_to_host_memory_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is busy when the copy is made; what is read later has the values of that moment."""
-    monkeypatch.setattr(kept_tensors, "SHARE", 0.0)
+    monkeypatch.setattr(copies, "SHARE", 0.0)
     kept, source = KeptTensors(), [torch.zeros(1 << 22, device="cuda")]
     kept.copy(source)
     torch.cuda.synchronize()
@@ -114,7 +114,7 @@ def test_a_copy_to_host_memory_does_not_wait_for_the_device(monkeypatch: pytest.
     with torch.cuda.stream(other):
         target = torch.zeros(1 << 22, device="cuda")
         torch.cuda._sleep(200_000_000)
-        kept_tensors.copy_all([target], kept.read())
+        copies.copy_all([target], kept.read())
         kept.was_read()
     kept.copy([torch.full((1 << 22,), 3.0, device="cuda")])  # waits, on the device, until the other stream has read
     assert bool((kept.lend()[0] == 3).all())

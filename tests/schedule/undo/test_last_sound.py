@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.undo import kept_tensors
-from hdet_kernels.schedule.undo.last_sound import LastSound, fits
+from hdet_kernels.schedule.undo import copies
+from hdet_kernels.schedule.undo.undoing import LastSound, fits
 from tests.ranks import run_ranks
 from tests.schedule.undo_runs import SOUND_THEN_BROKEN, SYNC, TOTAL, Scripted, Undoable, script
 from tests.training import batch, network, same
@@ -209,7 +209,7 @@ def test_shards_return_and_those_of_another_part_are_left_out() -> None:
 
 def _graphed(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Single, Any]:
     """Return a run whose step is a captured CUDA graph, after eager steps of warm-up, and a function that trains it."""
-    monkeypatch.setattr(kept_tensors, "SHARE", share)
+    monkeypatch.setattr(copies, "SHARE", share)
     run = single(hk.FusedAdamW, network().cuda())
     x, y = torch.zeros(8, 6, device="cuda"), torch.zeros(8, 1, device="cuda")
 
@@ -267,7 +267,7 @@ def test_a_captured_graph_goes_on_after_a_return(share: float, monkeypatch: pyte
 def test_on_a_gpu_a_return_is_bit_for_bit(
     dtype: torch.dtype, make: Any, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_tensors, "SHARE", share)
+    monkeypatch.setattr(copies, "SHARE", share)
     run = single(make, network(batch_norm=True).to("cuda", dtype)).train(SYNC)
     sound = run.values()
     saved = [part.state_dict() for part in (run.model, run.optimizer, run.scheduler)]

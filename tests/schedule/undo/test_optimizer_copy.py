@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.undo.optimizer_copy import reset_others, state_pairs, whole_state
+from hdet_kernels.schedule.undo.copies import reset_others, state_pairs, whole_state
 from tests.schedule.cases import parameters
 from tests.training import same
 

@@ -18,20 +18,25 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.findings import ExplainingController, Findings
-from hdet_kernels.controller.protocol import MeasuredSlopes, Observation, Run
-from hdet_kernels.converge import AverageRequest, AverageState, Converger, NoneSound, Outcome, Report
+from hdet_kernels.controller.protocol import ExplainingController, Findings, MeasuredSlopes, Observation, Run
+from hdet_kernels.converge import (
+    AverageRequest,
+    AverageState,
+    Converger,
+    Correction,
+    NoneSound,
+    Outcome,
+    OverlappedAverage,
+    Report,
+)
 from hdet_kernels.converge.averaging import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
-from hdet_kernels.schedule.gradient_hooks import Displacement
-from hdet_kernels.schedule.guards.equal_losses import EqualLosses
-from hdet_kernels.schedule.guards.step_count import StepCount
-from hdet_kernels.schedule.history.history_file import HistoryFile
-from hdet_kernels.schedule.history.records import History, Kind, SyncRecord
-from hdet_kernels.schedule.loss_window import LossWindow, run_probe
-from hdet_kernels.schedule.options import GradientMode, Probe
-from hdet_kernels.schedule.overlapping import Overlapping
+from hdet_kernels.schedule.arguments import GradientMode, Probe
+from hdet_kernels.schedule.gradients import Displacement
+from hdet_kernels.schedule.guards import StepCount
+from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
+from hdet_kernels.schedule.losses import EqualLosses, LossWindow, run_probe
 from hdet_kernels.schedule.undo.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
@@ -342,3 +347,57 @@ def plain_fields(controller: object) -> dict[str, Any]:
         return {}
     fields: dict[str, Any] = plain(dataclasses.asdict(controller))
     return fields
+
+
+_ARRAYS = ("losses", "probes", "healthy")
+_PLAIN = ("shared", "bytes", "collectives", "seconds", "kept", "distance")
+
+
+@dataclass(frozen=True)
+class Overlapping:
+    """An average under way.
+
+    Args:
+        step: the step that its sync followed.
+        due: the step after which it is applied.
+        placed: what the replicas had trained with.
+        acting: whether the controller acts on it.
+        average: the average itself.
+    """
+
+    step: int
+    due: int
+    placed: Placement
+    acting: bool
+    average: OverlappedAverage[Outcome]
+
+    def state_dict(self, *, in_consensus: bool) -> dict[str, Any] | None:
+        """Wait for the average and return it with its result; None if it failed.
+
+        Args:
+            in_consensus: whether the parameters that are saved with it are the average of all replicas.
+        """
+        if self.average.failed:
+            return None
+        correction, outcome = self.average.wait()
+        if in_consensus:
+            correction = correction.of_the_consensus()
+        plain = {name: getattr(outcome, name) for name in _PLAIN}
+        arrays = {name: getattr(outcome, name).tolist() for name in _ARRAYS}
+        return {
+            "step": self.step,
+            "due": self.due,
+            "placed": self.placed.state_dict(),
+            "acting": self.acting,
+            "correction": correction.state_dict(),
+            "outcome": {**plain, **arrays},
+        }
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> Overlapping:
+        """Return the average that :meth:`state_dict` saved; it has arrived already."""
+        arrays = {name: np.array(state["outcome"][name]) for name in _ARRAYS}
+        average = OverlappedAverage.landed(
+            Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays})
+        )
+        return Overlapping(state["step"], state["due"], Placement.of(state["placed"]), state["acting"], average)

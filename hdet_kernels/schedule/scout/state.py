@@ -19,10 +19,9 @@ from hdet_kernels.schedule.checkpoint.schema import (
 )
 from hdet_kernels.schedule.checkpoint.state_schema import kept_copy
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.scouting.phase import Scouting
-from hdet_kernels.schedule.scouting.scouted import Scouted
-from hdet_kernels.schedule.undo.last_sound import LastSound
-from hdet_kernels.schedule.undo.optimizer_copy import state_pairs
+from hdet_kernels.schedule.scout.phase import Scouted, Scouting
+from hdet_kernels.schedule.undo.copies import state_pairs
+from hdet_kernels.schedule.undo.undoing import LastSound
 
 _ANY = Number(finite=False)  # a loss may be NaN
 _COUNT = Whole(0, 2**63 - 1)

@@ -1,19 +1,29 @@
-"""The records of syncs: the last ones in full, and a summary of all of them that does not grow."""
+"""The records of syncs: the last ones in full, a summary of all, a file of them, metrics, and callbacks.
+
+Metrics are flat names as loggers take them (``hdet/base/lr``, ``hdet/replica0/loss``, …), with letters, digits and
+``_ . - /`` only. A number that is not known or not finite has no entry.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from torch.utils.hooks import RemovableHandle
 
-from hdet_kernels.controller.findings import Findings
+from hdet_kernels.checks import check_callable, check_flag
+from hdet_kernels.controller.protocol import Findings
 from hdet_kernels.converge import Outcome
 from hdet_kernels.fanout.spread import Placement
-from hdet_kernels.schedule.history.metrics import flat, loss_metrics, short_names, value_metrics
 
 Kind = Literal["sync", "early", "last", "manual", "scout"]
 
@@ -274,3 +284,193 @@ class History:
         copied = {**summary, "base": {name: dict(each) for name, each in summary["base"].items()}}
         copied |= {"loss": dict(summary["loss"]), "points": list(summary["points"])}
         return History([SyncRecord(**record) for record in records], HistorySummary(**copied))
+
+
+Numbers = Mapping[str, float | None]
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return how hyperparameters are called in metrics: ``lr`` for ``lr/0`` where no other group has an ``lr/…``."""
+    stems = [name.rpartition("/")[0] or name for name in names]
+    short = [stem if stems.count(stem) == 1 else name for name, stem in zip(names, stems, strict=True)]
+    return {name: re.sub(r"[^\w./-]+", "_", each).strip("_") for name, each in zip(names, short, strict=True)}
+
+
+def value_metrics(
+    base: Mapping[str, float], values: Mapping[str, Sequence[float]], *, replicas: bool
+) -> dict[str, float | None]:
+    """Return base values and, if asked for, those of every replica."""
+    short = short_names(list(base))
+    found: dict[str, float | None] = {f"base/{short[name]}": value for name, value in base.items()}
+    if replicas:
+        found |= {f"replica{r}/{short[name]}": v for name, each in values.items() for r, v in enumerate(each)}
+    return found
+
+
+def loss_metrics(what: str, losses: Sequence[float | None] | None, *, replicas: bool) -> dict[str, float | None]:
+    """Return the mean of the finite losses and, if asked for, that of every replica."""
+    if losses is None:
+        return {}
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    found: dict[str, float | None] = {what: math.fsum(loss / len(finite) for loss in finite) if finite else None}
+    if replicas:
+        found |= {f"replica{replica}/{what}": loss for replica, loss in enumerate(losses)}
+    return found
+
+
+def flat(entries: Numbers) -> dict[str, float]:
+    """Return the entries that are finite numbers, as floats, with the package's prefix."""
+    known = ((name, value) for name, value in entries.items() if value is not None)
+    return {f"hdet/{name}": float(value) for name, value in known if math.isfinite(value)}
+
+
+log = logging.getLogger("hdet_kernels")
+
+
+class HistoryFile:
+    """Appends records to a file. Training goes on if that fails: the lines are kept and written with the next ones.
+
+    Args:
+        path: the file; its folder must exist.
+
+    Raises:
+        TypeError, ValueError: before anything is written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"history_file must be a path, got {path!r}")
+        self.path = Path(path)
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            raise ValueError(
+                f"history_file={str(path)!r} must be a file in a folder that exists: make the folder first"
+            )
+        self._waiting: deque[str] = deque(maxlen=WINDOW)
+        self._in_place = False
+
+    def reopen(self) -> None:
+        """Look again, before the next record, where the file has to be continued: a checkpoint was loaded."""
+        self._in_place = False
+        self._waiting.clear()
+
+    def append(self, record: SyncRecord, before: History) -> None:
+        """Write a record.
+
+        Args:
+            record: the newest one.
+            before: the history before it.
+        """
+        self._waiting.append(json.dumps(_without_nan(record.to_dict())) + "\n")
+        try:
+            if not self._in_place:
+                self._find_place(before)
+                self._in_place = True
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(self._waiting)
+            self._waiting.clear()
+        except OSError as error:
+            log.error("%s cannot be written (%s): %d records wait", self.path, error, len(self._waiting))
+
+    def _find_place(self, before: History) -> None:
+        """Cut the file behind the last record of ``before``, or move it aside if it does not have that record."""
+        if not self.path.exists() or not self.path.stat().st_size:
+            if before.records:
+                log.warning("%s is new: it begins after step %s", self.path, before.last_step)
+            return
+        end = _end_of(before.records[-1], before.summary.syncs, self.path) if before.records else None
+        if end is None:
+            aside = next(
+                name for n in range(1, 10**6) if not (name := self.path.with_name(f"{self.path.name}.{n}")).exists()
+            )
+            log.warning("%s has the history of another run: it is %s from now on", self.path, aside)
+            self.path.rename(aside)
+        elif end < self.path.stat().st_size:
+            os.truncate(self.path, end)
+
+
+def _end_of(record: SyncRecord, count: int, path: Path) -> int | None:
+    """Return where in the file the line of ``record`` ends, the ``count``-th if several fit; None if none does."""
+    end, found = 0, None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            end += len(line)
+            if line.endswith(b"\n") and _is(record, line):
+                found = end
+                if number == count:
+                    break
+    return found
+
+
+def _is(record: SyncRecord, line: bytes) -> bool:
+    try:
+        read = json.loads(line)
+    except ValueError:
+        return False
+    known = (record.step, record.kind, record.landed)
+    return isinstance(read, dict) and (read.get("step"), read.get("kind"), read.get("landed")) == known
+
+
+def _without_nan(value: Any) -> Any:
+    """Return the value with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+SyncCallback = Callable[[SyncRecord], object]
+
+
+class SyncCallbacks:
+    """The callbacks of a scheduler, in the order in which they came.
+
+    Attributes:
+        running: whether callbacks are being called now.
+    """
+
+    def __init__(self) -> None:
+        self._callbacks: OrderedDict[int, tuple[SyncCallback, bool]] = OrderedDict()  # with every_process
+        self.running = False
+
+    def add(self, callback: SyncCallback, every_process: bool | None) -> RemovableHandle:
+        """Add a callback and return a handle that removes it; see :meth:`.WithCycle.on_sync`.
+
+        Args:
+            callback: the user's.
+            every_process: False: only the first process calls it. None: as the callback's own ``every_process`` says.
+        """
+        check_callable("callback", callback, "callback(record), with a SyncRecord")
+        if every_process is None:
+            every_process = getattr(callback, "every_process", True)
+        every_process = check_flag("every_process", every_process)
+        handle = RemovableHandle(self._callbacks)
+        self._callbacks[handle.id] = (callback, every_process)
+        return handle
+
+    def call(self, records: Iterable[SyncRecord], *, first: bool) -> None:
+        """Call every callback with every record.
+
+        Args:
+            records: of the syncs.
+            first: whether this is the first process.
+
+        Raises:
+            Exception: that of a callback, after all have been called; an ExceptionGroup if several raised.
+        """
+        failures: list[Exception] = []
+        self.running = True
+        try:
+            for record in records:
+                for callback, every_process in list(self._callbacks.values()):
+                    try:
+                        if every_process or first:
+                            callback(record)
+                    except Exception as error:
+                        failures.append(error)
+        finally:
+            self.running = False
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise ExceptionGroup("several callbacks of on_sync raised", failures)

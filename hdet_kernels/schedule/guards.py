@@ -1,8 +1,12 @@
-"""Count the steps of a scheduler against those of its optimizer: one must follow each optimizer step.
+"""Notice what frameworks and loops do wrong: steps that do not go together, and a process group that comes late.
 
-A framework that steps the scheduler once per process, per micro-batch or per epoch would end the schedule too early or
-never. An optimizer step that does not happen is no mistake: a ``GradScaler`` leaves out those whose gradients overflow,
-often several in a row. The counters are plain integers, so that nothing waits for the device.
+One scheduler step must follow each optimizer step. A framework that steps the scheduler once per process, per
+micro-batch or per epoch would end the schedule too early or never. An optimizer step that does not happen is no
+mistake: a ``GradScaler`` leaves out those whose gradients overflow, often several in a row. The counters are plain
+integers, so that nothing waits for the device.
+
+Frameworks and scripts initialise ``torch.distributed`` when training begins, often after the optimizer and its
+scheduler were built. Such a scheduler begins as one replica and takes the default process group when it is first used.
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
+
+from hdet_kernels.ensemble import Ensemble, announced_size
 
 log = logging.getLogger("hdet_kernels")
 
@@ -140,3 +147,54 @@ def _trace(gradient: Tensor | None) -> tuple[TensorWeakRef, int] | None:
 
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_REMEDY = (
+    "call torch.distributed.init_process_group() before the first step, or pass "
+    "ensemble=hdet_kernels.ensemble.SingleReplica() if every process is to train for itself"
+)
+
+
+class LateEnsemble:
+    """The decision between one replica and a process group that is initialised later.
+
+    Args:
+        given: ``ensemble=`` of the scheduler.
+        found: the replicas that it was built with.
+
+    Attributes:
+        open: whether it is still to be decided.
+    """
+
+    def __init__(self, given: Ensemble | None, found: Ensemble) -> None:
+        self._single = given is None and found.size == 1
+        self.open = self._single and not _initialised()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the decision is open and there is a process group now."""
+        return self.open and _several_processes()
+
+    def check_arrived(self) -> None:
+        """Raise RuntimeError if the processes of this run should have a group by now, and have none."""
+        if self.open and not _initialised() and (size := announced_size()) > 1:
+            raise RuntimeError(
+                f"WORLD_SIZE is {size} in the environment, but no process group is initialised: each process would "
+                f"train one replica for itself; {_REMEDY}"
+            )
+
+    def check_none_arrived(self) -> None:
+        """Raise RuntimeError if a process group was initialised after the decision for one replica."""
+        if self._single and not self.open and _several_processes():
+            raise RuntimeError(
+                f"a process group of {dist.get_world_size()} processes was initialised after the scheduler was first "
+                f"used, as the only replica: {_REMEDY}"
+            )
+
+
+def _initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _several_processes() -> bool:
+    return _initialised() and dist.get_world_size() > 1

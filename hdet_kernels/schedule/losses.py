@@ -1,12 +1,18 @@
-"""The training losses since the last sync, summed on their own device."""
+"""The training losses since the last sync, summed on their own device, and the probe.
+
+A controller that compares replicas by losses that were averaged over the processes before they came here learns
+nothing, and would stay silent about it: :class:`EqualLosses` warns.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.checks import check_positive, spell
@@ -154,3 +160,47 @@ def _check_values(loss: Tensor, what: str) -> None:
         raise TypeError(f"{what} must be real, got {loss.dtype}")
     if loss.is_meta or loss.layout is not torch.strided:
         raise ValueError(f"{what} must be a dense tensor with values, got {spell(loss)}, {loss.layout}")
+
+
+log = logging.getLogger("hdet_kernels")
+
+#: Syncs in a row at which losses are equal before it is said. One may be a coincidence of rounded losses.
+SYNCS = 2
+
+
+class EqualLosses:
+    """Counts the syncs in a row at which all replicas had the same loss although their values differ."""
+
+    def __init__(self) -> None:
+        self._syncs = 0
+        self._step = 0
+        self._warned = False
+
+    def look(self, step: int, losses: NDArray[np.float64], values: NDArray[np.float64], what: str) -> None:
+        """Look at the losses of a sync, and warn once if they were equal at two in a row.
+
+        Args:
+            step: of the sync.
+            losses: [N] that the controller compares; those that are not finite are left out.
+            values: [J, N] of the hyperparameters.
+            what: name of the losses in the message.
+        """
+        finite = losses[np.isfinite(losses)]
+        # After a single step the losses are those of the average, from which all replicas began.
+        long = step - self._step > 1
+        self._step = step
+        if len(finite) < 2 or not long or not (values != values[:, :1]).any():
+            return
+        if (finite != finite[0]).any():
+            self._syncs = 0
+            return
+        self._syncs += 1
+        if self._syncs >= SYNCS and not self._warned:
+            self._warned = True
+            log.warning(
+                "step %d: %s of all %d replicas are equal to the last bit (%.6g), at %d syncs in a row, although the "
+                "replicas train with different values: the loss was averaged over the processes before it was recorded "
+                "(as by Lightning's sync_dist=True), and nothing can be learned from it. Record the loss of this "
+                "process, before it is reduced",
+                *(step, what, len(finite), finite[0], SYNCS),
+            )
