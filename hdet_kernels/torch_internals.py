@@ -3,3 +3,42 @@
 Nothing else in the package touches a private name of torch. A function here takes and returns public things, so that a
 new version of torch that moves a name is answered in this file alone.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """Return ``function`` as one that torch.compile runs as it is: ``torch._disable_dynamo``, in torch 2.11 to 2.13.
+
+    The public ``torch.compiler.disable`` takes its place without it. That imports the compiler, which takes seconds,
+    when the function is defined; this one when it is first called.
+    """
+    disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+    decorated: Function = disable(function)
+    return decorated
+
+
+def times_written(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place: ``Tensor._version``, in torch 2.11 to 2.13.
+
+    Without it a scheduler step too many is noticed only once several follow each other.
+    """
+    return int(tensor._version)
+
+
+def one_cycle_peak(scheduler: OneCycleLR) -> float:
+    """Return the share of the run at which a OneCycleLR peaks: its ``_schedule_phases``, in torch 2.11 to 2.13.
+
+    Without them the peak is torch's default for ``pct_start``.
+    """
+    phases = getattr(scheduler, "_schedule_phases", None)
+    return float((phases[0]["end_step"] + 1) / scheduler.total_steps) if phases else 0.3

@@ -22,7 +22,6 @@ APART = {
     "converge": ("schedule", "fanout", "controller", "stack"),
     "fanout": ("converge", "schedule", "stack"),
     "stack": ("schedule", "fanout", "controller"),
-    "scout": ("schedule", "fanout", "controller"),
     "ensemble": ("ops", "optim", "stack", "converge", "schedule", "fanout", "controller"),
 }
 
@@ -47,12 +46,6 @@ OPEN = (
     "ops/rowwise.py",
     "optim/hooks.py",
     "optim/zero_redundancy.py",
-    "schedule/attachment.py",
-    "schedule/gradient_hooks.py",
-    "schedule/guards/step_count.py",
-    "schedule/schedulers.py",
-    "schedule/undo/kept_tensors.py",
-    "schedule/untouched.py",
     "sharded/dtensors.py",
     "sharded/fsdp.py",
     "stack/attention.py",

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -28,6 +27,7 @@ from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
 from hdet_kernels.schedule.gradients import look_at_gradients
 from hdet_kernels.schedule.guards import StepCount
+from hdet_kernels.torch_internals import not_compiled
 
 
 class Writer(Protocol):
@@ -115,19 +115,19 @@ class Attachment:
 
     # The hooks. torch.compile does not look into them: it would compile a step anew for every value of a counter.
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @not_compiled
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (before := self._before()) is not None:
             before()
         writer = self._writer()  # ``before`` may have put another in its place
         return None if writer is None else look_at_gradients(writer.before_optimizer_step, args, kwargs)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @not_compiled
     def _after_step(self, *_: Any) -> None:
         if (writer := self._writer()) is not None:
             writer.steps.optimizer_stepped()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @not_compiled
     def _after_load(self, _: Optimizer) -> None:
         if (writer := self._writer()) is not None:
             writer.write()
@@ -210,7 +210,7 @@ def _has(group: dict[str, Any], key: str, written: Any) -> bool:
 
 @contextlib.contextmanager
 def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Restore the optimizer if the block raises: entries of its groups, its hooks, and its own ``step``.
+    """Restore the optimizer if the block raises: the entries of its groups, and its own ``step``.
 
     torch's constructor writes the first values of the schedule, and puts a wrapper around ``step`` of the instance.
 
@@ -222,12 +222,6 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
     held = [tensor for group in groups for name, value in group.items() if name != "params" for tensor in _in(value)]
     values = [tensor.clone() for tensor in held]  # schedules fill learning rates that are tensors in place
     stepped = "step" in vars(outside)
-    hooks: list[dict[int, Any]] = [
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        optimizer._optimizer_load_state_dict_post_hooks,
-    ]
-    registered = [dict(each) for each in hooks]
     try:
         yield
     except BaseException:
@@ -236,9 +230,6 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
             group.update(before)
         for tensor, value in zip(held, values, strict=True):
             tensor.copy_(value)
-        for each, known in zip(hooks, registered, strict=True):
-            each.clear()
-            each.update(known)
         if not stepped:
             vars(outside).pop("step", None)
         raise

@@ -160,7 +160,7 @@ class Displacement:
         if self.ended:
             return slopes
         now = self._parameters()
-        moved = [list(torch._foreach_sub(new, old)) if new else [] for new, old in zip(now, self.last, strict=True)]
+        moved = [[p - q for p, q in zip(new, old, strict=True)] for new, old in zip(now, self.last, strict=True)]
         self.moved, self.apart = None if self.apart else moved, False
         self.last = self._copy()
         return slopes

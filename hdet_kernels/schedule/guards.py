@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from hdet_kernels.ensemble import Ensemble, announced_size
+from hdet_kernels.torch_internals import times_written
 
 log = logging.getLogger("hdet_kernels")
 
@@ -126,7 +127,7 @@ class StepCount:
         if self._gradient is None or _trace(gradient) is None or gradient is None:
             return False
         last, version = self._gradient
-        return last() is gradient and gradient._version == version
+        return last() is gradient and times_written(gradient) == version
 
     def synced(self) -> None:
         """Begin to count the optimizer steps of the next cycle."""
@@ -142,7 +143,7 @@ def _trace(gradient: Tensor | None) -> tuple[TensorWeakRef, int] | None:
     """Return what tells whether a gradient is still the same: the object, and how often it was written in place."""
     if type(gradient) is not Tensor or gradient.is_inference():
         return None
-    return TensorWeakRef(gradient), gradient._version
+    return TensorWeakRef(gradient), times_written(gradient)
 
 
 def _capturing() -> bool:

@@ -36,6 +36,7 @@ from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.losses import Loss
 from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
 from hdet_kernels.schedule.with_cycle import WithCycle
+from hdet_kernels.torch_internals import one_cycle_peak
 
 
 class HDETOneCycleLR(ScoutingOneCycleLR):
@@ -267,7 +268,7 @@ class HDETScheduler(WithCycle, LRScheduler):
 def _peak(scheduler: LRScheduler) -> float:
     """Return the share of the run at which the learning rate peaks: OneCycleLR's own, else torch's default for it."""
     if isinstance(scheduler, OneCycleLR):
-        return float((scheduler._schedule_phases[0]["end_step"] + 1) / scheduler.total_steps)
+        return one_cycle_peak(scheduler)
     return 0.3
 
 

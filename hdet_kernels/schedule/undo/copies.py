@@ -108,10 +108,8 @@ class KeptTensors:
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors of equal shapes into others, without waiting where host memory is pinned."""
-    for waits in (False, True):
-        pairs = [pair for pair in zip(targets, sources, strict=True) if _waits(*pair) is waits]
-        if pairs:
-            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=not waits)
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=not _waits(target, source))
 
 
 def _waits(target: Tensor, source: Tensor) -> bool:
