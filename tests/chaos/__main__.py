@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from bench.provenance import provenance
-from tests.chaos.catalogue import FAULTS
 from tests.chaos.configurations import CONFIGURATIONS
-from tests.chaos.plan import cases, spelled
+from tests.chaos.plan import FAULTS, cases, spelled
 from tests.chaos.runner import Verdict, run_all
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -148,8 +148,8 @@ class Fault:
     at: Place
     act: Callable[[Scene], None]
     on: Literal["one", "two", "all"] = "one"
-    needs: frozenset[str] = frozenset()
-    without: frozenset[str] = frozenset()
+    needs: str = ""
+    without: str = ""
     message: str | None = None
     then: Then = "stop"
     steps: Literal["sync", "inner", "last", "any"] = "sync"
@@ -161,7 +161,8 @@ class Fault:
         """Return whether the fault makes sense in a configuration."""
         if self.on == "two" and configuration.replicas < 3:
             return False
-        return self.needs <= configuration.traits and not self.without & configuration.traits
+        traits = configuration.traits
+        return traits.issuperset(self.needs.split()) and traits.isdisjoint(self.without.split())
 
     def then_in(self, configuration: Configuration) -> Then:
         """Return what a rank does after an error: an overlapped average that failed stays so, and is not repeated."""
@@ -187,11 +188,6 @@ class Fault:
         return [case.victim, (case.victim + 1) % configuration.ranks][: 1 if self.on == "one" else 2]
 
 
-def traits(text: str) -> frozenset[str]:
-    """Return the traits in a text."""
-    return frozenset(text.split())
-
-
 def pattern(message: str, case: Case, configuration: Configuration) -> re.Pattern[str]:
     """Return the pattern of a fault's message, in which ``{who}`` is the victim by rank, replica or shard."""
     first = configuration.replica_of(case.victim)
@@ -201,13 +197,3 @@ def pattern(message: str, case: Case, configuration: Configuration) -> re.Patter
     one = "|".join(re.escape(name) for name in sorted(names))
     who = rf"(?:rank|replica|process)(?:s|es)? (?:[\d.]+, )*(?:{one})\b"
     return re.compile(message.replace("{who}", who), re.DOTALL)
-
-
-def by_name(faults: Iterable[Fault]) -> dict[str, Fault]:
-    """Return faults by name; raise if two have the same."""
-    found: dict[str, Fault] = {}
-    for fault in faults:
-        if fault.name in found:
-            raise ValueError(f"two faults are called {fault.name!r}")
-        found[fault.name] = fault
-    return found

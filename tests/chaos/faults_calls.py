@@ -10,41 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.chaos.faults import Fault, Injected, Scene, traits
-from tests.chaos.faults_processes import (
-    in_probe,
-    in_setter,
-    interrupt,
-    raise_in_loss,
-    raise_injected,
-    run_out_of_memory,
-)
+from tests.chaos.faults import Fault, Injected, Scene
+from tests.chaos.faults_processes import INJECTED, INTERRUPT, OUT_OF_MEMORY, inside, raise_in_loss
 
 
-def in_backward(scene: Scene) -> None:
-    """Raise in a hook of a gradient."""
-    first = scene.here.parameters()[0][1]
-    act = scene.once(raise_injected)
-
-    def hook(gradient: Any) -> None:
-        handle.remove()
-        act()
-
-    handle = first.register_hook(hook)
-
-
-def in_optimizer(post: bool) -> Callable[[Scene], None]:
-    """Raise in a hook of the optimizer."""
+def once_in(register: Callable[[Scene], Callable[[Any], Any]]) -> Callable[[Scene], None]:
+    """Raise in a hook, which is registered with this, the first time that it is called."""
 
     def arm(scene: Scene) -> None:
-        act = scene.once(raise_injected)
+        act = scene.once(INJECTED)
 
         def hook(*args: Any) -> None:
             handle.remove()
             act()
 
-        optimizer = scene.here.optimizer
-        handle = (optimizer.register_step_post_hook if post else optimizer.register_step_pre_hook)(hook)
+        handle = register(scene)(hook)
 
     return arm
 
@@ -52,25 +32,12 @@ def in_optimizer(post: bool) -> Callable[[Scene], None]:
 def in_closure(scene: Scene) -> None:
     """Raise in a closure that is passed to ``optimizer.step``."""
     with contextlib.suppress(Injected):
-        scene.here.optimizer.step(raise_injected)
+        scene.here.optimizer.step(INJECTED)
 
 
 def loss(value: Any) -> Callable[[Scene], None]:
     """Pass something else for the loss."""
-
-    def act(scene: Scene) -> None:
-        scene.loss = value
-
-    return act
-
-
-def probe(value: Any) -> Callable[[Scene], None]:
-    """Let the probe return something else, once."""
-
-    def arm(scene: Scene) -> None:
-        scene.here.in_probe = scene.once(lambda: value)
-
-    return arm
+    return lambda scene: setattr(scene, "loss", value)
 
 
 def refused(call: Callable[[Scene], Any], *errors: type[Exception]) -> Callable[[Scene], None]:
@@ -91,26 +58,29 @@ def refused(call: Callable[[Scene], Any], *errors: type[Exception]) -> Callable[
     return act
 
 
-def step_in_consensus(scene: Scene) -> None:
-    with scene.here.scheduler.consensus():
-        scene.here.scheduler.step(1.0)
+def in_consensus(act: Callable[..., Any]) -> Callable[[Scene], None]:
+    """Act while the averaged model is in the place of the replicas."""
+
+    def acts(scene: Scene) -> None:
+        with scene.here.scheduler.consensus():
+            act(scene)
+
+    return acts
 
 
-def converge_in_consensus(scene: Scene) -> None:
-    with scene.here.scheduler.consensus():
-        scene.here.scheduler.converge()
+def step_again(scene: Scene) -> None:
+    """Step the scheduler once more than the optimizer."""
+    scene.here.scheduler.step(scene.loss)
 
 
-def consensus_in_consensus(scene: Scene) -> None:
-    with scene.here.scheduler.consensus(), scene.here.scheduler.consensus():
-        pass
+def converge(scene: Scene) -> None:
+    scene.here.scheduler.converge()
 
 
-def raise_in_consensus(scene: Scene) -> None:
-    with scene.here.scheduler.consensus():
-        for _, param in scene.here.parameters():
-            param.detach().zero_()
-        raise_injected()
+def spoil_and_raise(scene: Scene) -> None:
+    for _, param in scene.here.parameters():
+        param.detach().zero_()
+    INJECTED()
 
 
 def consensus(scene: Scene) -> None:
@@ -119,10 +89,6 @@ def consensus(scene: Scene) -> None:
     with scene.here.scheduler.consensus():
         scene.here.own.state_dict()
     assert scene.here.digests() == before
-
-
-def step_again_past_the_end(scene: Scene) -> None:
-    scene.here.scheduler.step(1.0)
 
 
 def new_group(scene: Scene) -> None:
@@ -134,15 +100,6 @@ def new_group(scene: Scene) -> None:
         scene.here.scheduler.step(scene.loss)
     finally:
         optimizer.param_groups.remove(extra)
-
-
-def converge_alone(scene: Scene) -> None:
-    scene.here.scheduler.converge()
-
-
-def step_twice(scene: Scene) -> None:
-    """Step the scheduler once more than the optimizer."""
-    scene.here.scheduler.step(scene.loss)
 
 
 def forget_losses(scene: Scene) -> None:
@@ -158,60 +115,70 @@ def move_base(scene: Scene) -> None:
             group[key] = group[key] * 1.5
 
 
-def hold_reference(scene: Scene) -> None:
+def clip_nothing(scene: Scene) -> None:
     nn.utils.clip_grad_norm_([param for _, param in scene.here.parameters()], 1e9)
 
 
+def in_probe(name: str, act: Callable[[], Any]) -> Fault:
+    return Fault(name, "refused", "sync", inside("in_probe", act), then="retry", needs="probe", steps="inner",
+                 late=True, message=r"probe\(\) raised on {who}")  # fmt: skip
+
+
+def raises(name: str, at: Any, act: Callable[[Scene], None], **options: Any) -> Fault:
+    """Return a fault that raises in what the user wrote, where the call is then repeated."""
+    return Fault(name, "unharmed", at, act, steps="any", late=True, **{"then": "retry", **options})
+
+
+def wrong_loss(name: str, value: Any) -> Fault:
+    return Fault(name, "unharmed", "sync", loss(value), then="retry", steps="any")
+
+
+def everywhere(name: str, act: Callable[[Scene], None]) -> Fault:
+    """Return a fault of all ranks that leaves no trace."""
+    return Fault(name, "unharmed", "update", act, on="all", steps="any")
+
+
 FAULTS = [
-    Fault("forward raises once", "unharmed", "forward", raise_in_loss(Injected), then="retry", steps="any", late=True),
-    Fault("forward runs out of memory once", "unharmed", "forward", raise_in_loss(MemoryError), then="retry",
-          steps="any", late=True),
-    Fault("backward raises once", "unharmed", "forward", in_backward, then="retry", steps="any", late=True,
-          without=traits("shared")),
-    Fault("optimizer raises before its step", "unharmed", "gradients", in_optimizer(post=False), then="retry",
-          steps="any", late=True),
-    Fault("optimizer raises after its step", "unharmed", "gradients", in_optimizer(post=True), then="go on",
-          steps="any", late=True),
+    raises("forward raises once", "forward", raise_in_loss(Injected)),
+    raises("forward runs out of memory once", "forward", raise_in_loss(MemoryError)),
+    raises("backward raises once", "forward", once_in(lambda scene: scene.here.parameters()[0][1].register_hook),
+           without="shared"),
+    raises("optimizer raises before its step", "gradients",
+           once_in(lambda scene: scene.here.optimizer.register_step_pre_hook)),
+    raises("optimizer raises after its step", "gradients",
+           once_in(lambda scene: scene.here.optimizer.register_step_post_hook), then="go on"),
     Fault("closure raises", "unharmed", "gradients", in_closure, steps="any"),
-    Fault("probe raises", "refused", "sync", in_probe(raise_injected), then="retry", needs=traits("probe"),
-          steps="inner", late=True, message=r"probe\(\) raised on {who}"),
-    Fault("probe runs out of memory", "refused", "sync", in_probe(run_out_of_memory), then="retry",
-          needs=traits("probe"), steps="inner", late=True, message=r"probe\(\) raised on {who}"),
-    Fault("probe returns a text", "refused", "sync", probe("low"), then="retry", needs=traits("probe"),
-          steps="inner", late=True, message=r"probe\(\) raised on {who}"),
-    Fault("probe returns several losses", "refused", "sync", probe(torch.ones(7)), then="retry",
-          needs=traits("probe"), steps="inner", late=True, message=r"probe\(\) raised on {who}"),
-    Fault("interrupted in the probe", "lost", "sync", in_probe(interrupt), then="leave", needs=traits("probe"),
+    in_probe("probe raises", INJECTED),
+    in_probe("probe runs out of memory", OUT_OF_MEMORY),
+    in_probe("probe returns a text", lambda: "low"),
+    in_probe("probe returns several losses", lambda: torch.ones(7)),
+    Fault("interrupted in the probe", "lost", "sync", inside("in_probe", INTERRUPT), then="leave", needs="probe",
           steps="inner", late=True),
-    Fault("setter raises", "unharmed", "sync", in_setter(raise_injected), then="go on", needs=traits("setter"),
+    Fault("setter raises", "unharmed", "sync", inside("in_setter", INJECTED), then="go on", needs="setter",
           steps="inner", late=True),
-    Fault("setter raises on all ranks", "unharmed", "sync", in_setter(raise_injected), then="go on", on="all",
-          needs=traits("setter"), steps="inner", late=True),
-    Fault("a text as loss", "unharmed", "sync", loss("low"), then="retry", steps="any"),
-    Fault("several losses for one", "unharmed", "sync", loss(torch.ones(7)), then="retry", steps="any"),
-    Fault("a complex loss", "unharmed", "sync", loss(torch.tensor(1j)), then="retry", steps="any"),
-    Fault("an empty loss", "unharmed", "sync", loss(torch.ones(0)), then="retry", steps="any"),
-    Fault("a meta tensor as loss", "unharmed", "sync", loss(torch.ones((), device="meta")), then="retry", steps="any"),
-    Fault("no loss since the last sync", "refused", "sync", forget_losses, without=traits("probe"), steps="inner",
+    Fault("setter raises on all ranks", "unharmed", "sync", inside("in_setter", INJECTED), then="go on", on="all",
+          needs="setter", steps="inner", late=True),
+    wrong_loss("a text as loss", "low"),
+    wrong_loss("several losses for one", torch.ones(7)),
+    wrong_loss("a complex loss", torch.tensor(1j)),
+    wrong_loss("an empty loss", torch.ones(0)),
+    wrong_loss("a meta tensor as loss", torch.ones((), device="meta")),
+    Fault("no loss since the last sync", "refused", "sync", forget_losses, without="probe", steps="inner",
           message=r"no loss was recorded since the last sync on {who}"),
-    Fault("step in consensus", "unharmed", "update", refused(step_in_consensus, RuntimeError), on="all", steps="any"),
-    Fault("converge in consensus", "unharmed", "update", refused(converge_in_consensus, RuntimeError), on="all",
-          steps="any"),
-    Fault("consensus in consensus", "unharmed", "update", refused(consensus_in_consensus, RuntimeError), on="all",
-          steps="any"),
-    Fault("error in consensus", "unharmed", "update", refused(raise_in_consensus, Injected), on="all", steps="any"),
-    Fault("consensus leaves no trace", "unharmed", "update", consensus, on="all", steps="any"),
+    everywhere("step in consensus", refused(in_consensus(step_again), RuntimeError)),
+    everywhere("converge in consensus", refused(in_consensus(converge), RuntimeError)),
+    everywhere("consensus in consensus", refused(in_consensus(in_consensus(step_again)), RuntimeError)),
+    everywhere("error in consensus", refused(in_consensus(spoil_and_raise), Injected)),
+    everywhere("consensus leaves no trace", consensus),
     Fault("a copy of the scheduler", "unharmed", "update",
           refused(lambda scene: pickle.dumps(scene.here.scheduler), TypeError), steps="any"),
     Fault("a new parameter group", "unharmed", "update", refused(new_group, RuntimeError), steps="any"),
-    Fault("clipping without effect", "unharmed", "gradients", hold_reference, steps="any",
-          without=traits("stack sharded")),
-    Fault("converge alone", "refused", "after", converge_alone, needs=traits("local"), without=traits("overlap"),
-          steps="inner", message=r"disagree on .*{who}"),
-    Fault("converge alone after the last step", "unharmed", "after", converge_alone, then="go on", steps="last",
-          waits=True, message=r"rank \d did not come"),
-    Fault("one step more", "unharmed", "after", refused(step_twice, RuntimeError), without=traits("sharded"),
-          steps="inner"),
+    Fault("clipping without effect", "unharmed", "gradients", clip_nothing, steps="any", without="stack sharded"),
+    Fault("converge alone", "refused", "after", converge, needs="local", without="overlap", steps="inner",
+          message=r"disagree on .*{who}"),
+    Fault("converge alone after the last step", "unharmed", "after", converge, then="go on", steps="last", waits=True,
+          message=r"rank \d did not come"),
+    Fault("one step more", "unharmed", "after", refused(step_again, RuntimeError), without="sharded", steps="inner"),
     Fault("another base value", "refused", "update", move_base, steps="inner",
           message=r"disagree on the base values .*{who}"),
 ]  # fmt: skip

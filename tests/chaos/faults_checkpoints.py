@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.chaos.faults import Fault, Scene, traits
+from tests.chaos.faults import Fault, Scene
 from tests.chaos.replica import PARTS
 
 
@@ -24,27 +24,19 @@ def damaged(cut: Callable[[bytes, Scene], bytes]) -> Callable[[Scene], None]:
     return act
 
 
-def half(whole: bytes, scene: Scene) -> bytes:
-    return whole[: scene.random.randrange(1, len(whole) - 1)]
-
-
-def noise(whole: bytes, scene: Scene) -> bytes:
-    return scene.random.randbytes(len(whole))
-
-
-def hdet(edit: Callable[[dict[str, Any], Scene], None]) -> Callable[[Scene], None]:
-    """Edit the scheduler's own part of the checkpoint, and load that alone: the error must be the scheduler's."""
+def edited(part: str, edit: Callable[[dict[str, Any], Scene], Any]) -> Callable[[Scene], None]:
+    """Edit one part of the checkpoint, and load that alone: the error must be of that part."""
 
     def act(scene: Scene) -> None:
-        scene.states = copy.deepcopy(scene.states)
-        edit(scene.states["scheduler"]["hdet"][0], scene)
-        scene.order = ("scheduler",)
+        scene.states, scene.order = copy.deepcopy(scene.states), (part,)
+        edit(scene.states[part], scene)
 
     return act
 
 
-def value(key: str, wrong: Any) -> Callable[[Scene], None]:
-    return hdet(lambda state, scene: state.update({key: wrong}))
+def hdet(edit: Callable[[dict[str, Any], Scene], Any]) -> Callable[[Scene], None]:
+    """Edit the scheduler's own state."""
+    return edited("scheduler", lambda state, scene: edit(state["hdet"][0], scene))
 
 
 def drop(state: dict[str, Any], scene: Scene) -> None:
@@ -52,56 +44,32 @@ def drop(state: dict[str, Any], scene: Scene) -> None:
     del state[scene.random.choice([key for key in state if key != "format"])]
 
 
-def wrong_type(state: dict[str, Any], scene: Scene) -> None:
-    keys = ("config", "size", "replica", "rows", "step", "spread", "window", "history", "begun")
-    state[scene.random.choice([key for key in keys if key in state])] = scene.random.choice([object, "x", [None], 1j])
-
-
 def drop_inner(state: dict[str, Any], scene: Scene) -> None:
     inner = state[scene.random.choice(["spread", "window"])]
     del inner[scene.random.choice(list(inner))]
 
 
+def wrong_type(state: dict[str, Any], scene: Scene) -> None:
+    keys = ("config", "size", "replica", "rows", "step", "spread", "window", "history", "begun")
+    state[scene.random.choice([key for key in keys if key in state])] = scene.random.choice([object, "x", [None], 1j])
+
+
 def another_config(state: dict[str, Any], scene: Scene) -> None:
-    config = state["config"] = dict(state["config"])
-    config[scene.random.choice(["sync_every", "total_steps", "seed"])] = 77
+    state["config"] = {**state["config"], scene.random.choice(["sync_every", "total_steps", "seed"]): 77}
 
 
-def optimizer_alone(edit: Callable[[dict[str, Any], Scene], None]) -> Callable[[Scene], None]:
-    """Edit the state of the optimizer, and load that alone."""
-
-    def act(scene: Scene) -> None:
-        scene.states = copy.deepcopy(scene.states)
-        edit(scene.states["optimizer"], scene)
-        scene.order = ("optimizer",)
-
-    return act
+def entries(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Scene], None]:
+    """Edit the state of every parameter in the state of the optimizer."""
+    return edited("optimizer", lambda state, scene: [edit(entry) for entry in state["state"].values()])
 
 
-def drop_moment(state: dict[str, Any], scene: Scene) -> None:
-    for entry in state["state"].values():
-        del entry["exp_avg_sq"]
-
-
-def of_sgd(state: dict[str, Any], scene: Scene) -> None:
-    for entry in state["state"].values():
-        entry["momentum_buffer"] = entry.pop("exp_avg")
-        del entry["exp_avg_sq"]
-
-
-def another_shape(state: dict[str, Any], scene: Scene) -> None:
-    for entry in state["state"].values():
-        entry["exp_avg"] = torch.zeros(3)
+def of_sgd(entry: dict[str, Any]) -> None:
+    entry["momentum_buffer"] = entry.pop("exp_avg")
+    del entry["exp_avg_sq"]
 
 
 def one_group_more(state: dict[str, Any], scene: Scene) -> None:
     state["param_groups"].append(copy.deepcopy(state["param_groups"][0]))
-
-
-def plain_scheduler(scene: Scene) -> None:
-    """Load the state of torch's own OneCycleLR."""
-    scene.states = {**scene.states, "scheduler": {k: v for k, v in scene.states["scheduler"].items() if k != "hdet"}}
-    scene.order = ("scheduler",)
 
 
 def older(*parts: str) -> Callable[[Scene], None]:
@@ -113,61 +81,52 @@ def older(*parts: str) -> Callable[[Scene], None]:
     return act
 
 
-def nothing(scene: Scene) -> None:
-    """Start from the beginning where the others resume."""
-    scene.states = {}
-
-
 def another_order(scene: Scene) -> None:
     orders = list(itertools.permutations(PARTS))[1:]
     scene.order = orders[scene.case.pick % len(orders)]
-
-
-def twice(scene: Scene) -> None:
-    scene.here.load(copy.deepcopy(scene.states))
-
-
-def after_another(scene: Scene) -> None:
-    """Load an older checkpoint first, then the right one."""
-    scene.here.load(scene.older)
 
 
 def rejected(name: str, act: Callable[[Scene], None], message: str = "", **options: Any) -> Fault:
     return Fault(name, "rejected", "load", act, message=message, then="go on", **options)
 
 
-OURS = traits("ours")
-STALE = r"disagree on .*{who}"
+def value(name: str, key: str, wrong: Any, message: str = "") -> Fault:
+    return rejected(name, hdet(lambda state, scene: state.update({key: wrong})), message)
+
+
+def stale(name: str, act: Callable[[Scene], None]) -> Fault:
+    return Fault(name, "refused", "load", act, message=r"disagree on .*{who}", without="shared")
+
 
 FAULTS = [
-    rejected("checkpoint cut off", damaged(half)),
-    rejected("checkpoint of random bytes", damaged(noise)),
+    rejected("checkpoint cut off", damaged(lambda whole, scene: whole[: scene.random.randrange(1, len(whole) - 1)])),
+    rejected("checkpoint of random bytes", damaged(lambda whole, scene: scene.random.randbytes(len(whole)))),
     rejected("empty checkpoint", damaged(lambda whole, scene: b"")),
     rejected("scheduler's state lacks a field", hdet(drop)),
     rejected("scheduler's state lacks an inner field", hdet(drop_inner)),
     rejected("scheduler's state has a wrong type", hdet(wrong_type)),
-    rejected("step of -1", value("step", -1), "-1"),
-    rejected("step of 7.5", value("step", 7.5), r"7\.5"),
-    rejected("step of a text", value("step", "x"), "x"),
-    rejected("step of nan", value("step", float("nan")), "nan"),
-    rejected("step past the end", value("step", 99), "99"),
-    rejected("replicas as a text", value("size", "two"), "two"),
-    rejected("history of numbers", value("history", [1, 2, 3])),
-    rejected("format of a newer version", value("format", 99), "99"),
-    rejected("field of a newer version", value("tomorrow", 1), "tomorrow"),
+    value("step of -1", "step", -1, "-1"),
+    value("step of 7.5", "step", 7.5, r"7\.5"),
+    value("step of a text", "step", "x", "x"),
+    value("step of nan", "step", float("nan"), "nan"),
+    value("step past the end", "step", 99, "99"),
+    value("replicas as a text", "size", "two", "two"),
+    value("history of numbers", "history", [1, 2, 3]),
+    value("format of a newer version", "format", 99, "99"),
+    value("field of a newer version", "tomorrow", 1, "tomorrow"),
     rejected("checkpoint of other settings", hdet(another_config), "77"),
-    rejected("checkpoint of torch's scheduler", plain_scheduler, "HDET|hdet"),
-    rejected("optimizer's state lacks a moment", optimizer_alone(drop_moment), "exp_avg_sq", needs=OURS),
-    rejected("optimizer's state of SGD", optimizer_alone(of_sgd), "exp_avg", needs=OURS),
-    rejected("moment of another shape", optimizer_alone(another_shape), needs=OURS),
-    rejected("one parameter group more", optimizer_alone(one_group_more), needs=OURS),
-    Fault("back from an older checkpoint", "refused", "load", older(*PARTS), message=STALE, without=traits("shared")),
-    Fault("scheduler from an older checkpoint", "refused", "load", older("scheduler"), message=STALE,
-          without=traits("shared")),
-    Fault("back from the beginning", "refused", "load", nothing, message=STALE, without=traits("shared")),
+    rejected("checkpoint of torch's scheduler", edited("scheduler", lambda state, _: state.pop("hdet")), "HDET|hdet"),
+    rejected("optimizer's state lacks a moment", entries(lambda entry: entry.pop("exp_avg_sq")), "exp_avg_sq",
+             needs="ours"),
+    rejected("optimizer's state of SGD", entries(of_sgd), "exp_avg", needs="ours"),
+    rejected("moment of another shape", entries(lambda entry: entry.update(exp_avg=torch.zeros(3))), needs="ours"),
+    rejected("one parameter group more", edited("optimizer", one_group_more), needs="ours"),
+    stale("back from an older checkpoint", older(*PARTS)),
+    stale("scheduler from an older checkpoint", older("scheduler")),
+    stale("back from the beginning", lambda scene: scene.states.clear()),
     Fault("all back from an older checkpoint", "unharmed", "load", older(*PARTS), on="all"),
     Fault("parts in another order", "unharmed", "load", another_order),
     Fault("all parts in another order", "unharmed", "load", another_order, on="all"),
-    Fault("loaded twice", "unharmed", "load", twice),
-    Fault("loaded after another one", "unharmed", "load", after_another),
+    Fault("loaded twice", "unharmed", "load", lambda scene: scene.here.load(copy.deepcopy(scene.states))),
+    Fault("loaded after another one", "unharmed", "load", lambda scene: scene.here.load(scene.older)),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The plan of a run: which fault in which configuration, on which rank and at which step. All from one seed."""
+"""All faults, and the plan of a run: which fault in which configuration, rank and step. All from one seed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from tests.chaos.catalogue import FAULTS
+from tests.chaos import faults_builds, faults_calls, faults_checkpoints, faults_processes, faults_values
 from tests.chaos.configurations import CONFIGURATIONS, SYNC, TOTAL
-from tests.chaos.faults import Case
+from tests.chaos.faults import Case, Fault
+
+ALL: tuple[Fault, ...] = (
+    *faults_values.FAULTS,
+    *faults_builds.FAULTS,
+    *faults_processes.FAULTS,
+    *faults_calls.FAULTS,
+    *faults_processes.COLLECTIVES,
+    *faults_checkpoints.FAULTS,
+)
+FAULTS = {fault.name: fault for fault in ALL}
 
 
 def make_case(fault: str, configuration: str, seed: int, device: str = "cpu") -> Case:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
 from tests.chaos.configurations import SETTINGS, Configuration, Net, batch, network
-from tests.chaos.digest import digest
+from tests.chaos.record import digest
 
 #: The parts of a replica, in the order in which a checkpoint is loaded unless a fault changes it.
 PARTS = ("model", "optimizer", "scheduler")
@@ -208,10 +208,11 @@ class Replica:
 
     # Checkpoints
 
-    def save(self, folder: Path, name: str) -> None:
-        """Write this rank's checkpoint."""
+    def save(self, folder: Path, name: str) -> Path:
+        """Write this rank's checkpoint; return the file."""
         parts = (self.own, self.optimizer, self.scheduler)
         torch.save({key: part.state_dict() for key, part in zip(PARTS, parts, strict=True)}, folder / name)
+        return folder / name
 
     def load(self, states: dict[str, Any], order: tuple[str, ...] = PARTS) -> None:
         """Load the parts of a checkpoint, in this order."""

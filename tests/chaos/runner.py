@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.chaos.catalogue import FAULTS
 from tests.chaos.configurations import CONFIGURATIONS
 from tests.chaos.faults import Case
 from tests.chaos.group import Lost, Pool
 from tests.chaos.judge import judge
-from tests.chaos.plan import make_case
+from tests.chaos.plan import FAULTS, make_case
 from tests.chaos.record import Record
 from tests.chaos.scenario import disturbed, resumed, undisturbed
 

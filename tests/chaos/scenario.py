@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.chaos.catalogue import FAULTS
 from tests.chaos.collectives import Sabotage, set_timeout
 from tests.chaos.configurations import CONFIGURATIONS, TOTAL
 from tests.chaos.faults import Case, Fault, Scene
 from tests.chaos.group import Leave
+from tests.chaos.plan import FAULTS
 from tests.chaos.record import Failure, Record
 from tests.chaos.replica import Replica
 
@@ -87,8 +87,7 @@ class Run:
         if name == "optimizer" and changed == ["scheduler"] and before["scheduler"] == self._as_if_averaged(name):
             changed = []
         step = 0 if replica is None else replica.step
-        runtime = isinstance(error, RuntimeError)
-        failure = Failure(name, step, type(error).__name__, runtime, " | ".join(texts), changed, after, seconds)
+        failure = Failure(name, step, type(error).__name__, " | ".join(texts), changed, after, seconds)
         self.record.failures.append(failure)
 
     def _average_under_way(self) -> bool:

@@ -1,19 +1,60 @@
-"""The judge notices what it is there for: a harness that finds nothing must be able to find something."""
+"""The harness: its catalogue, plan and digests, and a judge that finds what it is there for."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.catalogue import FAULTS
-from tests.chaos.configurations import CONFIGURATIONS, TOTAL
+import torch
+
+from tests.chaos.configurations import CONFIGURATIONS, SYNC, TOTAL
 from tests.chaos.faults import Fault
 from tests.chaos.group import Pool
 from tests.chaos.judge import judge
-from tests.chaos.plan import make_case
-from tests.chaos.record import Failure, Record
+from tests.chaos.plan import ALL, FAULTS, cases, make_case, spelled
+from tests.chaos.record import Failure, Record, digest
 from tests.chaos.scenario import disturbed, undisturbed
+
+VALUES = [
+    0.0, -0.0, math.nan, 1, True, "1", None, [], [1.0], (1.0, 2.0), [1.0, [2.0]], {"a": 1}, {"b": 1}, {"a": {"b": 1}},
+    torch.zeros(2), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, -0.0]),
+    torch.tensor([0.0, math.nan]), torch.zeros(0), torch.zeros((), dtype=torch.int64),
+]  # fmt: skip
+
+
+def test_digests_are_equal_exactly_if_all_bits_are() -> None:
+    assert len({digest(value) for value in VALUES}) == len(VALUES)
+    again = [value.clone() if isinstance(value, torch.Tensor) else value for value in VALUES]
+    assert [digest(value) for value in VALUES] == [digest(value) for value in again]
+    square = torch.arange(4.0).reshape(2, 2)
+    assert digest(square.t()) == digest(square.t().contiguous())
+
+
+def test_a_plan_has_every_kind_first_every_configuration_soon_and_is_repeated_by_its_seed() -> None:
+    planned, again, other = (list(itertools.islice(cases(seed), 500)) for seed in (0, 0, 4))
+    assert planned == again != other
+    assert len(ALL) == len(FAULTS) >= 75
+    assert {case.fault for case in planned[: len(FAULTS)]} == set(FAULTS)
+    assert {case.configuration for case in planned} == set(CONFIGURATIONS)
+    assert len(set(planned)) == 500
+    on_gpu = list(itertools.islice(cases(0, device="cuda"), 500))
+    assert {case.configuration for case in on_gpu} == set(CONFIGURATIONS) - {"hsdp"}
+    assert {case.fault for case in on_gpu} == set(FAULTS)
+
+
+def test_cases_lie_within_the_run() -> None:
+    for fault, (name, configuration), seed in itertools.product(ALL, CONFIGURATIONS.items(), range(5)):
+        if fault.fits(configuration):
+            case = make_case(fault.name, name, seed)
+            old, good = case.saved
+            assert spelled(case.spelled) == case
+            assert 0 <= case.victim < configuration.ranks
+            assert 1 <= case.step <= TOTAL
+            assert old // SYNC < good // SYNC if fault.at == "load" else 0 <= old <= good < case.step
+
 
 LOCAL = CONFIGURATIONS["local"]
 PARTS = ("parameters", "buffers", "optimizer", "scheduler", "setting")
@@ -32,7 +73,7 @@ def run_of(seed: str = "") -> Record:
 
 def failure(**changes: Any) -> Failure:
     text = "the replicas disagree on the settings (ranks 0, 2: seed 0; rank 1: seed 5)"
-    found = Failure("scheduler", 3, "RuntimeError", True, text, [], {}, 0.1)
+    found = Failure("scheduler", 3, "RuntimeError", text, [], {}, 0.1)
     return replace(found, **changes)
 
 
