@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils import _pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,3 +43,17 @@ def one_cycle_peak(scheduler: OneCycleLR) -> float:
     """
     phases = getattr(scheduler, "_schedule_phases", None)
     return float((phases[0]["end_step"] + 1) / scheduler.total_steps) if phases else 0.3
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested tuples, lists, dicts and registered classes, and their structure.
+
+    ``torch.utils._pytree`` (2.11–2.13) has no public name, and is where users' classes are registered. Without it only
+    tuples, lists and dicts could be taken apart.
+    """
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
+    """Return the tree of ``leaves`` with a ``structure`` that :func:`tree_flatten` gave."""
+    return _pytree.tree_unflatten(leaves, structure)

@@ -48,15 +48,6 @@ OPEN = (
     "optim/zero_redundancy.py",
     "sharded/dtensors.py",
     "sharded/fsdp.py",
-    "stack/attention.py",
-    "stack/batch.py",
-    "stack/corrections.py",
-    "stack/finite.py",
-    "stack/graph.py",
-    "stack/losses.py",
-    "stack/replica_stack.py",
-    "stack/side_effects.py",
-    "stack/state.py",
 )
 
 

@@ -11,7 +11,7 @@ The flow, and the file of each step::
 - ``replica_stack``: :class:`ReplicaStack`, the public class; it holds the rows and calls the parts below.
 - ``batch``, ``hyper``: cut the batch into one slice per replica; hold the explored scalars that act in the loss.
 - ``losses``: compute all losses in one forward pass under ``torch.func.vmap``, or one replica after another.
-  ``corrections`` fixes results that differ under vmap, ``attention`` folds the replicas into the batch of attention,
+  ``vmap`` corrects what differs under it and folds the replicas into the batch of attention,
   ``side_effects`` handles what a forward pass leaves in the module, ``rollback`` restores buffers and random numbers
   after a failure, ``finite`` checks the first gradients, ``graph`` replays a pass as a CUDA graph.
 - ``gradients``: collect gradients as autograd produces them, and add them to ``grad`` of the stacked parameters.

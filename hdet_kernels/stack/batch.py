@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from hdet_kernels.torch_internals import tree_flatten, tree_unflatten
 
 
 class Batch:
@@ -30,7 +31,7 @@ class Batch:
     """
 
     def __init__(self, batch: tuple[Any, ...], replicas: int, same: bool) -> None:
-        self._leaves, self._spec = pytree.tree_flatten(batch)
+        self._leaves, self._spec = tree_flatten(batch)
         self._cut = [] if same else [index for index, leaf in enumerate(self._leaves) if _is_cut(leaf)]
         tensors: list[Tensor] = [self._leaves[index] for index in self._cut]
         _check_sizes(tensors, replicas)
@@ -64,7 +65,7 @@ class Batch:
         leaves = list(self._leaves)
         for index, part in zip(self._cut, slices, strict=True):
             leaves[index] = part
-        whole: tuple[Any, ...] = pytree.tree_unflatten(leaves, self._spec)
+        whole: tuple[Any, ...] = tree_unflatten(leaves, self._spec)
         return whole
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hdet_kernels.stack.batch import Batch
 from hdet_kernels.stack.gradients import GradientCollector
+from hdet_kernels.torch_internals import tree_flatten
 
 log = logging.getLogger("hdet_kernels")
 
@@ -126,6 +126,6 @@ class _WatchHalf(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         autocast = torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device) == torch.float16
-        tensors = pytree.tree_leaves((args, kwargs))
+        tensors = tree_flatten((args, kwargs))[0]
         self.seen |= autocast or any(isinstance(each, Tensor) and each.dtype == torch.float16 for each in tensors)
         return func(*args, **(kwargs or {}))

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hdet_kernels.stack.batch import Batch
 from hdet_kernels.stack.gradients import GradientCollector
 from hdet_kernels.stack.losses import LossFunction, ReplicaLosses
+from hdet_kernels.torch_internals import tree_flatten, tree_unflatten
 
 log = logging.getLogger("hdet_kernels")
 
@@ -63,7 +63,7 @@ class GraphedLosses:
         self, loss_fn: LossFunction, batch: tuple[Any, ...], replicas: int, same_batch: bool, chunk_size: int | None
     ) -> Tensor:
         """Return the losses [R]; the gradients are collected and not committed."""
-        leaves, spec = pytree.tree_flatten(batch)
+        leaves, spec = tree_flatten(batch)
         key = self._key(loss_fn, leaves, spec, same_batch, chunk_size)
         if key not in self._recorded:
             # Built before anything else, since it checks the batch.
@@ -71,12 +71,12 @@ class GraphedLosses:
             if key is None or not self._is_due(loss_fn, key):
                 return self._losses.compute(loss_fn, whole, chunk_size, self._gradients)
             static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            whole = Batch(pytree.tree_unflatten(static, spec), replicas, same_batch)
+            whole = Batch(tree_unflatten(static, spec), replicas, same_batch)
             self._recorded[key] = self._record(loss_fn, whole, chunk_size, _tensors(static))
         recorded = self._recorded[key]
         self._gradients.unalias(recorded.gradients)
-        if recorded.batch:
-            torch._foreach_copy_(recorded.batch, _tensors(leaves))
+        for own, given in zip(recorded.batch, _tensors(leaves), strict=True):
+            own.copy_(given)
         recorded.graph.replay()
         self._gradients.collected = list(recorded.gradients)
         return recorded.losses.clone()

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.func import functional_call, vmap
 
 from hdet_kernels.stack.batch import Batch
-from hdet_kernels.stack.corrections import VmapCorrections, refuse_checkpointing
 from hdet_kernels.stack.finite import are_finite, check_first_gradients
 from hdet_kernels.stack.gradients import GradientCollector, hand_over
 from hdet_kernels.stack.hyper import StackHyper
 from hdet_kernels.stack.rollback import Rollback
 from hdet_kernels.stack.side_effects import AttributeGuard, BufferAssignments, refuse_template_gradients
+from hdet_kernels.stack.vmap import StackMode, refuse_checkpointing
 
 log = logging.getLogger("hdet_kernels")
 
@@ -177,13 +176,12 @@ class ReplicaLosses:
                 assigned.extend(found)
                 return loss, list(found.values())
 
-            with self.hyper.reading(hyper):
+            with self.hyper.reading(hyper), StackMode(self._device, parameters[0]):
                 return self._call_with(parameters, buffers, losses)
 
         leaves = self._leaves(rows, gradients)
         buffers = [buffer.detach()[rows] for buffer in self._buffers]
-        is_wrapped = _functorch.is_functorch_wrapped_tensor
-        with self._guard(is_wrapped), refuse_checkpointing(), VmapCorrections(self._device):
+        with self._guard, refuse_checkpointing():
             inputs = leaves, buffers, self.hyper.slices(rows), batch.slices(rows)
             loss, changed = vmap(one, randomness="different")(*inputs)
         if gradients is not None:
@@ -213,7 +211,7 @@ class ReplicaLosses:
 
         leaves = self._leaves(rows, gradients, single=True)
         hyper = [values[0] for values in self.hyper.slices(rows)]
-        with self._guard(lambda tensor: True), self.hyper.reading(hyper):
+        with self._guard, self.hyper.reading(hyper):
             loss = self._call_with(leaves, buffers, loss_of)
         self._write_buffers(list(assigned), rows, [tensor[None] for tensor in assigned.values()])
         return loss.reshape(1)

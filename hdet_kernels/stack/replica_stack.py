@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from hdet_kernels.checks import check_callable, check_choice, check_flag, check_kind, check_whole
 from hdet_kernels.converge.handshake import check_same_everywhere
@@ -280,7 +279,7 @@ class ReplicaStack:
         """
         return stack_state(self._template, dict(self._stacked()))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> _IncompatibleKeys:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the :meth:`state_dict` of a stack, or of a plain module, which then goes to all replicas.
 
         Returns:

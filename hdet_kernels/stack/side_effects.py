@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class BufferAssignments:
         """
         found = {}
         for index, ((name, owner, attribute), old) in enumerate(zip(self._buffers, before, strict=True)):
-            new = owner._buffers.get(attribute)
+            new = getattr(owner, attribute, None)
             if new is old:
                 continue
             if new is None or new.shape != old.shape:
@@ -54,55 +54,52 @@ class BufferAssignments:
 
 
 class AttributeGuard:
-    """Removes tensors that a forward pass assigns to plain attributes of modules.
+    """Removes tensors that a forward pass assigns to attributes of modules; used in a ``with`` statement.
 
     Such a tensor belongs to one replica or, under vmap, to a transform that has ended, and cannot be used afterwards.
+    Logs one warning with the names of the attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._warned = module, False
+        self._before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Tensor]]] = []
 
-    @contextlib.contextmanager
-    def __call__(self, is_unusable: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Restore, at the end of the block, the attributes that were set to tensors for which ``is_unusable`` holds.
+    def __enter__(self) -> None:
+        self._before = [
+            (f"{name}." if name else "", part, dict(vars(part)), dict(part.named_buffers(recurse=False)))
+            for name, part in self._module.named_modules()
+        ]
 
-        Logs one warning with their names.
-        """
-        before = [(name, m, dict(m.__dict__), dict(m._buffers)) for name, m in self._module.named_modules()]
-        try:
-            yield
-        finally:
-            dropped = [
-                f"{name}.{attribute}" if name else attribute
-                for name, module, attributes, buffers in before
-                for now, was in ((module.__dict__, attributes), (module._buffers, buffers))
-                for attribute in _restore(now, was, is_unusable)
-                if not attribute.startswith("_")  # a cache, like the _flat_weights of torch's RNNs
-            ]
-            if dropped and not self._warned:
-                self._warned = True
-                log.warning(
-                    "forward sets %s to a tensor, which is dropped when the losses are computed; if it is state of a "
-                    "replica, make it a buffer (register_buffer)",
-                    ", ".join(dropped),
-                )
+    def __exit__(self, *_: object) -> None:
+        dropped = []
+        for prefix, part, attributes, buffers in self._before:
+            for name in _new_tensors(vars(part), attributes):
+                if name in attributes:
+                    vars(part)[name] = attributes[name]
+                else:
+                    del vars(part)[name]
+                dropped.append(prefix + name)
+            for name in _new_tensors(dict(part.named_buffers(recurse=False)), buffers):
+                setattr(part, name, buffers.get(name))
+                dropped.append(prefix + name)
+        self._before = []
+        named = [
+            name for name in dropped if not name.rpartition(".")[2].startswith("_")
+        ]  # caches, as torch's RNNs have
+        if named and not self._warned:
+            self._warned = True
+            log.warning(
+                "forward sets %s to a tensor, which is dropped when the losses are computed; if it is state of a "
+                "replica, make it a buffer (register_buffer)",
+                ", ".join(named),
+            )
 
 
-def _restore(now: dict[str, Any], was: dict[str, Any], is_unusable: Callable[[Tensor], bool]) -> list[str]:
-    """Undo assignments of unusable tensors in ``now``, and return the names of those attributes."""
+def _new_tensors(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return the names of attributes that have become tensors, or lists, tuples or dicts of tensors."""
     missing = object()
-    changed = [
-        name
-        for name, value in now.items()
-        if value is not was.get(name, missing)
-        and any(isinstance(item, Tensor) and is_unusable(item) for item in _items(value))
-    ]
-    for name in changed:
-        if name in was:
-            now[name] = was[name]
-        else:
-            del now[name]
-    return changed
+    changed = {name: value for name, value in now.items() if value is not before.get(name, missing)}
+    return [name for name, value in changed.items() if any(isinstance(item, Tensor) for item in _items(value))]
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -118,19 +115,17 @@ def refuse_template_gradients(module: nn.Module) -> Iterator[None]:
 
     No replica trains these. The gradients are removed.
     """
-
-    def mark(param: Tensor) -> tuple[int, int] | None:
-        return None if param.grad is None else (id(param.grad), param.grad._version)
-
-    named = [(name, param, mark(param)) for name, param in module.named_parameters()]
-    reached: list[str] = []
+    before = [(name, param, param.grad) for name, param in module.named_parameters()]
+    for _, param, _ in before:
+        param.grad = None
+    reached = []
     try:
         yield
     finally:
-        for name, param, before in named:
-            if mark(param) != before:
-                param.grad = None
+        for name, param, gradient in before:
+            if param.grad is not None:
                 reached.append(name)
+            param.grad = gradient
     if reached:
         raise RuntimeError(
             f"the loss depends on the module's own {', '.join(reached)}, not on the replicas': loss_fn must use the "

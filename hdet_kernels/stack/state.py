@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from hdet_kernels.stack.template import tensors_by_name
 from hdet_kernels.tensors import compact, wide_dtype
@@ -45,9 +44,7 @@ def _entries(template: nn.Module, stacked: StackedTensors) -> dict[str, tuple[An
 
 
 @torch.no_grad()
-def load_stack_state(
-    template: nn.Module, stacked: StackedTensors, state_dict: Mapping[str, Any], strict: bool
-) -> _IncompatibleKeys:
+def load_stack_state(template: nn.Module, stacked: StackedTensors, state_dict: Mapping[str, Any], strict: bool) -> Any:
     """Load the state of a stack, or of a plain module, whose tensors then go to all rows.
 
     Returns:
@@ -80,7 +77,10 @@ def load_stack_state(
         elif name in state_dict:
             owner = name.removesuffix("_extra_state").removesuffix(".")
             template.get_submodule(owner).set_extra_state(state_dict[name])
-    return _IncompatibleKeys(missing, unexpected)
+    result = nn.Module().load_state_dict({})  # torch's result, whose type has no public name
+    result.missing_keys.extend(missing)
+    result.unexpected_keys.extend(unexpected)
+    return result
 
 
 @torch.no_grad()

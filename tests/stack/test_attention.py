@@ -12,18 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.bias import causal_lower_right
 
 import hdet_kernels as hk
 from bench.stack_comparison import compare
-from hdet_kernels.stack.corrections import VmapCorrections
-from tests.stack.cases import WIDTH, Messages, R, batch
+from hdet_kernels.stack.vmap import StackMode
+from tests.stack.cases import WIDTH, Messages, R, batch, diverged_stack
 from tests.stack.transformers import Gpt, Vit, gpt_batch, gpt_loss, vit_batch, vit_loss
 
 # A loop over the replicas, by torch's own fallback, is an error in this file.
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop:UserWarning")
 
-CPU = torch.device("cpu")
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 SHAPES: dict[str, Shapes] = {
     "2-d": ((5, 6), (7, 6), (7, 3)),
@@ -42,6 +41,21 @@ def tensors(shapes: Any, batched: tuple[bool, ...], dtype: torch.dtype = torch.f
     ]
 
 
+def stacked(function: Callable[..., Tensor], in_dims: Any = 0) -> Callable[..., Tensor]:
+    """Return ``function`` as a stack computes it for R replicas, whose slices lie along ``in_dims``."""
+
+    def one(replica: Tensor, *arguments: Tensor) -> Tensor:
+        with StackMode(torch.device("cpu"), replica):
+            return function(*arguments)
+
+    def together(*arguments: Tensor) -> Tensor:
+        dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(arguments)
+        result: Tensor = vmap(one, (0, *dims), randomness="different")(torch.arange(R), *arguments)
+        return result
+
+    return together
+
+
 def check_attention(given: list[Tensor], batched: tuple[bool, ...], **options: Any) -> None:
     """Compare outputs and gradients under vmap with those of a loop over the replicas."""
     leaves = [tensor for tensor in given if tensor.requires_grad]
@@ -54,9 +68,7 @@ def check_attention(given: list[Tensor], batched: tuple[bool, ...], **options: A
         return torch.stack([one(*row) for row in rows])
 
     def together() -> Tensor:
-        with VmapCorrections(CPU):
-            in_dims = tuple(0 if has_rows else None for has_rows in batched)
-            result: Tensor = vmap(one, in_dims, randomness="different")(*given)
+        result: Tensor = stacked(one, tuple(0 if has_rows else None for has_rows in batched))(*given)
         return result
 
     results = []
@@ -111,45 +123,47 @@ def test_a_gradient_for_some_inputs_only() -> None:
     check_attention(given, (True, True, True))
 
 
-@pytest.mark.parametrize(
-    ("bias", "diagonal"), [(causal_lower_right(5, 7), 2), (causal_upper_left(5, 7), 0)], ids=["lower", "upper"]
-)
-def test_causal_biases_of_torch(bias: Any, diagonal: int) -> None:
-    query, key, value = tensors(SHAPES["4-d"], (True, True, True))
-    with VmapCorrections(CPU):
-        found = vmap(lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=bias))(query, key, value)
-    mask = torch.ones(5, 7, dtype=torch.bool).tril(diagonal)
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
-
-
-def test_transforms_of_the_loss_function() -> None:
+def test_a_vmap_of_the_loss_function_itself() -> None:
     given = tensors(((4, 2, 5, 6),) * 3, (True, True, True))
-
-    def gradient(*qkv: Tensor) -> Any:
-        return grad(lambda *inner: F.scaled_dot_product_attention(*inner).sin().sum())(*qkv)
-
-    expected = torch.stack([gradient(*(tensor[r] for tensor in given)) for r in range(R)])
-    with VmapCorrections(CPU):
-        nested = vmap(vmap(F.scaled_dot_product_attention))(*given)
-        found = vmap(gradient)(*given)
-    torch.testing.assert_close(nested, F.scaled_dot_product_attention(*given))
-    torch.testing.assert_close(found, expected)
+    found = stacked(vmap(F.scaled_dot_product_attention))(*given)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(*given))
 
 
-def test_every_replica_draws_its_own_dropout_mask() -> None:
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """Return a loss with a gradient inside, by torch.func."""
+    return grad(lambda inner: F.scaled_dot_product_attention(inner, inner, inner).sin().sum())(model(x)).square().mean()
+
+
+def same_noise(model: nn.Module, x: Tensor) -> Tensor:
+    """Return 0 if both halves of a batch have the same dropout mask."""
+    y = model(x[:1]).expand(2, -1, -1)
+    first, second = vmap(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), randomness="same")(y)
+    return (first - second).abs().max()
+
+
+def lower_right(model: nn.Module, x: Tensor) -> Tensor:
+    """Return a loss of attention with a mask of torch's own class."""
+    y = model(x)
+    return F.scaled_dot_product_attention(y[:, 2:], y, y, attn_mask=causal_lower_right(3, 5)).sin().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [penalty, same_noise, lower_right])
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of torch, in the loss function's vmap
+def test_attention_that_cannot_be_folded_is_computed_one_by_one(loss_fn: Any, warnings_logged: Messages) -> None:
+    stack = diverged_stack(nn.Linear(WIDTH, WIDTH))
+    expected = [loss_fn(stack.replica(r), part).detach() for r, part in enumerate(batch().chunk(R))]
+    torch.testing.assert_close(stack.losses(loss_fn, batch()), torch.stack(expected))
+    assert [f"{loss_fn.__name__} are computed one after the other" in text for text in warnings_logged()] == [True]
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_every_replica_draws_its_own_dropout_mask(batched: bool) -> None:
     query = torch.randn(2, 2, 16, 8)
-    with VmapCorrections(CPU):
-
-        def one(row: Tensor, query: Tensor) -> Tensor:
-            return row + F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
-
-        rows = torch.zeros(R, 1)
-        for in_dims, given in (((0, None), query), ((0, 0), query.expand(R, *query.shape))):
-            found = vmap(one, in_dims, randomness="different")(rows, given)
-            assert not torch.equal(found[0], found[1])
-            assert not torch.equal(found[1], found[2])
-        shared = vmap(lambda row: one(row, query), randomness="same")(rows)
-        assert torch.equal(shared[0], shared[1]), "a vmap of the caller's keeps its meaning"
+    given = query.expand(R, *query.shape) if batched else query
+    dropped = stacked(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), 0 if batched else None)
+    found = dropped(given)
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
 
 
 def test_chosen_kernels_are_respected() -> None:
