@@ -1,44 +1,18 @@
-"""Hyperparameter-Divergent Ensemble Training (HDET): find the learning rate while training."""
+"""Hyperparameter-Divergent Ensemble Training (HDET): find the learning rate while training.
+
+These are the names that users write. The pieces for frontends of other projects are in :mod:`hdet_kernels.frontend`.
+"""
 
 from hdet_kernels import compat, frontend, report
 from hdet_kernels.buckets import Buckets
-from hdet_kernels.controller.softmax import paper_settings
+from hdet_kernels.controller.hypergradient import HypergradientController
+from hdet_kernels.controller.regression import RegressionController
+from hdet_kernels.controller.softmax import SoftmaxController, paper_settings
+from hdet_kernels.converge import Converger
 from hdet_kernels.converge.settings import Outer
-from hdet_kernels.frontend import (
-    AverageRequest,
-    Controller,
-    Converger,
-    Displacement,
-    Ensemble,
-    Explore,
-    HypergradientController,
-    LossWindow,
-    MeasuredSlopes,
-    NoneSound,
-    Observation,
-    Outcome,
-    OverlappedAverage,
-    Placement,
-    ProcessEnsemble,
-    RegressionController,
-    Report,
-    Run,
-    SoftmaxController,
-    Spread,
-    SyncCallbacks,
-    SyncRecord,
-    Undoing,
-    UndoingController,
-    announced_size,
-    converger_of,
-    default_ensemble,
-    fingerprint,
-    look_at_gradients,
-    multipliers,
-    permutation,
-    release,
-    run_probe,
-)
+from hdet_kernels.ensemble import ProcessEnsemble
+from hdet_kernels.fanout.explore import Explore
+from hdet_kernels.fanout.multipliers import multipliers, permutation
 from hdet_kernels.initialise import warm_noisy_init_
 from hdet_kernels.ops.backends import backends, use_backend
 from hdet_kernels.optim import (
@@ -50,6 +24,8 @@ from hdet_kernels.optim import (
     FusedRowWiseAdagrad,
     FusedSGD,
 )
+from hdet_kernels.schedule.attachment import release
+from hdet_kernels.schedule.history.records import SyncRecord
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.schedule.scout.rounds import ScoutSettings
 from hdet_kernels.stack import ReplicaStack
@@ -57,12 +33,8 @@ from hdet_kernels.stack.parameter import StackedParameter
 from hdet_kernels.version import __version__ as __version__
 
 __all__ = [
-    "AverageRequest",
     "Buckets",
-    "Controller",
     "Converger",
-    "Displacement",
-    "Ensemble",
     "Explore",
     "FusedAdagrad",
     "FusedAdam",
@@ -74,41 +46,22 @@ __all__ = [
     "HDETOneCycleLR",
     "HDETScheduler",
     "HypergradientController",
-    "LossWindow",
-    "MeasuredSlopes",
-    "NoneSound",
-    "Observation",
-    "Outcome",
     "Outer",
-    "OverlappedAverage",
-    "Placement",
     "ProcessEnsemble",
     "RegressionController",
     "ReplicaStack",
-    "Report",
-    "Run",
     "ScoutSettings",
     "SoftmaxController",
-    "Spread",
     "StackedParameter",
-    "SyncCallbacks",
     "SyncRecord",
-    "Undoing",
-    "UndoingController",
-    "announced_size",
     "backends",
     "compat",
-    "converger_of",
-    "default_ensemble",
-    "fingerprint",
     "frontend",
-    "look_at_gradients",
     "multipliers",
     "paper_settings",
     "permutation",
     "release",
     "report",
-    "run_probe",
     "use_backend",
     "warm_noisy_init_",
 ]

@@ -1,15 +1,13 @@
 """The contract for other frontends: the pieces of a cycle, for schedulers and trainers that drive it themselves.
 
 ``__all__`` is the contract. Its names, their public attributes and the order in which ``docs/frontend.md`` calls them
-change by the rules that are written there. The names are also those of the top level, except for the checks of
-arguments.
+change by the rules that are written there. The top level has the few of them that users write too.
 
 One cycle, in their terms: a :class:`Spread` gives every replica its values. After T steps a :class:`Report` goes into
 :meth:`Converger.converge`, which returns an :class:`Outcome`: the losses, gathered before the average. From an
 :class:`Observation` of them the :class:`Controller` moves the base values, and the next cycle begins.
 """
 
-from hdet_kernels.checks import check_flag, check_number, check_positive, check_share, check_whole
 from hdet_kernels.controller.hypergradient import HypergradientController
 from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observation, Run, UndoingController
 from hdet_kernels.controller.regression import RegressionController
@@ -51,11 +49,6 @@ __all__ = [
     "Undoing",
     "UndoingController",
     "announced_size",
-    "check_flag",
-    "check_number",
-    "check_positive",
-    "check_share",
-    "check_whole",
     "converger_of",
     "default_ensemble",
     "fingerprint",

@@ -109,22 +109,22 @@ CONTROLLERS: list[Row] = [
 
 
 def spread(world: Any, **keywords: Any) -> object:
-    given = {"run": hk.Run(9, 3, 0.3, ()), "spread": 0.3, **keywords}
-    return hk.Spread.of(world.bare.param_groups, SingleReplica(), **given)
+    given = {"run": hk.frontend.Run(9, 3, 0.3, ()), "spread": 0.3, **keywords}
+    return hk.frontend.Spread.of(world.bare.param_groups, SingleReplica(), **given)
 
 
 def converger(world: Any, **keywords: Any) -> object:
-    return hk.converger_of(world.bare, SingleReplica(), **keywords)
+    return hk.frontend.converger_of(world.bare, SingleReplica(), **keywords)
 
 
-run = built(hk.Run, total_steps=100, sync_every=10, peak=0.3, floors=())
+run = built(hk.frontend.Run, total_steps=100, sync_every=10, peak=0.3, floors=())
 
 FRONTENDS: list[Row] = [
     *optional(run, "total_steps", 0, 2.5),
     *number(run, "sync_every", 0, 2.5),
     *number(run, "peak", -0.1, 1.5, NAN),
     *refused(run, "gradients", ValueError, "both", None, 3),
-    *refused(spread, "run", ValueError, hk.Run(9, 3, 0.3, (None,) * 9), argument="run.floors"),
+    *refused(spread, "run", ValueError, hk.frontend.Run(9, 3, 0.3, (None,) * 9), argument="run.floors"),
     *refused(spread, "spread", ValueError, 1.0),
     *refused(converger, "compression", TypeError, "bf16"),
 ]

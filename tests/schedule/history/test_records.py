@@ -59,7 +59,7 @@ def test_the_record_of_an_outcome(shared: bool | None, gradients: str) -> None:
         losses=np.array([1.0, math.nan]), probes=np.full(2, math.nan), healthy=np.array([True, False]), shared=shared,
         bytes=12, collectives=2, seconds=0.5, distance=0.25,
     )  # fmt: skip
-    placed = hk.Placement(np.array([0.1, 3.0]), np.array([[0.1, 0.2], [3.0, 3.0]]), np.ones((2, 2)))
+    placed = hk.frontend.Placement(np.array([0.1, 3.0]), np.array([[0.1, 0.2], [3.0, 3.0]]), np.ones((2, 2)))
     found = Findings(np.array([-1.5, math.nan]), np.array([0.5, math.nan]))
     made = SyncRecord.of(outcome, placed, ["lr/0", "x"], step=8, cycle=1, kind="sync", findings=found)
     expected = {
