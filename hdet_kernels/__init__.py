@@ -5,14 +5,20 @@ These are the names that users write. The pieces for frontends of other projects
 
 from hdet_kernels import compat, frontend, report
 from hdet_kernels.buckets import Buckets
-from hdet_kernels.controller.hypergradient import HypergradientController
-from hdet_kernels.controller.regression import RegressionController
-from hdet_kernels.controller.softmax import SoftmaxController, paper_settings
-from hdet_kernels.converge import Converger
+from hdet_kernels.controller.softmax import paper_settings
 from hdet_kernels.converge.settings import Outer
-from hdet_kernels.ensemble import ProcessEnsemble
-from hdet_kernels.fanout.explore import Explore
-from hdet_kernels.fanout.multipliers import multipliers, permutation
+from hdet_kernels.frontend import (
+    Converger,
+    Explore,
+    HypergradientController,
+    ProcessEnsemble,
+    RegressionController,
+    SoftmaxController,
+    SyncRecord,
+    multipliers,
+    permutation,
+    release,
+)
 from hdet_kernels.initialise import warm_noisy_init_
 from hdet_kernels.ops.backends import backends, use_backend
 from hdet_kernels.optim import (
@@ -24,8 +30,6 @@ from hdet_kernels.optim import (
     FusedRowWiseAdagrad,
     FusedSGD,
 )
-from hdet_kernels.schedule.attachment import release
-from hdet_kernels.schedule.history.records import SyncRecord
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.schedule.scout.rounds import ScoutSettings
 from hdet_kernels.stack import ReplicaStack

@@ -23,8 +23,8 @@ class _AdamFamily(FusedOptimizer):
         check_flags(group, "amsgrad", "maximize")
         if group["amsgrad"] and self.options.state_dtype == torch.int8:
             raise ValueError(
-                "amsgrad=True needs state_dtype=torch.float32 or torch.bfloat16, got state_dtype=int8: the maximum of a "
-                "second moment that is rounded at random in every step would grow by that alone"
+                "amsgrad=True needs state_dtype=torch.float32 or torch.bfloat16, got state_dtype=int8: the maximum of "
+                "a second moment that is rounded at random in every step would grow by that alone"
             )
         check_at_least_zero(group, "lr", "eps", "weight_decay")
         check_below_one(group, "betas")
