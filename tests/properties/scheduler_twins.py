@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
 from tests.optim.cases import saved_and_loaded
-from tests.properties.reference import Reference
-from tests.properties.runs import GROUPS, PEAKS, WIDTH, Setup
+from tests.properties.reference import GROUPS, PEAKS, WIDTH, Reference, Setup
 
 Array = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.properties.runs import GROUPS, Setup
+from tests.properties.reference import GROUPS, Setup
 from tests.properties.scheduler_twins import SchedulerTwins
 from tests.ranks import run_ranks
 

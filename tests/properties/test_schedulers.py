@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.properties.machines import explore
-from tests.properties.runs import GROUPS, Setup
+from tests.properties.reference import GROUPS, Setup
 from tests.properties.scheduler_twins import SchedulerTwins
 
 # A skipped first step of torch's optimizer, as under a GradScaler.
