@@ -9,10 +9,10 @@ The flow, file by file:
       implementations.py  build the optimizer to be measured: torch's, ours on each backend, or a peer (peers.py)
       models.py           parameter shapes; training_steps.py has whole models, for whole training steps
     records.py          read the recorded JSON (bench/results/ or the folder of a run)
-    sections.py         turn the records of each suite into a section of Markdown
-    run_report.py       REPORT.md of one run
-    pages.py            ``python -m bench.pages``: docs/benchmarks.md, docs/cost.md and the two tables of README.md
     compare.py          compare two recorded runs
+    tables.py           records as pandas frames and Markdown tables; plots.py draws them
+    run_report.py       REPORT.md of one run
+    pages.py            ``python -m bench.pages``: the pages of docs/ with measured figures, from bench/templates/
     stack_operations.py operations in a stack beside separate modules (stack_comparison.py), as a table
     cost_model.py       model the cost of averaging on up to 16 384 replicas; link_check.py checks it against gloo
     numerics.py         ``python -m bench.numerics``: errors of the update rules over many steps against float64

@@ -5,7 +5,6 @@ Each suite runs in its own process, so that a failure or a full memory does not 
 
 from __future__ import annotations
 
-import datetime
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench import records, run_report
+from bench import records
 from bench.outcome import Outcome, read_ends
 from bench.suites import HERE, SUITES, command
 
@@ -63,10 +62,13 @@ def run(names: Sequence[str], out: Path, quick: bool, seconds: float | None = No
         if outcomes[-1].interrupted:
             break
     recorded = [path for name in selected if (path := out / f"{name}.json").exists()]
-    today = datetime.date.today()
-    text = run_report.text(records.entries(recorded), outcomes, device, today, run_report.plots(recorded, out))
-    (out / "REPORT.md").write_text(text)
-    print(f"tables: {out / 'REPORT.md'}; records: {', '.join(path.name for path in recorded) or 'none'}")
+    try:
+        from bench import run_report  # which needs pandas, Jinja2 and matplotlib
+
+        tables = str(run_report.write(recorded, outcomes, device, out))
+    except ImportError as error:
+        tables = f"none ({error}: pip install 'hdet_kernels[docs]')"
+    print(f"tables: {tables}; records: {', '.join(path.name for path in recorded) or 'none'}")
     return 1 if any(outcome.failed or outcome.interrupted for outcome in outcomes) else 0
 
 

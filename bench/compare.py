@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
-from bench.markdown import table_lines
+from bench.markdown import table
 from bench.records import Entry
 
 # Parameters of a case that name the implementation; the others describe the operation.
@@ -107,7 +107,7 @@ def report(old: Mapping[str, Ratio], new: Mapping[str, Ratio], changes: Sequence
     for verdict in ("worse", "better", "not judged: no spread"):
         found = [change for change in changes if change.verdict == verdict]
         if found:
-            lines += [f"{verdict}:", "", *_table(found), ""]
+            lines += [f"{verdict}:", "", _table(found), ""]
     for name, own, other in (("old", old, new), ("new", new, old)):
         alone = [case for case in own if case not in other]
         lines += [f"only in the {name} run:", "", *(f"- {case}" for case in alone), ""] if alone else []
@@ -118,7 +118,7 @@ def report(old: Mapping[str, Ratio], new: Mapping[str, Ratio], changes: Sequence
     return "\n".join([*lines, f"{len(changes)} ratios in both: {counts}."])
 
 
-def _table(changes: Sequence[Change]) -> list[str]:
+def _table(changes: Sequence[Change]) -> str:
     worst = sorted(changes, key=lambda change: change.old.value / change.new.value)
     body = [
         [
@@ -130,7 +130,7 @@ def _table(changes: Sequence[Change]) -> list[str]:
         ]
         for change in worst
     ]
-    return table_lines(["case", "old", "new", "change", "spread"], body)
+    return table(["case", "old", "new", "change", "spread"], body)
 
 
 def _case(entry: Entry) -> str:

@@ -1,17 +1,28 @@
-"""Format Markdown tables."""
+"""Format numbers and Markdown tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 
-def table_lines(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the lines of a Markdown table; the first ``left`` columns are left-aligned, the others right-aligned."""
-    rule = ["---"] * left + ["---:"] * (len(header) - left)
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+def table(header: Sequence[object], rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """Return a Markdown table whose first ``left`` columns are aligned to the left, the others to the right."""
+    marks = ["---"] * left + ["---:"] * (len(header) - left)
+    lines = [list(map(str, header)), marks, *(list(map(str, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def section_text(heading: str, description: str, source: str, *blocks: Sequence[str]) -> str:
-    """Return a section: a heading of the second level, a description, its source, and blocks of lines."""
-    parts = [f"## {heading}", description, source, *("\n".join(block) for block in blocks)]
-    return "\n\n".join(filter(None, parts))
+def short(value: float) -> str:
+    """Format a number with four significant digits, or all digits before the point."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}"
+
+
+def spaced(value: float) -> str:
+    """Format a whole number with spaces between thousands."""
+    return f"{value:,.0f}".replace(",", " ")
+
+
+def percent(value: float) -> str:
+    """Format percents with one digit after the point, large ones without."""
+    text = f"{value:.1f}" if abs(value) < 9.95 else f"{value:.0f}"
+    return "0.0" if text == "-0.0" else text.replace("-", "−")

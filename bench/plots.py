@@ -1,82 +1,67 @@
-"""Plot recorded results in the style of ``hdet_kernels/report.py``, without pyplot."""
+"""Plot recorded results and the cost model, without pyplot: the user's global state is not touched."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import records
-from bench.comparison_table import TITLES, fastest
+import numpy as np
+import pandas as pd
+
+from bench import cost_model as cost
 from bench.records import Entry
-from hdet_kernels import report
+from bench.tables import OURS, TITLES, frame
 
-Point = tuple[str, float, float]
-
-# Colour and mark of each of our backends; peers are grey.
-MARKS = {
-    "hdet-cuda": ("#c8442d", "o"),
-    "hdet-triton": ("#4878d0", "s"),
-    "hdet-cpp": ("#c8442d", "o"),
-    "hdet-torch": ("#b59a3b", "v"),
+PEERS_PLOT, SCALING_PLOT = "peers.png", "scaling.png"
+CAPTIONS = {
+    PEERS_PLOT: "Time of each peer relative to ours",
+    SCALING_PLOT: "Step time against the number of parameters and of tensors",
 }
-# Colours of torch's implementations and of other peers.
-PEERS = ("#5f6b7a", "#b7bcc6")
+# What the tests of some suites measure.
+OPERATIONS = {
+    "until_it_returns": "host time of a step",
+    "end_to_end": "whole training step",
+    "mean_of_rows": "mean of a stack",
+    "reduce": "norm of gradients",
+    "rowwise": "row-wise Adagrad",
+    "stack_step": "step of a stack",
+    "wire": "compression",
+}
+# A slope against bytes is fitted to times that are at least this many times the shortest of a series.
+FLOOR_FACTOR = 5
 
 
-def roofline(entries: list[Entry], path: Path) -> bool:
-    """Draw bytes a parameter (or element) against the share of the copy bandwidth, a point for each operation.
+def new_figure(rows: int, columns: int, width: float, height: float, **shared: Any) -> tuple[Any, Any]:
+    """Return a figure and its axes by row and column; width and height are those of one panel, in inches."""
+    from matplotlib.figure import Figure
 
-    A point is the median over models and sizes, without those that fit into the cache.
-
-    Returns:
-        Whether there was anything to draw; if not, no file is written.
-    """
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for entry in entries:
-        info, params = entry["extra_info"], entry["params"] or {}
-        if "share" in info and not info["cached"] and params.get("way") in TITLES:
-            found.setdefault((_operation(entry), params["way"]), []).append((_bytes_each(entry), info["share"]))
-    if not found:
-        return False
-    points = {key: tuple(map(statistics.median, zip(*values, strict=True))) for key, values in found.items()}
-    figure, axes = report.new_figure(
-        "Share of the copy bandwidth", "bytes moved for each parameter or element (logarithmic)", "share of a copy"
-    )
-    figure.set_size_inches(12, 7.5)
-    for way in TITLES:
-        own = [xy for (_, w), xy in points.items() if w == way]
-        if own:
-            colour, mark = MARKS.get(way, (report.MUTED, "x"))
-            ours = way.startswith("hdet-")
-            axes.plot(
-                *zip(*own, strict=True),
-                mark,
-                color=colour if ours else report.MUTED,
-                markersize=7 if ours else 5,
-                alpha=0.9 if ours else 0.55,
-                label=f"our {TITLES[way].strip('`')} backend" if ours else None,
-                zorder=3 if ours else 2,
-            )
-    if any(not way.startswith("hdet-") for _, way in points):
-        axes.plot([], [], "x", color=report.MUTED, markersize=5, label="torch and other peers")
-    axes.axhline(1.0, color=report.INK, linewidth=1.2, linestyle="--", zorder=1)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_ylim(0, 0.25 + max(1.0, *(y for _, y in points.values())))  # room for labels
-    main = fastest([way for _, way in points])
-    labelled = [(name, *xy) for (name, way), xy in points.items() if way == main]
-    axes.margins(x=0.22)
-    _label(figure, axes, labelled, list(points.values()))
-    axes.legend(frameon=False, loc="lower right")
-    report.save(figure, path)
-    return True
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white")
+    axes = figure.subplots(rows, columns, squeeze=False, **shared)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
-def bars(entries: list[Entry], path: Path) -> bool:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure with what stands beside its panels."""
+    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
+
+
+def of_records(entries: Sequence[Entry], folder: Path) -> list[str]:
+    """Draw the plots that the entries have data for into ``folder`` and return their names."""
+    found = frame(entries)
+    if found.empty:
+        return []
+    drawn = {
+        PEERS_PLOT: peers(found, folder / PEERS_PLOT),
+        SCALING_PLOT: scaling(found, entries, folder / SCALING_PLOT),
+    }
+    return [name for name, there in drawn.items() if there]
+
+
+def peers(found: pd.DataFrame, path: Path) -> bool:
     """Draw the time of every peer relative to our fastest backend in the same case.
 
     A bar is the median over models; a line goes from the least to the greatest.
@@ -84,132 +69,112 @@ def bars(entries: list[Entry], path: Path) -> bool:
     Returns:
         Whether there was anything to draw; if not, no file is written.
     """
-    found: dict[str, dict[str, list[float]]] = {}
-    for operation, times in _side_by_side(entries):
-        for way, ratio in _relative(times).items():
-            found.setdefault(operation, {}).setdefault(way, []).append(ratio)
-    if not found:
+    left_out = found["suite"].isin(["stack_training", "memory", "scaling"]) | (found["test"] == "until_it_is_done")
+    found = found[found["way"].isin(TITLES) & found["ms"].notna() & ~left_out]
+    names = found["test"].replace(OPERATIONS)
+    found = found.assign(operation=found["work"].fillna(names) if "work" in found else names)
+    times = found.pivot_table(index=["operation", "case"], columns="way", values="ms", sort=False)
+    ours = next((way for way in OURS if way in times), None)
+    others = [way for way in TITLES if way in times and not way.startswith("hdet-")]
+    if ours is None or not others:
         return False
-    figure, axes = report.new_figure(
-        "Time relative to ours: right of the line we are faster", "their time / ours (logarithmic)", ""
-    )
-    names, places = [], []
-    place = 0.0
-    for operation, ratios in found.items():
-        axes.text(0.0, place, f" {operation}", transform=axes.get_yaxis_transform(), fontsize=8, va="center", zorder=3)
-        for way in sorted(ratios, key=list(TITLES).index):
-            place += 1
-            middle, least, most = statistics.median(ratios[way]), min(ratios[way]), max(ratios[way])
-            colour = PEERS[0] if way.startswith("torch-") else PEERS[1]
-            axes.barh(place, middle - 1, 0.75, left=1.0, color=colour, zorder=2)
-            axes.plot([least, most], [place, place], color=report.INK, linewidth=1, zorder=3)
-            axes.annotate(f" {middle:.3g}", (max(most, 1.0), place), fontsize=7, va="center")
-            names.append(TITLES[way])
-            places.append(place)
-        place += 1.4
-    figure.set_size_inches(9, max(3.0, 1.2 + 0.155 * place))
-    axes.axvline(1.0, color="#c8442d", linewidth=1.5, zorder=4)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_yticks(places, names, fontsize=7)
-    axes.grid(False, axis="y")
-    axes.set_ylim(place, -1)
-    axes.margins(x=0.12)
-    report.save(figure, path)
+    ratios = times[others].div(times[ours], axis=0).groupby("operation", sort=False).agg(["median", "min", "max"])
+    bars = [
+        (operation, way, *row[way])
+        for operation, row in ratios.iterrows()
+        for way in others
+        if not math.isnan(row[way]["median"])
+    ]
+    if not bars:
+        return False
+    figure, axes = new_figure(1, 1, 9, max(3.0, 1.2 + 0.17 * len(bars)))
+    axis = axes[0][0]
+    for place, (_, way, middle, least, most) in enumerate(bars):
+        axis.barh(place, middle - 1, 0.75, left=1.0, color="#5f6b7a" if way.startswith("torch") else "#b7bcc6")
+        axis.plot([least, most], [place, place], color="black", linewidth=1)
+        axis.annotate(f" {middle:.3g}", (max(most, 1.0), place), fontsize=7, va="center")
+    axis.set_yticks(range(len(bars)), [f"{operation}: {TITLES[way]}" for operation, way, *_ in bars], fontsize=7)
+    axis.set(xscale="log", xlabel="their time / ours (logarithmic); right of the line ours is faster")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.axvline(1.0, color="black", linewidth=1.2)
+    axis.invert_yaxis()
+    axis.margins(x=0.12, y=0.01)
+    save(figure, path)
     return True
 
 
-def _side_by_side(entries: list[Entry]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the operation and the time by implementation of every case that several implementations ran."""
-    steps: dict[tuple[str, str], dict[str, float]] = {}
-    for entry in entries:
-        info, params = entry["extra_info"], entry["params"] or {}
-        if records.suite(entry) == "optim_step" and "ms" in info:
-            steps.setdefault((params["work"], params["model"]), {})[params["way"]] = info["ms"]
-        elif "ways" in info and records.suite(entry) != "stack_training":
-            yield records.suite(entry), {way: measured["ms"] for way, measured in info["ways"].items()}
-    for (work, _), times in steps.items():
-        yield work, times
+def scaling(found: pd.DataFrame, entries: Sequence[Entry], path: Path) -> bool:
+    """Draw time against parameters and against tensors, of the GPU if it was measured.
 
+    A dashed line is the time of the bytes at the copy bandwidth.
 
-def _relative(times: dict[str, float]) -> dict[str, float]:
-    ours = fastest(list(times))
-    if ours is None:
-        return {}
-    return {way: time / times[ours] for way, time in times.items() if way in TITLES and not way.startswith("hdet-")}
-
-
-def _operation(entry: Entry) -> str:
-    """Return a name for the operation and dtype of an entry, without model and size."""
-    params, suite = entry["params"], records.suite(entry)
-    if suite == "optim_step":
-        return str(params["work"])
-    if "mean_of_rows" in entry["name"]:
-        return f"mean of 8 rows, {params['dtype']}"
-    if suite == "stack_step":
-        dtype = "" if params.get("dtype", "fp32") == "fp32" else f", {params['dtype']}"
-        return f"stack of {params['replicas']}, {params['gradients']}{dtype}"
-    named = [params.get(key) for key in ("operation", "format", "dtype", "place")]
-    return ", ".join(str(part) for part in (named if named[0] else [suite, *named[1:]]) if part)
-
-
-def _bytes_each(entry: Entry) -> float:
-    """Return the bytes that are moved for each parameter or element."""
-    params, info, suite = entry["params"], entry["extra_info"], records.suite(entry)
-    if "bytes a parameter" in info:
-        return float(info["bytes a parameter"])
-    width = {"fp32": 4, "bf16": 2, "fp16": 2}.get(params.get("dtype"), 4)
-    if "mean_of_rows" in entry["name"]:
-        return 8 * width + 4
-    if suite == "wire":
-        one = {"bf16": 2.0, "int8": 1 + 4 / 256}[params["format"]]  # in a message; a merge reads 8 shards
-        return {"encode": 16 + one, "decode": 12 + one, "merge": one + 1 + one / 8}[params["operation"]]
-    return {"reduce": width, "pack": width + 4}.get(suite, 12)
-
-
-def _label(figure: Any, axes: Any, points: Sequence[Point], others: Sequence[tuple[float, float]]) -> None:
-    """Label each point in the nearest free place, with a line to the point where the label is not beside it.
-
-    A label covers neither another label nor one of the ``others``. One that finds no place is left out.
+    Returns:
+        Whether there was anything to draw; if not, no file is written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    scale = figure.dpi / 72
-    taken = [(x - 4 * scale, y - 4 * scale, x + 4 * scale, y + 4 * scale) for x, y in axes.transData.transform(others)]
-    frame = axes.get_window_extent(renderer)
-    full = axes.transData.transform((1, 1))[1]  # the line at 100 %
-    taken.append((frame.x0, full - scale, frame.x1, full + scale))
-    spots = axes.transData.transform([(x, y) for _, x, y in points])
-    for (name, x, y), (px, py) in sorted(zip(points, spots, strict=True), key=lambda item: tuple(item[1])):
-        note = axes.annotate(name, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, va="bottom")
-        size = note.get_window_extent(renderer)
-        width, height = size.width / scale, size.height / scale
-        for dx, dy in _places(width, height):
-            left, low = px + dx * scale, py + dy * scale
-            box = (left, low, left + size.width, low + size.height)
-            inside = frame.x0 <= box[0] and box[2] <= frame.x1 and frame.y0 <= box[1] and box[3] <= frame.y1
-            if inside and not any(_cover(box, other) for other in taken):
-                break
-        else:
-            note.remove()
-            continue
-        taken.append(box)
-        note.set_position((dx, dy))
-        nearest = (min(max(0, dx), dx + width), min(max(0, dy), dy + height))
-        if math.hypot(*nearest) > 9:
-            line = {"arrowstyle": "-", "color": report.MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
-            axes.annotate("", (x, y), xytext=nearest, textcoords="offset points", arrowprops=line)
+    found = found[(found["suite"] == "scaling") & found["ms"].notna()]
+    if found.empty:
+        return False
+    device = "cuda" if "cuda" in set(found["device"]) else "cpu"
+    found = found[found["device"] == device]
+    bandwidth = max(
+        entry["record"]["yardsticks"][device]["copy B/s"] for entry in entries if "test_scaling" in entry["fullname"]
+    )
+    figure, axes = new_figure(1, 2, 5.5, 4.6, sharey=True)
+    for panel, axis in zip(axes[0], ("parameters", "tensors"), strict=True):
+        of_axis = found[found["axis"] == axis].sort_values(axis)
+        for (way, addresses), series in of_axis.groupby(["way", "addresses"], sort=False):
+            name = TITLES[way].strip("`") + (f", {addresses}" if way.startswith("hdet") else "")
+            fitted = slope(series, axis)
+            label = name if fitted is None else f"{name}: slope {fitted:.3f}"
+            panel.plot(series[axis], series["ms"], "o-", markersize=4, linewidth=1.6, label=label)
+        least = of_axis.drop_duplicates(axis)
+        panel.plot(least[axis], least["bytes"] / bandwidth * 1e3, "--", color="0.5", label="a copy")
+        panel.set(xscale="log", yscale="log", xlabel=axis)
+        panel.grid(color="0.92")
+        panel.legend(frameon=False, fontsize=8)
+    axes[0][0].set_ylabel("ms, one AdamW step in fp32")
+    save(figure, path)
+    return True
 
 
-def _places(width: float, height: float) -> list[tuple[float, float]]:
-    """Return offsets of a label's lower left corner from its point, in typographic points, the nearest first."""
-    rows = [(level + 0.5) * sign * (height + 1) - height / 2 for level in range(24) for sign in (1, -1)]
-    found = [(dx, dy) for dy in rows for dx in (6, -width - 6, -width / 2, 25, -width - 25, 50, -width - 50, 80)]
-    return sorted(found, key=lambda place: math.hypot(place[0] + width / 2, 1.5 * (place[1] + height / 2)))
+def slope(series: pd.DataFrame, axis: str) -> float | None:
+    """Return the slope of log time against log bytes (axis "parameters") or tensors: 1 is linear, 0 constant.
+
+    Against bytes, sizes at which caches or launches dominate are left out. None with fewer than three sizes.
+    """
+    if axis == "parameters":
+        series = series[~series["cached"].astype(bool) & (series["ms"] >= FLOOR_FACTOR * series["ms"].min())]
+    if len(series) < 3:
+        return None
+    sizes = series["bytes" if axis == "parameters" else "tensors"].astype(float)
+    return float(np.polyfit(np.log(sizes), np.log(series["ms"].astype(float)), 1)[0])
 
 
-def _cover(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+def costs(path: Path) -> None:
+    """Draw the overhead of averaging against the number of replicas, one panel for each network, beside that of DDP."""
+    from matplotlib.lines import Line2D
+
+    figure, axes = new_figure(1, len(cost.NETWORKS), 3.5, 4.4, sharey=True)
+    colours = ("tab:blue", "tab:green", "tab:orange", "tab:red")
+    styles = {"average, fp32": "-", f"average, int8 behind {cost.CHEAPEST.overlap} steps": "--", "DDP, every step": ":"}
+    for panel, network in zip(axes[0], cost.NETWORKS, strict=True):
+        for model, colour in zip(cost.MODELS, colours, strict=True):
+            lines = [
+                [cost.overhead(n, model, network, sync) for n in cost.REPLICAS] for sync in (cost.PLAIN, cost.CHEAPEST)
+            ]
+            lines.append([cost.ddp_overhead(n, model, network) or math.nan for n in cost.REPLICAS])
+            for line, style in zip(lines, styles.values(), strict=True):
+                panel.plot(cost.REPLICAS, line, style, color=colour, linewidth=1.6)
+        panel.axhline(0.01, color="black", linewidth=1)
+        panel.set(title=network.name, xscale="log", yscale="log", ylim=(1e-6, 1e5), xlabel="replicas")
+        panel.set_xticks((8, 128, 2048, 16384), ["8", "128", "2048", "16 384"])
+        panel.minorticks_off()
+        panel.grid(color="0.92")
+    axes[0][0].set_yticks([1e-6, 1e-4, 1e-2, 1, 1e2, 1e4])
+    axes[0][0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:,.10g} %".replace(",", " "))
+    axes[0][0].set_ylabel(f"of the training time (T = {cost.PLAIN.every}); the line is 1 %")
+    handles = [Line2D([], [], color=colour) for colour in colours]
+    handles += [Line2D([], [], color="black", linestyle=style) for style in styles.values()]
+    names = [*(model.name for model in cost.MODELS), *styles]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    save(figure, path)

@@ -26,7 +26,6 @@ from bench.provenance import provenance
 from bench.stack_comparison import Comparison, SeparateModulesFail, autocast, compare, watch_loops
 from bench.stack_operations_of_functions import FUNCTIONS, RANDOM, PureFunction
 from bench.stack_operations_of_layers import CHANNELS, LAYERS, WIDTH, Operation
-from bench.stack_operations_section import stack_operations_section
 
 RESULTS = Path(__file__).parent / "results"
 REPLICAS, SLICE = 3, 4
@@ -120,7 +119,9 @@ def main() -> int:
     }
     out = arguments.out or RESULTS / f"{short_name.lower()}_stack_operations.json"
     out.write_text(json.dumps(record, indent=1) + "\n")
-    print(stack_operations_section([record]))
+    for entry in record["operations"]:
+        if entry["result"] != "equal" or entry["one by one"] or entry["loops"]:
+            print(f"{entry['operation']}, {entry['precision']}: {entry}")
     print(f"\nrecord: {out}", file=sys.stderr)
     return 1 if any(entry["result"] == "wrong" for entry in record["operations"]) else 0  # type: ignore[union-attr]
 

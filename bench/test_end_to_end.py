@@ -26,9 +26,10 @@ from typing import Any
 import pytest
 
 from bench import copy_bandwidth, implementations, measure, memory_tracker, step_profile
-from bench.end_to_end_section import SYNCING
 from bench.training_steps import OURS, TRAININGS, Steps, Training, one_rank
 
+# Key in the records: the training that syncs after every step.
+SYNCING = "a sync every step"
 CLIPPING = {"no-clipping": None, "clip-1.0": 1.0}
 # Intervals T that are reported. The first is measured with, so that no sync falls into the measured steps.
 SYNC_EVERY = (1000, 100)

@@ -1,4 +1,4 @@
-"""Command line of the quality suite: ``python -m bench.quality fetch | run | report | observe | fit | replay``."""
+"""Command line of the quality suite: ``python -m bench.quality fetch | run | observe | fit | replay``."""
 
 from __future__ import annotations
 
@@ -21,22 +21,17 @@ from . import designs, held_out, observations
 from .data import FOLDER, SOURCES, fetch, missing
 from .fit import write_fit
 from .methods import controller
+from .page import printed
 from .peer_packages import fetch_packages
 from .peers import PEERS, packages
 from .pool import Job, run_jobs
 from .replay import replay_table
-from .report import read, write_report
 from .results import Report
 from .sizes import SIZES, Size
 from .spec import Record
 from .suite import PARTS, grid_jobs, jobs_after
-from .tables import all_tables
 from .tasks import TASKS
 from .yardstick import best_rates
-from .zoo_page import zoo_section
-
-RESULTS = Path(__file__).parent / "results"
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def main() -> None:
@@ -67,9 +62,6 @@ def main() -> None:
     )
     running.add_argument("--after", type=Path, help="a results file whose runs are kept and not run again")
     running.add_argument("--out", type=Path, default=Path("quality-out.json"))
-    reporting = commands.add_parser("report", help="write quality.md and its plots from results files")
-    reporting.add_argument("results", nargs="*", type=Path, help="default: all recorded ones")
-    reporting.add_argument("--out", type=Path, default=DOCS, help="folder of the page (default: docs)")
     observing = commands.add_parser("observe", help="run the zoo at many learning rates, for the fit of constants")
     observing.add_argument("--out", type=Path, required=True, help="file of the observations (.npz)")
     observing.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=SIZES["zoo"].tasks)
@@ -95,10 +87,8 @@ def main() -> None:
         observe(arguments)
     elif arguments.command == "fit":
         print(write_fit(arguments.observations, arguments.out))
-    elif arguments.command == "replay":
-        replay(arguments)
     else:
-        write_report([_read(path) for path in arguments.results] or read(RESULTS), arguments.out)
+        replay(arguments)
 
 
 def _read(path: Path) -> Report:
@@ -174,12 +164,8 @@ def run(arguments: argparse.Namespace) -> None:
         run_missing(jobs_after(replace(size, tasks=known), best))
     finally:  # hours of runs are not lost by an error in the last one
         arguments.out.write_text(json.dumps(report().plain()))
-    _print(report(), size)
-    print(f"\nrecords: {arguments.out}; page with plots: python -m bench.quality report {arguments.out} --out DIR")
-
-
-def _print(report: Report, size: Size) -> None:
-    print(zoo_section(report, size.options) if report.size == "zoo" else all_tables(report))
+    print(printed(report()))
+    print(f"\nrecords: {arguments.out}")
 
 
 def selected(arguments: argparse.Namespace) -> Size:

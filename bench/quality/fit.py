@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.markdown import table_lines
+from bench.markdown import table
 from hdet_kernels.controller.settings import RegressionSettings
 
 from . import held_out, observations
@@ -92,7 +92,7 @@ def fit_table(whole: Fit, without: Mapping[str, Fit]) -> str:
     for name, value in whole.items():
         found = [constants[name] for constants in without.values()]
         rows.append([f"`{name}`", f"{value:g}", f"{min(found):g} – {max(found):g}", f"{getattr(default, name):g}"])
-    return "\n".join(table_lines(["constant", "all tasks", "without a family", "default"], rows))
+    return table(["constant", "all tasks", "without a family", "default"], rows)
 
 
 def write_fit(source: Path, out: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bench.markdown import table_lines
+from bench.markdown import table
 from hdet_kernels.controller.regression import RegressionController
 
 from .observations import Observed
@@ -72,4 +72,4 @@ def replay_table(observed: Mapping[str, Observed], controllers: Mapping[str, Reg
             )
             rows.append([f"{start:.3g}", mode, str(len(own)), *figures, f"{np.mean(own > plain + WORSE):.0%}"])
     head = ["start", "mode", "tasks", "median", "mean", "worst", "plain: median", "mean", "worse than plain"]
-    return "\n".join(table_lines(head, rows, left=2))
+    return table(head, rows, left=2)

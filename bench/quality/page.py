@@ -1,0 +1,326 @@
+"""Write docs/quality.md and its plots, and what ``python -m bench.quality run`` prints, from results files."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from bench.markdown import percent, table
+from bench.plots import new_figure, save
+from bench.tables import NOTHING, render
+
+from . import designs, held_out
+from .bars import verdicts
+from .excess import CAP, MODES, PLAIN, PROBE, TRAINING, Excesses, Start, excesses, way_of
+from .results import Report, joined
+from .scalars import SCALARS
+from .selection import select
+from .spec import Record
+from .suite import STARTS
+
+EVERY_START: tuple[Start, ...] = (*STARTS, None)
+# Starts of the table of README.md. Below the best the controller does nothing by default: one row shows it.
+README_STARTS: tuple[Start, ...] = (0.1, 1.0, 3.0, 10.0, None)
+STARTS_PLOT, SENSITIVITY_PLOT = "quality_zoo_starts.png", "quality_zoo_sensitivity.png"
+COLOURS = {PLAIN: "0.45", PROBE: "C0", TRAINING: "C1"}
+# Excesses are linear below 1 % and logarithmic above: they may be negative, and range over decades.
+TICKS = (-1, 0, 1, 3, 10, 30, 100)
+
+
+def read(folder: Path) -> list[Report]:
+    """Read all results files of a folder; a file without records, such as the constants', is none."""
+    contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [Report(**content) for content in contents if "records" in content]
+
+
+def zoo_of(reports: Sequence[Report]) -> Report:
+    """Return the results of the zoo, of several files together."""
+    found = [report for report in reports if report.size == "zoo"]
+    if not found:
+        raise ValueError("no results of --size zoo: docs/quality.md is about these")
+    return joined(found)
+
+
+def text(reports: Sequence[Report]) -> str:
+    """Return docs/quality.md."""
+    zoo = zoo_of(reports)
+    found = excesses(zoo.records)
+    return render(
+        "quality.md",
+        headline=headline(found, zoo.records),
+        met=bars_met(found),
+        noisy=noisy(found),
+        runs=len(zoo.records),
+        tasks=len(found.yardsticks),
+        machine=zoo.machine.split(";")[0],
+        constants=held_out.verdict(zoo.records, held_out.read()),
+        notes=zoo.notes,
+        left_out=sorted({record["task"] for record in zoo.records} - found.yardsticks.keys()),
+        starts=starts_table(found),
+        goals=bars_table(found),
+        sensitivity=sensitivity_table(found),
+        designs=designs_table(designs.read()),
+        by_task=tasks_table(found),
+        scalars="\n\n".join(filter(None, map(scalars_table, reports))),
+    )
+
+
+def readme_text(reports: Sequence[Report]) -> str:
+    """Return the paragraph and the table of README.md."""
+    zoo = zoo_of(reports)
+    found = excesses(zoo.records)
+    words = render("readme_quality.md", headline=headline(found, zoo.records), met=bars_met(found))
+    rows = [[start_name(start), *(_three(found, way, start) for way in (PLAIN, *MODES))] for start in README_STARTS]
+    lines = textwrap.wrap(words, 120, break_long_words=False)
+    return "\n".join([*lines, "", table(["start", PLAIN, *MODES], rows)])
+
+
+def printed(report: Report) -> str:
+    """Return the tables of a run: the excess from each start for the zoo, else losses of all parts and methods."""
+    parts = [*report.sources, *report.notes]
+    if report.size == "zoo":
+        found = excesses(report.records)
+        parts += [starts_table(found), bars_met(found), sensitivity_table(found)]
+    else:
+        parts += [losses_table(report), scalars_table(report)]
+    return "\n\n".join(filter(None, parts))
+
+
+def losses_table(report: Report) -> str:
+    """Return mean and standard deviation over seeds of the validation loss.
+
+    There is a row for each part, task and method, and a column for each start; a learning rate between two starts has
+    none.
+    """
+    runs = pd.DataFrame(
+        {
+            "part": " ".join([run["kind"], *(run[key] for key in ("configuration", "schedule") if run.get(key))]),
+            "task": run["task"],
+            "method": run["method"] + ("" if run.get("probe", True) else ", training loss"),
+            "start": run.get("factor") or (run["lr"] or 0.0) / report.best[run["task"]],
+            "val": run["val"],
+        }
+        for run in report.records
+        if "val" in run and run["kind"] != "scalar" and run["task"] in report.best
+    )
+    if runs.empty:
+        return ""
+    shown = {start: np.isclose(runs["start"], start, rtol=0.01) for start in STARTS}
+    groups = {start: runs[at].groupby(["part", "task", "method"], sort=False)["val"] for start, at in shown.items()}
+    cells = {start_name(start): group.agg(_spread) for start, group in groups.items()}
+    wide = pd.DataFrame(cells).fillna(NOTHING)
+    body = [[*index, *row] for index, row in zip(wide.index, wide.to_numpy(), strict=True)]
+    return table(["part", "task", "method", *wide.columns], body, left=3)
+
+
+def _spread(values: pd.Series) -> str:
+    return f"{values.mean():.4f}" + (f" ± {values.std():.4f}" if len(values) > 1 else "")
+
+
+def scalars_table(report: Report) -> str:
+    """Return runs that explore another scalar: the direction of its movement, and the losses; nothing without any."""
+    rows = []
+    for name, scalar in SCALARS.items():
+        fixed = {run["value"]: run["val"] for run in select(report.records, kind="scalar", name=name, explores=False)}
+        best = min(fixed, key=lambda value: fixed[value], default=None)
+        for start in scalar.starts:
+            runs = select(report.records, kind="scalar", name=name, explores=True, value=start)
+            if best is None or not runs:
+                continue
+            ends, val = [run["end"] for run in runs], fmean(run["val"] for run in runs)
+            cells = [
+                f"{best:g}",
+                f"{start:g}",
+                f"{median(ends):.3g}",
+                f"{fixed[start]:.4f}" if start in fixed else NOTHING,
+            ]
+            rows.append([name, *cells, f"{val:.4f}", f"{fixed[best]:.4f}"])
+    header = ["scalar", "best of the grid", "start", "ends at", "loss at the start", "explored", "at the best"]
+    return table(header, rows) if rows else ""
+
+
+def headline(found: Excesses, records: Sequence[Record]) -> str:
+    """Return the harm at the best learning rate in a few words: mean, median and worst over the zoo, in both modes."""
+    said, acted = [], []
+    for mode, name in ((PROBE, "with a probe"), (TRAINING, "with training losses only")):
+        one = found.summary(mode, 1.0)
+        if one is None:
+            continue
+        error = f" ± {one.error:.1f}" if one.error is not None else ""
+        said.append(
+            f"by {percent(one.mean)}{error} % on average {name} (median {percent(one.median)} %; worst "
+            f"{percent(one.worst)} %: {one.worst_task}; worse by two standard errors on {one.worse} of "
+            f"{one.compared} tasks)"
+        )
+        acted.append(str(len(touched(records, mode) & found.yardsticks.keys())))
+    return (
+        f"Started at the best learning rate, HDET ends above plain training {', and '.join(said)}. The controller "
+        f"changed it on {' and '.join(acted)} of these tasks."
+    )
+
+
+def touched(records: Sequence[Record], mode: str) -> set[str]:
+    """Return the tasks with a run at the best learning rate in which the controller changed it, went back or failed."""
+    return {
+        record["task"]
+        for record in records
+        if record["kind"] == "start" and record.get("factor") == 1.0 and way_of(record) == mode
+        if "error" in record or any(record.get("mu", ())) or record.get("returns")
+    }
+
+
+def noisy(found: Excesses) -> str:
+    """Name the tasks whose deviation over seeds is a tenth of the loss or more; nothing where there are none."""
+    loud = {
+        task: ruler.relative_deviation for task, ruler in found.yardsticks.items() if ruler.relative_deviation >= 10
+    }
+    names = [f"{task} {percent(loud[task])} %" for task in sorted(loud, key=lambda task: -loud[task])]
+    return f"Plain training's σ over seeds is large on some: {', '.join(names)} of the loss." if names else ""
+
+
+def bars_met(found: Excesses) -> str:
+    """Say how many goals are met in each mode."""
+    counts = []
+    for mode in MODES:
+        judged = [modes[mode].met for _, modes in verdicts(found) if mode in modes]
+        counts.append(f"{sum(judged)} of {len(judged)} ({mode})")
+    return f"Goals met: {', '.join(counts)}."
+
+
+def bars_table(found: Excesses) -> str:
+    """Return every goal with what was measured in each mode."""
+    rows = []
+    for start, modes in verdicts(found):
+        goals = " or ".join(dict.fromkeys(modes[mode].text for mode in MODES if mode in modes))
+        figures = [f"{percent(one.figure)} {'met' if one.met else '–'}" for mode in MODES if (one := modes.get(mode))]
+        rows.append([start_name(start), goals, *figures])
+    return table(["start", "goal", *MODES], rows, left=2)
+
+
+def starts_table(found: Excesses) -> str:
+    """Return median, mean and worst excess over the tasks from each start, for plain training and both modes."""
+    rows = []
+    for start in EVERY_START:
+        one = found.summary(PROBE, start)
+        against = [f"{one.worse} of {one.compared}", one.better] if one and one.compared else [NOTHING, NOTHING]
+        rows.append([start_name(start), *(_three(found, way, start) for way in (PLAIN, *MODES)), *against])
+    return table(["start", PLAIN, *MODES, "worse", "better"], rows)
+
+
+def _three(found: Excesses, way: str, start: Start) -> str:
+    one = found.summary(way, start)
+    return " / ".join(map(percent, (one.median, one.mean, one.worst))) if one else NOTHING
+
+
+def sensitivities(found: Excesses) -> dict[str, dict[str, float]]:
+    """Return the sensitivity by method and task, the lowest mean first; runs without a learning rate are a method."""
+    all_ways = {way: found.sensitivity(way) for way in found.ways}
+    all_ways |= {f"{mode}, no learning rate": found.means(mode, None) for mode in MODES}
+    known = {name: by_task for name, by_task in all_ways.items() if by_task}
+    return dict(sorted(known.items(), key=lambda item: fmean(item[1].values())))
+
+
+def sensitivity_table(found: Excesses) -> str:
+    """Return the learning-rate sensitivity of every method, then those that were run at the best only."""
+    rows, ours = [], found.sensitivity(PROBE)
+    shown = sensitivities(found)
+    for name, by_task in shown.items():
+        values, best = list(by_task.values()), found.summary(name, 1.0)
+        same = [ours[task] for task in by_task if task in ours]
+        cells = [percent(fmean(values)), percent(median(values)), percent(best.mean) if best else "same"]
+        rows.append([name, *cells, percent(fmean(same)) if same else NOTHING])
+    for name in found.ways:
+        best = found.summary(name, 1.0)
+        if best is not None and name not in shown:
+            rows.append([name, NOTHING, NOTHING, percent(best.mean), NOTHING])
+    return table(["", "mean", "median", "at the best", "HDET there"], rows)
+
+
+def designs_table(outcomes: Sequence[designs.Outcome]) -> str:
+    """Return the designs that were tried with a probe, the least harmful first."""
+    shown = sorted((one for one in outcomes if one.mode == PROBE), key=lambda one: one.harm)
+    rows = [[one.design, f"{one.harm:.2f}", percent(one.worst), f"{one.low:.1f}", f"{one.high:.1f}"] for one in shown]
+    header = ["design", "at the best: mean", "worst", "10× too low: median", "10× too high: median"]
+    return table(header, rows)
+
+
+def tasks_table(found: Excesses) -> str:
+    """Return the excess with a probe on each task; bold where plain training from there is better by two errors."""
+    starts: tuple[Start, ...] = (0.1, 1.0, 10.0)
+    means = {start: found.means(PROBE, start) for start in starts}
+    worse = {start: {task for task, one in found.differences(PROBE, start).items() if one.worse} for start in starts}
+    plain = found.means(PLAIN, 10.0)
+    rows = []
+    for task, ruler in found.yardsticks.items():
+        cells = [percent(means[start][task]) if task in means[start] else NOTHING for start in starts]
+        cells = [f"**{cell}**" if task in worse[start] else cell for cell, start in zip(cells, starts, strict=True)]
+        high = percent(plain[task]) if task in plain else NOTHING
+        rows.append([task, percent(ruler.relative_deviation), *cells, high])
+    header = ["task", "σ", *map(start_name, starts), "plain there"]
+    return table(header, rows)
+
+
+def start_name(start: Start) -> str:
+    """Return a start in words."""
+    if start is None:
+        return "no learning rate"
+    return "at the best" if start == 1.0 else f"{1 / start:.0f}× too low" if start < 1 else f"{start:.0f}× too high"
+
+
+def draw_plots(reports: Sequence[Report], folder: Path) -> None:
+    """Draw the plots of the zoo into ``folder``."""
+    found = excesses(zoo_of(reports).records)
+    plot_starts(found, folder / STARTS_PLOT)
+    plot_sensitivity(found, folder / SENSITIVITY_PLOT)
+
+
+def plot_starts(found: Excesses, path: Path) -> None:
+    """Plot the excess of plain training and both modes against the start: median, 10 to 90 %, and range over tasks."""
+    figure, axes = new_figure(1, len(COLOURS), 4.2, 3.6, sharey=True)
+    for axis, (way, colour) in zip(axes[0], COLOURS.items(), strict=True):
+        values = [list(found.means(way, start).values()) for start in STARTS]
+        for low, high, alpha in ((0, 100, 0.15), (10, 90, 0.3)):
+            band = [[float(np.percentile(seen, share)) for seen in values] for share in (low, high)]
+            axis.fill_between(STARTS, *band, color=colour, alpha=alpha, linewidth=0)
+        axis.plot(STARTS, list(map(median, values)), color=colour, marker="o", label="median; 10 to 90 %; range")
+        if none := list(found.means(way, None).values()):
+            axis.axhline(median(none), color=colour, linestyle="--", label="median without a learning rate")
+        axis.set(xscale="log", xlabel="start, as a factor of the best", title=way)
+        axis.set_xticks(STARTS, ["1/30", "1/10", "1/3", "1", "3", "10", "30"])
+        axis.grid(axis="y", color="0.92")
+        axis.legend(frameon=False, fontsize=8, loc="upper center")
+        _scale_excess(axis, "y", 3 * CAP)  # room for the legends
+    axes[0][0].set_ylabel("excess, % of the loss")
+    save(figure, path)
+
+
+def plot_sensitivity(found: Excesses, path: Path) -> None:
+    """Plot the sensitivity of every method as a bar (mean over tasks), with its median as a mark."""
+    shown = sensitivities(found)
+    figure, axes = new_figure(1, 1, 8.0, 1.2 + 0.3 * len(shown))
+    axis = axes[0][0]
+    for row, (name, by_task) in enumerate(shown.items()):
+        mean, middle = fmean(by_task.values()), median(by_task.values())
+        colour = next((COLOURS[mode] for mode in MODES if name.startswith(mode)), COLOURS[PLAIN])
+        axis.barh(row, mean, color=colour, alpha=0.85 if name in COLOURS else 0.5)
+        axis.plot([middle], [row], "|", color="k", markersize=12, markeredgewidth=1.6)
+        axis.annotate(f"  {mean:.1f}", (max(mean, middle, 0.0), row), va="center", fontsize=8)
+    axis.set_yticks(range(len(shown)), [f"{name} ({len(tasks)} tasks)" for name, tasks in shown.items()], fontsize=8)
+    axis.invert_yaxis()
+    _scale_excess(axis, "x", 1.6 * CAP)
+    axis.set_xlabel("mean excess over seven starts, % of the loss (bar: mean over tasks, mark: median)")
+    save(figure, path)
+
+
+def _scale_excess(axis: Any, name: str, most: float) -> None:
+    getattr(axis, f"set_{name}scale")("symlog", linthresh=1.0, linscale=0.6)
+    getattr(axis, f"set_{name}ticks")(TICKS, [f"{tick}".replace("-", "−") for tick in TICKS])
+    getattr(axis, f"set_{name}lim")(-1.3, most)
+    axis.minorticks_off()
