@@ -22,7 +22,7 @@ from torch import nn
 
 import hdet_kernels as hk
 from bench import copy_bandwidth, implementations, measure, models
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 
 REPLICAS = 8
 MUON: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}

@@ -19,7 +19,7 @@ from torch import nn
 
 import hdet_kernels as hk
 from bench import copy_bandwidth, implementations, measure, models
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 
 # Parameters of each replica.
 ELEMENTS = {"cuda": {"large": 2**28, "small": 2**24}, "cpu": {"large": 2**18, "small": 2**16}}

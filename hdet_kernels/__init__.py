@@ -32,8 +32,7 @@ from hdet_kernels.optim import (
 )
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.schedule.scout.rounds import ScoutSettings
-from hdet_kernels.stack import ReplicaStack
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import ReplicaStack, StackedParameter
 from hdet_kernels.version import __version__ as __version__
 
 __all__ = [

@@ -21,7 +21,7 @@ from hdet_kernels.buckets import (
     cut,
     travel_dtype,
 )
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 
 PROPERTY = settings(deadline=None, max_examples=60)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.complex64]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hdet_kernels.movable import check_movable, common_replicas, tied_to
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 
 
 def test_dense_parameters_can_be_moved() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 from hdet_kernels.tensors import (
     Slot,
     compact,

@@ -6,9 +6,8 @@ them to ``grad`` at the end, when nothing can fail any more.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,38 +16,19 @@ from torch import Tensor
 from hdet_kernels.buckets import BUCKET_BYTES
 from hdet_kernels.converge.transport import Transport
 from hdet_kernels.ensemble import Ensemble
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack.template import StackedParameter, empty_rows, row_strides
 from hdet_kernels.tensors import flat_view, travel_dtype
 
 
-class GradientCollector(Protocol):
-    """Collects the gradients of one loss, and then adds them to ``grad`` of the parameters.
+class Collector:
+    """Collects the gradients of one loss.
 
     Attributes:
         keeps_tensors: whether it keeps the tensors it is given, which then must not share memory with others.
         collected: the gradients so far, one entry per parameter; None without a gradient.
     """
 
-    keeps_tensors: bool
-    collected: list[Tensor | None]
-
-    def begin(self, passes: int) -> None:
-        """Forget what was collected; gradients will come in ``passes`` passes, each for some of the rows."""
-
-    def take(self, index: int, rows: slice, gradient: Tensor) -> None:
-        """Take the gradient [k, *shape] of ``rows`` of parameter ``index``."""
-
-    def commit(self) -> None:
-        """Add what was collected to ``grad`` of the parameters; leave parameters without a gradient alone."""
-
-    def unalias(self, collected: Sequence[Tensor | None]) -> None:
-        """Copy each ``grad`` that lies in the memory of ``collected``, which is about to be overwritten."""
-
-
-class LocalGradients:
-    """One gradient for each replica: ``grad`` is [R, *shape]."""
-
-    keeps_tensors = True
+    keeps_tensors = False
 
     def __init__(self, params: Sequence[StackedParameter]) -> None:
         self._params = params
@@ -56,66 +36,77 @@ class LocalGradients:
         self.collected: list[Tensor | None] = []
 
     def begin(self, passes: int) -> None:
-        self.collected = [None] * len(self._params)
+        """Forget what was collected; gradients will come in ``passes`` passes, each for some of the rows."""
+        self.collected, self._passes = [None] * len(self._params), passes
 
     def take(self, index: int, rows: slice, gradient: Tensor) -> None:
-        param, kept = self._params[index], self.collected[index]
+        """Take the gradient [k, *shape] of ``rows`` of parameter ``index``."""
+        raise NotImplementedError
+
+    def commit(self) -> None:
+        """Add what was collected to ``grad`` of the parameters; leave parameters without a gradient alone."""
+        raise NotImplementedError
+
+    def unalias(self, collected: Sequence[Tensor | None]) -> None:
+        """Copy each ``grad`` that lies in the memory of ``collected``, which is about to be overwritten."""
+        for param, found in zip(self._params, collected, strict=True):
+            if param.grad is not None and found is not None and param.grad.data_ptr() == found.data_ptr():
+                is_shared = param.grad.stride(0) == 0
+                param.grad = param.grad[0].clone().expand_as(param) if is_shared else param.grad.clone()
+
+
+class LocalGradients(Collector):
+    """One gradient for each replica: ``grad`` is [R, *shape]."""
+
+    keeps_tensors = True
+
+    def take(self, index: int, rows: slice, gradient: Tensor) -> None:
+        param, found = self._params[index], self.collected[index]
         if len(gradient) == len(param) and gradient.stride()[1:] == self._strides[index]:
             self.collected[index] = gradient
             return
-        if kept is None:
-            kept = self.collected[index] = empty_rows(param[0], len(param)).zero_()
-        kept[rows].copy_(gradient)
+        if found is None:
+            found = self.collected[index] = empty_rows(param[0], len(param)).zero_()
+        found[rows].copy_(gradient)
 
     def commit(self) -> None:
-        for param, kept in zip(self._params, self.collected, strict=True):
-            if kept is not None:
-                param.grad = kept if param.grad is None else param.grad.add_(kept)
+        for param, found in zip(self._params, self.collected, strict=True):
+            if found is not None:
+                param.grad = found if param.grad is None else param.grad.add_(found)
         self.collected = []
 
-    def unalias(self, collected: Sequence[Tensor | None]) -> None:
-        for param, kept in zip(self._params, collected, strict=True):
-            if param.grad is not None and kept is not None and param.grad.data_ptr() == kept.data_ptr():
-                param.grad = param.grad.clone()
 
-
-class SharedGradients:
+class SharedGradients(Collector):
     """One gradient for all replicas of all processes, their mean: ``grad`` is an expanded view [R, *shape] of it.
 
     A parameter that has a gradient in one process gets one in all. While ``syncs`` is False, gradients stay those of
     this process; the first commit with ``syncs`` averages them together with its own.
     """
 
-    keeps_tensors = False
     syncs = True
 
     def __init__(self, params: Sequence[StackedParameter], among: Ensemble) -> None:
-        self._params, self._among = params, among
-        self._strides = [row_strides(param[0]) for param in params]
+        super().__init__(params)
+        self._among = among
         self._transport = Transport(among, BUCKET_BYTES, None) if among.processes > 1 else None
         self._flags: dict[tuple[bool, ...], Tensor] = {}
         # Whether ``grad`` holds gradients that have not been averaged over the processes.
         self._unsynced = False
-        self.collected: list[Tensor | None] = []
-
-    def begin(self, passes: int) -> None:
-        self.collected = [None] * len(self._params)
-        self._passes = passes
 
     def take(self, index: int, rows: slice, gradient: Tensor) -> None:
-        param, kept = self._params[index], self.collected[index]
+        param, found = self._params[index], self.collected[index]
         # In the parameter's own half precision, a sum over several passes would be rounded after each of them.
         dtype = param.dtype if self._passes == 1 else travel_dtype(param.dtype)
         mean, share = _mean(gradient, dtype), len(gradient) / len(param)
-        if kept is None:
+        if found is None:
             self.collected[index] = torch.mul(mean, share, out=self._empty(index, dtype))
         else:
-            kept.add_(mean, alpha=share)
+            found.add_(mean, alpha=share)
 
     def commit(self) -> None:
         means = [
-            None if kept is None else kept.to(param.dtype)
-            for kept, param in zip(self.collected, self._params, strict=True)
+            None if found is None else found.to(param.dtype)
+            for found, param in zip(self.collected, self._params, strict=True)
         ]
         self.collected = []
         if self._transport is not None and self.syncs:
@@ -135,11 +126,6 @@ class SharedGradients:
                 param.grad[0].add_(mean)
             else:  # the user gave the rows gradients of their own
                 param.grad.add_(mean)
-
-    def unalias(self, collected: Sequence[Tensor | None]) -> None:
-        for param, kept in zip(self._params, collected, strict=True):
-            if param.grad is not None and kept is not None and param.grad.data_ptr() == kept.data_ptr():
-                param.grad = param.grad[0].clone().expand_as(param)
 
     def _empty(self, index: int, dtype: torch.dtype) -> Tensor:
         param = self._params[index]
@@ -165,6 +151,21 @@ class SharedGradients:
         return [mean if flag > 0 else None for mean, flag in zip(whole, flags.tolist(), strict=True)]
 
 
+class FiniteRows(Collector):
+    """Collects whether the gradients of each replica are finite, and keeps none of them."""
+
+    def begin(self, passes: int) -> None:
+        self._good = torch.ones(len(self._params), len(self._params[0]), dtype=torch.bool)
+
+    def take(self, index: int, rows: slice, gradient: Tensor) -> None:
+        self._good[index, rows] = gradient.reshape(len(gradient), -1).isfinite().all(1).cpu()
+
+    def find_bad(self, losses: Tensor) -> tuple[list[int], list[int]]:
+        """Return the replicas with a finite loss whose gradients are not, and the parameters of these gradients."""
+        bad = ~self._good & losses.isfinite().cpu()
+        return bad.any(0).nonzero().flatten().tolist(), bad.any(1).nonzero().flatten().tolist()
+
+
 def _sum(mean: Tensor | None, more: Tensor | None) -> Tensor | None:
     """Return the sum of what is not None, in the memory of ``mean`` or in new memory."""
     if mean is None:
@@ -183,18 +184,7 @@ def _mean(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return mean.permute([order.index(dim) for dim in range(1, gradient.dim())])
 
 
-def row_strides(row: Tensor) -> tuple[int, ...]:
-    """Return the strides of ``row`` laid out without gaps, in its own order of dimensions."""
-    return torch.empty_like(row, device="meta").stride()
-
-
-def empty_rows(row: Tensor, count: int) -> Tensor:
-    """Return an empty tensor [count, *shape] for rows like ``row``, each without gaps in its order of dimensions."""
-    strides = (max(row.numel(), 1), *row_strides(row))
-    return torch.empty_strided((count, *row.shape), strides, dtype=row.dtype, device=row.device)
-
-
-def hand_over(leaf: Tensor, collector: GradientCollector, index: int, rows: slice, single: bool) -> Tensor:
+def hand_over(leaf: Tensor, collector: Collector, index: int, rows: slice, single: bool) -> Tensor:
     """Return a tensor for the forward pass whose gradient goes to ``collector`` as soon as autograd has it.
 
     The gradients of all parameters then never exist at the same time, unless the collector keeps them.
@@ -206,10 +196,19 @@ def hand_over(leaf: Tensor, collector: GradientCollector, index: int, rows: slic
         rows: the replicas that ``leaf`` belongs to.
         single: whether ``leaf`` is the row of a single replica.
     """
-    take = functools.partial(_take, functools.partial(collector.take, index, rows), single)
+
+    def take(gradient: Tensor) -> None:
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        collector.take(index, rows, dense[None] if single else dense)
+
+    def take_grad(leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None:
+            take(gradient)
+
     leaf = leaf.requires_grad_()
     if collector.keeps_tensors:
-        leaf.register_post_accumulate_grad_hook(functools.partial(_take_grad, take))
+        leaf.register_post_accumulate_grad_hook(take_grad)
         return leaf
     handed_over: Tensor = _HandOver.apply(leaf, take)
     return handed_over
@@ -233,14 +232,3 @@ class _HandOver(torch.autograd.Function):
         if gradient is not None:
             ctx.take(gradient)
         return None, None
-
-
-def _take_grad(take: Callable[[Tensor], None], leaf: Tensor) -> None:
-    gradient, leaf.grad = leaf.grad, None
-    if gradient is not None:
-        take(gradient)
-
-
-def _take(take: Callable[[Tensor], None], single: bool, gradient: Tensor) -> None:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    take(dense[None] if single else dense)

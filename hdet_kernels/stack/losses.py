@@ -2,27 +2,32 @@
 
 The replicas are computed together: one forward pass under ``torch.func.vmap``, then one ordinary backward pass outside
 of it. Where vmap cannot follow the module or the loss function, they are computed one after another.
+
+A pass can be recorded as a CUDA graph (:class:`GraphedLosses`). Under vmap it costs the host two to three times what a
+plain one does, so that with a small model the GPU waits for the host. A recorded pass costs it only the copy of the
+batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
+from torch.overrides import TorchFunctionMode
 
-from hdet_kernels.stack.batch import Batch
-from hdet_kernels.stack.finite import are_finite, check_first_gradients
-from hdet_kernels.stack.gradients import GradientCollector, hand_over
-from hdet_kernels.stack.hyper import StackHyper
-from hdet_kernels.stack.rollback import Rollback
-from hdet_kernels.stack.side_effects import AttributeGuard, BufferAssignments, refuse_template_gradients
+from hdet_kernels.stack.gradients import Collector, FiniteRows, hand_over
+from hdet_kernels.stack.inputs import Batch, StackHyper
+from hdet_kernels.stack.template import StackedParameter, Template
 from hdet_kernels.stack.vmap import StackMode, refuse_checkpointing
+from hdet_kernels.torch_internals import tree_flatten
 
 log = logging.getLogger("hdet_kernels")
 
@@ -42,19 +47,15 @@ class ReplicaLosses:
     def __init__(
         self,
         module: nn.Module,
-        parameters: Mapping[tuple[str, ...], Tensor],
+        parameters: Mapping[tuple[str, ...], StackedParameter],
         buffers: Mapping[tuple[str, ...], Tensor],
         hyper: StackHyper,
     ) -> None:
         self.module, self.hyper = module, hyper
-        self._caller = _Caller(module)
+        self._template = Template(module, parameters, buffers)
         self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
-        self._parameter_names = [[f"module.{name}" for name in names] for names in parameters]
-        self._buffer_names = [[f"module.{name}" for name in names] for names in buffers]
-        self._assignments = BufferAssignments(module, [names[0] for names in buffers])
-        self._guard = AttributeGuard(module)
-        self._replicas = len(self._parameters[0])
-        self._device = self._parameters[0].device
+        self._names = [names[0] for names in parameters]
+        self._replicas, self._device = len(self._parameters[0]), self._parameters[0].device
         # By loss function, with or without gradients, and mode of the module: the buffers that it changes, ...
         self._changed_buffers: dict[object, list[int]] = {}
         # ... and whether vmap has failed on it.
@@ -62,7 +63,7 @@ class ReplicaLosses:
         self._warned: set[object] = set()
 
     def compute(
-        self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: GradientCollector | None
+        self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: Collector | None
     ) -> Tensor:
         """Return the losses [R], detached.
 
@@ -77,70 +78,41 @@ class ReplicaLosses:
         Raises:
             RuntimeError: in the first pass by ``loss_fn``, gradients are not finite where the losses are.
         """
-        code = _code_of(loss_fn)
-        kind = (code, gradients is not None, self.module.training)
-        step = self._replicas if chunk_size is None else chunk_size
+        kind = self._kind(loss_fn, gradients is not None)
+        step = 1 if kind in self._one_by_one else min(chunk_size or self._replicas, self._replicas)
         rollback = Rollback(self._buffers, self._changed_buffers.get(kind), self._device)
+        # A loss function may write to its batch; a second attempt needs the batch unwritten.
+        unwritten = batch.copy() if step > 1 and kind not in self._changed_buffers else batch
         reason = None
-        if step > 1 and self._replicas > 1 and kind not in self._one_by_one:
-            # A loss function may write to its batch; a second attempt needs the batch unwritten.
-            unwritten = batch if kind in self._changed_buffers else batch.copy()
-            try:
-                losses = self._compute(loss_fn, batch, step, gradients)
-            except torch.OutOfMemoryError as error:
-                rollback.restore()
+        try:
+            losses = self._compute(loss_fn, batch, step, gradients)
+        except Exception as error:
+            rollback.restore()
+            if step > 1 and isinstance(error, torch.OutOfMemoryError):
                 error.add_note(f"chunk_size=k computes k of the {self._replicas} replicas at a time")
                 raise
-            except Exception as error:
-                reason = (str(error).strip().splitlines() or [repr(error)])[0]
-            else:
-                self._end_first(kind, loss_fn, unwritten, step, gradients, losses, rollback)
-                return losses
-            rollback.restore()
-            batch = unwritten
-        try:
-            losses = self._compute(loss_fn, batch, 1, gradients)
-        except Exception:
-            rollback.restore()
-            raise
-        self._end_first(kind, loss_fn, batch, 1, gradients, losses, rollback)
+            if step == 1:
+                raise
+            reason, step = (str(error).strip().splitlines() or [repr(error)])[0], 1
+        if reason is not None:
+            with rollback.on_error():
+                losses = self._compute(loss_fn, unwritten, 1, gradients)
+        if kind not in self._changed_buffers:
+            with rollback.on_error():
+                self._check_first(loss_fn, unwritten, step, gradients, losses)
+            self._changed_buffers[kind] = rollback.changed()
         if reason is not None:
             self._one_by_one.add(kind)
-            self._warn(code, loss_fn, reason)
+            self._warn(loss_fn, reason)
         return losses
-
-    def _end_first(
-        self,
-        kind: object,
-        loss_fn: LossFunction,
-        batch: Batch,
-        step: int,
-        gradients: GradientCollector | None,
-        losses: Tensor,
-        rollback: Rollback,
-    ) -> None:
-        """After the first pass of a ``kind``: check its gradients, and note the buffers that it changes."""
-        if kind in self._changed_buffers:
-            return
-        if gradients is not None and not are_finite(losses, gradients.collected):
-            after = Rollback(self._buffers, None, self._device)
-            names = [names[0].removeprefix("module.") for names in self._parameter_names]
-            compute = functools.partial(self._compute, loss_fn)
-            try:
-                check_first_gradients(compute, batch, step, names, self._device.type)
-            except Exception:
-                rollback.restore()
-                raise
-            after.restore()
-        self._changed_buffers[kind] = rollback.changed()
 
     def is_vectorized(self, loss_fn: LossFunction) -> bool:
         """Return whether losses and gradients by ``loss_fn`` have been computed together before."""
-        kind = (_code_of(loss_fn), True, self.module.training)
+        kind = self._kind(loss_fn, True)
         return kind in self._changed_buffers and kind not in self._one_by_one
 
     def compute_vectorized(
-        self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: GradientCollector
+        self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: Collector
     ) -> Tensor:
         """Return the losses [R] of a loss function that :meth:`is_vectorized`, without a second attempt on failure."""
         return self._compute(loss_fn, batch, chunk_size or self._replicas, gradients)
@@ -150,87 +122,69 @@ class ReplicaLosses:
         tensors = (*self._parameters, *self._buffers, *self.hyper.values())
         return tuple(map(Tensor.data_ptr, tensors)), tuple(module.training for module in self.module.modules())
 
-    def _compute(self, loss_fn: LossFunction, batch: Batch, step: int, gradients: GradientCollector | None) -> Tensor:
+    def _kind(self, loss_fn: LossFunction, has_gradients: bool) -> object:
+        return _code_of(loss_fn), has_gradients, self.module.training
+
+    def _compute(self, loss_fn: LossFunction, batch: Batch, step: int, gradients: Collector | None) -> Tensor:
         """Return the losses [R], computing ``step`` replicas at a time."""
         starts = range(0, self._replicas, step)
         if gradients is not None:
             gradients.begin(len(starts))
         losses = []
-        with torch.set_grad_enabled(gradients is not None), refuse_template_gradients(self.module):
+        with torch.set_grad_enabled(gradients is not None), self._template.refuse_gradients():
             for start in starts:
                 rows = slice(start, min(start + step, self._replicas))
                 compute = self._compute_one if rows.stop - rows.start == 1 else self._compute_several
                 losses.append(compute(loss_fn, rows, batch, gradients))
         return torch.cat(losses)
 
-    def _compute_several(
-        self, loss_fn: LossFunction, rows: slice, batch: Batch, gradients: GradientCollector | None
-    ) -> Tensor:
+    def _compute_several(self, loss_fn: LossFunction, rows: slice, batch: Batch, gradients: Collector | None) -> Tensor:
         """Return the losses [k] of the replicas ``rows`` by one forward and one backward pass."""
-        assigned: list[int] = []
+        indices: list[int] = []
 
         def one(parameters: list[Tensor], buffers: list[Tensor], hyper: list[Tensor], slices: list[Tensor]) -> Any:
-            def losses(module: nn.Module) -> Any:
-                loss = _checked_loss(loss_fn(module, *batch.with_slices(slices)))
-                found = self._assignments.find(buffers)
-                assigned.extend(found)
-                return loss, list(found.values())
+            def loss_of(module: nn.Module) -> Tensor:
+                return _checked_loss(loss_fn(module, *batch.with_slices(slices)))
 
             with self.hyper.reading(hyper), StackMode(self._device, parameters[0]):
-                return self._call_with(parameters, buffers, losses)
+                loss, assigned = self._template.call(parameters, buffers, loss_of)
+            indices.extend(assigned)
+            return loss, list(assigned.values())
 
         leaves = self._leaves(rows, gradients)
         buffers = [buffer.detach()[rows] for buffer in self._buffers]
-        with self._guard, refuse_checkpointing():
+        with refuse_checkpointing():
             inputs = leaves, buffers, self.hyper.slices(rows), batch.slices(rows)
             loss, changed = vmap(one, randomness="different")(*inputs)
         if gradients is not None:
             self._backward(loss.sum())
-        self._write_buffers(assigned, rows, changed)
+        self._write_buffers(rows, dict(zip(indices, changed, strict=True)))
         detached: Tensor = loss.detach()
         return detached
 
-    def _compute_one(
-        self, loss_fn: LossFunction, rows: slice, batch: Batch, gradients: GradientCollector | None
-    ) -> Tensor:
+    def _compute_one(self, loss_fn: LossFunction, rows: slice, batch: Batch, gradients: Collector | None) -> Tensor:
         """Return the loss [1] of the single replica in ``rows``, without vmap.
 
         The backward pass runs while the replica's tensors are in the module, since activation checkpointing computes
         forward again in it.
         """
         row = rows.start
-        buffers = [buffer.detach()[row] for buffer in self._buffers]
-        assigned: dict[int, Tensor] = {}
 
         def loss_of(module: nn.Module) -> Tensor:
             loss = _checked_loss(loss_fn(module, *batch.with_slices(batch.slices(row))))
             if gradients is not None:
                 self._backward(loss)
-            assigned.update(self._assignments.find(buffers))
             return loss.detach()
 
         leaves = self._leaves(rows, gradients, single=True)
-        hyper = [values[0] for values in self.hyper.slices(rows)]
-        with self._guard, self.hyper.reading(hyper):
-            loss = self._call_with(leaves, buffers, loss_of)
-        self._write_buffers(list(assigned), rows, [tensor[None] for tensor in assigned.values()])
-        return loss.reshape(1)
+        buffers = [buffer.detach()[row] for buffer in self._buffers]
+        with self.hyper.reading([values[0] for values in self.hyper.slices(rows)]):
+            loss, assigned = self._template.call(leaves, buffers, loss_of)
+        self._write_buffers(rows, {index: tensor[None] for index, tensor in assigned.items()})
+        losses: Tensor = loss.reshape(1)
+        return losses
 
-    def _call_with(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], function: Callable[[nn.Module], Any]
-    ) -> Any:
-        """Return ``function(module)`` with these tensors in the places of the module's own."""
-        tensors = {
-            name: tensor
-            for names, tensor in (
-                *zip(self._parameter_names, parameters, strict=True),
-                *zip(self._buffer_names, buffers, strict=True),
-            )
-            for name in names
-        }
-        return functional_call(self._caller, tensors, (function,), tie_weights=False)
-
-    def _leaves(self, rows: slice, gradients: GradientCollector | None, single: bool = False) -> list[Tensor]:
+    def _leaves(self, rows: slice, gradients: Collector | None, single: bool = False) -> list[Tensor]:
         """Return ``rows`` of all parameters, [k, *shape] or of a ``single`` replica [*shape], as leaves of autograd."""
         leaves = [parameter.detach()[rows.start if single else rows] for parameter in self._parameters]
         if gradients is None:
@@ -248,14 +202,50 @@ class ReplicaLosses:
             loss.backward()
 
     @torch.no_grad()
-    def _write_buffers(self, indices: Sequence[int], rows: slice, values: Sequence[Tensor]) -> None:
-        for index, value in zip(indices, values, strict=True):
+    def _write_buffers(self, rows: slice, values: Mapping[int, Tensor]) -> None:
+        for index, value in values.items():
             self._buffers[index][rows].copy_(value)
 
-    def _warn(self, code: object, loss_fn: LossFunction, reason: str) -> None:
-        if code in self._warned:
+    def _check_first(
+        self, loss_fn: LossFunction, batch: Batch, step: int, gradients: Collector | None, losses: Tensor
+    ) -> None:
+        """Raise if gradients of the first pass by a loss function are not finite where the losses are.
+
+        A gradient that is not finite although its loss is comes from the backward pass of an operation. Either the
+        model itself has such a point, or vmap computes the operation wrongly. To find out, the pass is computed again,
+        together and one replica after another, and what that does to buffers and random numbers is undone.
+
+        fp16 is an exception: in the first steps of a run, gradients of a scaled loss overflow until the scale is
+        adapted. There a warning is logged.
+        """
+        if gradients is None or _are_finite(losses, gradients.collected):
             return
-        self._warned.add(code)
+        after = Rollback(self._buffers, None, self._device)
+        together, separate, watch = FiniteRows(self._parameters), FiniteRows(self._parameters), _WatchHalf(self._device)
+        replicas, parameters = together.find_bad(self._compute(loss_fn, batch.copy(detach=True), step, together))
+        if not replicas:
+            after.restore()
+            return
+        with watch:
+            losses = self._compute(loss_fn, batch.copy(detach=True), 1, separate)
+        is_ours = step > 1 and not separate.find_bad(losses)[0]
+        named = ", ".join(self._names[index] for index in parameters[:MOST_NAMES])
+        named += f" and {len(parameters) - MOST_NAMES} more" * (len(parameters) > MOST_NAMES)
+        text = (
+            f"the losses are finite, but in their first backward pass the gradients of {named} are not, in "
+            f"replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}. {_OURS if is_ours else _MODEL}"
+        )
+        if not watch.seen:
+            raise RuntimeError(text)
+        after.restore()
+        log.warning(
+            "%s. The model computes in fp16, where a scaled loss overflows in the first steps: continuing", text
+        )
+
+    def _warn(self, loss_fn: LossFunction, reason: str) -> None:
+        if _code_of(loss_fn) in self._warned:
+            return
+        self._warned.add(_code_of(loss_fn))
         log.warning(
             "the replicas' losses by %s are computed one after the other, because torch.func.vmap cannot compute them "
             "together (%s): %d forward passes and backward passes instead of one, with about %d times the launches",
@@ -266,15 +256,86 @@ class ReplicaLosses:
         )
 
 
-class _Caller(nn.Module):
-    """Calls a function with the module: ``functional_call`` swaps tensors only while a module is called."""
+# The largest number of parameters that a message names.
+MOST_NAMES = 5
 
-    def __init__(self, module: nn.Module) -> None:
+_OURS = (
+    "One replica after another they are finite: torch.func.vmap computes an operation of the model wrongly. Try "
+    "chunk_size=1 (one replica after another), fp32 instead of autocast, attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) or written out as matrix products; and report the operation"
+)
+_MODEL = (
+    "Separate modules have them too: look for a root or a norm at 0, a division by 0, or attention with all keys "
+    "masked. torch.autograd.set_detect_anomaly(True) and chunk_size=1 name the operation; try fp32 if it is an overflow"
+)
+
+
+def _are_finite(losses: Tensor, gradients: Sequence[Tensor | None]) -> bool:
+    """Return whether all gradients are finite, or no loss is. Waits for the device."""
+    flags = [gradient.isfinite().all() for gradient in gradients if gradient is not None]
+    return not flags or bool(torch.stack(flags).all() | ~losses.isfinite().any())
+
+
+class _WatchHalf(TorchFunctionMode):
+    """Notices whether an operation is computed in fp16, since autocast may be used inside of a loss function."""
+
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.module = module
+        self._device, self.seen = device.type, False
 
-    def forward(self, function: Callable[[nn.Module], Any]) -> Any:
-        return function(self.module)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        autocast = torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device) == torch.float16
+        self.seen |= autocast or any(
+            tensor.dtype == torch.float16 for tensor in _tensors(tree_flatten((args, kwargs))[0])
+        )
+        return func(*args, **(kwargs or {}))
+
+
+class Rollback:
+    """A copy of the state that computing a loss may change: buffers and, at its first use, random numbers.
+
+    Args:
+        buffers: the stacked buffers.
+        changing: indices of the buffers that the loss is known to change; None if it is used for the first time and may
+            change any.
+        device: the device whose random number generator is restored beside the CPU's.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], changing: Sequence[int] | None, device: torch.device) -> None:
+        self._buffers, self._device = buffers, device
+        indices = range(len(buffers)) if changing is None else changing
+        self._copies = {index: buffers[index].clone() for index in indices}
+        self._generators: tuple[Tensor, Tensor | None] | None = None
+        if changing is None:
+            cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            self._generators = torch.get_rng_state(), cuda
+
+    def changed(self) -> list[int]:
+        """Return the indices of the buffers that have changed.
+
+        Values are compared: the version counters of tensors do not count what vmap writes.
+        """
+        return [index for index, copied in self._copies.items() if not torch.equal(copied, self._buffers[index])]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copies back."""
+        for index, copied in self._copies.items():
+            self._buffers[index].copy_(copied)
+        if self._generators is not None:
+            cpu, cuda = self._generators
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda, self._device)
+
+    @contextlib.contextmanager
+    def on_error(self) -> Iterator[None]:
+        """Restore if the block raises."""
+        try:
+            yield
+        except Exception:
+            self.restore()
+            raise
 
 
 def _checked_loss(loss: Any) -> Tensor:
@@ -299,3 +360,132 @@ def _code_of(loss_fn: Any) -> object:
         loss_fn = loss_fn.func
     loss_fn = getattr(loss_fn, "__func__", loss_fn)
     return getattr(loss_fn, "__code__", None) or type(loss_fn)
+
+
+# Calls with the same loss function and shapes before one is recorded: libraries initialise themselves in them.
+EAGER_CALLS = 2
+
+# The largest number of recorded passes. Each keeps the memory of its activations.
+MAX_GRAPHS = 8
+
+
+@dataclass(frozen=True)
+class _RecordedPass:
+    """A graph, the tensors it reads its batch from, and the tensors it writes losses and gradients to."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: list[Tensor]
+    losses: Tensor
+    gradients: list[Tensor | None]
+
+
+class GraphedLosses:
+    """Computes losses and gradients as ``losses`` does, by recording passes and replaying them.
+
+    A recorded pass is replayed for the same loss function, the same shapes of the batch, modes of the modules, autocast
+    setting, and addresses of parameters and buffers. If one of them differs, it is another pass.
+
+    Args:
+        losses: computes passes that are not recorded yet.
+        gradients: collects the gradients.
+        device: the CUDA device of the stack.
+    """
+
+    def __init__(self, losses: ReplicaLosses, gradients: Collector, device: torch.device) -> None:
+        self._losses, self._gradients, self._device = losses, gradients, device
+        self._recorded: dict[Hashable, _RecordedPass] = {}
+        self._calls: dict[Hashable, int] = {}
+        self._pool: Any = None
+        self._warned = False
+
+    def compute(self, loss_fn: LossFunction, batch: Batch, same_batch: bool, chunk_size: int | None) -> Tensor:
+        """Return the losses [R]; the gradients are collected and not committed."""
+        key = self._key(loss_fn, batch, same_batch, chunk_size)
+        if key not in self._recorded:
+            if key is None or not self._is_due(loss_fn, key):
+                return self._losses.compute(loss_fn, batch, chunk_size, self._gradients)
+            self._recorded[key] = self._record(loss_fn, batch.copy(), chunk_size)
+        recorded = self._recorded[key]
+        self._gradients.unalias(recorded.gradients)
+        for own, given in zip(recorded.batch, _tensors(batch.leaves), strict=True):
+            own.copy_(given)
+        recorded.graph.replay()
+        self._gradients.collected = list(recorded.gradients)
+        return recorded.losses.clone()
+
+    def _key(self, loss_fn: LossFunction, batch: Batch, same_batch: bool, chunk_size: int | None) -> Hashable:
+        """Return the key of a pass; None if it cannot be recorded (unhashable arguments, or another device)."""
+        if any(tensor.device != self._device or tensor.requires_grad for tensor in _tensors(batch.leaves)):
+            return None
+        kind = self._device.type
+        key = (
+            loss_fn,
+            str(batch.structure),
+            tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in batch.leaves),
+            (same_batch, chunk_size),
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            self._losses.recording_key(),
+        )
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _is_due(self, loss_fn: LossFunction, key: Hashable) -> bool:
+        """Count a call of pass ``key``, and return whether it is to be recorded now."""
+        if len(self._calls) > 100 * MAX_GRAPHS:
+            self._calls.clear()
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if self._calls[key] <= EAGER_CALLS or not self._losses.is_vectorized(loss_fn):
+            return False
+        if len(self._recorded) == MAX_GRAPHS:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "cuda_graphs=True: %d different passes are recorded, and no more will be: pad batches to a few "
+                    "shapes, and pass the same loss function object every time",
+                    MAX_GRAPHS,
+                )
+            return False
+        return True
+
+    def _record(self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None) -> _RecordedPass:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # else every replay would read a cast made before the recording
+        try:
+            # thread_local: another thread may be averaging parameters on the device.
+            with (
+                torch.cuda.device(self._device),
+                _without_garbage_collection(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                losses = self._losses.compute_vectorized(loss_fn, batch, chunk_size, self._gradients)
+        except Exception as error:
+            raise RuntimeError(
+                "cuda_graphs=True, but the loss could not be recorded as a CUDA graph: it waits for the device, or "
+                "uses another one. Build the stack without cuda_graphs"
+            ) from error
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+        return _RecordedPass(graph, _tensors(batch.leaves), losses, list(self._gradients.collected))
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and none in this block: freeing a graph while another is recorded ends the recording."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -16,14 +16,18 @@ from hdet_kernels.converge.summary import describe_layout
 from hdet_kernels.converge.transport import run_transfers, take_first
 from hdet_kernels.ensemble import Ensemble, RowEnsemble, check_ensemble, settled_ensemble
 from hdet_kernels.ops.pack import MOST_ROWS
-from hdet_kernels.stack.batch import Batch
-from hdet_kernels.stack.gradients import GradientCollector, LocalGradients, SharedGradients, empty_rows
-from hdet_kernels.stack.graph import GraphedLosses
-from hdet_kernels.stack.hyper import StackHyper
-from hdet_kernels.stack.losses import LossFunction, ReplicaLosses
-from hdet_kernels.stack.parameter import StackedParameter
-from hdet_kernels.stack.state import copy_template, load_stack_state, mean_module, stack_state
-from hdet_kernels.stack.template import merge_tied, trainable_parameters
+from hdet_kernels.stack.gradients import Collector, LocalGradients, SharedGradients
+from hdet_kernels.stack.inputs import Batch, StackHyper
+from hdet_kernels.stack.losses import GraphedLosses, LossFunction, ReplicaLosses
+from hdet_kernels.stack.template import (
+    StackedParameter,
+    copy_module,
+    empty_rows,
+    merge_tied,
+    tensors_by_name,
+    trainable_parameters,
+)
+from hdet_kernels.tensors import compact, wide_dtype
 
 
 class ReplicaStack:
@@ -80,7 +84,7 @@ class ReplicaStack:
         if ensemble is not None:
             check_ensemble("ensemble", ensemble)
         trained = trainable_parameters(module)
-        device = trained[0].tensor.device
+        device = next(iter(trained.values())).device
         among = settled_ensemble("ReplicaStack") if ensemble is None else ensemble
         self.ensemble = StackEnsemble(self, replicas, among)
         if among.talks and not among.serves(device):
@@ -92,18 +96,18 @@ class ReplicaStack:
         self.hyper = StackHyper(replicas, device)
         self._template = module
         self._parameters: dict[tuple[str, ...], StackedParameter] = {
-            param.names: StackedParameter(self._rows_of(param.tensor), shares_gradient=gradients == "shared")
-            for param in trained
+            names: StackedParameter(self._rows_of(param), shares_gradient=gradients == "shared")
+            for names, param in trained.items()
         }
         self._buffers: dict[tuple[str, ...], Tensor] = {
-            buffer.names: self._rows_of(buffer.tensor)
-            for buffer in merge_tied(module.named_buffers(remove_duplicate=False))
+            names: self._rows_of(buffer)
+            for names, buffer in merge_tied(module.named_buffers(remove_duplicate=False)).items()
         }
         if among.processes > 1:
             self._begin_alike(among)
         self._losses = ReplicaLosses(module, self._parameters, self._buffers, self.hyper)
         self._among, self._records = among, cuda_graphs and device.type == "cuda"
-        self._collector: GradientCollector
+        self._collector: Collector
         self._graphed: GraphedLosses | None
         self._collect(gradients)
 
@@ -224,11 +228,11 @@ class ReplicaStack:
             RuntimeError: in the first pass by ``loss_fn``, gradients are not finite where the losses are (a warning if
                 the model computes in fp16). Nothing is changed then.
         """
+        whole = self._batch(loss_fn, batch, same_batch, chunk_size)
         if self._graphed is None:
-            losses = self._compute(loss_fn, batch, same_batch, chunk_size, self._collector)
+            losses = self._losses.compute(loss_fn, whole, chunk_size, self._collector)
         else:
-            _check_loss_arguments(loss_fn, same_batch, chunk_size)
-            losses = self._graphed.compute(loss_fn, batch, self.replicas, same_batch, chunk_size)
+            losses = self._graphed.compute(loss_fn, whole, same_batch, chunk_size)
         with torch.no_grad():
             self._collector.commit()
         return losses
@@ -240,18 +244,16 @@ class ReplicaStack:
 
         The arguments are those of :meth:`backward`.
         """
-        return self._compute(loss_fn, batch, same_batch, chunk_size, None)
+        whole = self._batch(loss_fn, batch, same_batch, chunk_size)
+        return self._losses.compute(loss_fn, whole, chunk_size, None)
 
-    def _compute(
-        self,
-        loss_fn: LossFunction,
-        batch: tuple[Any, ...],
-        same_batch: bool,
-        chunk_size: int | None,
-        gradients: GradientCollector | None,
-    ) -> Tensor:
-        _check_loss_arguments(loss_fn, same_batch, chunk_size)
-        return self._losses.compute(loss_fn, Batch(batch, self.replicas, same_batch), chunk_size, gradients)
+    def _batch(self, loss_fn: object, batch: tuple[Any, ...], same_batch: bool, chunk_size: int | None) -> Batch:
+        """Return the batch; raise if an argument of :meth:`backward` is wrong."""
+        check_callable("loss_fn", loss_fn, "loss_fn(model, *batch)", remedy="the batch comes after it")
+        check_flag("same_batch", same_batch)
+        if chunk_size is not None:
+            check_whole("chunk_size", chunk_size, at_least=1)
+        return Batch(batch, self.replicas, same_batch)
 
     def module(self) -> nn.Module:
         """Return a copy of the module with the mean of the replicas in this process.
@@ -262,23 +264,64 @@ class ReplicaStack:
         Raises:
             RuntimeError: all replicas are non-finite.
         """
-        return mean_module(self._template, dict(self._stacked()))
+        stacked = dict(self._stacked())
+        finite = self._finite(stacked)
+        if not finite.any():
+            raise RuntimeError(
+                "no replica is finite: each has NaN or infinity in its parameters or buffers; load a checkpoint"
+            )
+        rows = finite.nonzero().flatten()
+
+        def mean(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() and not tensor.is_complex():
+                return tensor[rows[0]]
+            wide = torch.promote_types(tensor.dtype, wide_dtype(tensor.device))
+            return tensor[rows.to(tensor.device)].to(wide).mean(0)
+
+        return copy_module(self._template, {names: mean(tensor.detach()) for names, tensor in stacked.items()})
+
+    @torch.no_grad()
+    def _finite(self, stacked: Mapping[tuple[str, ...], Tensor]) -> Tensor:
+        """Return [R], which replicas are finite; buffers may be non-finite where the module's are (attention masks)."""
+        finite_rows = torch.ones(self.replicas, dtype=torch.bool, device=self.device)
+        own = dict(self._template.named_buffers(remove_duplicate=False))
+        for names, tensor in stacked.items():
+            finite = tensor.isfinite()
+            if names[0] in own:
+                finite |= ~own[names[0]].isfinite()
+            finite_rows &= finite.unsqueeze(-1).flatten(1).all(1).to(self.device)
+        return finite_rows
 
     def replica(self, r: int) -> nn.Module:
         """Return a copy of the module with the values of replica ``r`` of this process."""
         r = check_whole("the number of a replica", r)
         if not -self.replicas <= r < self.replicas:
             raise IndexError(f"this stack holds replicas 0 to {self.replicas - 1}, got {r}")
-        return copy_template(self._template, {names: stacked[r] for names, stacked in self._stacked()})
+        return copy_module(self._template, {names: stacked[r] for names, stacked in self._stacked()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state under the module's own names.
 
         Parameters and persistent buffers are [R, *shape]. Entries without rows (frozen parameters, extra state) are the
-        module's own. Parameters in the flat buffer of an optimizer are copied.
+        module's own. Parameters in the flat buffer of an optimizer are copied, since a file would hold the others there
+        as well. Tied tensors share their copy.
         """
-        return stack_state(self._template, dict(self._stacked()))
+        entries = self._entries()
+        copies = {id(value): compact(value) for value, has_rows in entries.values() if has_rows}
+        return {name: copies.get(id(value), value) for name, (value, _) in entries.items()}
 
+    def _entries(self) -> dict[str, tuple[Any, bool]]:
+        """Return the entries of the module's ``state_dict``, with rows where there are, and whether there are."""
+        own = tensors_by_name(self._template)
+        # Matched by the tensors themselves, since hooks of the module may have renamed the entries.
+        rows = {id(own[name]): tensor.detach() for names, tensor in self._stacked() for name in names}
+        found: dict[str, tuple[Any, bool]] = {}
+        for name, value in self._template.state_dict(keep_vars=True).items():
+            plain = value.detach() if isinstance(value, Tensor) else value
+            found[name] = (rows[id(value)], True) if id(value) in rows else (plain, False)
+        return found
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the :meth:`state_dict` of a stack, or of a plain module, which then goes to all replicas.
 
@@ -290,7 +333,34 @@ class ReplicaStack:
         """
         check_kind("state_dict", state_dict, Mapping, "a dict of tensors, as stack.state_dict() returns it")
         strict = check_flag("strict", strict)
-        return load_stack_state(self._template, dict(self._stacked()), state_dict, strict)
+        own = self._entries()
+        missing = [name for name in own if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in own]
+        wrong = []
+        for name, (tensor, has_rows) in own.items():
+            if name in missing or not isinstance(tensor, Tensor):
+                continue
+            value = state_dict[name]
+            shapes = [tensor.shape, tensor.shape[1:]] if has_rows else [tensor.shape]
+            if not isinstance(value, Tensor) or value.shape not in shapes:
+                given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                wrong.append(f"{name} is {given}, expected {' or '.join(str(tuple(shape)) for shape in shapes)}")
+        if strict:
+            wrong += [f"missing: {', '.join(missing)}"] * bool(missing)
+            wrong += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
+        if wrong:
+            raise RuntimeError(f"the state_dict does not fit a stack of {self.replicas} replicas: {'; '.join(wrong)}")
+        for name in own.keys() - set(missing):
+            tensor = own[name][0]
+            if isinstance(tensor, Tensor):
+                tensor.copy_(state_dict[name])
+            else:
+                owner = name.removesuffix("_extra_state").removesuffix(".")
+                self._template.get_submodule(owner).set_extra_state(state_dict[name])
+        result = nn.Module().load_state_dict({})  # torch's result, whose type has no public name
+        result.missing_keys.extend(missing)
+        result.unexpected_keys.extend(unexpected)
+        return result
 
     def _stacked(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         yield from self._parameters.items()
@@ -313,10 +383,3 @@ class StackEnsemble(RowEnsemble):
     def __init__(self, stack: ReplicaStack, replicas: int, among: Ensemble) -> None:
         super().__init__(replicas, among)
         self.stack = stack
-
-
-def _check_loss_arguments(loss_fn: object, same_batch: object, chunk_size: object) -> None:
-    check_callable("loss_fn", loss_fn, "loss_fn(model, *batch)", remedy="the batch comes after it")
-    check_flag("same_batch", same_batch)
-    if chunk_size is not None:
-        check_whole("chunk_size", chunk_size, at_least=1)

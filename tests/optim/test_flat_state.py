@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hdet_kernels.optim import FusedOptimizer
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 from tests.optim.cases import fused_optimizer, parameters
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import hdet_kernels as hk
 from hdet_kernels.optim import muon_group
 from hdet_kernels.optim.muon_group import MuonGroup, Orthogonal
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 
 SHAPES = ((4, 6), (6, 4), (4, 6), (4, 6), (5, 5), (4, 6), (3,))
 

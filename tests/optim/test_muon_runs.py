@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hdet_kernels as hk
 from hdet_kernels.optim import muon_group
 from hdet_kernels.optim.muon_group import ROW_SQUARES
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 from tests.ops.cases import QUICK
 from tests.optim.cases import assert_equal, choose_backends
 from tests.optim.muon_cases import LR, MIXED, give, parameters

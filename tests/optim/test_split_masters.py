@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hdet_kernels as hk
 from hdet_kernels.split_master import joined, split
-from hdet_kernels.stack.parameter import StackedParameter
+from hdet_kernels.stack import StackedParameter
 from hdet_kernels.tensors import local
 from tests.ops.cases import QUICK
 from tests.optim.cases import FUSED, fused_optimizer, parameters, run, saved_and_loaded, torch_optimizer, with_backends

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hdet_kernels as hk
-from hdet_kernels.stack.batch import Batch
+from hdet_kernels.stack.inputs import Batch
 from tests.stack.cases import WIDTH, R, batch, check_close, diverged_stack, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -72,7 +72,7 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
 def test_a_detached_copy_gives_no_gradients_to_the_batch() -> None:
     x, label = torch.randn(4, 3, requires_grad=True), torch.arange(4)
     whole = Batch((x, {"label": label, "name": "a"}), 2, False)
-    copied = whole.detached()
+    copied = whole.copy(detach=True)
     given, rest = copied.with_slices(copied.slices(1))
     assert rest["name"] == "a"
     assert torch.equal(rest["label"], label[2:])

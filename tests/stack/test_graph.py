@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.stack.graph import MAX_GRAPHS
+from hdet_kernels.stack.losses import MAX_GRAPHS
 from tests.training import loss_of
 
 pytestmark = [

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import hdet_kernels as hk
-from hdet_kernels.stack.graph import EAGER_CALLS, MAX_GRAPHS, GraphedLosses
+from hdet_kernels.stack.inputs import Batch
+from hdet_kernels.stack.losses import EAGER_CALLS, MAX_GRAPHS, GraphedLosses
 from tests.stack.cases import R, loss_of
 
 
@@ -44,7 +45,7 @@ def test_the_third_call_with_the_same_shapes_is_recorded(graphed: GraphedLosses)
     for call in range(EAGER_CALLS + 3):
         assert len(graphed._recorded) == (call > EAGER_CALLS)
         x = torch.full((R, 2), float(call))
-        losses = graphed.compute(loss_of, (x,), R, False, None)
+        losses = graphed.compute(loss_of, Batch((x,), R, False), False, None)
         assert losses.shape == (R,)
     (recorded,) = graphed._recorded.values()
     assert recorded.graph.replays == 3  # type: ignore[attr-defined]
@@ -61,7 +62,7 @@ def test_other_arguments_are_other_passes(graphed: GraphedLosses) -> None:
         (torch.ones(6, 2), False, None),
     ):
         for _ in range(EAGER_CALLS + 1):
-            graphed.compute(loss_of, (batch,), R, same_batch, chunk_size)
+            graphed.compute(loss_of, Batch((batch,), R, same_batch), same_batch, chunk_size)
     assert len(graphed._recorded) == 4
 
 
@@ -70,8 +71,8 @@ def test_batches_that_cannot_be_told_apart_are_not_recorded(graphed: GraphedLoss
         return loss_of(model, x)
 
     for _ in range(EAGER_CALLS + 2):
-        graphed.compute(loss_fn, (torch.ones(R, 2), {"unhashable"}), R, False, None)
-        graphed.compute(loss_of, (torch.ones(R, 2, requires_grad=True),), R, False, None)
+        graphed.compute(loss_fn, Batch((torch.ones(R, 2), {"unhashable"}), R, False), False, None)
+        graphed.compute(loss_of, Batch((torch.ones(R, 2, requires_grad=True),), R, False), False, None)
     assert not graphed._recorded
 
 
@@ -79,6 +80,6 @@ def test_batches_that_cannot_be_told_apart_are_not_recorded(graphed: GraphedLoss
 def test_the_number_of_recorded_passes_is_limited(graphed: GraphedLosses, caplog: pytest.LogCaptureFixture) -> None:
     for size in range(1, MAX_GRAPHS + 3):
         for _ in range(EAGER_CALLS + 1):
-            graphed.compute(loss_of, (torch.ones(R * size, 2),), R, False, None)
+            graphed.compute(loss_of, Batch((torch.ones(R * size, 2),), R, False), False, None)
     assert len(graphed._recorded) == MAX_GRAPHS
     assert sum("pad batches to a few shapes" in message for message in caplog.messages) == 1

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.stack.rollback import Rollback
+from hdet_kernels.stack.losses import Rollback
 from tests.stack.cases import WIDTH, batch, diverged_stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
