@@ -4,7 +4,7 @@
 
 Encoding reads three float32 buffers and writes one and the message. Decoding reads the message and one buffer and
 writes two. Merging reads 8 shards and an error and writes one of each. The peer is plain torch. Launch shapes are in
-csrc/wire_cuda.cu and hdet_kernels/ops/triton_wire.py.
+csrc/wire_cuda.cu and hdet_kernels/ops/triton/wire.py.
 """
 
 from __future__ import annotations

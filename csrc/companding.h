@@ -1,5 +1,5 @@
 // Optimizer state in 8 bits: codes of one byte, and a float scale for every block of them.
-// hdet_kernels/ops/companding.py has the equations, and gives the same bits.
+// hdet_kernels/ops/torch/companding.py has the equations, and gives the same bits.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,6 @@
 // Storage of numbers in 16 bits: rounded to nearest, stochastically, or as the rounding of a float32 master, which is
 // kept as a copy or split.
-// hdet_kernels/ops/rounding.py has the same functions and gives the same random bits.
+// hdet_kernels/ops/torch/rounding.py has the same functions and gives the same random bits.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>

@@ -1,4 +1,4 @@
-// The update rules, each written once for the host and the device. hdet_kernels/ops/reference_rules.py has the
+// The update rules, each written once for the host and the device. hdet_kernels/ops/torch/rules.py has the
 // equations.
 //
 // A rule is a struct of the numbers that are the same for every element of one parameter at one step. `derive` computes

@@ -1,7 +1,7 @@
 // Replicas that average with compression send their parameters as differences in few bits. Here are the formats of those
 // numbers, the layout of a message (a wire: one encoded shard for each process), and the checked arguments of the
 // operators.
-// hdet_kernels/ops/wire.py has the equations; reference_wire.py has the same formulas in torch.
+// hdet_kernels/ops/wire.py has the equations; ops/torch/wire.py has the same formulas in torch.
 #pragma once
 
 #include <cfloat>

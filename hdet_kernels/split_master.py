@@ -2,7 +2,7 @@
 
 The parameter is the master rounded to nearest, ties away from zero. So the master's bits are those of the parameter, in
 the upper half, plus the lower half as a signed number. Nothing is lost. Whatever other code writes to the parameter,
-the master is within half a step of it. ``csrc/rounding.h`` and ``triton_rounding.py`` have the same functions.
+the master is within half a step of it. ``csrc/rounding.h`` and ``ops/triton/rounding.py`` have the same functions.
 
 A copy of the master in float32 has its parameter rounded with ties to even instead. Where the two differ, which is
 where the master lies exactly between two bf16 numbers, going from one form to the other changes the master's last bit,

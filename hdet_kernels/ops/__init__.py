@@ -11,6 +11,7 @@ The flow through this folder, for one optimizer step::
     step          Step: checks its arguments once, then updates parameters and states in place
     reduce        grad_norm: the norm of all gradients
     rowwise       rowwise_adagrad_: row-wise Adagrad on an embedding table, for the rows that a gradient touches
+    newton_schulz  orthogonalise_: Muon's orthogonalisation of many matrices
     pack          Pack: pieces of tensors to and from one staging buffer (its table: piece_table)
     pair_mean     PairMean: the mean of two replicas, written in one pass
     halves        read_halves, write_halves: split masters from their halves to float32 and back
@@ -18,15 +19,14 @@ The flow through this folder, for one optimizer step::
         │
     backends      decides which backend runs, and says why one cannot
         │
-    reference     plain torch (reference_rules, reference_pack, reference_wire, reference_rowwise)
-    triton_backend  Triton (triton_step, triton_block, triton_rules, triton_reduce, triton_pack, triton_wire,
-                  triton_rowwise, triton_rounding)
-    compiled      C++ and CUDA (``csrc/``), loaded by extension (bound_step: the step without torch's dispatcher;
-                  native_calls: plain C functions)
+    torch/        plain torch: the readable text of every operation, and the reference for other backends
+    triton/       the same in Triton
+    compiled      the same in C++ and CUDA (``csrc/``), loaded by extension (bound_step: the step without torch's
+                  dispatcher; native_calls: plain C functions)
 
-``operators`` registers the operators that are written in Python with torch, and ``rounding`` has stochastic rounding in
-plain torch. Every operation walks a table on the device, so the number of launches does not depend on the number of
-tensors, and none of them waits for the device.
+A module of ``torch/`` and ``triton/`` has the name of its operation here. ``operators`` registers the operators that
+are written in Python with torch. Every operation walks a table on the device, so the number of launches does not depend
+on the number of tensors, and none of them waits for the device.
 
 This module only re-exports the public names. The modules of this folder import from each other, never from here.
 """

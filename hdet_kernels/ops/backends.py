@@ -24,9 +24,9 @@ ENVIRONMENT = "HDET_BACKEND"
 # through its interpreter, which is meant for tests, so it comes last there and is never chosen by default.
 _BY_DEVICE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpp", "torch", "triton")}
 
-# The module of this folder that implements each backend. It is imported by name and only when it is used: the
-# implementations import the operations, which import this module.
-_MODULES = {"torch": "reference", "triton": "triton_backend", "cpp": "compiled", "cuda": "compiled"}
+# Where the operations of each backend are, in this folder: a module for each of them, or one for all. It is imported by
+# name and only when it is used: the implementations import the operations, which import this module.
+_PLACES = {"torch": "torch.{}", "triton": "triton.{}", "cpp": "compiled", "cuda": "compiled"}
 
 _chosen: str | None = None
 
@@ -92,12 +92,9 @@ def serving_on(kind: str) -> tuple[str, ...]:
     return serving if kind != "cpu" or interpreting() else tuple(name for name in serving if name != "triton")
 
 
-def implementation(backend: str) -> ModuleType:
-    """Return the module that implements a backend.
-
-    Each has ``bind_step``, ``grad_norm``, ``pack``, ``unpack``, ``wire_operators`` and ``rowwise_adagrad``.
-    """
-    return import_module(f"hdet_kernels.ops.{_MODULES[backend]}")
+def implementation(backend: str, operation: str) -> ModuleType:
+    """Return the module that implements an operation of this folder, by the name of its module, in a backend."""
+    return import_module(f"hdet_kernels.ops.{_PLACES[backend].format(operation)}")
 
 
 def interpreting() -> bool:

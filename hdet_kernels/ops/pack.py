@@ -59,7 +59,7 @@ class Pack:
         self.table = PieceTable(numels, pieces, rows, device, dtype)
         self.device, self.dtype, self.rows, self.numel = self.table.device, dtype, rows, self.table.numel
         self._limits = torch.finfo(dtype).tiny, torch.finfo(dtype).max
-        self._module = implementation(self.backend)
+        self._module = implementation(self.backend, "pack")
 
     @torch.no_grad()
     def pack(

@@ -58,7 +58,7 @@ class PairMean:
         if any(map(Tensor.is_inference, written)):  # these have no version
             written = [tensor for tensor in written if not tensor.is_inference()]
         increment_version(written)
-        compiled = implementation(self._pack.backend)
+        compiled = implementation(self._pack.backend, "pair_mean")
         compiled.pair_mean_(table, matched, self._measured, self._received, self._result)
 
     def _write_in_steps(self) -> None:

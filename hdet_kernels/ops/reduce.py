@@ -29,7 +29,7 @@ def grad_norm(
     """
     if rows is not None:
         _check_rows(chunks, rows)
-    norms: Tensor = implementation(resolve(chunks.device, backend)).grad_norm(chunks, grads, rows or 1)
+    norms: Tensor = implementation(resolve(chunks.device, backend), "reduce").grad_norm(chunks, grads, rows or 1)
     return norms.squeeze(0) if rows is None else norms
 
 

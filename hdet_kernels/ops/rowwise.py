@@ -111,7 +111,7 @@ def rowwise_adagrad_(
         given = RowWiseArguments(
             param, sums, steps, table, table_row, *gradient, grad_scale, found_inf, decoupled, stochastic_rounding
         )
-        implementation(resolve(param.device, backend)).rowwise_adagrad(given)
+        implementation(resolve(param.device, backend), "rowwise").rowwise_adagrad(given)
     steps.add_(1.0 if found_inf is None else (found_inf <= 0).view_as(steps))
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hdet_kernels.ops.backends import implementation, resolve
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
-from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK
 from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK
 
 #: The update rules and the names of their state buffers (torch.optim's names). ``csrc/rules.h`` has the same order.
 STATES: dict[str, tuple[str, ...]] = {
@@ -31,7 +31,7 @@ STATES: dict[str, tuple[str, ...]] = {
 OPTIONAL_STATES = frozenset({"momentum_buffer", "max_exp_avg_sq"})
 
 #: By dtype of the parameters, the dtypes that their state can have. The exponent of fp16 is too short for squares of
-#: gradients. ``uint8`` are the codes of :mod:`~hdet_kernels.ops.companding`.
+#: gradients. ``uint8`` are the codes of :mod:`~hdet_kernels.ops.torch.companding`.
 STATE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float32: (torch.float32, torch.bfloat16, torch.uint8),
     torch.float64: (torch.float64,),
@@ -174,7 +174,8 @@ class Step:
         _check_arguments(arguments)
         self.chunks, self._table, self._rows = chunks, table, rows
         self.backend = resolve(param.device, backend)
-        self._run: Callable[[MatchedGradients, Scalars], None] = implementation(self.backend).bind_step(arguments)
+        bind_step = implementation(self.backend, "step").bind_step
+        self._run: Callable[[MatchedGradients, Scalars], None] = bind_step(arguments)
 
     def __call__(self, grads: MatchedGradients, scalars: Scalars = NO_SCALARS) -> None:
         """Run one step with ``grads``, one for each slot, made by ``chunks.match``."""

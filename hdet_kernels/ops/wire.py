@@ -84,7 +84,7 @@ class Wire:
         self.shard = shard_elements(numel, shards)
         self.shard_bytes = encoded_bytes(format, self.shard)
         self.backend = resolve(self.device, backend)
-        self._encode, self._merge, self._decode = implementation(self.backend).wire_operators()
+        self._encode, self._merge, self._decode = implementation(self.backend, "wire").wire_operators()
         self._number = FORMATS.index(format)
 
     def empty(self) -> Tensor:

@@ -4,7 +4,7 @@ The codes have the shape of the parameter, and the scales are [blocks], or [repl
 stack has its own state. The blocks run over the elements in the order in which the codes lie in memory. Codes of a
 distributed parameter are distributed like it, and their scales are those of this process's part; since blocks cannot be
 divided in another way, a ``state_dict`` has the decoded numbers then. Codes in a ``state_dict`` have one dimension more
-(:func:`saved_codes`). :mod:`hdet_kernels.ops.companding` has the format.
+(:func:`saved_codes`). :mod:`hdet_kernels.ops.torch.companding` has the format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.companding import SIGNED_STATES, block_count, decode, encode, encode_again
+from hdet_kernels.ops.torch.companding import SIGNED_STATES, block_count, decode, encode, encode_again
 from hdet_kernels.sharded import distributed_like, is_distributed, part_of
 from hdet_kernels.tensors import Slot, flat_view, replicas_of
 

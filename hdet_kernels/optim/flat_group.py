@@ -13,11 +13,11 @@ from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
-from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK, block_count, first_scales
 from hdet_kernels.ops.live_gradients import LiveGradients
 from hdet_kernels.ops.live_tensors import LiveTensors
 from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.ops.table import HyperTable
+from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK, block_count, first_scales
 from hdet_kernels.optim.coded_state import CodedSlot, decoded
 from hdet_kernels.optim.options import Options
 from hdet_kernels.sharded import divided_along, gradient_parts, norm_over_meshes

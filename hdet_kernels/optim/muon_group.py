@@ -16,9 +16,10 @@ from torch import Tensor
 from hdet_kernels import ops
 from hdet_kernels.ops.backends import chosen, resolve
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
-from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK, block_count
-from hdet_kernels.ops.newton_schulz import normalise_rows_, orthogonalise_
+from hdet_kernels.ops.newton_schulz import orthogonalise_
 from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK, block_count
+from hdet_kernels.ops.torch.newton_schulz import normalise_rows_
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.tensors import Slot
 

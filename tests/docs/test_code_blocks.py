@@ -17,7 +17,7 @@ import torch
 
 import hdet_kernels as hk
 from hdet_kernels.ops import STATES
-from hdet_kernels.ops.reference_rules import RULES
+from hdet_kernels.ops.torch.rules import RULES
 from tests.docs.namespace import namespace
 from tests.docs.pages import PAGES, Block, blocks_of
 from tests.ranks import environment_of_torchrun, run_ranks

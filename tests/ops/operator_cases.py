@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hdet_kernels.buckets import Piece
 from hdet_kernels.ops import STATES
+from hdet_kernels.ops.backends import implementation
 from hdet_kernels.ops.chunks import flat_gradients
-from hdet_kernels.ops.companding import first_scales
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
 from hdet_kernels.ops.piece_table import PieceTable
+from hdet_kernels.ops.torch.companding import first_scales
 from tests.ops.cases import BF16, FP32, Case
 
 
@@ -24,11 +25,7 @@ def step_operators(backend: str) -> tuple[Any, Any]:
     """Return the operators of step and norm."""
     if is_compiled(backend):
         return torch.ops.hdet_kernels.step_.default, torch.ops.hdet_kernels.grad_norm.default
-    if backend == "torch":
-        from hdet_kernels.ops import reference as module
-    else:
-        from hdet_kernels.ops import triton_backend as module
-    return module._operators()
+    return implementation(backend, "step").STEP, implementation(backend, "reduce").NORM
 
 
 def step_arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
@@ -47,7 +44,7 @@ def step_tables(case: Case, backend: str) -> list[Any]:
     if is_compiled(backend):
         scratch = torch.zeros(SCRATCH_BYTES * len(case.chunks.entries), dtype=torch.uint8, device=case.param.device)
         return [case.chunks.slots, case.chunks.chunks, on_device, scratch]
-    from hdet_kernels.ops.triton_backend import dtypes_of
+    from hdet_kernels.ops.triton.step import dtypes_of
 
     return [case.chunks.slots, case.chunks.chunks, on_device, dtypes_of(grads)]
 
@@ -62,11 +59,8 @@ def pack_operators(backend: str) -> tuple[Any, Any]:
     """Return the operators of packing and unpacking."""
     if is_compiled(backend):
         return torch.ops.hdet_kernels.pack.default, torch.ops.hdet_kernels.unpack.default
-    if backend == "torch":
-        from hdet_kernels.ops import reference_pack as module
-    else:
-        from hdet_kernels.ops import triton_pack as module
-    return module._operators()
+    module = implementation(backend, "pack")
+    return module.PACK, module.UNPACK
 
 
 def pack_arguments(backend: str, device: str) -> tuple[list[Tensor], list[Any], list[Any]]:

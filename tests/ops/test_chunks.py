@@ -10,8 +10,8 @@ import torch
 
 from hdet_kernels.buckets import Slot
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, flat_gradients
-from hdet_kernels.ops.reference_rules import Row
 from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.torch.rules import Row
 
 CPU = torch.device("cpu")
 HEADERS = Path(__file__).parents[2] / "csrc"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.ops import Scalars, reference
+from hdet_kernels.ops import Scalars
 from hdet_kernels.ops.chunks import CHUNK
-from hdet_kernels.ops.companding import BLOCK, BLOCKS_PER_CHUNK, SIGNED_STATES, block_count, decode, first_scales
+from hdet_kernels.ops.torch.companding import BLOCK, BLOCKS_PER_CHUNK, SIGNED_STATES, block_count, decode, first_scales
 from tests.ops.cases import (
     BF16,
     FP16,
@@ -199,11 +199,6 @@ def test_an_optional_state_that_is_not_in_use_stays_as_it_is(backend: tuple[str,
     for _ in range(3):
         coded.step(where, row | {"momentum": 0.0}, "fp32")
     assert_same([flat for flat in (coded.case.states[-1], coded.scales[-1]) if flat is not None], before)
-
-
-def test_an_optional_state_stays_as_it_is_where_the_device_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_free_to_read", lambda _: False)
-    test_an_optional_state_that_is_not_in_use_stays_as_it_is(("torch", "cpu"))
 
 
 @pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)

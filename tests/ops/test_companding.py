@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, ChunkTable
-from hdet_kernels.ops.companding import (
+from hdet_kernels.ops.torch.companding import (
     BLOCK,
     BLOCKS_PER_CHUNK,
     NEAREST,
@@ -23,7 +23,7 @@ from hdet_kernels.ops.companding import (
     first_scales,
     positions_of_bits,
 )
-from hdet_kernels.ops.rounding import random_bits
+from hdet_kernels.ops.torch.rounding import random_bits
 from hdet_kernels.tensors import Slot
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton", reason=f"triton: {backends.backends()['tr
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hdet_kernels.ops import triton_gram  # noqa: E402
+from hdet_kernels.ops.triton import newton_schulz as triton_gram  # noqa: E402
 
 # By compute capability (A100, H100 and H200, B200), the instruction that multiplies.
 PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}

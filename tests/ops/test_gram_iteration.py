@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops import gram_iteration
 from hdet_kernels.ops.backends import backends
-from hdet_kernels.ops.gram_iteration import HALF, orthogonalise_, segments
-from hdet_kernels.ops.newton_schulz import orthogonalise_ as orthogonalise_by_backend_
+from hdet_kernels.ops.newton_schulz import orthogonalise_
 from tests.ops.cases import available, naming
 
 pytest.importorskip("triton", reason=f"triton: {backends()['triton']}")
 
-from hdet_kernels.ops import triton_gram
+from hdet_kernels.ops.triton import newton_schulz as on_gram
+from hdet_kernels.ops.triton.newton_schulz import HALF, iterate_, segments
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 TRITON = [available("triton", "cuda"), available("triton", "cpu")]
@@ -74,8 +73,8 @@ def assert_near(shape: tuple[int, int], parts: list[int], device: str) -> None:
     names, given = batch(*shape, device)
     steps, eps, x = sum(parts), 1e-7, given.clone()
     expected, rounded = in_float64(x, steps, eps), x.clone()
-    orthogonalise_by_backend_(rounded, COEFFICIENTS, steps, eps, backend="torch")
-    orthogonalise_(x, COEFFICIENTS, eps, parts)
+    orthogonalise_(rounded, COEFFICIENTS, steps, eps, backend="torch")
+    iterate_(x, COEFFICIENTS, eps, parts)
     # Entries below the range of float16 become 0, which is less than this after five steps.
     unseen = 1e-6 * (shape[0] * shape[1]) ** 0.5
     for name, ours, theirs, exact in zip(names, x, rounded, expected, strict=True):
@@ -100,7 +99,7 @@ def product_in_torch(
     beta: float = 0.0,
     diagonal: float = 0.0,
 ) -> Tensor:
-    """Return :func:`triton_gram.symmetric_product` with the same roundings, without an interpreter."""
+    """Return :func:`on_gram.symmetric_product` with the same roundings, without an interpreter."""
     total = alpha * (x.float() @ y.float().mT) + diagonal * torch.eye(x.shape[1])
     total = total if base is None else total + beta * base.float()
     return out.copy_(total.triu() + total.triu(1).mT)
@@ -110,7 +109,7 @@ def product_in_torch(
 def device(backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the device of ``backend``. On a CPU, products of large matrices are left to torch."""
     if backend[1] == "cpu":
-        monkeypatch.setattr(triton_gram, "symmetric_product", product_in_torch)
+        monkeypatch.setattr(on_gram, "symmetric_product", product_in_torch)
     return backend[1]
 
 
@@ -132,7 +131,7 @@ def test_one_singular_value_and_entries_of_one_size_are_within_a_twentieth(devic
     for rows, columns in ((64, 64), (96, 288), (100, 101), (128, 384), (255, 256)):
         x = torch.ones(1, rows, columns, dtype=torch.bfloat16, device=device)
         expected = in_float64(x, 5, 1e-7)
-        orthogonalise_(x, COEFFICIENTS, 1e-7, [3, 2])
+        iterate_(x, COEFFICIENTS, 1e-7, [3, 2])
         assert (x.double() - expected).norm() <= 0.05
 
 
@@ -145,7 +144,7 @@ def test_other_layouts_have_the_same_numbers(backend: tuple[str, str]) -> None:
     expected, in_columns, wide = x.clone(), x.mT.contiguous().mT, x.double()
     with_gaps = torch.zeros(1, size, 2 * size + 1, dtype=torch.bfloat16, device=device)[:, :, : 2 * size].copy_(x)
     for each in (expected, with_gaps, wide, in_columns):
-        orthogonalise_by_backend_(each, COEFFICIENTS, 2, 1e-7, backend=where)
+        orthogonalise_(each, COEFFICIENTS, 2, 1e-7, backend=where)
     assert torch.equal(with_gaps, expected)
     assert torch.equal(wide.bfloat16(), expected)
     torch.testing.assert_close(in_columns, expected, rtol=2**-6, atol=1e-3)  # sums in another order
@@ -196,10 +195,10 @@ def test_coefficients_beyond_float16_are_iterated_in_bfloat16(
     backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, device = backend
-    monkeypatch.delattr(gram_iteration, "orthogonalise_")
+    monkeypatch.delattr(on_gram, "iterate_")
     size = 4 if device == "cpu" else 256
     x = torch.randn(1, size, size, generator=torch.Generator().manual_seed(2)).to(device, torch.bfloat16)
     expected = x.clone()
-    orthogonalise_by_backend_(expected, (40.0, 0.0, 0.0), 1, 1e-7, backend="torch")
-    orthogonalise_by_backend_(x, (40.0, 0.0, 0.0), 1, 1e-7, backend=where)
+    orthogonalise_(expected, (40.0, 0.0, 0.0), 1, 1e-7, backend="torch")
+    orthogonalise_(x, (40.0, 0.0, 0.0), 1, 1e-7, backend=where)
     torch.testing.assert_close(x, expected)

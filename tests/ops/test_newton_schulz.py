@@ -7,7 +7,8 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from hdet_kernels.ops import newton_schulz
-from hdet_kernels.ops.newton_schulz import normalise_rows_, orthogonalise_
+from hdet_kernels.ops.newton_schulz import orthogonalise_
+from hdet_kernels.ops.torch.newton_schulz import normalise_rows_
 from tests.ops.cases import BACKENDS
 from tests.optim.cases import choose_backends
 

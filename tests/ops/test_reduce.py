@@ -134,7 +134,7 @@ def test_replicas_without_elements_have_norm_zero(backend: tuple[str, str]) -> N
 def test_triton_programs_share_more_chunks_than_there_are_programs(
     backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hdet_kernels.ops import triton_reduce
+    from hdet_kernels.ops.triton import reduce as triton_reduce
 
     where, device = backend
     monkeypatch.setattr(triton_reduce, "PROGRAMS", 4)
@@ -154,7 +154,7 @@ def test_triton_programs_share_more_chunks_than_there_are_programs(
 def test_triton_programs_share_the_chunks_of_many_replicas(
     backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hdet_kernels.ops import triton_reduce
+    from hdet_kernels.ops.triton import reduce as triton_reduce
 
     where, device = backend
     for programs, rows in ((4, 2), (2, 4)):  # two for a replica of three chunks, and fewer than there are replicas

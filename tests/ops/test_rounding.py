@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
+from hdet_kernels.ops.torch.rounding import random_bits, round_stochastically, rounding_key
 from tests.ops.cases import (
     BACKENDS,
     BF16,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.ops.companding import BLOCKS_PER_CHUNK
+from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK
 from hdet_kernels.split_master import joined, split
 from tests.ops.cases import (
     BACKENDS,

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Slot
-from hdet_kernels.ops import Scalars, reference
+from hdet_kernels.ops import Scalars
 from hdet_kernels.ops.chunks import CHUNK, ChunkTable
 from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.torch import step as torch_step
 from tests.ops.cases import (
     BACKENDS,
     BF16,
@@ -267,7 +268,7 @@ def test_plain_torch_computes_the_same_without_reading_on_the_host(
     rows = tuple(row | {"max_grad_norm": 2.0} for row in rows)
     results = []
     for free in (True, False):
-        monkeypatch.setattr(reference, "_free_to_read", lambda tensor, free=free: free)
+        monkeypatch.setattr(torch_step, "_free_to_read", lambda tensor, free=free: free)
         case = make_case(rule, (33, 7), FP32 if stochastic else FP64, "cpu", optional=True, table_rows=(0, 1))
         case.states = [state.to(BF16) if state is not None and stochastic else state for state in case.states]
         for found in (0.0, 1.0, 0.0):
@@ -416,8 +417,8 @@ def test_scalars_move_to_another_device_only_if_they_are_elsewhere() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_a_rule_that_a_backend_lacks_fails_when_the_backend_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("reference_rules", "triton_rules"):
-        if name == "triton_rules":
+    for name in ("torch.rules", "triton.rules"):
+        if name == "triton.rules":
             pytest.importorskip("triton")
         runpy.run_module(f"hdet_kernels.ops.{name}")
         with monkeypatch.context() as patch:

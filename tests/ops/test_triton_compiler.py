@@ -23,7 +23,7 @@ import torch
 from hdet_kernels.buckets import Slot
 from hdet_kernels.ops import OPTIONAL_STATES, STATES, backends
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES, ChunkTable
-from hdet_kernels.ops.rounding import random_bits, round_stochastically, rounding_key
+from hdet_kernels.ops.torch.rounding import random_bits, round_stochastically, rounding_key
 from tests.ops.cases import (
     BF16,
     FP32,
@@ -43,14 +43,12 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hdet_kernels.ops import (  # noqa: E402
-    triton_pack,
-    triton_reduce,
-    triton_rules,
-    triton_step,
-    triton_wire,
-)
-from hdet_kernels.ops.triton_rounding import key_of, random_base, write  # noqa: E402
+from hdet_kernels.ops.triton import pack as triton_pack  # noqa: E402
+from hdet_kernels.ops.triton import reduce as triton_reduce  # noqa: E402
+from hdet_kernels.ops.triton import rules as triton_rules  # noqa: E402
+from hdet_kernels.ops.triton import step as triton_step  # noqa: E402
+from hdet_kernels.ops.triton import wire as triton_wire  # noqa: E402
+from hdet_kernels.ops.triton.rounding import key_of, random_base, write  # noqa: E402
 
 TRITON = [available("triton", "cuda"), available("triton", "cpu")]
 

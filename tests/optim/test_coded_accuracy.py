@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hdet_kernels as hk
-from hdet_kernels.ops.companding import BLOCK
+from hdet_kernels.ops.torch.companding import BLOCK
 
 #: By size of the gradients of a block beside one that is 1: bounds of the second moment's error, as a root of the mean
 #: of squares, and of the share by which steps are too large on average. A little above what the documentation says.

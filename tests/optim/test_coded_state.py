@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.converge import AverageRequest, Report, converger_of
-from hdet_kernels.ops.companding import BLOCK, block_count
+from hdet_kernels.ops.torch.companding import BLOCK, block_count
 from hdet_kernels.optim import decoded_state_dict
 from hdet_kernels.optim.coded_state import decoded, decoded_entries, scale_name
 from hdet_kernels.schedule.undo.copies import reset_others, state_pairs, whole_state

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,38 +14,16 @@ from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
 
 def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
     """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
-    _operators()[0](_rows(table, matched), *table.spans, included, divisor, staging)
+    PACK(_rows(table, matched), *table.spans, included, divisor, staging)
 
 
 def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
     """Divide ``staging`` and write its pieces to every row of the tensors."""
-    _operators()[1](_rows(table, matched), *table.spans, divisor, staging)
+    UNPACK(_rows(table, matched), *table.spans, divisor, staging)
 
 
 def _rows(table: PieceTable, matched: MatchedTensors) -> list[Tensor]:
     return [tensor.view(table.rows, -1) for tensor in matched.tensors]
-
-
-@cache
-def _operators() -> tuple[Any, Any]:
-    """Register the operators, once, and return them. The tensors are arguments, each of shape [rows, numel]."""
-    spans = "int[] slots, int[] starts, int[] stops"
-    return (
-        register(
-            "torch_pack",
-            f"Tensor[] tensors, {spans}, int included, float divisor, Tensor(a!) staging",
-            "()",
-            _pack,
-            fake_in_place,
-        ),
-        register(
-            "torch_unpack",
-            f"Tensor(a!)[] tensors, {spans}, float divisor, Tensor staging",
-            "()",
-            _unpack,
-            fake_in_place,
-        ),
-    )
 
 
 def _pack(
@@ -95,3 +71,17 @@ def _quotient(values: Tensor, divisor: float) -> Tensor:
         return values
     # Divide by a tensor on the device: torch's CUDA kernel multiplies by the reciprocal of a Python number.
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
+
+
+# The tensors are arguments, each of shape [rows, numel].
+_SPANS = "int[] slots, int[] starts, int[] stops"
+PACK = register(
+    "torch_pack",
+    f"Tensor[] tensors, {_SPANS}, int included, float divisor, Tensor(a!) staging",
+    "()",
+    _pack,
+    fake_in_place,
+)
+UNPACK = register(
+    "torch_unpack", f"Tensor(a!)[] tensors, {_SPANS}, float divisor, Tensor staging", "()", _unpack, fake_in_place
+)

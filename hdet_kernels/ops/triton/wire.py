@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hdet_kernels.ops.operators import DECODE, ENCODE, MERGE, fake_in_place, register
-from hdet_kernels.ops.triton_rounding import nearest
+from hdet_kernels.ops.triton.rounding import nearest
 from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, encoded_bytes
 
 # Blocks of one program, and how it is launched. With one warp no operation on a block waits for another warp, however
@@ -162,16 +161,6 @@ def _wide(kept):
     return (kept.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
-@cache
-def wire_operators() -> tuple[Any, Any, Any]:
-    """Register the operators that encode, merge and decode, once, and return them."""
-    return (
-        register("triton_encode", ENCODE, "()", encode, fake_in_place),
-        register("triton_merge", MERGE, "()", merge, fake_in_place),
-        register("triton_decode", DECODE, "()", decode, fake_in_place),
-    )
-
-
 def encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
     """Encode x − consensus + error into ``wire``."""
     if wire.numel():
@@ -208,3 +197,15 @@ def _parts(format: int, wire: Tensor) -> tuple[Tensor, Tensor | None]:
     if FORMATS[format] == "bf16":
         return wire.view(torch.bfloat16), None
     return wire.view(torch.int8), wire.view(torch.float32)
+
+
+def wire_operators() -> tuple[Any, Any, Any]:
+    """Return the operators that encode, merge and decode."""
+    return _OPERATORS
+
+
+_OPERATORS = (
+    register("triton_encode", ENCODE, "()", encode, fake_in_place),
+    register("triton_merge", MERGE, "()", merge, fake_in_place),
+    register("triton_decode", DECODE, "()", decode, fake_in_place),
+)

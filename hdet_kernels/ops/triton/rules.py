@@ -1,4 +1,4 @@
-"""The update rules in Triton's language. ``reference_rules.py`` has their equations.
+"""The update rules in Triton's language. ``torch/rules.py`` has their equations.
 
 A rule has three functions. ``_derive_…`` runs once for each slot. It computes in float64 the numbers that are the same
 for every element, and stores them, rounded once to the precision of the arithmetic, as the slot's *numbers* 1 and up.
@@ -16,8 +16,8 @@ import triton.language as tl
 
 from hdet_kernels.ops.step import check_rules
 from hdet_kernels.ops.table import COLUMNS
-from hdet_kernels.ops.triton_companding import read_codes, write_codes
-from hdet_kernels.ops.triton_rounding import read, short_ratio, write
+from hdet_kernels.ops.triton.companding import read_codes, write_codes
+from hdet_kernels.ops.triton.rounding import read, short_ratio, write
 
 # The numbers of a slot: as many as the rule with the most has.
 NUMBERS = 9

@@ -36,7 +36,7 @@ scale lies that much below the highest level, so that no rounding of a product o
 root of the scale's level is 511 - 1.2e-4, and a sum and two roots in float32 err by 6e-5 at most: e is at most 510.)
 Those units and their inverses must be normal numbers, so a scale is at least 2⁻¹¹² or 2⁻⁹⁰. A block with a value that
 is not finite gets scale NaN and decodes to NaN everywhere, so that the failure is seen. A block with scale 0, as new
-state has, decodes to zeros. ``csrc/companding.h``, ``csrc/companding_cuda.h`` and ``triton_companding.py`` have the
+state has, decodes to zeros. ``csrc/companding.h``, ``csrc/companding_cuda.h`` and ``triton/companding.py`` have the
 same functions.
 """
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import triton.language as tl
 from hdet_kernels.ops.operators import ROWWISE, fake_in_place, register
 from hdet_kernels.ops.rowwise import RowWiseArguments
 from hdet_kernels.ops.table import COLUMNS
-from hdet_kernels.ops.triton_rounding import key_of, random_base, widened, write
+from hdet_kernels.ops.triton.rounding import key_of, random_base, widened, write
 
 # The most columns of a row that a program has at a time. Wider rows are summed a second time for the update.
 MOST_COLUMNS = 1024
@@ -115,13 +114,7 @@ def _gradient(
 
 def rowwise_adagrad(given: RowWiseArguments) -> None:
     """Update the rows that have a gradient."""
-    _operator()(*given)
-
-
-@cache
-def _operator() -> Any:
-    """Register the operator, once, and return it."""
-    return register("triton_rowwise_adagrad_", ROWWISE, "()", _rowwise_adagrad, fake_in_place)
+    ROWWISE_STEP(*given)
 
 
 def _rowwise_adagrad(*arguments: Any) -> None:
@@ -148,3 +141,6 @@ def _rowwise_adagrad(*arguments: Any) -> None:
             BLOCK=block,
             **OPTIONS,
         )
+
+
+ROWWISE_STEP = register("triton_rowwise_adagrad_", ROWWISE, "()", _rowwise_adagrad, fake_in_place)

@@ -1,4 +1,4 @@
-"""The update rules in plain torch, which run anywhere and are the reference for other backends.
+"""The update rules in plain torch: begin to read here. All other backends are held against this text.
 
 θ is a parameter, g its gradient (already multiplied by the AMP and clipping factor, and negated for ``maximize``), t
 the number of this step, counted from 1. A rule has three parts:
@@ -7,15 +7,13 @@ the number of this step, counted from 1. A rule has three parts:
 - ``push`` updates the states of one parameter by its gradient and returns the direction of the update.
 - ``move`` applies that direction to the parameter.
 
-Replicas that share a gradient share the push of replica 0. On an accelerator derived numbers stay there as float64
-scalars, so that nothing waits for them. On the CPU they are Python numbers, and a branch that is not taken costs
-nothing.
+Replicas that share a gradient share the push of replica 0. On an accelerator derived numbers stay there as scalars in
+the dtype of the hyperparameter table, so that nothing waits for them; on the CPU they are Python numbers. :mod:`.step`
+reads, rounds and writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -101,16 +99,14 @@ class SGD:
         (buffer,) = states
         if buffer is None:
             return (g, False), states
-        slope = _with_l2(theta, g, n.decay, n.decays)
-        moved = choose(n.first, lambda: slope, lambda: n.momentum * buffer + n.take * slope)
-        direction = choose(n.nesterov, lambda: slope + n.momentum * moved, lambda: moved)
-        new = choose(n.on, lambda: moved, lambda: buffer)
-        return (choose(n.on, lambda: direction, lambda: g), n.on), [new]
+        slope = _with_l2(theta, g, n)
+        moved = where(n.first, slope, n.momentum * buffer + n.take * slope)
+        direction = where(n.nesterov, slope + n.momentum * moved, moved)
+        return (where(n.on, direction, g), n.on), [where(n.on, moved, buffer)]
 
     def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
         direction, decayed = push
-        with_l2 = partial(_with_l2, theta, direction, n.decay, n.decays)
-        return theta - n.lr * choose(decayed, lambda: direction, with_l2)
+        return theta - n.lr * where(decayed, direction, _with_l2(theta, direction, n))
 
 
 class AdamW:
@@ -142,12 +138,11 @@ class AdamW:
         m, v = _required(states, 2)
         m = m + n.take1 * (g - m)
         v = n.keep2 * v + n.take2 * g * g  # in this order, as torch: g² alone overflows from 1.9e19 on
-        largest, used = states[2], v
-        if largest is not None:
-            before = largest
-            largest = choose(n.amsgrad, lambda: torch.maximum(before, v), lambda: before)
-            used = choose(n.amsgrad, lambda: torch.maximum(before, v), lambda: v)
-        return (m, used.sqrt()), [m, v, largest]
+        u = states[2]
+        if u is None:
+            return (m, v.sqrt()), [m, v, None]
+        largest = torch.maximum(u, v)
+        return (m, where(n.amsgrad, largest, v).sqrt()), [m, v, where(n.amsgrad, largest, u)]
 
     def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
         m, root = push
@@ -162,7 +157,7 @@ class Adam(AdamW):
         return alone | {"keep": torch.ones_like(h.lr), "decay": h.weight_decay, "decays": h.weight_decay != 0}
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
-        return super().push(theta, _with_l2(theta, g, n.decay, n.decays), states, n)
+        return super().push(theta, _with_l2(theta, g, n), states, n)
 
 
 class Adagrad:
@@ -182,7 +177,7 @@ class Adagrad:
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
         """Return g and √s as the push."""
         (total,) = _required(states, 1)
-        g = _with_l2(theta, g, n.decay, n.decays)
+        g = _with_l2(theta, g, n)
         total = total + g * g
         return (g, total.sqrt()), [total]
 
@@ -240,7 +235,7 @@ class Muon:
         if buffer is None:
             return (g, False), states
         moved = buffer + n.take * (g - buffer)
-        return (choose(n.nesterov, lambda: moved + n.take * (g - moved), lambda: moved), True), [moved]
+        return (where(n.nesterov, moved + n.take * (g - moved), moved), True), [moved]
 
     def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
         update, is_result = push
@@ -258,16 +253,16 @@ RULES: dict[str, Rule] = {
 check_rules(__name__, RULES)
 
 
-def choose(condition: Scalar, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
-    """Return ``yes()`` or ``no()``; where the condition is a tensor, compute both and select on its device."""
+def where(condition: Scalar, yes: Tensor, no: Tensor) -> Tensor:
+    """Return ``yes`` where the condition holds and ``no`` elsewhere: one of them, if the host knows the condition."""
     if isinstance(condition, bool):
-        return yes() if condition else no()
-    return torch.where(condition, yes(), no())
+        return yes if condition else no
+    return torch.where(condition, yes, no)
 
 
-def _with_l2(theta: Tensor, g: Tensor, decay: Scalar, decays: Scalar) -> Tensor:
-    # A decay of 0 is skipped, because 0·θ is not 0 where θ is infinite.
-    return choose(decays, lambda: g + decay * theta, lambda: g)
+def _with_l2(theta: Tensor, g: Tensor, n: Numbers) -> Tensor:
+    """Return g + λ·θ; g alone where λ is 0, because 0·θ is not 0 where θ is infinite."""
+    return g if n.decays is False else where(n.decays, g + n.decay * theta, g)
 
 
 def _required(states: States, count: int) -> list[Tensor]:

@@ -1,28 +1,31 @@
 """The optimizer step in Triton: two launches for all parameters.
 
 ``_advance`` has one lane for each slot: it counts the step and derives the slot's numbers in float64. ``_walk`` has one
-program for every ``BLOCK`` elements: it loads those numbers and updates parameters and states, of one replica or of all
-that share a gradient (:mod:`.triton_block`).
+program for every ``BLOCK`` elements: it loads those numbers, applies the rule (:mod:`.rules`), rounds and stores, for
+one replica (``_step_block``) or for all that share a gradient (``_step_rows``).
 """
 # mypy: disable-error-code="no-untyped-def"
 # Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT
-from hdet_kernels.ops.companding import BLOCK as STATE_BLOCK
-from hdet_kernels.ops.step import STATES
+from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, MatchedGradients
+from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, register
+from hdet_kernels.ops.step import STATES, Scalars, StepArguments
 from hdet_kernels.ops.table import COLUMNS
-from hdet_kernels.ops.triton_block import step_block, step_rows
-from hdet_kernels.ops.triton_rounding import fours, key_of
-from hdet_kernels.ops.triton_rules import NUMBERS, SEED, column, count_after, derive, gradient_factor
+from hdet_kernels.ops.torch.companding import BLOCK as STATE_BLOCK
+from hdet_kernels.ops.triton.companding import centred_noise
+from hdet_kernels.ops.triton.rounding import fours, joined_master, key_of, nearest, random_base, split_master, write
+from hdet_kernels.ops.triton.rules import NUMBERS, SEED, column, count_after, derive, gradient_factor, move, push
 
 # Elements of one program of _walk, and its warps: 8 elements for each thread. Measured on an H200 with AdamW in fp32
 # and a table of chunks: 1024 with 4 warps did best, 90–97 % of the copy bandwidth; 4096 and more fell to 66–76 %.
@@ -171,21 +174,169 @@ def _walk(
             inside = tl.full([BLOCK], True, tl.int1)
             if SHARED:
                 stride = stride // VECTOR * VECTOR
-                step_rows(*flats, n, mine, grad, at, quads, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED)
+                _step_rows(
+                    *flats, n, mine, grad, at, quads, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED
+                )
             else:
-                step_block(*flats, n, mine, grad, at, quads, inside, RULE, STOCHASTIC, RANDOM, CODED)
+                _step_block(*flats, n, mine, grad, at, quads, inside, RULE, STOCHASTIC, RANDOM, CODED)
         else:
             grad = first + lanes
             at = offset + begin + lanes
             quad = at >> 2
             inside = lanes < count
             if SHARED:
-                step_rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED)
+                _step_rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED)
             else:
-                step_block(*flats, n, mine, grad, at, quad, inside, RULE, STOCHASTIC, RANDOM, CODED)
+                _step_block(*flats, n, mine, grad, at, quad, inside, RULE, STOCHASTIC, RANDOM, CODED)
 
 
-def step(
+@triton.jit
+def _step_block(
+    param,
+    master,
+    state0,
+    state1,
+    state2,
+    scales0,
+    scales1,
+    n,
+    mine,
+    grad,
+    at,
+    quad,
+    inside,
+    RULE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    RANDOM: tl.constexpr,
+    CODED: tl.constexpr,
+):
+    """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``."""
+    wide: tl.constexpr = n.dtype.element_ty
+    theta = _in_full(param, master, at, inside, wide)
+    random = _random(quad, mine, RANDOM)
+    g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
+    states = (state0, state1, state2, scales0, scales1)
+    noise = centred_noise(random, at) if CODED else random
+    direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
+    theta = move(RULE, theta, direction, other, n, CODED)
+    _keep(param, master, at, theta, inside, random, STOCHASTIC)
+
+
+@triton.jit
+def _step_rows(
+    param,
+    master,
+    state0,
+    state1,
+    state2,
+    scales0,
+    scales1,
+    n,
+    mine,
+    grad,
+    at,
+    quad,
+    inside,
+    rows,
+    stride,
+    step,
+    RULE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    RANDOM: tl.constexpr,
+    CODED: tl.constexpr,
+):
+    """Step the same elements of every row of the parameters.
+
+    Rows are ``stride`` elements apart, and their numbers ``step`` slots.
+    """
+    wide: tl.constexpr = n.dtype.element_ty
+    g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
+    theta = g
+    if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
+        # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
+        theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
+    random = _random(quad, mine, RANDOM)
+    states = (state0, state1, state2, scales0, scales1)
+    noise = centred_noise(random, at) if CODED else random
+    direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
+    # The row is a scalar, because pointers that the loop advances would get another layout.
+    row = tl.cast(0, tl.int64)
+    while row < rows:
+        start, own = row * stride, n + row * (step * _NUMBERS)
+        before = _in_full(param, master, start + at, inside, wide)
+        moved = move(RULE, before, direction, other, own, CODED)
+        own_random = _random(quad, mine + row * (step * 3), RANDOM)
+        own_master = master
+        if master is not None:
+            own_master = master + start
+        _keep(param + start, own_master, at, moved, inside, own_random, STOCHASTIC)
+        row += 1
+
+
+@triton.jit
+def _in_full(param, master, at, inside, wide: tl.constexpr):
+    """Return the master where the parameter is its rounding, bit for bit, else the parameter.
+
+    A split master always fits.
+    """
+    stored = tl.load(param + at, mask=inside, other=0.0)
+    theta = stored.to(wide)
+    if master is None:
+        pass
+    elif master.dtype.element_ty == tl.int16:
+        theta = joined_master(stored, tl.load(master + at, mask=inside, other=0))
+    else:
+        full = tl.load(master + at, mask=inside, other=0.0)
+        same = nearest(full, stored.dtype).to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
+        theta = tl.where(same, full, theta)
+    return theta
+
+
+@triton.jit
+def _keep(param, master, at, theta, inside, random, STOCHASTIC: tl.constexpr):
+    """Store the parameters, rounded, and their masters."""
+    if master is None:
+        write(param, at, theta, inside, random, 0, STOCHASTIC)
+    elif master.dtype.element_ty == tl.int16:
+        rounded, low = split_master(theta)
+        tl.store(param + at, rounded.to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(master + at, low.to(tl.int16, bitcast=True), mask=inside)
+    else:
+        tl.store(master + at, theta, mask=inside)
+        write(param, at, theta, inside, random, 0, STOCHASTIC)
+
+
+@triton.jit
+def _random(quad, mine, RANDOM: tl.constexpr):
+    """Return the base of the random words; it is not used where nothing is rounded stochastically."""
+    random = quad
+    if RANDOM:
+        random = random_base(quad, tl.load(mine + 2).to(tl.uint32))
+    return random
+
+
+def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
+    """Return a function that runs the step on given gradients and scalars."""
+    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
+    operator = partial(STEP, *arguments.flats, chunks.slots, chunks.chunks)
+    known: tuple[object, list[int]] = (None, [])  # the gradient table of the last step, and the dtypes in it
+
+    def run(grads: MatchedGradients, scalars: Scalars) -> None:
+        nonlocal known
+        if grads.table is not known[0]:
+            known = grads.table, dtypes_of(grads)
+        operator(chunks.point_at(grads), known[1], *scalars, rounding, rows)
+
+    return run
+
+
+def dtypes_of(grads: MatchedGradients) -> list[int]:
+    """Return the numbers of the dtypes that occur. The step is launched once for each."""
+    to_read = grads.table[grads.table[:, 0] > EMPTY_GRADIENT, 1]
+    return np.flatnonzero(np.bincount(to_read)).tolist()
+
+
+def _step(
     rule: int,
     param: Tensor,
     master: Tensor | None,
@@ -286,3 +437,13 @@ def block_of_rows(vector: int) -> int:
     vectors 97 92 96 95 %, with the loads of 2 replicas at a time 96 89 96 96 %, of 4 replicas 96 93 95 95 %.
     """
     return WARPS * 32 * vector
+
+
+#: The operator. The host knows the dtypes of the gradients, ``dtypes``, and launches a kernel for each.
+STEP = register(
+    "triton_step_",
+    f"{FLATS}, Tensor slots, Tensor chunks, Tensor gradients, int[] dtypes, {SCALARS}",
+    "()",
+    _step,
+    fake_in_place,
+)

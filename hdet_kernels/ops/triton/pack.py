@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-from functools import cache
 from struct import pack as to_bytes
 from struct import unpack as from_bytes
-from typing import Any
 
 import torch
 import triton
@@ -18,7 +16,7 @@ from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
 from hdet_kernels.ops.operators import fake_in_place, register
 from hdet_kernels.ops.pack import MOST_ROWS
 from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
-from hdet_kernels.ops.triton_rounding import nearest, widened
+from hdet_kernels.ops.triton.rounding import nearest, widened
 
 # Elements of one program, for one row and for several, and its warps. A thread has four 16-byte loads of one float32
 # row in flight, or one of each of eight rows. These are the shapes of csrc/pack_cuda.cu; they were not measured here.
@@ -216,33 +214,12 @@ def _quotient(value, divisor, DIVIDE: tl.constexpr):
 
 def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
     """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
-    _operators()[0](table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
+    PACK(table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
 
 
 def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
     """Divide ``staging`` and write its pieces to every row of the tensors."""
-    _operators()[1](table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
-
-
-@cache
-def _operators() -> tuple[Any, Any]:
-    """Register the operators, once, and return them. Their schemas are those of ``csrc/library.cpp``."""
-    return (
-        register(
-            "triton_pack",
-            "Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging",
-            "()",
-            _pack,
-            fake_in_place,
-        ),
-        register(
-            "triton_unpack",
-            "Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging",
-            "()",
-            _unpack,
-            fake_in_place,
-        ),
-    )
+    UNPACK(table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
 
 
 def _pack(chunks: Tensor, places: Tensor, strides: Tensor, included: int, divisor: float, staging: Tensor) -> None:
@@ -290,3 +267,19 @@ def _bits(number: float) -> int:
     """Return the bits of a float64 as a whole number, because Triton would take a Python float for a float32."""
     bits: int = from_bytes("<q", to_bytes("<d", number))[0]
     return bits
+
+
+PACK = register(
+    "triton_pack",
+    "Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging",
+    "()",
+    _pack,
+    fake_in_place,
+)
+UNPACK = register(
+    "triton_unpack",
+    "Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging",
+    "()",
+    _unpack,
+    fake_in_place,
+)

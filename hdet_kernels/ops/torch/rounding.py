@@ -1,4 +1,4 @@
-"""Stochastic rounding in plain torch. ``csrc/rounding.h`` and ``triton_rounding.py`` give the same bits."""
+"""Stochastic rounding in plain torch. ``csrc/rounding.h`` and ``triton/rounding.py`` give the same bits."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ reciprocal of a Python number, whose last bit differs from that of the quotient.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,16 +17,6 @@ from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, encoded_bytes
 
 # The largest int8 code.
 MOST = 127.0
-
-
-@cache
-def wire_operators() -> tuple[Any, Any, Any]:
-    """Register the operators that encode, merge and decode, once, and return them."""
-    return (
-        register("torch_encode", ENCODE, "()", _encode, fake_in_place),
-        register("torch_merge", MERGE, "()", _merge, fake_in_place),
-        register("torch_decode", DECODE, "()", _decode, fake_in_place),
-    )
 
 
 def _encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
@@ -98,3 +87,15 @@ def _parts(format: int, wire: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of the codes and the scales of an int8 ``wire``."""
     shard = shard_of(format, wire)
     return wire[:, :shard].view(torch.int8), wire[:, shard:].view(torch.float32)
+
+
+def wire_operators() -> tuple[Any, Any, Any]:
+    """Return the operators that encode, merge and decode."""
+    return _OPERATORS
+
+
+_OPERATORS = (
+    register("torch_encode", ENCODE, "()", _encode, fake_in_place),
+    register("torch_merge", MERGE, "()", _merge, fake_in_place),
+    register("torch_decode", DECODE, "()", _decode, fake_in_place),
+)

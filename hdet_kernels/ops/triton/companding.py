@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hdet_kernels.ops.companding import SMALLEST_SCALE, TOP
-from hdet_kernels.ops.triton_rounding import INTERPRETED, random_bits, short_ratio
+from hdet_kernels.ops.torch.companding import SMALLEST_SCALE, TOP
+from hdet_kernels.ops.triton.rounding import INTERPRETED, random_bits, short_ratio
 
 _TOP_SIGNED, _TOP = tl.constexpr(TOP[True]), tl.constexpr(TOP[False])
 _SMALLEST_SIGNED, _SMALLEST = tl.constexpr(SMALLEST_SCALE[True]), tl.constexpr(SMALLEST_SCALE[False])
