@@ -1,6 +1,6 @@
-"""Write the tables of the controllers' settings into docs/controller.md: ``python docs/settings_table.py``.
+"""Write docs/controller-constants.md: ``python docs/settings_table.py``.
 
-The tables come from hdet_kernels/controller/settings.py: every field, its default, and the comment above it.
+Its tables come from hdet_kernels/controller/settings.py: every field, its default, and the comment above it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from pathlib import Path
 
 from hdet_kernels.controller import settings
 
-BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
-TITLES = {
-    "SlopeSettings": "Regression and hypergradient",
-    "RegressionSettings": "Regression only",
-    "SoftmaxSettings": "Softmax",
-}
+PAGE = Path(__file__).parent / "controller-constants.md"
+HEAD = """# The controllers' constants
+
+Every constant of the [controllers](controller.md), written by `python docs/settings_table.py` from
+`hdet_kernels/controller/settings.py`. Another value is passed as `settings=`, for instance
+`hk.RegressionController(settings=RegressionSettings(edge_cut=3.0))`. They are saved with a run, which resumes only under
+the same values. "Share" means a share of the run unless it says otherwise; logarithms are natural."""
 
 
-def tables() -> str:
-    """Return one table for each class of settings, as Markdown."""
+def page() -> str:
+    """Return the page: a table for each class of settings."""
     source = Path(settings.__file__).read_text()
-    parts = []
+    parts = [HEAD]
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             lines = source.splitlines()[node.lineno : node.end_lineno]
-            parts.append(f"**{TITLES[node.name]}** (`{node.name}`)\n\n{_table(lines)}")
-    return "\n\n".join(parts)
+            parts.append(f"## {node.name}\n\n{ast.get_docstring(node)}\n\n{_table(lines)}")
+    return "\n\n".join(parts) + "\n"
 
 
 def _table(lines: list[str]) -> str:
@@ -42,15 +43,5 @@ def _table(lines: list[str]) -> str:
     return "\n".join(rows)
 
 
-def with_tables(page: str) -> str:
-    """Return a page with the tables between its two markers."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not after:
-        raise ValueError(f"the page needs the lines {BEGIN} and {END}, between which the tables go")
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
-
-
 if __name__ == "__main__":
-    path = Path(__file__).parent / "controller.md"
-    path.write_text(with_tables(path.read_text()))
+    PAGE.write_text(page())

@@ -90,7 +90,7 @@ class SlopeSettings:
 class RegressionSettings(SlopeSettings):
     """Constants of the regression controller, the default."""
 
-    # Learning rates. Each is what the tasks of the quality suite measure (docs/controller.md).
+    # Learning rates. Each is what the tasks of the quality suite measure (docs/controller-why.md).
     #: Default of ``start_at`` for learning rates: the first sync counts.
     begins: float = 0.0
     #: Path length at which the favoured direction turns, over the right peak and √total_steps.
