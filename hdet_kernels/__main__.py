@@ -125,9 +125,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    from torch.multiprocessing.spawn import ProcessException
+
     from hdet_kernels.demo.command import run_demo
-    from hdet_kernels.demo.launch import RankFailed
-    from hdet_kernels.demo.options import checked_options
+    from hdet_kernels.demo.training import checked_options
 
     try:
         options = checked_options(
@@ -143,7 +144,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         return 2
     try:
         run_demo(options)
-    except RankFailed as error:
+    except ProcessException as error:
         print(f"\npython -m hdet_kernels demo: error: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -2,12 +2,8 @@
 
 The flow, file by file:
 
-    options.py      check the command line before any process starts
-    command.py      run the demo: launch the replicas, print the table, write the files
-      launch.py       start one process for each replica in one process group, collect messages and results
-      training.py     train as one replica: first with plain DDP and OneCycleLR, then with HDET
-        tasks.py        data and model: bytes of the standard library (transformer.py), or scikit-learn's digits
-      progress.py     progress bar of each run
-      outcome.py      merge the replicas' results; the table, the verdict and results.json
-      plots.py        training_loss.png and learning_rates.png
+    command.py      run the demo: progress bars, the printed table, the files
+    training.py     its options; one process for each replica; both runs, as one replica
+    tasks.py        data and models: bytes of the standard library, or scikit-learn's digits
+    outcome.py      merge the replicas' results: table, verdict, results.json, plots
 """

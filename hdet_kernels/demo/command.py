@@ -1,24 +1,35 @@
-"""Run the demo: train, print the table, write the files."""
+"""Run the demo: train with a progress bar, print the table, write the files."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import time
+from typing import TextIO
 
 from hdet_kernels import report
-from hdet_kernels.demo.launch import place, run_ranks
-from hdet_kernels.demo.options import Options
-from hdet_kernels.demo.outcome import TITLES, comparison, gathered, verdict, write_json
-from hdet_kernels.demo.plots import plot_learning_rates, plot_training_losses
-from hdet_kernels.demo.progress import Bar
+from hdet_kernels.demo.outcome import (
+    TITLES,
+    comparison,
+    gathered,
+    plot_learning_rates,
+    plot_training_losses,
+    verdict,
+    write_json,
+)
 from hdet_kernels.demo.tasks import TASKS
-from hdet_kernels.demo.training import Progress, train_both
+from hdet_kernels.demo.training import Options, Progress, place, run_replicas, train_both
+
+_WIDEST_BAR = 28
+_REDRAW_SECONDS = 0.1
+_LOG_SHARE = 0.25
 
 
 def run_demo(options: Options) -> None:
     """Train with OneCycleLR and with HDET, print the table, and write the files to ``options.out``.
 
     Raises:
-        RankFailed: A replica raised or died.
+        ProcessException: A replica raised or died.
     """
     backend, device = place(options.replicas)
     kind = "CPU" if device == "cpu" else "one GPU each" if backend == "nccl" else "sharing the GPUs"
@@ -27,8 +38,14 @@ def run_demo(options: Options) -> None:
     print(f"Two runs of {options.steps} steps from peak learning rate {options.max_lr:g}: {where}.")
     sys.stdout.flush()
 
-    bars = _Bars()
-    runs = gathered(run_ranks(options.replicas, train_both, options, on_message=bars.show))
+    bars: dict[str, Bar] = {}
+
+    def show(progress: Progress) -> None:
+        if progress.run not in bars:
+            bars[progress.run] = Bar(TITLES[progress.run], options.steps, sys.stderr)
+        bars[progress.run].update(progress.step, f"loss {progress.loss:.3f}  lr {progress.lr:.1e}")
+
+    runs = gathered(run_replicas(options.replicas, train_both, options, on_message=show))
     print(f"\n{comparison(runs, options)}\n\n{verdict(runs)}\n")
 
     out = options.out
@@ -47,13 +64,49 @@ def run_demo(options: Options) -> None:
         print(f"{file!s:<{width}}  {what}")
 
 
-class _Bars:
-    """One progress bar for each run, created at its first message."""
+class Bar:
+    """Progress of ``total`` steps, written to ``stream``."""
 
-    def __init__(self) -> None:
-        self.bars: dict[str, Bar] = {}
+    def __init__(self, label: str, total: int, stream: TextIO) -> None:
+        self.label = label
+        self.total = total
+        self.stream = stream
+        self.terminal = stream.isatty()
+        self.full, self.empty = ("█", "░") if _can_write("█░", stream) else ("#", ".")
+        self.start = time.monotonic()
+        self.drawn = -1.0
+        self.logged = 0.0
 
-    def show(self, progress: Progress) -> None:
-        if progress.run not in self.bars:
-            self.bars[progress.run] = Bar(TITLES[progress.run], progress.steps, sys.stderr)
-        self.bars[progress.run].update(progress.step, f"loss {progress.loss:.3f}  lr {progress.lr:.1e}")
+    def update(self, done: int, note: str) -> None:
+        """Show that ``done`` steps are finished, with ``note`` behind the bar."""
+        if self.terminal:
+            now = time.monotonic()
+            if done == self.total or now - self.drawn >= _REDRAW_SECONDS:
+                self.drawn = now
+                self._write(f"\r{self._line(done, note)}\x1b[K" + ("\n" if done == self.total else ""))
+        elif done == self.total or done / self.total >= self.logged + _LOG_SHARE:
+            self.logged = done / self.total
+            self._write(self._line(done, note) + "\n")
+
+    def _line(self, done: int, note: str) -> str:
+        elapsed = time.monotonic() - self.start
+        left = elapsed / done * (self.total - done) if done else 0.0
+        when = f"{elapsed:.0f} s" if done == self.total else f"{left:.0f} s left"
+        text = f"{done:>{len(str(self.total))}}/{self.total}  {note}  {when}"
+        # A line that wraps cannot be redrawn.
+        width = min(_WIDEST_BAR, shutil.get_terminal_size().columns - len(text) - 20) if self.terminal else _WIDEST_BAR
+        filled = max(width, 0) * done // self.total
+        bar = self.full * filled + self.empty * (width - filled)
+        return f"{self.label:<18}{bar} {text}"
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def _can_write(text: str, stream: TextIO) -> bool:
+    try:
+        text.encode(stream.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,24 +1,99 @@
-"""Train as one replica: first with plain DDP and torch's OneCycleLR, then with HDET. All else is equal."""
+"""Train in N processes of this machine: first with plain DDP and torch's OneCycleLR, then with HDET; all else is equal.
+
+:func:`run_replicas` starts the processes and ends all of them in any case, :func:`train_both` runs in each.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import math
+import os
+import signal
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet_kernels.demo.options import Options
 from hdet_kernels.demo.tasks import TASKS, Batch, Task, loss_of
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR
 
 RunName = Literal["plain", "hdet"]
 RUNS: tuple[RunName, ...] = ("plain", "hdet")
+
+#: How processes are started.
+START_METHOD = "spawn"
+
+#: Passes a message of a replica to the parent process.
+Send = Callable[[object], None]
+
+# The controller acts in the first 30 % of a run; with fewer steps it would act only a few times.
+FEWEST_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one demo. ``steps`` and ``max_lr`` apply to each of its two runs."""
+
+    replicas: int
+    steps: int
+    task: str
+    out: Path
+    seed: int
+    max_lr: float
+
+
+def checked_options(
+    *, replicas: int, steps: int | None, task: str, out: Path, seed: int, max_lr: float | None
+) -> Options:
+    """Check the options, fill in the task's defaults, and create the folder ``out``.
+
+    Raises:
+        ValueError: An option is invalid, the task's data is missing, or ``out`` cannot be written.
+    """
+    if task not in TASKS:
+        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
+    if replicas < 2:
+        raise ValueError(f"--replicas must be at least 2, got {replicas}: HDET compares replicas with each other")
+    chosen = TASKS[task]
+    steps = chosen.steps if steps is None else steps
+    if steps < FEWEST_STEPS:
+        raise ValueError(
+            f"--steps must be at least {FEWEST_STEPS}, got {steps}: the learning rate is adapted in the first 30 % "
+            f"of the run; omit the option for {chosen.steps}"
+        )
+    max_lr = chosen.poor_lr if max_lr is None else max_lr
+    if not (math.isfinite(max_lr) and max_lr > 0):
+        raise ValueError(f"--max-lr must be a positive number, got {max_lr}; omit the option for {chosen.poor_lr:g}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {seed}")
+    if (missing := chosen.missing()) is not None:
+        raise ValueError(missing)
+    _check_writable(out)
+    return Options(replicas, steps, task, out, seed, max_lr)
+
+
+def _check_writable(out: Path) -> None:
+    """Check that files can be created in ``out``, before two minutes of training."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"cannot write to --out {out} ({reason}): choose a writable folder") from error
 
 
 @dataclass(frozen=True)
@@ -27,7 +102,6 @@ class Progress:
 
     run: RunName
     step: int
-    steps: int
     loss: float
     lr: float
 
@@ -55,15 +129,99 @@ class ReplicaRun:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
-def train_both(rank: int, device: torch.device, send: Callable[[object], None], options: Options) -> list[ReplicaRun]:
+def place(replicas: int) -> tuple[str, str]:
+    """Return the process group backend and the device for ``replicas`` processes on this machine.
+
+    NCCL requires a GPU for each process. Where processes share GPUs, or on the CPU, the backend is gloo.
+    """
+    gpus = torch.cuda.device_count()
+    return "nccl" if gpus >= replicas else "gloo", "cuda" if gpus else "cpu"
+
+
+def run_replicas(
+    replicas: int, function: Callable[..., Any], *args: Any, on_message: Callable[[Any], None]
+) -> list[Any]:
+    """Return the results of ``function(rank, device, send, *args)`` on every rank, in the order of ranks.
+
+    No process outlives the call, also if it is interrupted. ``on_message`` is called with all that a rank sends.
+
+    Raises:
+        ProcessException: a rank raised or died.
+    """
+    queue = mp.get_context(START_METHOD).SimpleQueue()
+    results: dict[int, Any] = {}
+
+    def receive() -> None:
+        while not queue.empty():
+            rank, is_result, value = queue.get()
+            if is_result:
+                results[rank] = value
+            else:
+                on_message(value)
+
+    started: ProcessContext | None = None
+    with tempfile.TemporaryDirectory(prefix="hdet-demo-") as folder:
+        given = (replicas, os.path.join(folder, "store"), queue, function, args)
+        try:
+            with _interrupts_held_back():
+                started = start_processes(_replica, given, replicas, join=False, daemon=True, start_method=START_METHOD)
+            while not started.join(timeout=0.05):
+                receive()
+            receive()
+        except BaseException:
+            for process in started.processes if started else ():
+                process.kill()
+                process.join()
+            raise
+    return [results[rank] for rank in range(replicas)]
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Block SIGINT within the block, also in the processes that it starts.
+
+    Ctrl-C goes to the whole process group, but only the parent handles it and ends its children: these inherit the
+    signal mask and never receive it. A signal during the block reaches the parent at its end.
+    """
+    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _replica(
+    rank: int, replicas: int, store: str, queue: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    backend, kind = place(replicas)
+    device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend == "gloo" and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works without a resolvable host name
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=replicas,
+        timeout=datetime.timedelta(minutes=5),
+        device_id=device if backend == "nccl" else None,
+    )
+    result = function(rank, device, lambda message: queue.put((rank, False, message)), *args)
+    queue.put((rank, True, result))
+    dist.barrier()  # a rank that leaves early would look dead to the others
+    dist.destroy_process_group()
+
+
+def train_both(rank: int, device: torch.device, send: Send, options: Options) -> list[ReplicaRun]:
     """Train both runs, one after the other, as replica ``rank`` of the default process group."""
     task: Task = TASKS[options.task]()
     return [_train(run, task, rank, device, send if rank == 0 else _silent, options) for run in RUNS]
 
 
-def _train(
-    run: RunName, task: Task, rank: int, device: torch.device, send: Callable[[object], None], options: Options
-) -> ReplicaRun:
+def _train(run: RunName, task: Task, rank: int, device: torch.device, send: Send, options: Options) -> ReplicaRun:
     torch.manual_seed(options.seed)  # the same initial model in both runs and on all replicas
     model = task.model().to(device)
     replicated = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
@@ -90,7 +248,7 @@ def _train(
             scheduler.step()
         losses[step] = loss.detach()
         if (step + 1) % tell_every == 0 or step + 1 == options.steps:
-            send(Progress(run, step + 1, options.steps, float(losses[step]), rate))
+            send(Progress(run, step + 1, float(losses[step]), rate))
     seen.losses = losses.tolist()
     seen.seconds = time.perf_counter() - start
 
