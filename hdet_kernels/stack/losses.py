@@ -33,6 +33,9 @@ log = logging.getLogger("hdet_kernels")
 
 LossFunction = Callable[..., Tensor]
 
+#: The code of a loss function, whether gradients are computed, and the mode of the module.
+Kind = tuple[object, bool, bool]
+
 
 class ReplicaLosses:
     """Computes losses and gradients of the replicas, together where possible.
@@ -56,11 +59,10 @@ class ReplicaLosses:
         self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
         self._names = [names[0] for names in parameters]
         self._replicas, self._device = len(self._parameters[0]), self._parameters[0].device
-        # By loss function, with or without gradients, and mode of the module: the buffers that it changes, ...
-        self._changed_buffers: dict[object, list[int]] = {}
-        # ... and whether vmap has failed on it.
-        self._one_by_one: set[object] = set()
-        self._warned: set[object] = set()
+        # The buffers that each kind of pass changes, ...
+        self._changed_buffers: dict[Kind, list[int]] = {}
+        # ... and the kinds on which vmap has failed.
+        self._one_by_one: set[Kind] = set()
 
     def compute(
         self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: Collector | None
@@ -85,7 +87,7 @@ class ReplicaLosses:
         unwritten = batch.copy() if step > 1 and kind not in self._changed_buffers else batch
         reason = None
         try:
-            losses = self._compute(loss_fn, batch, step, gradients)
+            losses = self.compute_once(loss_fn, batch, step, gradients)
         except Exception as error:
             rollback.restore()
             if step > 1 and isinstance(error, torch.OutOfMemoryError):
@@ -96,14 +98,15 @@ class ReplicaLosses:
             reason, step = (str(error).strip().splitlines() or [repr(error)])[0], 1
         if reason is not None:
             with rollback.on_error():
-                losses = self._compute(loss_fn, unwritten, 1, gradients)
+                losses = self.compute_once(loss_fn, unwritten, 1, gradients)
         if kind not in self._changed_buffers:
             with rollback.on_error():
                 self._check_first(loss_fn, unwritten, step, gradients, losses)
             self._changed_buffers[kind] = rollback.changed()
         if reason is not None:
+            if not any(code == kind[0] for code, _, _ in self._one_by_one):  # warn once for a loss function
+                self._warn(loss_fn, reason)
             self._one_by_one.add(kind)
-            self._warn(loss_fn, reason)
         return losses
 
     def is_vectorized(self, loss_fn: LossFunction) -> bool:
@@ -111,22 +114,19 @@ class ReplicaLosses:
         kind = self._kind(loss_fn, True)
         return kind in self._changed_buffers and kind not in self._one_by_one
 
-    def compute_vectorized(
-        self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: Collector
-    ) -> Tensor:
-        """Return the losses [R] of a loss function that :meth:`is_vectorized`, without a second attempt on failure."""
-        return self._compute(loss_fn, batch, chunk_size or self._replicas, gradients)
-
     def recording_key(self) -> tuple[Any, ...]:
         """Return what a recorded pass depends on beside its batch: addresses of tensors and modes of modules."""
         tensors = (*self._parameters, *self._buffers, *self.hyper.values())
         return tuple(map(Tensor.data_ptr, tensors)), tuple(module.training for module in self.module.modules())
 
-    def _kind(self, loss_fn: LossFunction, has_gradients: bool) -> object:
+    def _kind(self, loss_fn: LossFunction, has_gradients: bool) -> Kind:
         return _code_of(loss_fn), has_gradients, self.module.training
 
-    def _compute(self, loss_fn: LossFunction, batch: Batch, step: int, gradients: Collector | None) -> Tensor:
-        """Return the losses [R], computing ``step`` replicas at a time."""
+    def compute_once(
+        self, loss_fn: LossFunction, batch: Batch, step: int | None, gradients: Collector | None
+    ) -> Tensor:
+        """Return the losses [R], computing ``step`` replicas at a time (default: all), without a second attempt."""
+        step = step or self._replicas
         starts = range(0, self._replicas, step)
         if gradients is not None:
             gradients.begin(len(starts))
@@ -222,12 +222,12 @@ class ReplicaLosses:
             return
         after = Rollback(self._buffers, None, self._device)
         together, separate, watch = FiniteRows(self._parameters), FiniteRows(self._parameters), _WatchHalf(self._device)
-        replicas, parameters = together.find_bad(self._compute(loss_fn, batch.copy(detach=True), step, together))
+        replicas, parameters = together.find_bad(self.compute_once(loss_fn, batch.copy(detach=True), step, together))
         if not replicas:
             after.restore()
             return
         with watch:
-            losses = self._compute(loss_fn, batch.copy(detach=True), 1, separate)
+            losses = self.compute_once(loss_fn, batch.copy(detach=True), 1, separate)
         is_ours = step > 1 and not separate.find_bad(losses)[0]
         named = ", ".join(self._names[index] for index in parameters[:MOST_NAMES])
         named += f" and {len(parameters) - MOST_NAMES} more" * (len(parameters) > MOST_NAMES)
@@ -243,9 +243,6 @@ class ReplicaLosses:
         )
 
     def _warn(self, loss_fn: LossFunction, reason: str) -> None:
-        if _code_of(loss_fn) in self._warned:
-            return
-        self._warned.add(_code_of(loss_fn))
         log.warning(
             "the replicas' losses by %s are computed one after the other, because torch.func.vmap cannot compute them "
             "together (%s): %d forward passes and backward passes instead of one, with about %d times the launches",
@@ -463,7 +460,7 @@ class GraphedLosses:
                 _without_garbage_collection(),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
-                losses = self._losses.compute_vectorized(loss_fn, batch, chunk_size, self._gradients)
+                losses = self._losses.compute_once(loss_fn, batch, chunk_size, self._gradients)
         except Exception as error:
             raise RuntimeError(
                 "cuda_graphs=True, but the loss could not be recorded as a CUDA graph: it waits for the device, or "

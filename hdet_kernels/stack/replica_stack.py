@@ -350,7 +350,7 @@ class ReplicaStack:
             wrong += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
         if wrong:
             raise RuntimeError(f"the state_dict does not fit a stack of {self.replicas} replicas: {'; '.join(wrong)}")
-        for name in own.keys() - set(missing):
+        for name in (name for name in own if name in state_dict):
             tensor = own[name][0]
             if isinstance(tensor, Tensor):
                 tensor.copy_(state_dict[name])

@@ -25,60 +25,37 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-# Functions that autocast computes in the lower precision and vmap decomposes.
-_LOWER = {
-    F.linear,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    F.multi_head_attention_forward,  # products, but for a softmax, which is followed by one
-    F.prelu,
-    torch.addmm,
-    torch.baddbmm,
-    Tensor.addmm,
-    Tensor.baddbmm,
-}
+
+def _functions(place: Any, names: str) -> set[Any]:
+    return {getattr(place, name) for name in names.split()}
+
+
+# Functions that autocast computes in the lower precision and vmap decomposes. The heads are products, but for a softmax
+# which is followed by one.
+_LOWER = (
+    _functions(F, "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu")
+    | _functions(F, "multi_head_attention_forward")
+    | _functions(torch, "addmm baddbmm")
+    | _functions(Tensor, "addmm baddbmm")
+)
 
 # Functions that autocast computes in fp32: on every device, and on accelerators only.
-_FULL = {
-    F.binary_cross_entropy_with_logits,
-    F.cosine_embedding_loss,
-    F.cross_entropy,
-    F.hinge_embedding_loss,
-    F.huber_loss,
-    F.kl_div,
-    F.l1_loss,
-    F.margin_ranking_loss,
-    F.mse_loss,
-    F.multi_margin_loss,
-    F.multilabel_margin_loss,
-    F.nll_loss,
-    F.poisson_nll_loss,
-    F.smooth_l1_loss,
-    F.soft_margin_loss,
-    F.triplet_margin_loss,
-    torch.cdist,
-}
-_FULL_ON_ACCELERATORS = {
-    F.cosine_similarity,
-    F.group_norm,
-    F.gumbel_softmax,
-    F.layer_norm,
-    F.log_softmax,
-    F.pairwise_distance,
-    F.softmax,
-    F.softmin,
-    Tensor.log_softmax,
-    Tensor.softmax,
-    torch.log_softmax,
-    torch.softmax,
-}
+_FULL = (
+    _functions(F, "binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy hinge_embedding_loss")
+    | _functions(F, "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss")
+    | _functions(F, "nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss")
+    | _functions(torch, "cdist")
+)
+_FULL_ON_ACCELERATORS = (
+    _functions(
+        F, "cosine_similarity group_norm gumbel_softmax layer_norm log_softmax pairwise_distance softmax softmin"
+    )
+    | _functions(torch, "log_softmax softmax")
+    | _functions(Tensor, "log_softmax softmax")
+)
 
 # Functions that compute in fp32 if their weights are, and return the dtype of their input.
-_AS_INPUT = {F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm}
+_AS_INPUT = _functions(F, "batch_norm group_norm instance_norm layer_norm")
 
 
 class StackMode(TorchFunctionMode):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet_kernels as hk
+from hdet_kernels.stack.inputs import Batch
 from tests.stack.cases import WIDTH, Messages, R, batch, loss_of
 
 
@@ -94,6 +95,15 @@ def test_gradients_of_the_model_itself_are_reported(chunk_size: int | None) -> N
     stack = hk.ReplicaStack(Model(root_at_zero), R)
     with pytest.raises(RuntimeError, match=r"in replicas 0, 1, 2\. Separate modules have them too.*detect_anomaly"):
         stack.backward(loss_of, batch(), chunk_size=chunk_size)
+
+
+def test_looking_for_the_cause_gives_no_gradients_to_the_batch() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    copied = Batch((x, {"name": "a"}), 2, False).copy(detach=True)
+    given, rest = copied.with_slices(copied.slices(1))
+    given.square().sum().backward()
+    assert (x.grad, rest) == (None, {"name": "a"})
+    assert torch.equal(given, x[2:])
 
 
 def test_many_parameters_are_counted() -> None:

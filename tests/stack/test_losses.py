@@ -1,15 +1,22 @@
-"""Losses and gradients of a stack equal those of separate modules, each run on its slice of the batch."""
+"""Losses and gradients of a stack equal those of separate modules, each run on its slice of the batch.
+
+Then: losses that vmap cannot compute, batches, hyperparameters in the loss, and what forward leaves in the module.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import hdet_kernels as hk
 from tests.stack.cases import (
@@ -22,6 +29,7 @@ from tests.stack.cases import (
     Messages,
     Mlp,
     R,
+    ReassignedBuffers,
     batch,
     check_close,
     check_stack,
@@ -157,20 +165,6 @@ def test_dropout_differs_between_replicas(module: nn.Module) -> None:
     assert len(set(stack.losses(loss_of, batch(), same_batch=True).tolist())) == 1
 
 
-def test_results_that_are_no_losses_are_refused() -> None:
-    stack = hk.ReplicaStack(nn.Linear(WIDTH, 1), R)
-    with pytest.raises(ValueError, match=r"one real number for each replica, got shape \(2, 5, 1\).*\.mean\(\)"):
-        stack.backward(lambda model, x: model(x), batch())
-    with pytest.raises(TypeError, match="must return the loss, a tensor, got a tuple"):
-        stack.backward(lambda model, x: (model(x).mean(), 1), batch())
-    with pytest.raises(TypeError, match="loss_fn must be callable"):
-        stack.backward(batch())  # type: ignore[arg-type]
-    for wrong in (0, 1.5, True):
-        with pytest.raises((TypeError, ValueError), match="chunk_size must be a whole number"):
-            stack.backward(loss_of, batch(), chunk_size=wrong)  # type: ignore[arg-type]
-    assert all(p.grad is None for p in stack.parameters())
-
-
 def test_errors_of_the_loss_function_are_raised_unchanged(warnings_logged: Messages) -> None:
     def wrong(model: nn.Module, x: Tensor) -> Tensor:
         model.norm(x)  # changes the buffers, before it fails
@@ -185,6 +179,8 @@ def test_errors_of_the_loss_function_are_raised_unchanged(warnings_logged: Messa
     assert warnings_logged() == [], "the loss function failed, not vmap"
     with pytest.raises(ZeroDivisionError):
         stack.backward(lambda model, x: model(x) / 0 * (1 // 0), batch())
+    with pytest.raises(TypeError, match="must return the loss, a tensor, got a tuple"):
+        stack.backward(lambda model, x: (model(x).mean(), 1), batch())  # type: ignore[arg-type, return-value]
 
 
 def test_vmap_may_fail_at_a_later_call(warnings_logged: Messages) -> None:
@@ -254,3 +250,210 @@ def test_a_lambda_evaluated_again_is_the_same_loss_function(warnings_logged: Mes
     for _ in range(3):
         stack.losses(lambda model, x: model(x).mean() * float(x.sum()), batch())
     assert len(warnings_logged()) == 1
+
+
+def test_random_numbers_are_restored_when_vmap_fails() -> None:
+    def noisy(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x + torch.randn_like(x)).mean()
+        return y * y.detach().item()
+
+    stack = diverged_stack(nn.Linear(WIDTH, 1))
+    torch.manual_seed(5)
+    first = stack.losses(noisy, batch())
+    torch.manual_seed(5)
+    assert torch.equal(first, stack.losses(noisy, batch(), chunk_size=1)), "as if vmap had not been tried"
+
+
+def test_buffers_are_restored_when_a_later_replica_raises() -> None:
+    stack = hk.ReplicaStack(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 3)
+    calls = []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append(1)
+        loss = model(x).square().mean()
+        if loss.item() > -1 and len(calls) >= 6:  # of the last replica in the second call; the first fails under vmap
+            raise KeyError("mine")
+        return loss
+
+    stack.backward(loss_fn, torch.randn(12, 3))
+    before = [buffer.clone() for buffer in stack.buffers()]
+    calls[:] = [1] * 3
+    with pytest.raises(KeyError, match="mine"):
+        stack.backward(loss_fn, torch.randn(12, 3))
+    assert all(map(torch.equal, stack.buffers(), before))
+
+
+def test_a_batch_that_the_loss_changes_in_place_is_changed_once() -> None:
+    stack = hk.ReplicaStack(nn.Linear(3, 1), 2)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        loss = model(x).square().mean()
+        return loss if loss.item() > -1 else 2 * loss  # which vmap cannot follow
+
+    x = torch.randn(4, 3)
+    expected = [model(2 * part).square().mean() for model, part in zip([stack.replica(0)] * 2, x.chunk(2), strict=True)]
+    found = stack.losses(loss_fn, x.clone())
+    torch.testing.assert_close(found, torch.stack(expected).detach())
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+def test_nested_batches() -> None:
+    stack = diverged_stack(nn.Linear(WIDTH, 1))
+    x, y = batch(), batch()[:, :, :1]
+
+    def loss_fn(
+        model: nn.Module, inputs: dict[str, Any], pair: tuple[Tensor, float], scale: Tensor, name: str
+    ) -> Tensor:
+        assert (inputs["deep"][0]["x"].shape, pair[0].shape, scale.shape) == ((2, 5, WIDTH), (2, 5, 1), ())
+        assert (pair[1], name) == (0.5, "name")
+        return (F.mse_loss(model(inputs["deep"][0]["x"]), pair[0]) * scale * pair[1]).mean()
+
+    found = stack.backward(loss_fn, {"deep": [{"x": x}]}, (y, 0.5), torch.tensor(2.0), "name")
+    for r in range(R):
+        check_close(found[r], F.mse_loss(stack.replica(r)(x.chunk(R)[r]), y.chunk(R)[r]).detach(), "loss")
+
+
+def test_registered_classes_are_cut_and_others_refused() -> None:
+    stack = hk.ReplicaStack(nn.Linear(WIDTH, 1), R)
+    pair = Pair(batch(), batch())
+    with pytest.raises(TypeError, match=r"a batch holds a Pair with tensors in it.*register the class"):
+        stack.losses(lambda model, p: model(p.x).mean(), pair)
+    assert stack.losses(lambda model, p: model(p.x).mean(), pair, same_batch=True).shape == (R,)
+    pytree.register_dataclass(Pair)
+    losses = stack.losses(lambda model, p: model(p.x).mean(), pair)
+    check_close(losses, torch.stack([stack.replica(0)(part).mean() for part in pair.x.chunk(R)]).detach(), "losses")
+
+
+def test_a_loss_without_a_batch() -> None:
+    stack = hk.ReplicaStack(nn.Linear(WIDTH, 1), R)
+    assert len(set(stack.backward(lambda model: model(torch.randn(2, WIDTH)).mean()).tolist())) == R
+
+
+def test_batches_that_cannot_be_cut_are_refused() -> None:
+    stack = hk.ReplicaStack(nn.Linear(WIDTH, 1), R)
+    with pytest.raises(ValueError, match=r"must agree in dimension 0.*\(6, 5, 8\), \(3, 5, 8\).*close over"):
+        stack.backward(lambda model, x, y: model(x).mean(), batch(6), batch(3))
+    with pytest.raises(TypeError, match="nested"):
+        stack.backward(loss_of, torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged))
+
+
+def scaled(stack: hk.ReplicaStack) -> Callable[..., Tensor]:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        assert stack.hyper["scale"].shape == ()
+        return model(x).mean() * stack.hyper["scale"] + stack.hyper["offset"]
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2, 1])
+def test_each_replica_reads_its_own_value(chunk_size: int | None) -> None:
+    stack = hk.ReplicaStack(nn.Linear(2, 1), R, gradients="local")
+    stack.hyper["scale"] = [1, 2, 4]
+    stack.hyper.set("offset", 0.5)
+    x = torch.ones(1, 2)
+    plain = stack.replica(0)(x).mean().detach()
+    losses = stack.backward(scaled(stack), x, same_batch=True, chunk_size=chunk_size)
+    torch.testing.assert_close(losses, plain * torch.tensor([1.0, 2.0, 4.0]) + 0.5)
+    bias = dict(stack.named_parameters())["bias"].grad
+    assert bias is not None
+    assert bias.flatten().tolist() == [1, 2, 4]
+    stack.hyper["scale"] = torch.tensor([3.0, 3.0, 5.0], dtype=torch.float64)
+    losses = stack.losses(scaled(stack), x, same_batch=True, chunk_size=chunk_size)
+    torch.testing.assert_close(losses, plain * torch.tensor([3.0, 3.0, 5.0]) + 0.5)
+
+
+def test_hyper_is_a_mapping() -> None:
+    hyper = hk.ReplicaStack(nn.Linear(2, 1), R).hyper
+    assert (len(hyper), list(hyper), "p" in hyper) == (0, [], False)
+    hyper["p"] = 0.25
+    assert (len(hyper), list(hyper), "p" in hyper, hyper["p"].tolist()) == (1, ["p"], True, [0.25] * R)
+    assert hyper["p"].dtype == torch.float32
+    given = torch.tensor([1.0, 2.0, 3.0])
+    hyper["p"] = given
+    given.zero_()
+    assert hyper["p"].tolist() == [1, 2, 3], "a copy"
+
+
+def test_hyper_cannot_be_set_inside_a_loss() -> None:
+    stack = hk.ReplicaStack(nn.Linear(2, 1), R)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        stack.hyper["p"] = 1.0
+        return model(x).mean()
+
+    with pytest.raises(RuntimeError, match="set inside a loss function"):
+        stack.losses(loss_fn, torch.ones(R, 2))
+    stack.hyper["p"] = 1.0
+
+
+class ParameterInList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        self.kept = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.kept[0], self.layer.bias)
+
+
+def test_a_loss_of_the_templates_own_parameters_is_refused() -> None:
+    module, keeper = nn.Linear(WIDTH, 1), ParameterInList()
+    weight = module.weight
+    with pytest.raises(RuntimeError, match=r"the module's own weight, not on the replicas'.*model that it is given"):
+        hk.ReplicaStack(module, R).backward(lambda model, x: F.linear(x, weight, model.bias).mean(), batch())
+    with pytest.raises(RuntimeError, match=r"the module's own layer\.weight, not"):
+        hk.ReplicaStack(keeper, R).backward(lambda model, x: model(x).mean(), batch())
+    assert all(p.grad is None for p in (*module.parameters(), *keeper.parameters()))
+
+
+def test_a_loss_may_close_over_the_module() -> None:
+    module = nn.Linear(WIDTH, 1)
+    stack = diverged_stack(module)
+    expected = separate_modules(stack, list(batch().chunk(R)))
+    check_stack(stack, expected, stack.backward(lambda _, x: loss_of(module, x), batch()))
+
+
+class AttributeSetter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, 1), 0
+        self.constant = torch.full((WIDTH,), 2.0)
+        self.register_buffer("later", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = self.layer(x * self.constant)
+        self.later = self.seen.detach()
+        return self.seen.square().mean()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_tensors_assigned_to_attributes_are_dropped(chunk_size: int | None, warnings_logged: Messages) -> None:
+    module = AttributeSetter()
+    stack = diverged_stack(module)
+    expected = separate_modules(stack, list(batch().chunk(R)))
+    for _ in range(2):
+        stack.zero_grad()
+        check_stack(stack, expected, stack.backward(loss_of, batch(), chunk_size=chunk_size))
+    assert not hasattr(module, "seen")
+    assert module.later is None
+    assert module.calls > 0, "values that are no tensors stay"
+    assert len(warnings_logged()) == 1
+    assert "forward sets later, seen" in warnings_logged()[0] or "forward sets seen, later" in warnings_logged()[0]
+    stack.replica(0)
+
+
+def test_a_buffer_that_changes_its_shape_is_refused() -> None:
+    class Growing(ReassignedBuffers):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = torch.cat([self.mean, self.mean])
+            return self.layer(x).mean()
+
+    with pytest.raises(RuntimeError, match=r"forward has set buffer mean of shape \(4,\) to a tensor of shape \(8,\)"):
+        hk.ReplicaStack(Growing(), R).backward(loss_of, batch())

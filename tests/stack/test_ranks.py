@@ -16,9 +16,9 @@ from tests.ranks import run_ranks
 from tests.training import batch, loss_of, network
 
 REPLICAS = 4
-STEPS = 40
+STEPS = 20
 
-# For parameters and losses in float64, after 40 steps that each sum in another order. An error of one rounding (1e-16)
+# For parameters and losses in float64, after 20 steps that each sum in another order. An error of one rounding (1e-16)
 # may grow in every step; a wrong gradient, moment or learning rate shows in the second digit.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -42,7 +42,7 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
 
 
 def schedule(optimizer: Any, **options: Any) -> hk.HDETOneCycleLR:
-    """Return a scheduler whose controller acts at the syncs after steps 2, 4, … 12."""
+    """Return a scheduler whose controller acts at the syncs after steps 2, 4 and 6."""
     cycles = "momentum" in optimizer.defaults or "betas" in optimizer.defaults
     options |= {"sync_every": 2, "cycle_momentum": cycles, "tie_groups": False}
     return hk.HDETOneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS, **options)

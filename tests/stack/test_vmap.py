@@ -1,8 +1,12 @@
-"""Attention under vmap equals attention of each replica by itself, and uses torch's fused kernels."""
+"""Functions under vmap compute what they compute without it: attention by torch's fused kernels, autocast, embeddings.
+
+``bench/stack_operations.py`` has the operations that are compared with separate modules.
+"""
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +19,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import hdet_kernels as hk
-from bench.stack_comparison import compare
+from bench.stack_comparison import SeparateModulesFail, compare
+from bench.stack_operations import OPERATIONS, PRECISIONS, RANDOM_OPERATIONS, outcome
 from hdet_kernels.stack.vmap import StackMode
-from tests.stack.cases import WIDTH, Messages, R, batch, diverged_stack
+from tests.stack.cases import (
+    MODULES,
+    ONE_BY_ONE,
+    WIDTH,
+    Messages,
+    R,
+    batch,
+    check_stack,
+    diverged_stack,
+    loss_of,
+    separate_modules,
+)
 from tests.stack.transformers import Gpt, Vit, gpt_batch, gpt_loss, vit_batch, vit_loss
 
-# A loop over the replicas, by torch's own fallback, is an error in this file.
-pytestmark = pytest.mark.filterwarnings("error:There is a performance drop:UserWarning")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
+
+# Of torch, where it computes the replicas in a loop. With attention that is an error: see check_attention.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 SHAPES: dict[str, Shapes] = {
@@ -72,9 +90,11 @@ def check_attention(given: list[Tensor], batched: tuple[bool, ...], **options: A
         return result
 
     results = []
-    for compute in (loop, together):
-        output = compute()
-        results.append((output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "There is a performance drop")
+        for compute in (loop, together):
+            output = compute()
+            results.append((output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)))
     for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -148,7 +168,6 @@ def lower_right(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [penalty, same_noise, lower_right])
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of torch, in the loss function's vmap
 def test_attention_that_cannot_be_folded_is_computed_one_by_one(loss_fn: Any, warnings_logged: Messages) -> None:
     stack = diverged_stack(nn.Linear(WIDTH, WIDTH))
     expected = [loss_fn(stack.replica(r), part).detach() for r, part in enumerate(batch().chunk(R))]
@@ -237,7 +256,7 @@ def test_transformers_equal_separate_modules(name: str, precision: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
+@needs_gpu
 @pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", MODELS)
@@ -255,7 +274,7 @@ def test_transformers_equal_separate_modules_on_a_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
+@needs_gpu
 @pytest.mark.parametrize(
     "backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=["flash", "memory"]
 )
@@ -268,3 +287,128 @@ def test_fused_kernels_compute_all_replicas_on_a_gpu(backend: SDPBackend, warnin
     assert losses.isfinite().all()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in stack.parameters())
     assert warnings_logged() == [], "computed together"
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *(("mlp", "outside"), ("language", "inside"), ("convolutions", "outside"), ("checkpoint", "inside")),
+        *(
+            pytest.param(name, where, marks=pytest.mark.full)
+            for name, where in (("mlp", "inside"), ("attention", "outside"), ("attention", "inside"))
+        ),
+        *(pytest.param(name, "outside", marks=pytest.mark.full) for name in ("language", "checkpoint")),
+    ],
+)
+def test_autocast_is_as_precise_as_in_separate_modules(name: str, where: str) -> None:
+    torch.manual_seed(0)
+    stack = diverged_stack({**MODULES, **ONE_BY_ONE}[name](), gradients="local")
+    x = batch()
+    exact = separate_modules(stack, list(x.chunk(R)))
+
+    def inside(model: nn.Module, part: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_of(model, part)
+
+    expected = separate_modules(stack, list(x.chunk(R)), inside)
+    for _ in range(2):
+        stack.zero_grad()
+        if where == "inside":
+            losses = stack.backward(inside, x)
+        else:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                losses = stack.backward(loss_of, x)
+                assert torch.is_autocast_enabled("cpu")
+    assert losses.dtype == expected[0].dtype
+    off = (expected[0] - exact[0]).abs().max()
+    assert (losses - exact[0]).abs().max() <= 2 * off + 2**-8 * exact[0].abs().max()
+    for parameter_name, parameter in stack.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        own, theirs = exact[1][parameter_name], expected[1][parameter_name]
+        # Both differ from fp32 by roundings to bf16, which are not the same ones.
+        limit = 2 * (theirs - own).norm() + 2**-8 * own.norm()
+        assert (parameter.grad - own).norm() <= limit, parameter_name
+
+
+def test_autocast_does_not_cache_parameters_that_change() -> None:
+    stack = diverged_stack(nn.Linear(WIDTH, 1, bias=False))
+    x = batch()
+    for loss_fn, chunk_size in ((loss_of, None), (loss_of, 1)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            before = stack.backward(loss_fn, x, chunk_size=chunk_size)
+            with torch.no_grad():
+                for parameter in stack.parameters():
+                    parameter.mul_(2)
+            after = stack.backward(loss_fn, x, chunk_size=chunk_size)
+        torch.testing.assert_close(after, 4 * before, rtol=2**-6, atol=0)
+
+
+def test_torch_embedding_keeps_its_padding_index() -> None:
+    def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
+        return torch.embedding(model.weight, tokens, 2).square().sum()
+
+    stack = diverged_stack(nn.Embedding(5, 3), gradients="local")
+    tokens = torch.arange(2 * R).view(-1, 1) % 4
+    expected = separate_modules(stack, list(tokens.chunk(R)), loss_fn)
+    assert not expected[1]["weight"][:, 2].any()
+    check_stack(stack, expected, stack.backward(loss_fn, tokens))
+
+
+# A few of each family in make test; all of them in make test-full.
+CHOSEN = [
+    *("batch_norm, training", "batch_norm, no statistics", "instance_norm", "embedding_bag, mean", "GRUCell"),
+    *("attention, learned bias", "MultiheadAttention", "einsum", "max_pool2d", "interpolate, bilinear", "scatter_add"),
+    *("cross_entropy, smoothed", "ctc_loss", "dropout", "attention, dropout"),
+]
+EVERY = [*OPERATIONS, *RANDOM_OPERATIONS]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS["cpu"])
+@pytest.mark.parametrize(
+    "name", [name if name in CHOSEN else pytest.param(name, marks=pytest.mark.full) for name in EVERY]
+)
+def test_operations_are_as_precise_as_in_separate_modules(name: str, precision: str) -> None:
+    found = outcome(name, precision, "cpu")
+    assert found["result"] in ("equal", "unknown"), found
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", PRECISIONS["cuda"])
+@pytest.mark.parametrize("name", EVERY)
+def test_operations_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    found = outcome(name, precision, "cuda")
+    assert found["result"] in ("equal", "unknown"), found
+
+
+def test_operations_have_names_of_their_own() -> None:
+    assert len(set(EVERY)) == len(EVERY)
+    assert set(CHOSEN) <= set(EVERY)
+
+
+@pytest.mark.parametrize("name", ["attention", "attention, causal", "attention, boolean mask", "batch_norm, training"])
+def test_corrected_operations_are_computed_together(name: str) -> None:
+    for precision in PRECISIONS["cpu"]:
+        found = outcome(name, precision, "cpu")
+        assert not found["loops"]
+        assert not found["one by one"]
+
+
+def test_a_wrong_result_is_noticed() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        wrong = torch._C._functorch.is_batchedtensor(model.weight)  # type: ignore[arg-type]
+        return model(x).square().mean() * (1 + 1e-4 * wrong)
+
+    x = torch.randn(6, 8)
+    assert compare(nn.Linear(8, 2), loss_fn, [x], "fp32").excess > 10
+    assert compare(nn.Linear(8, 2), lambda model, x: model(x).square().mean(), [x], "fp32").excess <= 1
+
+
+def test_separate_modules_that_fail_are_told_apart() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        raise RuntimeError("not in this precision")
+
+    with pytest.raises(SeparateModulesFail, match="not in this precision"):
+        compare(nn.Linear(8, 2), loss_fn, [torch.randn(6, 8)], "fp32")
