@@ -71,26 +71,16 @@ class TestEveryDtype:
         assert norm(case, where).isfinite()
 
 
-@pytest.mark.parametrize("kind", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_squares_neither_overflow_nor_vanish(backend: tuple[str, str], kind: torch.dtype) -> None:
+def test_squares_neither_overflow_nor_vanish(backend: tuple[str, str]) -> None:
     where, device = backend
-    for value in (1e25, 1e-30):
+    for kind, value in ((FP32, 1e25), (FP32, 1e-30), (BF16, 1e25), (BF16, 1e-30), (FP16, 65504.0)):
         case = make_case("sgd", (1000, 3), FP32, device, optional=False, grads=(kind,))
         for grad in case.grads:
             assert grad is not None
             grad.fill_(value)
         assert norm(case, where).item() == pytest.approx(true_norms(case).item(), rel=1e-14)
         assert 0 < norm(case, where).item() < float("inf")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_largest_fp16_number_does_not_overflow(backend: tuple[str, str]) -> None:
-    where, device = backend
-    case = make_case("sgd", (1000,), FP16, device, optional=False)
-    assert case.grads[0] is not None
-    case.grads[0].fill_(65504.0)
-    assert norm(case, where).item() == pytest.approx(65504 * 1000**0.5, rel=1e-14)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 0), (3, 5)], ids=["no-slots", "empty-slots", "no-gradients"])
@@ -101,6 +91,8 @@ def test_without_gradients_the_norm_is_zero(backend: tuple[str, str], sizes: tup
     if sizes == (3, 5):
         case.grads = [None, None]
     assert norm(case, where).item() == 0
+    if sizes == (0, 0):
+        assert norm(case, where, 2).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -123,17 +115,9 @@ def test_each_replica_has_its_norm(backend: tuple[str, str], rows: int) -> None:
     assert norm(case, where, rows).isfinite().tolist() == [True] * (rows - 1) + [False]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_replicas_without_elements_have_norm_zero(backend: tuple[str, str]) -> None:
-    where, device = backend
-    case = make_case("sgd", (0, 0, 0), FP32, device, optional=False)
-    assert norm(case, where, 3).tolist() == [0.0] * 3
-
-
 @pytest.mark.parametrize("backend", TRITON)
-def test_triton_programs_share_more_chunks_than_there_are_programs(
-    backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_programs_share_chunks(backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More chunks than programs, two programs for a replica of three chunks, and fewer programs than replicas."""
     from hdet_kernels.ops.triton import reduce as triton_reduce
 
     where, device = backend
@@ -141,23 +125,7 @@ def test_triton_programs_share_more_chunks_than_there_are_programs(
     case = gradients(FP32, (FP32, BF16), device)
     assert len(case.chunks.chunks) == 7, "two chunks for each program but the last"
     assert norm(case, where).item() == pytest.approx(true_norms(case).item(), rel=1e-14)
-    for grad in case.grads:
-        assert grad is not None
-        if grad.numel():
-            kept = grad[-1].clone()
-            grad[-1] = float("nan")
-            assert norm(case, where).isnan()
-            grad[-1] = kept
-
-
-@pytest.mark.parametrize("backend", TRITON)
-def test_triton_programs_share_the_chunks_of_many_replicas(
-    backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hdet_kernels.ops.triton import reduce as triton_reduce
-
-    where, device = backend
-    for programs, rows in ((4, 2), (2, 4)):  # two for a replica of three chunks, and fewer than there are replicas
+    for programs, rows in ((4, 2), (2, 4)):
         monkeypatch.setattr(triton_reduce, "PROGRAMS", programs)
         case = make_case("sgd", (CHUNK + 1, 5) * rows, FP32, device, optional=False)
         torch.testing.assert_close(norm(case, where, rows).cpu(), true_norms(case, rows), rtol=1e-14, atol=0)

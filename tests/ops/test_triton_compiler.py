@@ -261,11 +261,6 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
     for divided in ("as-is", "over"):
         assert (made[f"pack-one-float32-{divided}"]["loads"], made[f"unpack-float32-{divided}"]["stores"]) == (4, 4)
         assert made[f"pack-rows-float32-{divided}"]["loads"] == 9
-    # 1024 elements and 2 warps: four vectors of fp32 for each thread.
-    assert (made["noise-fp32"]["loads"], made["noise-fp32"]["stores"]) == (4, 4)
-    for kind in ("fp32", "fp64"):
-        assert made[f"noise-{kind}"]["shared"] == 0, "elements of a block move between threads"
-        assert made[f"noise-{kind}"]["inexact"] == 0, "the bits would not be those of plain torch"
     for name, seen in made.items():
         assert seen["moves"] == 0, f"{name}: elements of a whole block move between threads"
         assert seen["spills"] == 0, f"{name}: whole blocks spill registers"
