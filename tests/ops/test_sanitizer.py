@@ -19,7 +19,7 @@ from tests.ops import sanitize
 WIRE = ("_encode", "_merge", "_decode")
 # Parts of the names of our kernels.
 PACK = ("_pack_chunk", "_unpack_chunk")
-KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish", "_noise_chunk", *WIRE, *PACK)}
+KERNELS = {"cuda": ("hdet",), "triton": ("_advance", "_walk", "_reduce", "_finish", *WIRE, *PACK)}
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
