@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import hdet_kernels as hk
+from bench.gpt2 import GPT2
 from bench.stack_comparison import SeparateModulesFail, compare
 from bench.stack_operations import OPERATIONS, PRECISIONS, RANDOM_OPERATIONS, outcome
 from hdet_kernels.stack.vmap import StackMode
@@ -34,7 +35,6 @@ from tests.stack.cases import (
     loss_of,
     separate_modules,
 )
-from tests.stack.transformers import Gpt, Vit, gpt_batch, gpt_loss, vit_batch, vit_loss
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU")
 
@@ -205,18 +205,7 @@ class HeadsOfTorch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         memory = self.encoder(x, src_key_padding_mask=torch.arange(5, device=x.device).expand(len(x), 5) > 3)
         mixed = self.decoder(x, memory, tgt_mask=nn.Transformer.generate_square_subsequent_mask(5, device=x.device))
-        return self.last(mixed, mixed, mixed, need_weights=False)[0]
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_modules_of_torch(precision: str, training: bool, warnings_logged: Messages) -> None:
-    torch.manual_seed(0)
-    module = HeadsOfTorch(norm_first=training).train(training)
-    found = compare(module, lambda model, x: model(x).float().sin().mean(), [batch()], precision)
-    assert found.excess <= 1, found
-    assert not found.loops
-    assert warnings_logged() == []
+        return self.last(mixed, mixed, mixed, need_weights=False)[0].float().sin().mean()
 
 
 def test_torch_heads_under_autocast_compute_in_its_precision() -> None:
@@ -233,44 +222,38 @@ def test_torch_heads_under_autocast_compute_in_its_precision() -> None:
     assert seen == [torch.bfloat16]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
-    "gpt": (Gpt, gpt_loss, gpt_batch),
-    "vit": (Vit, vit_loss, vit_batch),
+def gpt_batch() -> Tensor:
+    return torch.randint(29, (4 * R, 13), generator=torch.Generator().manual_seed(3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "gpt": (lambda: GPT2(2, 32, 4, 64, 29, 12), gpt_batch),
+    "heads": (lambda: HeadsOfTorch(norm_first=True), batch),
+    "heads in eval mode": (lambda: HeadsOfTorch(norm_first=False).eval(), batch),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        *((name, "fp32") for name in MODELS),
-        *(pytest.param(name, "bf16", marks=pytest.mark.full) for name in MODELS),
-    ],
-)
-def test_transformers_equal_separate_modules(name: str, precision: str) -> None:
+def check_model(name: str, precision: str, device: str, **options: Any) -> None:
     torch.manual_seed(0)
-    build, loss_fn, make_batch = MODELS[name]
-    found = compare(build(), loss_fn, make_batch(4 * R), precision)
+    build, make_batch = MODELS[name]
+    found = compare(build().to(device), loss_of, [make_batch().to(device)], precision, **options)
     assert found.excess <= 1, found
-    assert not found.loops
-    assert not found.one_by_one
+    assert (found.loops, found.one_by_one) == ([], "")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_equal_separate_modules(name: str, precision: str) -> None:
+    check_model(name, precision, "cpu")
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("passes", [1, 4], ids=["eager", "graph"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_equal_separate_modules_on_a_gpu(
-    name: str, precision: str, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # else the patches of fp32 are rounded to 10 bits
-    torch.manual_seed(0)
-    build, loss_fn, make_batch = MODELS[name]
-    options = {"cuda_graphs": True, "passes": 4} if cuda_graphs else {}
-    found = compare(build().cuda(), loss_fn, make_batch(4 * R, "cuda"), precision, **options)
-    assert found.excess <= 1, found
-    assert not found.loops
-    assert not found.one_by_one
+def test_transformers_equal_separate_modules_on_a_gpu(name: str, precision: str, passes: int) -> None:
+    check_model(name, precision, "cuda", passes=passes, cuda_graphs=passes > 1)
 
 
 @pytest.mark.gpu
@@ -281,9 +264,9 @@ def test_transformers_equal_separate_modules_on_a_gpu(
 def test_fused_kernels_compute_all_replicas_on_a_gpu(backend: SDPBackend, warnings_logged: Messages) -> None:
     """With only one kernel allowed, torch raises if it cannot be used."""
     torch.manual_seed(0)
-    stack = hk.ReplicaStack(Gpt().cuda(), R)
+    stack = hk.ReplicaStack(MODELS["gpt"][0]().cuda(), R)
     with torch.autocast("cuda", dtype=torch.bfloat16), sdpa_kernel(backend):
-        losses = stack.backward(gpt_loss, *gpt_batch(4 * R, "cuda"))
+        losses = stack.backward(loss_of, gpt_batch().cuda())
     assert losses.isfinite().all()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in stack.parameters())
     assert warnings_logged() == [], "computed together"
