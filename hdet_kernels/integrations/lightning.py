@@ -3,8 +3,8 @@
 The LightningModule returns an HDET scheduler from ``configure_optimizers``, with ``"interval": "step"``. The callback
 does the rest, at these points of Lightning's loop:
 
-- ``setup``, ``on_fit_start``: refuse what cannot work (``lightning_checks.py``).
-- ``on_train_start``: take the batch of the probe, if one is asked for (``lightning_probe.py``).
+- ``setup``, ``on_fit_start``: refuse what cannot work.
+- ``on_train_start``: take the batch of the probe, if one is asked for (:class:`ModuleProbe`).
 - ``on_before_backward``: record the loss of this process. Lightning steps the scheduler before ``on_train_batch_end``.
 - ``on_validation_start`` to the next training batch, and in ``trainer.save_checkpoint``: hold the averaged model.
 - ``on_train_end``: average for good, wherever in the cycle training ended.
@@ -16,22 +16,41 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdet_kernels.checks import check_flag
-from hdet_kernels.integrations.lightning_checks import check_optimizer, check_strategy, checked_schedulers
-from hdet_kernels.integrations.lightning_probe import ModuleProbe, ProbeChoice
+from hdet_kernels.integrations.probe import BatchProbe, evaluating
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule import SyncRecord
 from hdet_kernels.schedule.with_cycle import WithCycle
 
 log = logging.getLogger("hdet_kernels")
+
+#: The batch that a probe is made of, or the user's function of the LightningModule.
+ProbeChoice = Literal["eval", "train"] | Callable[[Any], Any]
+
+# Lightning's classes are told by their names: there are two packages of them.
+#: Strategies whose processes do not hold one whole replica each, and the reason.
+_REFUSED = {
+    "FSDPStrategy": "shards one replica over the processes",
+    "ModelParallelStrategy": "shards one replica over the processes",
+    "DeepSpeedStrategy": "keeps parameters and optimizer state of its own",
+    "XLAStrategy": "compiles whole steps, in which HDET cannot average the replicas",
+    "SingleDeviceXLAStrategy": "compiles whole steps, in which HDET cannot average the replicas",
+}
+_ACCEPTED = ("DDPStrategy", "SingleDeviceStrategy")
+
+#: Optimizers that make the parameters of all processes equal again.
+_EQUALISERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+
+_RETURN = '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}'
 
 
 def find_lightning() -> Any:
@@ -229,3 +248,199 @@ def leave_start(scheduler: WithCycle, module: torch.nn.Module) -> None:
 
 def _scaler(trainer: Any) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def checked_schedulers(configs: list[Any], *, automatic: bool) -> list[WithCycle]:
+    """Return the HDET schedulers of a run.
+
+    Args:
+        configs: the trainer's ``lr_scheduler_configs``.
+        automatic: whether Lightning steps them; with manual optimization the user does.
+
+    Raises:
+        ValueError: there is none, or one is not stepped after every step of the optimizer.
+    """
+    found = [config for config in configs if isinstance(config.scheduler, WithCycle)]
+    if not found:
+        names = ", ".join(type(config.scheduler).__name__ for config in configs) or "none"
+        raise ValueError(
+            f"HDET() found no HDET scheduler; configure_optimizers returned: {names}. Return hk.HDETOneCycleLR or "
+            f"hk.HDETScheduler, as in {_RETURN}"
+        )
+    for config in found:
+        if automatic and (config.interval, config.frequency) != ("step", 1):
+            raise ValueError(
+                f"{type(config.scheduler).__name__} must be stepped after every step of the optimizer, got "
+                f"interval={config.interval!r} (Lightning's default is 'epoch') and frequency={config.frequency}: "
+                f"return {_RETURN} from configure_optimizers"
+            )
+    return [config.scheduler for config in found]
+
+
+def check_strategy(strategy: object) -> None:
+    """Raise ValueError unless every process of a strategy holds one whole replica that may differ from the others."""
+    name, kinds = type(strategy).__name__, [kind.__name__ for kind in type(strategy).__mro__]
+    reason = next((reason for kind, reason in _REFUSED.items() if kind in kinds), None)
+    if reason is None and not set(_ACCEPTED).intersection(kinds):
+        reason = "is not known to give every process one whole replica"
+    if reason is not None:
+        raise ValueError(
+            f"HDET needs one whole replica in every process, whose parameters may differ from the others', but {name} "
+            f'{reason}. Pass strategy="ddp" (or a subclass of DDPStrategy), train on one device, or train sharded '
+            "replicas in a loop of your own with ensemble=hk.ProcessEnsemble(mesh)"
+        )
+    if getattr(strategy, "_model_averaging_period", None) is not None:
+        raise ValueError(
+            f"{name}(model_averaging_period=...) averages the parameters itself, and HDET does too: leave it out"
+        )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise ValueError if an optimizer makes the parameters of all processes equal at every step."""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _EQUALISERS:
+            raise ValueError(
+                f"{kind.__name__} makes the parameters of all processes equal, so that replicas could not differ: use "
+                "a plain optimizer, such as hk.FusedAdamW"
+            )
+
+
+class ModuleProbe:
+    """The probe of a run. The scheduler gets it before a checkpoint is loaded, the loaders are known only after that.
+
+    The loss is what ``probe_step(batch)`` of the module returns, if it has one. Otherwise it is that of
+    ``validation_step`` for a held-out batch, and of ``training_step`` for a training batch; nothing is logged, and
+    metrics are as before.
+
+    Args:
+        choice: ``"eval"``: the first batch of the first validation loader. ``"train"``: the first batch of the
+            training loader, which is trained on too. Or a function of the module.
+        trainer: Lightning's trainer.
+        module: the LightningModule.
+    """
+
+    def __init__(self, choice: ProbeChoice, trainer: Any, module: nn.Module) -> None:
+        self.choice, self.trainer, self.module = choice, trainer, module
+        self._of_batch: BatchProbe | None = None
+
+    def begin(self) -> None:
+        """Take the batch of the first process, and try it. Collective.
+
+        Raises:
+            ValueError: there is no loader, or the step returns no loss.
+        """
+        if callable(self.choice):
+            return
+        loader = _validation_loader(self.trainer) if self.choice == "eval" else _training_loader(self.trainer)
+        autocast = self.trainer.precision_plugin.val_step_context
+        self._of_batch = BatchProbe.of_loader(
+            self.module, self._loss, loader, device=self.trainer.strategy.root_device, autocast=autocast
+        )
+        self()
+
+    def __call__(self) -> Any:
+        """Return the loss of this replica."""
+        if callable(self.choice):
+            with torch.no_grad(), evaluating(self.module), self.trainer.precision_plugin.val_step_context():
+                return self.choice(self.module)
+        if self._of_batch is None:
+            raise RuntimeError("the probe has no batch before training starts")
+        return self._of_batch()
+
+    def _loss(self, module: Any, batch: Any) -> Any:
+        """Return the loss on a batch that went the way of all batches of Lightning."""
+        trainer = self.trainer
+        batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+        name = "validation_step" if self.choice == "eval" else "training_step"
+        if own := hasattr(module, "probe_step"):
+            name = "probe_step"
+        elif name == "training_step" and not module.automatic_optimization:
+            raise ValueError(
+                "probe='train' cannot call a training_step that steps the optimizer itself: define "
+                "probe_step(self, batch), which returns the loss"
+            )
+        with unnoticed(module):
+            loss = loss_of(getattr(module, name)(batch) if own else call_step(getattr(module, name), batch))
+        if loss is None:
+            raise ValueError(
+                f"probe={self.choice!r} needs a loss, but {name} of {type(module).__name__} returns none: return it "
+                "there, or define probe_step(self, batch)"
+            )
+        return loss
+
+
+def call_step(step: Callable[..., Any], batch: Any) -> Any:
+    """Call a step of a LightningModule with the indices that it takes."""
+    names = list(inspect.signature(step).parameters)[1:]
+    return step(batch, **{name: 0 for name in names if name in ("batch_idx", "dataloader_idx")})
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what a step returned: itself, or its ``"loss"``."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+@contextlib.contextmanager
+def unnoticed(module: nn.Module) -> Iterator[None]:
+    """Log nothing inside the block, and have the metrics in the module as before after it."""
+    own = vars(module)
+    replaced: dict[str, Any] = {name: own[name] for name in ("log", "log_dict") if name in own}
+    metrics = [part for part in module.modules() if _is_metric(part)]
+    before = [{key: _copied(value) for key, value in vars(metric).items()} for metric in metrics]
+    own["log"] = own["log_dict"] = _nothing
+    try:
+        yield
+    finally:
+        del own["log"], own["log_dict"]
+        own.update(replaced)
+        for metric, entries in zip(metrics, before, strict=True):
+            vars(metric).clear()
+            vars(metric).update(entries)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _is_metric(part: nn.Module) -> bool:
+    """Return whether a module is one of torchmetrics, which Lightning brings."""
+    return any(f"{kind.__module__}.{kind.__name__}" == "torchmetrics.metric.Metric" for kind in type(part).__mro__)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a state of a metric: a tensor, or a list of tensors."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
+
+
+def _validation_loader(trainer: Any) -> Any:
+    if trainer.val_dataloaders is None and trainer.enable_validation:
+        trainer.validating = True  # as Lightning itself does where an epoch without validation comes first
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+    loader = _first(trainer.val_dataloaders)
+    if loader is None:
+        raise ValueError(
+            "probe='eval' takes the first batch of the validation loader, and this run has none: pass a validation "
+            "loader, probe='train', or a function of the LightningModule that returns a loss"
+        )
+    return loader
+
+
+def _training_loader(trainer: Any) -> Any:
+    loader = trainer.train_dataloader
+    if isinstance(loader, dict | list | tuple):
+        raise ValueError(
+            "probe='train' takes the first batch of the training loader, and this run has several: pass a function of "
+            "the LightningModule that returns a loss on a batch of your choice"
+        )
+    return loader
+
+
+def _first(loaders: Any) -> Any:
+    """Return the first loader in what ``val_dataloader`` returned."""
+    while isinstance(loaders, dict | list | tuple):
+        loaders = next(iter(loaders.values() if isinstance(loaders, dict) else loaders), None)
+    return loaders

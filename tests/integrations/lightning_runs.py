@@ -31,8 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import hdet_kernels as hk
-from hdet_kernels.integrations.lightning import HDET
-from hdet_kernels.integrations.lightning_checks import check_strategy
+from hdet_kernels.integrations.lightning import HDET, check_strategy
 
 # Lightning advises on numbers of workers and on logging intervals, which tests choose for speed.
 warnings.filterwarnings("ignore", module="lightning")
@@ -407,24 +406,6 @@ def probes(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def precisions(rank: int, folder: Path) -> dict[str, Any]:
-    """Train in full precision with an optimizer of torch, and with parameters in bf16."""
-    found = {}
-    for precision, optimizer in (("32-true", torch.optim.AdamW), ("bf16-true", hk.FusedAdamW)):
-        net = Net(steps=12, optimizer=optimizer)
-        options = {"max_steps": 6, "val_check_interval": 3, "gradient_clip_val": CLIP}
-        trainer(precision=precision, **options).fit(net, data(12), data(2, seed=1))
-        found[precision] = {
-            "losses": net.losses,
-            "windows": [record.losses[rank] for record in net.scheduler.history],
-            "norms": net.norms,
-            "trained": net.trained,
-            "validated": net.validated,
-            "parameters": flat(net),
-        }
-    return found
-
-
 def one_replica(rank: int, folder: Path) -> dict[str, Any]:
     """Train on one device, in a group of one process."""
     own, _ = dist.new_subgroups(1)
@@ -468,94 +449,6 @@ def scouting(rank: int, folder: Path) -> dict[str, Any]:
             "parameters": flat(net),
         }
     return found
-
-
-class Digits(Net):
-    """Real data: handwritten digits."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x, y = batch
-        out = self.net(x)
-        self.right = (out.argmax(1) == y).float().mean().item()
-        return F.cross_entropy(out, y)
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = super().validation_step(batch, batch_idx)
-        self.log("accuracy", self.right, sync_dist=True, prog_bar=False)
-        return loss
-
-
-def digits(rank: int, folder: Path) -> dict[str, Any]:
-    """Train on handwritten digits from a learning rate that is right, and from one that is far too high."""
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
-    train = DataLoader(TensorDataset(x[:1400], y[:1400]), batch_size=32, shuffle=True)
-    held_out = DataLoader(TensorDataset(x[1400:], y[1400:]), batch_size=64)
-    net = Digits(steps=4 * 22, auto_lr=True, max_lr=0.01)
-    fit = trainer(hdet=HDET(probe="eval"), max_epochs=4)
-    fit.fit(net, train, held_out)
-    return {"accuracy": fit.callback_metrics["accuracy"].item(), "parameters": flat(net)}
-
-
-def other_package(rank: int, folder: Path) -> dict[str, Any]:
-    """Train with the Trainer of ``pytorch_lightning``, while the callback is that of ``lightning.pytorch``."""
-    import pytorch_lightning
-    from lightning_fabric.plugins.environments import LightningEnvironment as OtherEnvironment
-
-    class OtherWorld(OtherEnvironment):
-        creates_processes_externally = World.creates_processes_externally
-        world_size, global_rank, local_rank = World.world_size, World.global_rank, World.local_rank
-        set_world_size, set_global_rank = World.set_world_size, World.set_global_rank
-
-    class OtherNet(pytorch_lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Linear(WIDTH, 1)
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return F.mse_loss(self.net(batch[0]), batch[1])
-
-        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            self.log("val_loss", F.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
-
-        def configure_optimizers(self) -> Any:
-            optimizer = hk.FusedAdamW(self.parameters(), lr=0.01)
-            self.scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 12, sync_every=T)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
-
-    strategy = pytorch_lightning.strategies.DDPStrategy(cluster_environment=OtherWorld())
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    net = OtherNet()
-    keep = pytorch_lightning.callbacks.ModelCheckpoint(folder, every_n_train_steps=3)
-    fit = pytorch_lightning.Trainer(
-        callbacks=[HDET(), keep], strategy=strategy, accelerator="cpu", devices=2, max_steps=6, **quiet
-    )
-    fit.fit(net, data(12), data(2, seed=1))
-    return {"steps": net.scheduler.last_epoch, "parameters": flat(net)}
-
-
-def tensorboard(rank: int, folder: Path) -> dict[str, Any]:
-    """Log to TensorBoard, and read its files back."""
-    from lightning.pytorch.loggers import TensorBoardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(folder, name="", version="")
-    fit = trainer(LearningRateMonitor(), logger=logger, log_every_n_steps=1, max_steps=8)
-    fit.fit(Net(steps=8), data(8), data(2, seed=1))
-    if rank:
-        return {}
-    events = EventAccumulator(str(folder)).Reload()
-    tags = events.Tags()["scalars"]
-    base = next(tag for tag in tags if tag.startswith("hdet/base/lr"))
-    return {"tags": tags, "steps": [event.step for event in events.Scalars(base)]}
 
 
 class Stacked(pl.LightningModule):

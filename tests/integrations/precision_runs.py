@@ -17,9 +17,9 @@ from torch import nn
 
 import hdet_kernels as hk
 from hdet_kernels.integrations.transformers import HDETTrainer
-from tests.integrations.accelerated import Loop
+from tests.integrations import tiny
+from tests.integrations.accelerate_runs import Loop
 from tests.integrations.lightning_runs import CLIP, Net, T, data, trainer
-from tests.integrations.transformers import tiny
 
 BF16 = torch.bfloat16
 

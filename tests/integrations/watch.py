@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import TrainerCallback
 
-from tests.integrations.transformers import tiny
+from tests.integrations import tiny
 
 
 class Watch(TrainerCallback):
