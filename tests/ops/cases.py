@@ -116,6 +116,12 @@ INTERPRETER_IN_FULL = [
 ON_CPU = [backend for backend in BACKENDS if backend.id.endswith("-cpu")]
 
 
+#: A test over many combinations: a covering choice of them in make test, all of them in make test-full.
+SOME_OR_EVERY = pytest.mark.parametrize(
+    "every", [pytest.param(False, id="some"), pytest.param(True, id="every", marks=pytest.mark.full)]
+)
+
+
 @contextmanager
 def naming(*labels: object) -> Iterator[None]:
     """Put the labels of a combination in front of the message of a failed assertion."""

@@ -17,10 +17,10 @@ from tests.ops.cases import (
     FP16,
     FP32,
     FP64,
-    ON_CPU,
     POISON,
     QUICK,
     SENTINEL,
+    SOME_OR_EVERY,
     assert_same,
     available,
     interpreted,
@@ -53,28 +53,18 @@ def sizes_for(backend: tuple[str, str]) -> tuple[int, ...]:
     return INTERPRETED_SIZES if interpreted(backend) else SIZES
 
 
-def check_round_trip(backend: tuple[str, str], kind: str, choice: str) -> None:
-    (wide, kinds), (rows, included, divisor) = DTYPES[kind], ROWS[choice]
-    case = make_case(sizes_for(backend), kinds, wide, backend[1], rows=rows)
-    round_trip(case, backend[0], included, divisor)
-
-
-@pytest.mark.parametrize("choice", ROWS)
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_packing_and_unpacking(backend: tuple[str, str], choice: str) -> None:
-    """Mixed dtypes with every choice of rows, and every dtype with one or more of them."""
-    for kind in {"mixed", *share(list(ROWS).index(choice) % len(DTYPES), len(DTYPES), list(DTYPES))}:
-        with naming(kind):
-            check_round_trip(backend, kind, choice)
-
-
-@pytest.mark.full
+@SOME_OR_EVERY
 @pytest.mark.parametrize("choice", ROWS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_packing_and_unpacking_in_every_combination(backend: tuple[str, str], choice: str) -> None:
-    for kind in DTYPES:
+def test_packing_and_unpacking(backend: tuple[str, str], choice: str, every: bool) -> None:
+    """Some: mixed dtypes with every choice of rows, and every dtype with one or more of them."""
+    some = {"mixed", *share(list(ROWS).index(choice) % len(DTYPES), len(DTYPES), list(DTYPES))}
+    rows, included, divisor = ROWS[choice]
+    for kind in DTYPES if every else sorted(some):
+        wide, kinds = DTYPES[kind]
         with naming(kind):
-            check_round_trip(backend, kind, choice)
+            case = make_case(sizes_for(backend), kinds, wide, backend[1], rows=rows)
+            round_trip(case, backend[0], included, divisor)
 
 
 @pytest.mark.parametrize(("wide", "kinds"), EACH_DTYPE)

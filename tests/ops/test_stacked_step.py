@@ -16,9 +16,9 @@ from tests.ops.cases import (
     BF16,
     FP32,
     FP64,
-    ON_CPU,
     PRECISIONS,
     RULES,
+    SOME_OR_EVERY,
     assert_as_accurate,
     assert_same,
     available,
@@ -74,37 +74,23 @@ def check_replicas(backend: tuple[str, str], name: str, kind: str, count: str) -
         assert got.case.steps.tolist() == plain.steps.tolist()
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_every_replica_steps_as_it_would_alone(backend: tuple[str, str], name: str) -> None:
-    """The compiled backend: two precisions with each rule, which cover all, and every number of replicas with Lion.
-
-    Other backends: fp32, and in the interpreter two cases more.
-    """
-    position = list(RULES).index(name)
-    for kind in share(position % 6, 6, list(PRECISIONS)) if backend[0] == "cpp" else ["fp32"]:
-        with naming(kind, "three"):
-            check_replicas(backend, name, kind, "three")
-    if backend[0] == "cpp" and name == "lion":
-        for count in REPLICAS:
-            with naming("fp32", count):
-                check_replicas(backend, name, "fp32", count)
-    if interpreted(backend) and name == "adamw":
-        for kind, count in INTERPRETED[1:3]:
-            with naming(kind, count):
-                check_replicas(backend, name, kind, count)
-
-
-@pytest.mark.full
+@SOME_OR_EVERY
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_replica_steps_as_it_would_alone_in_every_combination(backend: tuple[str, str], name: str) -> None:
-    """Every precision with three replicas, and other numbers of replicas in fp32, large ones with three rules."""
+def test_every_replica_steps_as_it_would_alone(backend: tuple[str, str], name: str, every: bool) -> None:
+    """Some: by compiled backends two precisions with each rule, which cover all, and every number with Lion.
+
+    Every: all precisions with three replicas, and other numbers of replicas in fp32, large ones with three rules.
+    """
+    combinations = [("fp32", "three")]
     if interpreted(backend):
-        combinations = list(INTERPRETED) if name == "adamw" else []
-    else:
+        combinations += list(INTERPRETED if every else INTERPRETED[1:3]) if name == "adamw" else []
+    elif every:
         combinations = [(kind, "three") for kind in PRECISIONS]
         combinations += [("fp32", n) for n, (rows, _) in REPLICAS.items() if rows < 8 or name in SEVERAL]
+    elif backend[0] != "torch":
+        combinations = [(kind, "three") for kind in share(list(RULES).index(name) % 6, 6, list(PRECISIONS))]
+        combinations += [("fp32", count) for count in REPLICAS] if name == "lion" else []
     for kind, count in combinations:
         with naming(kind, count):
             check_replicas(backend, name, kind, count)
@@ -130,15 +116,6 @@ def test_stochastic_rounding_is_that_of_the_replica_alone(backend: tuple[str, st
         case.step(make_table(device, hyper[row]), where, stochastic_rounding=True)
         assert_same([got.case.param[row]], [case.param])
     assert_same(got.replica(0).flats(), replicas[0].flats())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_equal_seeds_give_equal_replicas_equal_bits(backend: tuple[str, str]) -> None:
-    where, device = backend
-    case = make_case("sgd", (1030, 33), BF16, device, optional=False)
-    got = stacked([alone(case, 0) for _ in range(3)])
-    got.case.step(make_table(device, *[{"lr": 0.01, "seed": 9}] * 3), where, stochastic_rounding=True)
-    assert_same([got.case.param[0]] * 2, list(got.case.param[1:]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
