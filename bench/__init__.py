@@ -7,7 +7,7 @@ The flow, file by file:
       measure.py          time calls: CUDA events, rounds, turns
       copy_bandwidth.py   measure the copy bandwidth that every time is compared with
       implementations.py  build the optimizer to be measured: torch's, ours on each backend, or a peer (peers.py)
-      models.py           parameter shapes; training_steps.py has whole models, for whole training steps
+      models.py           parameter shapes and models; training_steps.py has whole training steps
     records.py          read the recorded JSON (bench/results/ or the folder of a run)
     compare.py          compare two recorded runs
     tables.py           records as pandas frames and Markdown tables; plots.py draws them
@@ -16,7 +16,6 @@ The flow, file by file:
     stack_operations.py operations in a stack beside separate modules (stack_comparison.py), as a table
     cost_model.py       model the cost of averaging on up to 16 384 replicas; link_check.py checks it against gloo
     numerics.py         ``python -m bench.numerics``: errors of the update rules over many steps against float64
-    numerics_losses.py  the loss that training with noisy gradients reaches, beside float64
     quality/            measure how well training ends, not how fast
 
 In the records, the key ``way`` names an implementation: ``torch-fused``, ``hdet-cuda``, or the name of a peer.

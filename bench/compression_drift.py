@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import hdet_kernels as hk
-from bench.provenance import provenance
+from bench.records import provenance
 from hdet_kernels.converge import Report
 
 RANKS, ELEMENTS, SYNCS = 4, 2**16, 1000

@@ -2,8 +2,7 @@
 
 A time on a GPU is that between two CUDA events around a series of calls on an idle device. The series is long enough
 that the latency of its first launch does not count. Where the host is slower than the device, the device waits within
-the series, and the result is the wall time.
-"""
+the series, and the result is the wall time."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
 
 Call = Callable[[], object]
-
 # Set by ``bench --quick``: few and short rounds, to check that everything runs. The times are meaningless.
 QUICK = os.environ.get("HDET_BENCH_QUICK", "0") not in ("", "0")
-
 # Seconds that a series of calls between two readings of the clock takes at least.
 SERIES = {"cuda": 0.05, "cpu": 0.02}
 
@@ -182,3 +181,58 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
+
+
+# Events on the device's timeline that are not work: the profiler's own, and waits.
+_NOT_WORK = ("Activity Buffer Request", "Command Buffer Full", "Lazy Function Loading", "Buffer Flush")
+
+
+_NOT_WORK += ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
+
+
+def by_part(parts: Mapping[str, Call], device: str, steps: int = 3) -> dict[str, dict[str, float]]:
+    """Return ``device ms`` (the device is busy), ``wall ms`` and the number of ``kernels`` of each part of a step.
+
+    The host waits for the device at the end of every part, so that all work belongs to a part whichever thread
+    launched it. On a CPU, ``device ms`` is the wall time. ``elsewhere`` is device work outside of all parts.
+    """
+    for call in parts.values():
+        call()
+    synchronize(device)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    with profile(activities=activities) as profiled:
+        for _ in range(steps):
+            for name, call in parts.items():
+                with record_function(name):
+                    call()
+                    synchronize(device)
+    return summed(profiled.events() or (), list(parts), device, steps)
+
+
+def device_seconds(call: Call, device: str, calls: int = 3) -> float:
+    """Return the seconds that the device is busy with one call."""
+    return by_part({"call": call}, device, calls)["call"]["device ms"] / 1e3
+
+
+def summed(events: Iterable[Any], parts: list[str], device: str, steps: int) -> dict[str, dict[str, float]]:
+    """Return the mean over ``steps`` steps of the profiler's events, in the form of :func:`by_part`."""
+    known = list(events)
+    ranges = [event for event in known if event.name in parts and event.device_type == DeviceType.CPU]
+    work = [event for event in known if event.device_type != DeviceType.CPU and not _is_a_mark(event, parts)]
+    found = {name: {"device ms": 0.0, "wall ms": 0.0, "kernels": 0.0} for name in [*parts, "elsewhere"]}
+    for span in ranges:
+        found[span.name]["wall ms"] += span.time_range.elapsed_us() / 1e3 / steps
+    for event in work:
+        at = event.time_range.start
+        home = next((r.name for r in ranges if r.time_range.start <= at <= r.time_range.end), "elsewhere")
+        found[home]["device ms"] += event.time_range.elapsed_us() / 1e3 / steps
+        found[home]["kernels"] += 1 / steps
+    if device == "cpu":
+        for each in found.values():
+            each["device ms"] = each["wall ms"]
+    return found
+
+
+def _is_a_mark(event: Any, parts: list[str]) -> bool:
+    """Return whether the event is a range annotation on the device's timeline, or a wait."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.name in parts or event.name in _NOT_WORK

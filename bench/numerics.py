@@ -3,10 +3,10 @@
     python -m bench.numerics [--steps 100000] [--device cuda] [--jobs 6] [--precisions NAME …] [--out FILE]
 
 One parameter of 64 elements. Its gradients are scripted, exact in every precision, and of sizes from 1e-4 to 1. The
-truth is the recursion of ``numerics_rules.py`` in float64. Errors are relative to the largest parameter: the root mean
-square and the maximum over the elements, ours beside torch.optim's in float32 (the same work in the same precision) and
-in bf16. ``numerics_extremes.py`` adds learning rates from 1e-12 to 1e3 and subnormal numbers, for every backend, and
-``numerics_losses.py`` the loss that training with noisy gradients reaches in as many steps.
+truth is a recursion in float64. Errors are relative to the largest parameter: the root mean square and the maximum over
+the elements, ours beside torch.optim's in float32 (the same work in the same precision) and in bf16. Further:
+learning rates from 1e-12 to 1e3 and subnormal numbers, for every backend, and the loss that training with noisy
+gradients reaches in as many steps.
 """
 
 from __future__ import annotations
@@ -14,22 +14,273 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.numerics_extremes import learning_rates, subnormals
-from bench.numerics_losses import losses
-from bench.numerics_rules import RULES, Recursion, Rule, torch_optimizer
-from bench.provenance import provenance
+import hdet_kernels as hk
+from bench.records import provenance
+from hdet_kernels.ops.backends import serving_on
+
+State = dict[str, Tensor]
+
+
+def sgd(theta: Tensor, g: Tensor, s: State, t: int, *, lr: float, momentum: float, weight_decay: float) -> None:
+    g = g + weight_decay * theta
+    s["b"] = momentum * s["b"] + g if "b" in s else g
+    theta -= lr * s["b"]
+
+
+def adam(
+    theta: Tensor,
+    g: Tensor,
+    s: State,
+    t: int,
+    *,
+    lr: float,
+    weight_decay: float,
+    decoupled: bool,
+    amsgrad: bool = False,
+) -> None:
+    beta1, beta2, eps = 0.9, 0.999, 1e-8
+    if decoupled:
+        theta *= 1 - lr * weight_decay
+    else:
+        g = g + weight_decay * theta
+    zero = torch.zeros_like(theta)
+    s["m"] = beta1 * s.get("m", zero) + (1 - beta1) * g
+    s["v"] = beta2 * s.get("v", zero) + (1 - beta2) * g * g
+    s["u"] = torch.maximum(s.get("u", zero), s["v"]) if amsgrad else s["v"]
+    theta -= lr / (1 - beta1**t) * s["m"] / (s["u"].sqrt() / (1 - beta2**t) ** 0.5 + eps)
+
+
+def adagrad(theta: Tensor, g: Tensor, s: State, t: int, *, lr: float, lr_decay: float, weight_decay: float) -> None:
+    g = g + weight_decay * theta
+    s["s"] = s.get("s", torch.zeros_like(theta)) + g * g
+    theta -= lr / (1 + (t - 1) * lr_decay) * g / (s["s"].sqrt() + 1e-10)
+
+
+def lion(theta: Tensor, g: Tensor, s: State, t: int, *, lr: float, weight_decay: float) -> None:
+    m = s.get("m", torch.zeros_like(theta))
+    theta *= 1 - lr * weight_decay
+    theta -= lr * (0.9 * m + 0.1 * g).sign()
+    s["m"] = 0.99 * m + 0.01 * g
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule: its recursion, our class, torch's class (None: the recursion in float32), and the options of each."""
+
+    recursion: Callable[..., None]
+    fused: Callable[..., Any]
+    torch: Callable[..., Any] | None
+    options: dict[str, Any]
+    recursion_options: dict[str, Any]
+
+
+def _rule(recursion: Any, fused: Any, plain: Any, options: dict[str, Any], **only_in_recursion: Any) -> Rule:
+    given = {name: value for name, value in options.items() if name != "betas"}
+    return Rule(recursion, fused, plain, options, given | only_in_recursion)
+
+
+RULES: dict[str, Rule] = {
+    "sgd": _rule(sgd, hk.FusedSGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.0, "weight_decay": 1e-3}),
+    "sgd-momentum": _rule(sgd, hk.FusedSGD, torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3}),
+    "adam-amsgrad": _rule(
+        adam, hk.FusedAdam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 1e-3, "amsgrad": True}, decoupled=False
+    ),
+    "adamw": _rule(adam, hk.FusedAdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 1e-2}, decoupled=True),
+    "adagrad": _rule(
+        adagrad, hk.FusedAdagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 1e-5, "weight_decay": 1e-3}
+    ),
+    "lion": _rule(lion, hk.FusedLion, None, {"lr": 1e-4, "weight_decay": 1e-1}),
+}
+
+
+class Recursion:
+    """An optimizer that applies a recursion to one parameter, in that parameter's dtype."""
+
+    def __init__(self, rule: Rule, param: Tensor, **changes: Any) -> None:
+        self.rule, self.param, self.options = rule, param, rule.recursion_options | changes
+        self.state: State = {}
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        assert self.param.grad is not None
+        self.t += 1
+        self.rule.recursion(self.param, self.param.grad, self.state, self.t, **self.options)
+
+
+def torch_optimizer(rule: Rule, param: Tensor, **changes: Any) -> Any:
+    """Return torch's optimizer of a rule, or the recursion in the parameter's dtype where torch has none."""
+    if rule.torch is None:
+        return Recursion(rule, param, **changes)
+    return rule.torch([param], foreach=False, **(rule.options | changes))
+
+
+RATES = [10.0**power for power in range(-12, 4)]
+RATE_STEPS, SUBNORMAL_STEPS = 8, 3
+#: Sizes of the gradients, so that g and g² are subnormal in turn, and of the parameters. No update and no weight decay
+#: is about as large as what it is added to: a difference of nearly equal numbers would show other errors.
+SIZES = (1e-44, 1e-42, 1e-40, 1e-38, 1e-30, 1e-22, 1e-20, 1e-19, 2e-2, 1.0)
+PARAM_SIZES = tuple(0.7 * size for size in SIZES)
+#: Rules and learning rates that Triton's interpreter runs, which takes a tenth of a second for a step.
+INTERPRETED = ("adamw", "lion")
+INTERPRETED_RATES = (1e-12, 1e3)
+
+
+def backends(device: str) -> list[str]:
+    """Return the backends that run on a device here."""
+    return [name for name in serving_on(device) if hk.backends()[name] == "ok"]
+
+
+def rules_for(backend: str, device: str) -> dict[str, Rule]:
+    interpreted = (backend, device) == ("triton", "cpu")
+    return {name: rule for name, rule in RULES.items() if not interpreted or name in INTERPRETED}
+
+
+def _trained(optimizer: Any, param: nn.Parameter, gradients: list[Tensor]) -> Tensor:
+    for g in gradients:
+        param.grad = g.to(param.device, param.dtype)
+        optimizer.step()
+    return param.detach().cpu().double()
+
+
+def _three(
+    rule: Rule, value: Tensor, gradients: list[Tensor], device: str, backend: str, lr: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parameter after some steps: ours, torch's in float32, and the truth in float64."""
+    ours, plain = (nn.Parameter(value.to(device, copy=True)) for _ in range(2))
+    truth = nn.Parameter(value.double())
+    fused = rule.fused([ours], backend=backend, **(rule.options | {"lr": lr}))
+    return (
+        _trained(fused, ours, gradients),
+        _trained(torch_optimizer(rule, plain, lr=lr), plain, gradients),
+        _trained(Recursion(rule, truth, lr=lr), truth, gradients),
+    )
+
+
+def rate_errors(rule: Rule, device: str, backend: str, lr: float) -> tuple[float, float]:
+    """Return the largest relative error of ours and of torch's at a learning rate, in units of float32's rounding."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.linspace(-1, 1, 16)
+    grads = [torch.randn(16, generator=generator) for _ in range(RATE_STEPS)]
+    ours, plain, truth = _three(rule, value, grads, device, backend, lr)
+    unit = truth.abs().max() * torch.finfo(torch.float32).eps
+    return float((ours - truth).abs().max() / unit), float((plain - truth).abs().max() / unit)
+
+
+def learning_rates(device: str) -> dict[str, Any]:
+    """Return, by backend and rule, the largest error over all learning rates, ours and torch's."""
+    found: dict[str, Any] = {}
+    for backend in backends(device):
+        for name, rule in rules_for(backend, device).items():
+            rates = INTERPRETED_RATES if (backend, device) == ("triton", "cpu") else RATES
+            pairs = [rate_errors(rule, device, backend, lr) for lr in rates]
+            worst = {"ours": max(a for a, _ in pairs), "torch": max(b for _, b in pairs)}
+            found.setdefault(backend, {})[name] = worst
+    return found
+
+
+def subnormal_case(rule: Rule, device: str, backend: str) -> dict[str, Any]:
+    """Return how many results were flushed to zero, and the largest distance to torch's and to the truth.
+
+    Distances are in units of the last place of float32 at the true result, which is 2⁻¹⁴⁹ for a subnormal one.
+    """
+    grid = torch.tensor([(theta, sign * g) for theta in PARAM_SIZES for g in SIZES for sign in (1, -1)])
+    value, g = grid[:, 0].contiguous(), grid[:, 1].contiguous()
+    ours, plain, truth = _three(rule, value, [g] * SUBNORMAL_STEPS, device, backend, rule.options["lr"])
+    unit = torch.tensor([math.ulp(abs(x)) for x in truth.tolist()], dtype=torch.float64) * 2.0**29
+    unit = unit.clamp(min=2.0**-149)
+    return {
+        "results": len(truth),
+        "flushed": int(((ours == 0) & (plain != 0)).sum()),
+        "units from torch": float(((ours - plain).abs() / unit).max()),
+        "units from truth": float(((ours - truth).abs() / unit).max()),
+        "torch from truth": float(((plain - truth).abs() / unit).max()),
+    }
+
+
+def subnormals(device: str) -> dict[str, Any]:
+    """Return the results of :func:`subnormal_case` by backend and rule."""
+    return {
+        backend: {name: subnormal_case(rule, device, backend) for name, rule in rules_for(backend, device).items()}
+        for backend in backends(device)
+    }
+
+
+SEEDS, LOSS_ELEMENTS, LOSS_BLOCK = 16, 256, 100
+#: How much larger the largest gradients of a block are than its smallest.
+SPREADS = (1, 10, 100)
+#: The 0.975 quantile of Student's t with SEEDS - 1 degrees of freedom.
+QUANTILE = 2.13
+
+
+def losses(
+    rule: Rule, steps: int, device: str, precisions: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return for each spread the mean final loss in float64, and each precision's ratio to it with a 95 % interval.
+
+    Args:
+        rule: The update rule.
+        steps: Number of steps.
+        device: Where to train.
+        precisions: Options of the fused optimizer of float32 parameters, by name.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = [torch.logspace(-math.log10(spread), 0, LOSS_ELEMENTS, dtype=torch.float64) for spread in SPREADS]
+    curvature = torch.stack(sizes).square().repeat_interleave(SEEDS, 0).to(device)
+    target = torch.randn(curvature.shape, generator=generator, dtype=torch.float64).to(device)
+    options = {"weight_decay": 0.0}
+    truth = nn.Parameter(torch.zeros_like(target))
+    recursion = Recursion(rule, truth, **options)
+    params, optimizers = {"fp64": truth}, {}
+    for name, changes in precisions.items():
+        params[name] = nn.Parameter(torch.zeros_like(target, dtype=torch.float32))
+        optimizers[name] = rule.fused([params[name]], **(rule.options | options | changes))
+    known = {dtype: (curvature.to(dtype), target.to(dtype)) for dtype in (torch.float32, torch.float64)}
+    for step in range(steps):
+        if step % LOSS_BLOCK == 0:
+            drawn = (
+                torch.randn(LOSS_BLOCK, *target.shape, generator=generator).to(device) * known[torch.float32][0].sqrt()
+            )
+        lr = rule.options["lr"] * (1 - step / steps)
+        for param in params.values():
+            h, optimum = known[param.dtype]
+            param.grad = h * (param.detach() - optimum) + drawn[step % LOSS_BLOCK]
+        recursion.options["lr"] = lr
+        recursion.step()
+        for optimizer in optimizers.values():
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+    found = {}
+    for number, spread in enumerate(SPREADS):
+        runs = slice(number * SEEDS, (number + 1) * SEEDS)
+        reached = {
+            name: (curvature * (param.detach() - target).square())[runs].sum(1) / 2 for name, param in params.items()
+        }
+        exact = reached.pop("fp64")
+        whole = {"fp64": {"loss": exact.mean().item(), "runs": SEEDS}}
+        found[str(spread)] = whole | {name: _ratio(loss, exact) for name, loss in reached.items()}
+    return found
+
+
+def _ratio(loss: Tensor, exact: Tensor) -> dict[str, float]:
+    """Return the geometric mean of the ratios and the ends of its interval."""
+    logarithms = (loss / exact).log()
+    mean, half = logarithms.mean().item(), QUANTILE * logarithms.std().item() / math.sqrt(len(loss))
+    return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+
 
 STEPS, ELEMENTS, BLOCK = 100_000, 64, 1000
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 #: dtype of the parameters and options of the fused optimizer; the baseline that does as much work.

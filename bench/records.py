@@ -1,11 +1,14 @@
-"""Read recorded benchmarks: the JSON of pytest-benchmark with the additions of ``conftest.py``."""
+"""Read and describe recorded benchmarks: the JSON of pytest-benchmark with the additions of ``conftest.py``."""
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 Entry = dict[str, Any]
 
@@ -73,3 +76,8 @@ def machine(record: dict[str, Any], device: str) -> str:
     if known:
         what += f"; copy of {known['copied']}: {known['copy B/s'] / 1e9:.0f} GB/s"
     return what
+
+
+def provenance(command: str) -> dict[str, str]:
+    """Return the command that makes a record, the date and the version of torch."""
+    return {"command": command, "date": datetime.date.today().isoformat(), "torch": torch.__version__}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.provenance import provenance
+from bench.records import provenance
 
 #: How pytest marks the outcome of a test in its report, and the name of it in the record.
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from bench import copy_bandwidth, implementations, measure, memory_tracker, step_profile
+from bench import copy_bandwidth, implementations, measure, memory_tracker
 from bench.training_steps import OURS, TRAININGS, Steps, Training, one_rank
 
 # Key in the records: the training that syncs after every step.
@@ -74,7 +74,7 @@ def least_ratio(theirs: Steps, whole: float, device: str) -> tuple[float, float]
 
 def parts_of(steps: Steps, device: str) -> dict[str, dict[str, float]] | str:
     try:
-        return step_profile.by_part(steps.parts, device)
+        return measure.by_part(steps.parts, device)
     except RuntimeError as error:  # a GPU whose performance counters are restricted
         return f"failed: {error}"
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench import copy_bandwidth, implementations, measure, models, step_profile
+from bench import copy_bandwidth, implementations, measure, models
 
 # Tensors of the cases with growing parameters, and parameters of the cases with growing tensors.
 TENSORS = 16
@@ -104,5 +104,5 @@ def test_scaling(benchmark: Any, device: str, axis: str, count: int, way: str, a
         "host us": statistics.median(measure.host_times(step, device, 5)) * 1e6,
     }
     if device == "cuda":
-        benchmark.extra_info["device ms"] = step_profile.device_seconds(step, device) * 1e3
+        benchmark.extra_info["device ms"] = measure.device_seconds(step, device) * 1e3
     copy_bandwidth.report(benchmark, device, moved=MOVED * parameters, held=HELD * parameters)

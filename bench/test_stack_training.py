@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
 from bench import copy_bandwidth, implementations, measure
-from bench.gpt2 import GPT2
+from bench.models import GPT2
 
 REPLICAS = 8
 TOTAL_STEPS = 10_000

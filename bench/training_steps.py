@@ -14,10 +14,7 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from bench import implementations, measure, models
-from bench.gpt2 import GPT2
-from bench.llama import Llama
-from bench.recommender import Recommender, clicks
-from bench.resnet import ResNet, pictures
+from bench.models import GPT2, Llama, Recommender, ResNet, clicks, pictures
 
 # Length of the schedules: so long that the default T is that of long runs.
 TOTAL_STEPS = 40_000

@@ -19,19 +19,16 @@ import hdet_kernels as hk
 
 from . import designs, held_out, observations
 from .data import FOLDER, SOURCES, fetch, missing
+from .designs import replay_table
+from .excess import best_rates
 from .fit import write_fit
 from .methods import controller
 from .page import printed
-from .peer_packages import fetch_packages
-from .peers import PEERS, packages
-from .pool import Job, run_jobs
-from .replay import replay_table
-from .results import Report
-from .sizes import SIZES, Size
-from .spec import Record
-from .suite import PARTS, grid_jobs, jobs_after
+from .peers import PEERS, fetch_packages, packages
+from .pool import run_jobs
+from .results import Job, Record, Report
+from .suite import PARTS, SIZES, Size, grid_jobs, jobs_after
 from .tasks import TASKS
-from .yardstick import best_rates
 
 
 def main() -> None:

@@ -10,34 +10,127 @@ for a standard error of its own, but its yardstick has many. So the variance of 
 to be expected: the yardstick's variance times a ratio, the median over all tasks of variance of the differences to
 variance of the yardstick, from the same start (2 where no task has two seeds). The expected one counts like four more
 degrees of freedom.
-"""
+
+The lowest of several means is lower than the mean of what was chosen, because noise helps to choose. So the learning
+rate is chosen by the even seeds and its loss is taken from the odd ones, and the other way round: every seed has a loss
+at a learning rate that it had no part in choosing, and the yardstick is the mean of these losses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
 
 import numpy as np
 
-from .spec import Record
-from .suite import STARTS
-from .yardstick import Yardstick, yardsticks
+from bench.quality.results import Record
+from bench.quality.suite import STARTS
+
+# Losses by learning rate and seed.
+Grid = dict[float, dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Plain training at the best learning rate of a task.
+
+    Args:
+        best: The learning rate with the lowest mean loss over all seeds.
+        losses: By seed, the loss at the learning rate that the seeds of the other parity choose.
+        at_the_end: Whether the best learning rate is the lowest or the highest of the grid.
+    """
+
+    best: float
+    losses: dict[int, float]
+    at_the_end: bool
+
+    @cached_property
+    def mean(self) -> float:
+        return fmean(self.losses.values())
+
+    @cached_property
+    def deviation(self) -> float:
+        """Return the standard deviation over seeds; 0 for a single one."""
+        return float(np.std(list(self.losses.values()), ddof=1)) if len(self.losses) > 1 else 0.0
+
+    @property
+    def relative_deviation(self) -> float:
+        """Return the standard deviation in percent of the mean."""
+        return 100 * self.deviation / self.mean
+
+    @property
+    def error(self) -> float:
+        """Return the standard error of the mean."""
+        return self.deviation / math.sqrt(len(self.losses))
+
+
+def yardsticks(records: Iterable[Record]) -> dict[str, Yardstick]:
+    """Return the yardstick of every task that has plain runs on a grid; the finer grid is used where there is one.
+
+    A task that diverges with some seed at every learning rate of its grid has none.
+    """
+    coarse, near = dict[str, Grid](), dict[str, Grid]()
+    for record in records:
+        if record["kind"] in ("grid", "near") and "val" in record:
+            grid = (coarse if record["kind"] == "grid" else near).setdefault(record["task"], {})
+            grid.setdefault(_digits(record["lr"]), {})[record["seed"]] = record["val"]
+    finest = coarse | near
+    return {task: measured(grid, coarse.get(task, grid)) for task, grid in finest.items() if _usable(grid)}
+
+
+def best_rates(records: Iterable[Record]) -> dict[str, float]:
+    """Return the learning rate with the lowest mean validation loss, by task."""
+    return {task: found.best for task, found in yardsticks(records).items()}
+
+
+def measured(grid: Grid, coarse: Grid) -> Yardstick:
+    """Return the yardstick by ``grid``; ``coarse`` is the grid that was made first."""
+    grid = _usable(grid)
+    best = _best(grid)
+    losses: dict[int, float] = {}
+    for parity in (0, 1):
+        judges = {lr: _of_parity(found, parity) for lr, found in grid.items()}
+        chosen = _best(judges) if all(judges.values()) else best
+        losses |= _of_parity(grid[chosen], 1 - parity)
+    every = grid.keys() | coarse.keys()
+    return Yardstick(best, losses, len(every) > 1 and best in (min(every), max(every)))
+
+
+def _usable(grid: Grid) -> Grid:
+    """Return the learning rates at which no seed diverges, and of which a time limit did not leave out half the seeds.
+
+    Where a seed diverges is not the best, however well the others end.
+    """
+    most = max(len(losses) for losses in grid.values())
+    return {
+        lr: losses for lr, losses in grid.items() if 2 * len(losses) > most and np.isfinite(list(losses.values())).all()
+    }
+
+
+def _best(grid: Mapping[float, Mapping[int, float]]) -> float:
+    return min(grid, key=lambda lr: fmean(grid[lr].values()))
+
+
+def _of_parity(losses: Mapping[int, float], parity: int) -> dict[int, float]:
+    return {seed: loss for seed, loss in losses.items() if seed % 2 == parity}
+
+
+def _digits(lr: float) -> float:
+    """Round to the five digits of results files, so that runs of this process and recorded ones are at one rate."""
+    return float(f"{lr:.5g}")
+
 
 PLAIN, PROBE, TRAINING = "plain", "HDET, probe", "HDET, training loss"
 MODES = (PROBE, TRAINING)
-
 # A learning rate at the start, as a factor of the best one; None: the run has none, or does not depend on it.
 Start = float | None
-
 # The most that a run counts with, in percent; and the weight of the expected variance, in degrees of freedom.
 CAP = 100.0
 PRIOR = 4
-
 # Runs that plain training is known by; further kinds have other schedules, lengths or parameter groups.
 PLAIN_KINDS = ("grid", "near", "start")
-
 # Methods that are run at the best learning rate only, although their results depend on it.
 FIXED = ("local SGD", "DiLoCo")
 
@@ -92,12 +185,6 @@ class Excesses:
         found = {way for way, _ in self.cells}
         first = [way for way in (PLAIN, *MODES) if way in found]
         return first + sorted(found.difference(first))
-
-    @property
-    def single_seeds(self) -> bool:
-        """Return whether no HDET run from any start has a second seed."""
-        counts = [len(seeds) for (way, _), tasks in self.cells.items() if way in MODES for seeds in tasks.values()]
-        return bool(counts) and max(counts) == 1
 
     def of_runs(self, records: Sequence[Record]) -> Excesses:
         """Return the excess of other runs over the same yardsticks."""
@@ -228,3 +315,51 @@ def _start(factor: float) -> float | None:
 
 def _paired(runs: Mapping[int, float], plain: Mapping[int, float]) -> list[float]:
     return [runs[seed] - plain[seed] for seed in sorted(runs.keys() & plain.keys())]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A goal from one start in one mode: text, figure in percent, and whether it is met."""
+
+    text: str
+    figure: float
+    met: bool
+
+
+def _worse_than_plain(found: Summary, _: float) -> float:
+    return 100 * found.worse / found.compared if found.compared else 0.0
+
+
+# The goals of HDET over all tasks of the zoo: the starts that each holds for, the text, the limits with a probe and
+# with training losses only, and the figure, of which more is worse.
+GOALS: tuple[tuple[tuple[Start, ...], str, tuple[float, float], Callable[[Summary, float], float]], ...] = (
+    ((1.0,), "mean ≤ {limit:g} %", (0.3, 0.3), lambda found, _: found.mean),
+    ((1.0,), "worst ≤ {limit:g} %", (2.0, 2.0), lambda found, _: found.worst),
+    ((1.0,), "worse than plain: ≤ {limit:g} % of tasks", (5.0, 5.0), _worse_than_plain),
+    ((1 / 3, 3.0), "mean ≤ {limit:g} %", (1.0, 1.5), lambda found, _: found.mean),
+    ((1 / 3, 3.0), "worse than plain: ≤ {limit:g} % of tasks", (5.0, 5.0), _worse_than_plain),
+    ((1 / 10, 10.0), "median ≤ {limit:g} %", (1.0, 2.0), lambda found, _: found.median),
+    ((1 / 10, 10.0), "above {within:g} %: ≤ {limit:g} % of tasks", (10.0, 20.0), lambda _, above: above),
+    ((1 / 30, 30.0), "median ≤ {limit:g} %", (2.0, 4.0), lambda found, _: found.median),
+    ((1 / 30, 30.0), "worse than plain: ≤ {limit:g} % of tasks", (0.0, 0.0), _worse_than_plain),
+    ((None,), "median ≤ {limit:g} %", (1.0, 2.0), lambda found, _: found.median),
+    ((None,), "above {within:g} %: ≤ {limit:g} % of tasks", (10.0, 20.0), lambda _, above: above),
+)
+# Of each task the excess may be this high, with a probe and without, before it counts as above.
+WITHIN = (3.0, 5.0)
+
+
+def verdicts(excesses: Excesses) -> list[tuple[Start, dict[str, Verdict]]]:
+    """Return every goal from each of its starts: the start, and the verdict in each mode that has runs from there."""
+    judged = []
+    for starts, text, limits, measure in GOALS:
+        for start in starts:
+            modes = {}
+            for mode, limit, within in zip(MODES, limits, WITHIN, strict=True):
+                found = excesses.summary(mode, start)
+                if found is not None:
+                    figure = measure(found, 100 * (1 - excesses.share_within(mode, start, within)))
+                    said = text.format(limit=limit, within=within)
+                    modes[mode] = Verdict(said, figure, figure <= limit + 1e-9)  # shares are rounded in floating point
+            judged.append((start, modes))
+    return judged

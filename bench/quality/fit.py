@@ -5,23 +5,148 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.markdown import table
+from bench.quality import held_out, observations
+from bench.quality.observations import Observed
+from bench.quality.tasks import TASKS
+from hdet_kernels.controller.regression import RegressionController, Soundness, evidence, path_length
 from hdet_kernels.controller.settings import RegressionSettings
 
-from . import held_out, observations
-from .measure import AT_BEST, BREAK_NOISES, BREAK_SHARES, TEN_HIGH, TEN_LOW, THIRTY_HIGH, Measured, measure
-from .tasks import TASKS
+# Runs that tell where the favoured direction turns: within so many octaves of the best learning rate.
+TURNING_RUNS = 1.7
+# Standard errors from which on the sign of a slope should be right.
+CLEAR_SIGN = 3.0
+# Octaves above and below the best at which the costs of a wrong learning rate are compared.
+COST_OCTAVES = (1.0, 2.0)
+# Starts at which it is counted how often training is judged broken, in octaves from the best, and what is near them.
+AT_BEST, TEN_LOW, TEN_HIGH, THIRTY_HIGH = 0.0, -math.log2(10), math.log2(10), math.log2(30)
+NEAR = 0.5
+# Candidates of ``break_share`` and ``break_noise``.
+BREAK_SHARES = tuple(round(0.05 * k, 2) for k in range(2, 20))
+BREAK_NOISES = (4.0, 8.0, 16.0)
+
+BREAKS = [
+    [RegressionSettings(break_share=share, break_noise=noise) for share in BREAK_SHARES] for noise in BREAK_NOISES
+]
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one task.
+
+    Args:
+        turn: Logarithm of the path length at the turn over √steps and the right peak; mean over runs near the best.
+        wrong_signs: Share of clear signs of slopes that disagree with the side of the turn of their run.
+        too_high, too_low: Mean excess of learning rates one and two octaves above and below the best, in percent.
+        edge_costs: Highest median cost of an e-fold larger learning rate over the gain, of each run at the best.
+        broken: By start, which pairs of ``BREAK_SHARES`` and ``BREAK_NOISES`` judge each run broken: [runs, shares,
+            noises]. Starts outside the grid have no runs.
+    """
+
+    turn: float
+    wrong_signs: float
+    too_high: float
+    too_low: float
+    edge_costs: list[float]
+    broken: dict[float, Flags]
+
+
+def measure(seen: Observed, settings: RegressionSettings) -> Measured:
+    """Return the figures of one task; of ``settings`` only what is not fitted matters."""
+    turns, wrong = zip(*(turn_of(seen, run, settings) for run in seen.near(0.0, TURNING_RUNS)), strict=True)
+    courses = {
+        start: [played(seen, run, probe) for run in seen.near(start, NEAR) for probe in (True, False)]
+        for start in (AT_BEST, TEN_LOW, TEN_HIGH, THIRTY_HIGH)
+    }
+    return Measured(
+        turn=float(np.mean(turns)),
+        wrong_signs=float(np.mean(wrong)),
+        too_high=float(np.mean([seen.excess(octaves) for octaves in COST_OCTAVES])),
+        too_low=float(np.mean([seen.excess(-octaves) for octaves in COST_OCTAVES])),
+        edge_costs=[edge_cost_of(course) for course in courses[AT_BEST]],
+        broken={
+            start: np.array([broken(c, len(seen.step)) for c in found]) for start, found in courses.items() if found
+        },
+    )
+
+
+def turn_of(seen: Observed, run: int, settings: RegressionSettings) -> tuple[float, float]:
+    """Return where the favoured direction turns in a run, and the share of clear signs on the wrong side of it.
+
+    The turn is the one that makes the signs of the slopes most likely: logarithm of the path length over √steps and the
+    right peak. The path length of a run that turns before the first slope or never is that of the first or last sync.
+    """
+    lengths, found, clear, length = [], [], [], 0.0
+    for at, step in enumerate(seen.step):
+        length = path_length(length, float(seen.rate[at, run]), int(step), seen.sync_every)
+        slope, error = float(seen.slope[at, run]), float(seen.error[at, run])
+        if at and math.isfinite(slope):  # the first cycle has no displacement before it
+            significance = abs(slope) / error if error > 0 else math.inf
+            lengths.append(length)
+            found.append(evidence(slope, significance, settings))
+            clear.append(significance > CLEAR_SIGN)
+    signs = np.array(found)
+    before = np.concatenate([[0.0], np.cumsum(np.log(0.5 - 0.5 * signs))])  # slopes up to the turn are negative
+    after = np.concatenate([np.cumsum(np.log(0.5 + 0.5 * signs)[::-1])[::-1], [0.0]])
+    turn = int(np.argmax(before + after))
+    beside = [lengths[max(turn - 1, 0)], lengths[min(turn, len(lengths) - 1)]]
+    side = np.where(np.arange(len(signs)) < turn, -1.0, 1.0)
+    wrong = (np.sign(signs) != side)[np.array(clear)]
+    right_peak = 2.0 ** -float(seen.octaves[run])  # over that of the run
+    log_length = float(np.mean(np.log(beside)))
+    return log_length - 0.5 * math.log(seen.steps) - math.log(right_peak), float(wrong.mean()) if wrong.size else 0.0
+
+
+def played(seen: Observed, run: int, probe: bool) -> list[Soundness]:
+    """Return the course of a run's losses after each sync, up to the first loss that is not finite.
+
+    The controller sees every sync, but nothing that it does comes into effect.
+    """
+    controller = RegressionController(settings=RegressionSettings(edge_cost=1e300))
+    described, state = seen.described(controller, probe), controller.start(1)
+    courses = []
+    for at in range(len(seen.step)):
+        observation = seen.observation(at, run, probe)
+        if not np.isfinite(observation.losses).all():
+            break
+        state = controller.update(described, state, observation)
+        courses.append(Soundness.of(state["soundness"]))
+    return courses
+
+
+def edge_cost_of(courses: list[Soundness]) -> float:
+    """Return the ``edge_cost`` from which on a run would not have been near the edge of stability at any sync."""
+    cycles = RegressionSettings().edge_cycles
+    return max((median(course.costs) for course in courses if len(course.costs) == cycles), default=-math.inf)
+
+
+def broken(courses: list[Soundness], syncs: int) -> Flags:
+    """Return with which pairs of candidates a run is judged broken at any sync: [shares, noises]."""
+    if len(courses) < syncs:  # a loss is not finite
+        return np.ones((len(BREAK_SHARES), len(BREAK_NOISES)), dtype=np.bool_)
+    found = np.zeros((len(BREAK_SHARES), len(BREAK_NOISES)), dtype=np.bool_)
+    for j, candidates in enumerate(BREAKS):
+        for i, settings in enumerate(candidates):
+            found[i, j] = any(before.judge(now.last, settings) == "broken" for before, now in pairwise(courses))
+            if not found[i, j]:  # nor with any larger share
+                break
+    return found
+
 
 # Largest share of tasks at which a rule may act though the learning rate is right, or too low.
 FALSE_ALARMS = 0.05
-
 # Digits of fitted constants.
 DIGITS = 3
-
 Fit = dict[str, float]
 
 

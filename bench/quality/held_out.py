@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .selection import same
-from .spec import Record
+from .results import Record, same
 from .tasks import TASKS
 
 Constants = dict[str, dict[str, Any]]
-
 CONSTANTS = Path(__file__).parent / "results" / "constants.json"
-
 # Methods whose controller has the constants.
 FITTED = ("hdet", "scout")
 
@@ -60,21 +57,6 @@ def verdict(records: Iterable[Record], constants: Constants) -> str:
     other = runs - right - own
     rest += f"; **{other} had constants that `constants.json` does not have for their task**" if other else ""
     return f"{right} of {runs} HDET runs had constants that were fitted without the family of their task{rest}."
-
-
-def spreads(constants: Constants) -> list[list[str]]:
-    """Return a row for each constant: its name, its lowest, median and highest value over the fits, and their ratio."""
-    names = {name: None for found in constants.values() for name in found}
-    return [[name, *_spread([found[name] for found in constants.values() if name in found])] for name in names]
-
-
-def _spread(values: list[Any]) -> list[str]:
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return [", ".join(sorted({str(value) for value in values})), "–", "–", "–"]
-    ordered = sorted(map(float, values))
-    low, middle, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
-    ratio = f"{high / low:.2f}" if low > 0 else "–"
-    return [f"{low:.4g}", f"{middle:.4g}", f"{high:.4g}", ratio]
 
 
 def takes_constants(record: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from hdet_kernels.controller.protocol import Observation, Run, State
 from hdet_kernels.controller.settings import RegressionSettings
 
 from .peers import PEERS
-from .spec import Spec
+from .results import Spec
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,9 @@ from bench.plots import new_figure, save
 from bench.tables import NOTHING, render
 
 from . import designs, held_out
-from .bars import verdicts
-from .excess import CAP, MODES, PLAIN, PROBE, TRAINING, Excesses, Start, excesses, way_of
-from .results import Report, joined
+from .excess import CAP, MODES, PLAIN, PROBE, TRAINING, Excesses, Start, excesses, verdicts, way_of
+from .results import Record, Report, joined, select
 from .scalars import SCALARS
-from .selection import select
-from .spec import Record
 from .suite import STARTS
 
 EVERY_START: tuple[Start, ...] = (*STARTS, None)

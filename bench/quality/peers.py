@@ -1,27 +1,85 @@
-"""Configure the peers: optimizers and schedules of other packages, with what their authors recommend.
-
-A peer is built for a model and the optimizer of its task. Those that find the learning rate themselves stand in for
-every optimizer. Those whose result depends on the given learning rate stand in only for optimizers with the same unit:
-the best learning rate of SGD says nothing about Adam's.
-"""
+"""Optimizers of the suite, and optimizers and schedules of other packages that HDET is compared with."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .optimizers import OPTIMIZERS, plain_optimizer
-from .peer_packages import is_installed
+import hdet_kernels as hk
+
+
+class Rule(NamedTuple):
+    """An optimizer for one model and the same for replicas, with the options of both."""
+
+    plain: Callable[..., Optimizer]
+    replicas: Callable[..., Optimizer]
+    options: dict[str, Any]
+
+
+# torch has no Lion.
+OPTIMIZERS: dict[str, Rule] = {
+    "adamw": Rule(torch.optim.AdamW, hk.FusedAdamW, {"weight_decay": 0.01}),
+    "adam": Rule(torch.optim.Adam, hk.FusedAdam, {}),
+    "sgd": Rule(torch.optim.SGD, hk.FusedSGD, {"momentum": 0.9}),
+    "adagrad": Rule(torch.optim.Adagrad, hk.FusedAdagrad, {}),
+    "lion": Rule(hk.FusedLion, hk.FusedLion, {}),
+}
+
+
+def plain_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+    """Return the optimizer of one model."""
+    rule = OPTIMIZERS[name]
+    return rule.plain(groups, lr=lr, **rule.options)
+
+
+def replica_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+    """Return the optimizer of a stack's or a process' replicas."""
+    rule = OPTIMIZERS[name]
+    return rule.replicas(groups, lr=lr, **rule.options)
+
+
+# The folder of downloaded packages; HDET_QUALITY_PEERS chooses another.
+FOLDER = Path(os.environ.get("HDET_QUALITY_PEERS", "build/peers"))
+
+
+if FOLDER.is_dir() and str(FOLDER.resolve()) not in sys.path:
+    sys.path.append(str(FOLDER.resolve()))  # at the end: what is installed comes first
+
+
+def is_installed(requirement: str) -> bool:
+    """Return whether a distribution is importable, in the version of a requirement "name>=version" or a newer one."""
+    name, _, least = requirement.partition(">=")
+    try:
+        return _numbers(metadata.version(name)) >= _numbers(least)
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def fetch_packages(requirements: Sequence[str], folder: Path = FOLDER) -> None:
+    """Download packages into ``folder``, without their dependencies: torch is here already."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+    subprocess.run([*command, *requirements], check=True)
+    print(f"{folder}: {', '.join(requirements)}")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
+
 
 Groups = list[dict[str, Any]]
-
 # Share of the steps for a linear warm-up, where a peer has one of its own.
 WARM_UP = 0.05
 

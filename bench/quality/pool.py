@@ -12,19 +12,15 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from .observe import observe
-from .rows import train_rows
+from .results import Job, Record, Spec
+from .rows import observe, train_rows
 from .scalars import train_scalar
-from .spec import Record, Spec
 from .sweep import train_sweep
 from .tasks import TASKS, Task
 from .train import train, validation_loss
 
-Job = dict[str, Any]
-
 # How often a run is tried: where many processes share a GPU, recording a CUDA graph fails once in a while.
 ATTEMPTS = 2
-
 # Runs that are rows of one stack.
 MOST_ROWS = 64
 

@@ -1,14 +1,69 @@
-"""Results files: command, machine, date, and the records of all runs."""
+"""Describe one run, read results files (command, machine, date, and the records of all runs), and find records."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .pool import Job
-from .selection import select
-from .spec import Record
+# A record of a run, and a run that is to be made: the part of the suite, the task, and what else it needs.
+Record = dict[str, Any]
+Job = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A run.
+
+    Args:
+        task: Name of the task.
+        method: "plain", a configuration of HDET, or a peer (``methods.py``).
+        lr: Peak learning rate at the start; None for the method "scout", which finds one.
+        seed: Seed of the model and of the data order.
+        schedule: "onecycle", "cosine" or "constant".
+        probe: Whether the controller reads a probe instead of training losses.
+        steps: Number of steps; None for the task's own.
+        factors: Factors of the learning rates of parameter groups; without any there is one group.
+        options: Constants of the controller.
+    """
+
+    task: str
+    method: str
+    lr: float | None
+    seed: int
+    schedule: str = "onecycle"
+    probe: bool = True
+    steps: int | None = None
+    factors: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def record(self) -> Record:
+        """Return the fields as a dict."""
+        return asdict(self)
+
+
+def select(records: Sequence[Record], **wanted: object) -> list[Record]:
+    """Return the records with these entries, without failed runs."""
+    exact = {key: value for key, value in wanted.items() if not isinstance(value, float | dict)}
+    others = {key: value for key, value in wanted.items() if key not in exact}
+    return [
+        record
+        for record in records
+        if "val" in record
+        and all(record.get(key) == value for key, value in exact.items())
+        and all(same(record.get(key), value) for key, value in others.items())
+    ]
+
+
+def same(found: object, wanted: object) -> bool:
+    """Return whether two entries of records are equal up to the five digits of results files."""
+    if isinstance(wanted, float):
+        return isinstance(found, float) and math.isclose(found, wanted, rel_tol=1e-4)
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return found.keys() == wanted.keys() and all(same(found[key], wanted[key]) for key in wanted)
+    return found == wanted
+
 
 # Time series of a run; they are written only where a plot needs them.
 TIME_SERIES = ("curve", "rates", "values")

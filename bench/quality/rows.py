@@ -4,8 +4,7 @@ A small model leaves most of a GPU idle, and a grid of learning rates is the sam
 are never averaged: row r is plain training with learning rate ``lrs[r]`` on the batches of seed ``seeds[r]``.
 
 With ``sync_every`` the loop also looks at all rows as a controller would: levels, and slopes of the loss in the
-logarithm of the learning rate, from gradients and from the probe. Fits and replays read these (``observe.py``).
-"""
+logarithm of the learning rate, from gradients and from the probe. ``observe`` records that for fits and replays."""
 
 from __future__ import annotations
 
@@ -15,19 +14,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Generator, Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet_kernels as hk
+from bench.quality.observations import CLIMB, Array, Observed
+from bench.quality.peers import replica_optimizer
+from bench.quality.tasks import Batch, Task
+from bench.quality.train import validation_loss
 from hdet_kernels.optim.group_entries import write_per_replica
 from hdet_kernels.schedule.gradients import SLOPE_STEPS
-
-from .optimizers import replica_optimizer
-from .tasks import Batch, Task
-from .train import validation_loss
-
-Array = NDArray[np.float64]
 
 
 @dataclass
@@ -187,3 +183,39 @@ class _Watch:
         for param, move in zip(self.params, moved, strict=True):
             param.sub_(move, alpha=shift)
         return losses
+
+
+# Learning rates as powers of two times the task's ``lr``, and seeds; fewer for the largest model.
+POWERS, SEEDS = range(-6, 7), range(2)
+FEWER, FEWER_POWERS, FEWER_SEEDS = "large language", range(-4, 6), range(1)
+# Steps between two syncs, as a share of the run.
+SYNC_SHARE = 0.0125
+SEEN = ("level", "probe", "slope", "error", "probe_slope", "rate")
+
+
+def observe(task: Task, device: torch.device, *, steps: int | None = None) -> Observed:
+    """Train all runs of a task at once and return what was seen while the learning rate climbed.
+
+    Args:
+        task: The task.
+        device: Where.
+        steps: Steps of each run; default: the task's.
+    """
+    powers, seeds = (FEWER_POWERS, FEWER_SEEDS) if task.name == FEWER else (POWERS, SEEDS)
+    total = steps or task.steps
+    runs = [(task.lr * 2.0**power, seed) for seed in seeds for power in powers]
+    lrs, chosen = [lr for lr, _ in runs], [seed for _, seed in runs]
+    found = train_rows(task, lrs, chosen, device, steps=total, sync_every=max(round(SYNC_SHARE * total), 2))
+    climb = [seen for seen in found.seen if seen.step <= CLIMB * total]
+    return Observed(
+        steps=total,
+        lrs=np.array(lrs),
+        seeds=np.array(chosen, dtype=np.float64),
+        val=found.val,
+        step=np.array([seen.step for seen in climb], dtype=np.float64),
+        **{name: _stacked(climb, name) for name in SEEN},
+    )
+
+
+def _stacked(climb: list[Seen], name: str) -> Array:
+    return np.array([getattr(seen, name) for seen in climb])

@@ -18,7 +18,7 @@ from torch import Generator, Tensor
 
 import hdet_kernels as hk
 
-from .spec import Record
+from .results import Record
 from .tasks import Task
 from .train import validation_loss
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from bench.provenance import provenance
-from bench.quality.optimizers import OPTIMIZERS
-from bench.quality.spec import Spec
+from bench.quality.peers import OPTIMIZERS
+from bench.quality.results import Spec
 from bench.quality.tasks import TASKS, Task
 from bench.quality.train import batches_of, param_groups, schedule_of, validation_loss
+from bench.records import provenance
 
 #: dtype of the state, by name. The first is the reference.
 STATES: dict[str, Any] = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}

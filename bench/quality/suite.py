@@ -1,37 +1,93 @@
-"""List the runs of the suite. A part is a list of jobs; all parts but the grid need the grid's best learning rate."""
+"""Sizes of the suite (which tasks, parts and seeds are run), and the list of runs of each part as jobs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .peers import peers_for
-from .pool import Job
-from .scalars import SCALARS
-from .sizes import POWERS, Size
-from .spec import Spec
-from .sweep import SWEEPS
-from .tasks import TASKS
+from bench.quality.peers import peers_for
+from bench.quality.results import Job, Spec
+from bench.quality.scalars import SCALARS
+from bench.quality.sweep import SWEEPS
+from bench.quality.tasks import TASKS
+
+# Learning rates of the grid, as powers of two times the task's ``lr``.
+POWERS = range(-5, 5)
+# The most seeds of tasks whose runs take most of a GPU.
+COSTLY = {"large language": 2}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A selection of the suite: tasks, seeds, parts and scalars.
+
+    Args:
+        tasks: Names of the tasks.
+        seeds: Number of seeds of most parts; the grid has three at most.
+        parts: Parts beside the grid, in their order.
+        scalars: Scalars of the part "scalars".
+        start_seeds: Number of seeds from each start.
+        best_seeds: Number of seeds at the best learning rate, where it is more than that.
+        training_seeds: At most so many of these seeds are run without a probe too.
+        powers: Learning rates of the grid, as powers of two times the task's ``lr``; none: that is the best.
+        near_seeds: Number of seeds of the finer grid near the best; 0: there is none.
+        leave_out: Whether HDET runs take constants that were fitted without the family of their task.
+        options: These constants, by task.
+    """
+
+    tasks: tuple[str, ...]
+    seeds: int
+    parts: tuple[str, ...]
+    scalars: tuple[str, ...]
+    start_seeds: int
+    best_seeds: int = 0
+    training_seeds: int = 3
+    powers: range = POWERS
+    near_seeds: int = 0
+    leave_out: bool = False
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def seeds_of(self, task: str, start: float) -> int:
+        """Return the number of seeds of a task from a start."""
+        seeds = max(self.start_seeds, self.best_seeds) if start == 1.0 else self.start_seeds
+        return min(seeds, COSTLY.get(task, seeds))
+
+    def seeds_near(self, task: str) -> int:
+        """Return the number of seeds of a task on the finer grid."""
+        return min(self.near_seeds, COSTLY.get(task, self.near_seeds))
+
+
+SIZES = {
+    "ci": Size(("digits",), 3, ("starts", "peers", "scalars"), ("dropout", "label smoothing", "weight_decay"), 10),
+    "full": Size(
+        ("ratings", "language", "images"),
+        5,
+        ("starts", "paper", "scalars", "peers"),
+        ("temperature",),
+        start_seeds=10,
+    ),
+    "zoo": Size(
+        # Long runs first: at the end of a seed no worker waits for one.
+        tuple(sorted((name for name in TASKS if name != "few digits"), key=lambda name: -TASKS[name].steps)),
+        3,
+        ("starts", "none", "peers"),
+        (),
+        start_seeds=3,
+        best_seeds=5,
+        training_seeds=20,
+        powers=range(0),  # each task's lr is the best of an earlier grid
+        near_seeds=10,
+        leave_out=True,
+    ),
+}
 
 # Learning rates at the start, as factors of the best one of plain training.
 STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)
-
-# Long runs: their length in usual lengths, their starts, and further learning rates of plain runs, as factors of the
-# best one for the usual length.
-LONGER = 3
-LONG_STARTS = (1 / 10, 1.0, 10.0, 30.0)
-LONG_GRID = (1 / 4, 1 / 2, 2.0)
-
 # Learning rates of the finer grid, in octaves from the best of the grid.
 NEAR = (-0.5, 0.0, 0.5)
-
-# Factors of the best learning rate at which the parameter groups start, by task.
-MIXED = {
-    "ratings": {"embedding": 0.1, "transformer": 10.0, "dense": 1.0, "no-decay": 1.0},
-    "language": {"embedding": 0.1, "transformer": 10.0, "dense": 1.0, "no-decay": 1.0},
-}
-
+# Parameter groups that the paper's configurations explore apart.
+GROUPS = ("embedding", "transformer", "dense", "no-decay")
 # The paper's configurations in its order, and ours: title, method, factor of the learning rate.
 PAPER = (
     ("Baseline-Low", "plain", 8 / 9),
@@ -91,19 +147,6 @@ def _none(size: Size, best: dict[str, float]) -> list[Job]:
     ]
 
 
-def _seeds(size: Size, best: dict[str, float]) -> list[Job]:
-    """Return jobs for more seeds, each with plain training at the best learning rate, which all are compared with."""
-    jobs = []
-    for task, seeds in size.more_seeds.items():
-        for seed in range(size.start_seeds, max(seeds.values())):
-            for factor, count in seeds.items():
-                if seed < count:
-                    jobs += _from_start(size, task, best[task], factor, seed)
-                elif factor == 1.0:
-                    jobs.append(_job("start", Spec(task, "plain", best[task], seed), factor=1.0))
-    return jobs
-
-
 def _from_start(size: Size, task: str, best: float, factor: float, seed: int) -> list[Job]:
     hdet = Spec(task, "hdet", best * factor, seed, options=_options(size, task))
     specs = [hdet, Spec(task, "plain", best * factor, seed)]
@@ -119,19 +162,14 @@ def _options(size: Size, task: str) -> dict[str, Any]:
 
 def _paper(size: Size, best: dict[str, float]) -> list[Job]:
     return [
-        _job("paper", Spec(task, method, best[task] * factor, seed, factors=_groups(task)), configuration=name)
+        _job(
+            "paper",
+            Spec(task, method, best[task] * factor, seed, factors=dict.fromkeys(GROUPS, 1.0)),
+            configuration=name,
+        )
         for seed in range(size.seeds)
         for name, method, factor in PAPER
         for task in ("ratings", "language")
-    ]
-
-
-def _mixed(size: Size, best: dict[str, float]) -> list[Job]:
-    return [
-        _job("mixed", Spec(task, method, best[task], seed, factors=factors))
-        for seed in range(size.seeds)
-        for task, factors in MIXED.items()
-        for method in ("hdet", "plain")
     ]
 
 
@@ -160,36 +198,6 @@ def _peers(size: Size, best: dict[str, float]) -> list[Job]:
     return jobs
 
 
-def _schedules(size: Size, best: dict[str, float]) -> list[Job]:
-    """Return runs with cosine and constant schedules: a plain grid, and HDET and plain runs from three starts."""
-    jobs = []
-    for seed in range(min(size.seeds, 3)):
-        for schedule in ("cosine", "constant"):
-            for task in size.tasks:
-                for factor in (0.1, 1.0, 10.0):
-                    for method in ("hdet", "plain"):
-                        spec = Spec(task, method, best[task] * factor, seed, schedule=schedule)
-                        jobs.append(_job("schedule", spec, factor=factor))
-                for power in POWERS[::2]:
-                    spec = Spec(task, "plain", TASKS[task].lr * 2.0**power, seed, schedule=schedule)
-                    jobs.append(_job("schedule", spec))
-    return jobs
-
-
-def _long(size: Size, best: dict[str, float]) -> list[Job]:
-    """Return longer runs: HDET and plain ones from several starts, and plain ones around the usual best."""
-    jobs = []
-    for seed in range(min(size.seeds, 3)):
-        for task in size.tasks:
-            steps = LONGER * TASKS[task].steps
-            starts = [(method, factor) for factor in LONG_STARTS for method in ("hdet", "plain")]
-            jobs += [
-                _job("long", Spec(task, method, best[task] * factor, seed, steps=steps), factor=factor)
-                for method, factor in (*starts, *(("plain", factor) for factor in LONG_GRID))
-            ]
-    return jobs
-
-
 def _scalars(size: Size, best: dict[str, float]) -> list[Job]:
     jobs: list[Job] = []
     for name in size.scalars:
@@ -207,17 +215,9 @@ PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
     "starts": _starts,
     "none": _none,
     "paper": _paper,
-    "mixed": _mixed,
     "peers": _peers,
-    "schedules": _schedules,
-    "long": _long,
     "scalars": _scalars,
-    "seeds": _seeds,
 }
-
-
-def _groups(task: str) -> dict[str, float]:
-    return dict.fromkeys(MIXED[task], 1.0)
 
 
 def _job(kind: str, spec: Spec, **more: object) -> Job:

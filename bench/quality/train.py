@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 import hdet_kernels as hk
 
 from .methods import Method, hdet_method
-from .optimizers import plain_optimizer, replica_optimizer
-from .peers import PEERS, Running, Setup
-from .spec import Record, Spec
+from .peers import PEERS, Running, Setup, plain_optimizer, replica_optimizer
+from .results import Record, Spec
 from .tasks import Batch, Task
 
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from bench import numerics
-from bench import numerics_extremes as extremes
-from bench.numerics_losses import SPREADS, losses
-from bench.numerics_rules import RULES
+from bench.numerics import RULES, SPREADS, losses
 from tests.ops.cases import BACKENDS, ON_CPU, interpreted
 
 #: Precisions of ``make test``; the others are compared with these by ``make test-full``.
@@ -19,7 +17,7 @@ CASES = [
     pytest.param(*backend.values, name, id=f"{backend.id}-{name}", marks=backend.marks)
     for backend in BACKENDS
     for name in RULES
-    if backend.id != "triton-cpu" or name in extremes.INTERPRETED
+    if backend.id != "triton-cpu" or name in numerics.INTERPRETED
 ]
 
 
@@ -48,12 +46,12 @@ def test_errors_after_ten_thousand_steps(rule: str, backend: str) -> None:
 def check_extremes(backend: tuple[str, str], name: str, rates: tuple[float, ...]) -> None:
     """Check that subnormal numbers are kept, and that errors at all learning rates are as small as torch's."""
     where, device = backend
-    found = extremes.subnormal_case(RULES[name], device, where)
+    found = numerics.subnormal_case(RULES[name], device, where)
     assert found["flushed"] == 0, f"{name}: {found}"
     # A product or a moment that is itself subnormal has few digits, here as in torch.
     assert found["units from truth"] <= 2 * found["torch from truth"] + 2, f"{name}: {found}"
     for lr in rates:
-        ours, plain = extremes.rate_errors(RULES[name], device, where, lr)
+        ours, plain = numerics.rate_errors(RULES[name], device, where, lr)
         assert ours <= 2 * plain + 1, f"{name}, lr {lr}: {ours} units, torch {plain}"
 
 
@@ -66,7 +64,7 @@ def test_extremes_of_all_rules(backend: tuple[str, str]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("backend", "name"), CASES)
 def test_extremes_of_all_backends(backend: tuple[str, str], name: str) -> None:
-    check_extremes(backend, name, extremes.INTERPRETED_RATES if interpreted(backend) else extremes.RATES)
+    check_extremes(backend, name, numerics.INTERPRETED_RATES if interpreted(backend) else numerics.RATES)
 
 
 def test_float32_and_8_bit_state_reach_the_loss_of_float64() -> None:

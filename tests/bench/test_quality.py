@@ -15,10 +15,9 @@ import torch
 from bench.quality import __main__ as quality
 from bench.quality import suite
 from bench.quality.observations import OBSERVATIONS
-from bench.quality.optimizers import OPTIMIZERS
-from bench.quality.peers import PEERS
-from bench.quality.sizes import SIZES
-from bench.quality.spec import Spec
+from bench.quality.peers import OPTIMIZERS, PEERS
+from bench.quality.results import Spec
+from bench.quality.suite import SIZES
 from bench.quality.tasks import TASKS
 from bench.quality.train import train, validation_loss
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.provenance import provenance
+from bench.records import provenance
 from tests.chaos.configurations import CONFIGURATIONS
 from tests.chaos.plan import FAULTS, cases, spelled
 from tests.chaos.runner import Verdict, run_all

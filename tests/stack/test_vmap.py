@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import hdet_kernels as hk
-from bench.gpt2 import GPT2
+from bench.models import GPT2
 from bench.stack_comparison import SeparateModulesFail, compare
 from bench.stack_operations import OPERATIONS, PRECISIONS, RANDOM_OPERATIONS, outcome
 from hdet_kernels.stack.vmap import StackMode

@@ -11,13 +11,11 @@ series.py     on time series
 
 from __future__ import annotations
 
-from bench.quality.tasks.census import CENSUS_TASKS
 from bench.quality.tasks.images import IMAGE_TASKS
 from bench.quality.tasks.protocol import Batch, Task
 from bench.quality.tasks.ranking import RANKING_TASKS
-from bench.quality.tasks.series import SERIES_TASKS
-from bench.quality.tasks.tables import TABLE_TASKS
-from bench.quality.tasks.text import TEXT_TASKS
+from bench.quality.tasks.sequences import SERIES_TASKS, TEXT_TASKS
+from bench.quality.tasks.tables import CENSUS_TASKS, TABLE_TASKS
 
 TASKS: dict[str, type[Task]] = {
     task.name: task for task in (*TABLE_TASKS, *CENSUS_TASKS, *RANKING_TASKS, *SERIES_TASKS, *TEXT_TASKS, *IMAGE_TASKS)

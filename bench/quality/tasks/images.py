@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from bench.quality.data import FOLDER, load
-from bench.quality.models.images import (
+from bench.quality.models import (
     Autoencoder,
     ConvolutionalAutoencoder,
     DigitsModel,

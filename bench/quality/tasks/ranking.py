@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from bench.quality.data import FOLDER, load
-from bench.quality.models.ranking import DocumentModel, Factors, Towers
+from bench.quality.models import DocumentModel, Factors, Towers
 from bench.quality.tasks.protocol import Batch, Examples, Task
 from bench.quality.tasks.tables import joint, standard
 
