@@ -59,15 +59,6 @@ class Language(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=0)
 
 
-class MultiHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0].square().mean()
-
-
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +165,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "attention": Attention,
     "language": Language,
-    "multi-head": MultiHead,
     "convolutions": Convolutions,
     "batch-norm": BatchNorms,
     "renewed-buffers": ReassignedBuffers,
