@@ -12,7 +12,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
+from multiprocessing import forkserver
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,23 +25,49 @@ GROUP_TIMEOUT, RUN_TIMEOUT = 120, 400
 
 # A server imports torch once and forks the ranks from there. A rank then starts in milliseconds, and no thread of the
 # test process is forked. torch imports _dynamo, for more than a second, when the first optimizer is built.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pytest", "hypothesis", "hdet_kernels"])
+CONTEXT = multiprocessing.get_context("forkserver")
+_TORCH = ("torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis", "hdet_kernels")
+
+#: What ranks of the integrations import, for seconds each.
+FRAMEWORKS = ("transformers.trainer", "lightning", "accelerate")
+
+
+def start(processes: Sequence[Any], imported: tuple[str, ...] = ()) -> None:
+    """Start processes of :data:`CONTEXT` from a server that has imported torch and more."""
+    with mock.patch.object(forkserver, "connect_to_new_process", _server(imported).connect_to_new_process):
+        for process in processes:
+            process.start()
+
+
+@cache
+def _server(more: tuple[str, ...]) -> forkserver.ForkServer:
+    """Return the server that has imported ``more`` beside torch, and serves all runs of this process."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*_TORCH, *more])
+    return server
 
 
 def run_ranks(
-    n: int, function: Callable[..., Any], *args: Any, timeout: float = RUN_TIMEOUT, expect_dead: int = 0
+    n: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = RUN_TIMEOUT,
+    expect_dead: int = 0,
+    imported: tuple[str, ...] = (),
 ) -> list[Any]:
     """Return ``[function(rank, *args) for rank in range(n)]``, each call in a process of its own, in one gloo group.
 
-    A rank that raises fails the test with its traceback. ``expect_dead`` ranks may end without a result (None).
+    A rank that raises fails the test with its traceback.
+
+    Args:
+        expect_dead: number of ranks that may end without a result (None).
+        imported: modules that the ranks find imported, such as :data:`FRAMEWORKS`. Those that are missing are left out.
     """
-    results: Any = _context.Queue()
+    results: Any = CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        ranks = [_context.Process(target=_rank, args=(r, n, store, results, function, args)) for r in range(n)]
-        for process in ranks:
-            process.start()
+        ranks = [CONTEXT.Process(target=_rank, args=(r, n, store, results, function, args)) for r in range(n)]
+        start(ranks, imported)
         try:
             found = _collect(ranks, results, n - expect_dead, time.monotonic() + timeout)
         finally:
@@ -100,10 +129,18 @@ class Cases:
         function: is called as ``function(rank, *arguments)``.
         cases: the arguments of each case, by its key. A list of tuples is keyed by these.
         full: more cases, for tests that are marked ``full``. Another group of ranks runs them.
+        imported: as in :func:`run_ranks`.
     """
 
-    def __init__(self, n: int, function: Callable[..., Any], cases: Arguments, full: Arguments = ()) -> None:
-        self.n, self.function = n, function
+    def __init__(
+        self,
+        n: int,
+        function: Callable[..., Any],
+        cases: Arguments,
+        full: Arguments = (),
+        imported: tuple[str, ...] = (),
+    ) -> None:
+        self.n, self.function, self.imported = n, function, imported
         self.cases, self.full = _by_key(cases), _by_key(full)
         self._results: dict[bool, list[dict[Any, Any]]] = {}
 
@@ -111,7 +148,8 @@ class Cases:
         """The results of all ranks."""
         full = case in self.full
         if full not in self._results:
-            self._results[full] = run_ranks(self.n, _each, self.function, self.full if full else self.cases)
+            cases = self.full if full else self.cases
+            self._results[full] = run_ranks(self.n, _each, self.function, cases, imported=self.imported)
         return [results[case] for results in self._results[full]]
 
     def params(self) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.ranks import CONTEXT, start
+
 #: Timeout of the process groups, and the longest that a case may take, in seconds. The machine may be busy: a case that
 #: is about a timeout sets a short one itself.
 GROUP_TIMEOUT, CASE_TIMEOUT = 60.0, 120.0
@@ -26,11 +27,6 @@ GROUP_TIMEOUT, CASE_TIMEOUT = 60.0, 120.0
 PAUSE = 0.3
 #: How long a rank that may be lost can still send its result when all others have.
 GRACE = 2.0
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis", "hdet_kernels", "tests.chaos.scenario"]
-)
 
 
 class Leave(Exception):
@@ -56,14 +52,15 @@ class Group:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
-        self._processes, self._pipes = [], []
-        for rank in range(size):
-            here, there = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, size, store, there), daemon=True)
-            process.start()
+        pipes = [CONTEXT.Pipe() for _ in range(size)]
+        self._pipes = [here for here, _ in pipes]
+        self._processes = [
+            CONTEXT.Process(target=_serve, args=(rank, size, store, there), daemon=True)
+            for rank, (_, there) in enumerate(pipes)
+        ]
+        start(self._processes)
+        for _, there in pipes:
             there.close()
-            self._processes.append(process)
-            self._pipes.append(here)
 
     def call(
         self, function: Callable[..., Any], *args: Any, continues: bool = False, expendable: Collection[int] = ()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import FRAMEWORKS, run_ranks
 from tests.training import same
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -26,7 +26,7 @@ def _on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Return the folder of the checkpoints, and the results of both ranks."""
     folder = tmp_path_factory.mktemp("accelerate")
-    return folder, run_ranks(2, _on_a_rank, folder)
+    return folder, run_ranks(2, _on_a_rank, folder, imported=FRAMEWORKS)
 
 
 Runs = tuple[Path, list[dict[str, Any]]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks import Cases
+from tests.ranks import FRAMEWORKS, Cases
 from tests.training import same
 
 T, CLIP = 4, 0.05
@@ -38,7 +38,9 @@ def in_rank(rank: int, name: str) -> Any:
 
 DEFAULT = ("everything", "scaled", "early_stop", "resume", "failures", "refusals", "probes", "one_replica")
 FULL = ("manual", "scouting", "stack")
-RUNS = Cases(2, in_rank, {name: (name,) for name in DEFAULT}, full={name: (name,) for name in FULL})
+RUNS = Cases(
+    2, in_rank, {name: (name,) for name in DEFAULT}, full={name: (name,) for name in FULL}, imported=FRAMEWORKS
+)
 
 
 def mean(zero: Tensor, one: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import FRAMEWORKS, run_ranks
 from tests.training import same
 
 # Looked for, not imported: imports take seconds, and other tests look at what is imported.
@@ -25,7 +25,7 @@ def _on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _on_a_rank, tmp_path)
+    first, second = run_ranks(2, _on_a_rank, tmp_path, imported=FRAMEWORKS)
     assert len(first) == 5 + 2 + 2
     for name, run in first.items():
         for each in (run, second[name]):

@@ -28,7 +28,7 @@ from hdet_kernels.integrations.transformers import (
 )
 from tests.integrations import tiny
 from tests.integrations.watch import Watch
-from tests.ranks import Cases, run_ranks
+from tests.ranks import FRAMEWORKS, Cases, run_ranks
 
 STEPS, SYNC, SMOOTHING = 8, 3, 0.1
 
@@ -145,7 +145,7 @@ def asked_too_late(rank: int) -> tuple[list[str], bool]:
 
 @pytest.mark.full
 def test_an_evaluation_that_missed_the_average_is_told() -> None:
-    for told, equal in run_ranks(2, asked_too_late):
+    for told, equal in run_ranks(2, asked_too_late, imported=FRAMEWORKS):
         assert any("built for 4 steps, and the trainer makes 3" in message for message in told)
         assert any("step 1: the trainer evaluated parameters of single replicas" in message for message in told)
         assert equal  # the schedule did not come to its last sync
@@ -328,6 +328,7 @@ TRAINER = Cases(
     either,
     {**{case: (resumed, *case) for case in DEFAULT}, "consensus": (stopped, "consensus")},
     full={**{case: (resumed, *case) for case in FULL}, "sync": (stopped, "sync")},
+    imported=FRAMEWORKS,
 )
 RESUMED = [pytest.param(*case) for case in DEFAULT] + [pytest.param(*case, marks=pytest.mark.full) for case in FULL]
 
@@ -419,7 +420,7 @@ def compared(rank: int) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_without_a_spread_it_is_the_plain_trainer() -> None:
-    for found in run_ranks(2, compared):
+    for found in run_ranks(2, compared, imported=FRAMEWORKS):
         assert found == {"linear": (True, True), "cosine": (True, True)}
 
 
@@ -438,7 +439,7 @@ def refused(rank: int) -> list[str]:
 
 @pytest.mark.full
 def test_sharded_models_are_refused_before_they_are_sharded() -> None:
-    for messages in run_ranks(2, refused):
+    for messages in run_ranks(2, refused, imported=FRAMEWORKS):
         assert all("FSDP" in message and "torchrun" in message for message in messages)
         assert len(messages) == 2
 
@@ -506,7 +507,7 @@ def asked_otherwise(rank: int) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_whatever_asks_for_an_evaluation_or_a_checkpoint_gets_the_average() -> None:
-    for rank, found in enumerate(run_ranks(2, asked_otherwise)):
+    for rank, found in enumerate(run_ranks(2, asked_otherwise, imported=FRAMEWORKS)):
         evaluated, saved, apart = found["consensus"]
         assert apart[8] > 0
         assert evaluated.keys() == {8, 16}
