@@ -6,7 +6,7 @@ These are the names that users write. The pieces for frontends of other projects
 from hdet_kernels import compat, frontend, report
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.controller.softmax import paper_settings
-from hdet_kernels.converge.settings import Outer
+from hdet_kernels.converge.settings import Averaging, Outer
 from hdet_kernels.frontend import (
     Converger,
     Explore,
@@ -36,6 +36,7 @@ from hdet_kernels.stack import ReplicaStack, StackedParameter
 from hdet_kernels.version import __version__ as __version__
 
 __all__ = [
+    "Averaging",
     "Buckets",
     "Converger",
     "Explore",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils import _pytree
 
@@ -57,3 +57,12 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
     """Return the tree of ``leaves`` with a ``structure`` that :func:`tree_flatten` gave."""
     return _pytree.tree_unflatten(leaves, structure)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside of ``torch.compile``'s, or the module itself: ``_orig_mod``, in torch 2.11 to 2.13.
+
+    Without it a probe runs through the wrapper of a compiled ``DistributedDataParallel``, which synchronises buffers.
+    """
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner

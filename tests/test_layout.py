@@ -32,14 +32,12 @@ PRIVATE_OF_OTHERS = {
     "_fields": "integrations",
     "_is_accelerate_prepared": "integrations",
     "_model_averaging_period": "integrations",
-    "_optimizers": "integrations",
 }
 #: Files that use private names of torch still. Only a file that takes the place of one of them is added.
 OPEN = (
     "buckets.py",
     "converge/attendance.py",
     "ensemble/processes.py",
-    "integrations/probe.py",
     "ops/bound_step.py",
     "ops/extension.py",
     "ops/native_calls.py",

@@ -151,7 +151,7 @@ def _check_replicas(accelerator: Accelerator) -> None:
 def _prepared_scheduler(accelerator: Accelerator, scheduler: WithCycle) -> PreparedScheduler:
     prepared = PreparedScheduler(
         scheduler,
-        accelerator._optimizers,
+        [scheduler.optimizer],
         step_with_optimizer=accelerator.step_scheduler_with_optimizer,
         split_batches=accelerator.split_batches,
     )

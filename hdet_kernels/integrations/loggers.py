@@ -10,23 +10,14 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any
 
 from hdet_kernels.checks import check_flag, spell
 from hdet_kernels.schedule.history import SyncRecord
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 log = logging.getLogger("hdet_kernels")
 
 LogFunction = Callable[[dict[str, float], int | None], object]
-
-
-class HasScalars(Protocol):
-    """A SummaryWriter, of torch or of tensorboardX."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
 
 
 class Writer:
@@ -68,13 +59,20 @@ class TensorBoardWriter(Writer):
     """
 
     def __init__(
-        self, target: str | os.PathLike[str] | HasScalars, *, replicas: bool = True, every_process: bool = False
+        self, target: str | os.PathLike[str] | Any, *, replicas: bool = True, every_process: bool = False
     ) -> None:
         super().__init__(replicas=replicas, every_process=every_process)
         self._folder: str | None = None
         self._writer: Any = None
         if isinstance(target, str | os.PathLike):
-            self._open = _summary_writer()
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError(
+                    "TensorBoardWriter needs tensorboard, which is not installed: "
+                    "pip install 'hdet_kernels[tensorboard]'"
+                ) from error
+            self._open: Any = SummaryWriter
             self._folder = os.fspath(target)
         elif callable(getattr(target, "add_scalar", None)):
             self._writer = target
@@ -123,16 +121,6 @@ class DictWriter(Writer):
 
     def _write(self, metrics: dict[str, float], step: int) -> None:
         self._log(metrics, step if self._with_step else None)
-
-
-def _summary_writer() -> Callable[[str | None], SummaryWriter]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "TensorBoardWriter needs tensorboard, which is not installed: pip install 'hdet_kernels[tensorboard]'"
-        ) from error
-    return cast("Callable[[str | None], SummaryWriter]", SummaryWriter)
 
 
 def _log_function(target: object) -> LogFunction:

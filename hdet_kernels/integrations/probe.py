@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hdet_kernels.checks import check_callable, check_kind
+from hdet_kernels.torch_internals import uncompiled
 
 #: Seed of the random numbers that the loss draws.
 SEED = 0
@@ -192,7 +193,7 @@ def digest(batch: Any) -> str:
 
 def bare(model: nn.Module) -> nn.Module:
     """Return the module inside of ``DistributedDataParallel``, whose forward pass would talk to the other processes."""
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    inner = uncompiled(model)
     while isinstance(inner, DistributedDataParallel | DataParallel):
         model = inner = inner.module
     return model
