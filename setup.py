@@ -87,6 +87,7 @@ def extension() -> dict[str, object]:
         "hdet_kernels._native",
         sources,
         depends=[str(header.relative_to(ROOT)) for header in sorted((ROOT / "csrc").glob("*.h"))],
+        define_macros=[("HDET_WITH_CUDA", None)] if missing is None else [],
         extra_compile_args={"cxx": CXX_FLAGS + DEFINES, "nvcc": NVCC_FLAGS + DEFINES},
         py_limited_api=True,
     )

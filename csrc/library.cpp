@@ -2,7 +2,26 @@
 // kernels are in hdet_kernels/ops/extension.py and the Python wrappers in hdet_kernels/ops/compiled.py.
 #include <torch/csrc/stable/library.h>
 
+namespace {
+
+#ifdef HDET_WITH_CUDA
+bool has_cuda() { return true; }
+#else
+bool has_cuda() { return false; }
+#endif
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(hdet_kernels, m) {
+  // Whether the kernels for CUDA are in this build.
+  m.def("has_cuda() -> bool");
+  // Writes the addresses and types of gradients, one for each slot, to `table`, int64 [slots, 2] in host memory. A uint8
+  // tensor stands for no gradient. `layouts` has for each slot the number of elements, the number of strides to compare
+  // (0: it must be contiguous) and these strides; `wide` is for float64. The result is -1 if a gradient is not as
+  // expected, else the sum of 1 if one is there, 2 if one is missing, and 4 if the table has changed.
+  m.def("fill_gradient_table(Tensor[] gradients, Tensor layouts, bool wide, Tensor(a!) table) -> int");
+  // Writes a small contiguous tensor of host memory to one on a CUDA device as arguments of launches.
+  m.def("write_(Tensor(a!) target, Tensor values) -> ()");
   // One step of a rule for all slots that have a gradient, in each of the `rows` replicas that share gradients and
   // states. Gradients are read through their addresses and are not arguments: the caller keeps them alive, on the
   // device of the parameters. The scratch has 128 bytes for each slot of each replica; its contents do not matter.
@@ -43,3 +62,5 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
       "Tensor? rows, Tensor? order, Tensor? grad_scale, Tensor? found_inf, bool decoupled, "
       "bool stochastic_rounding) -> ()");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(hdet_kernels, CompositeImplicitAutograd, m) { m.impl("has_cuda", TORCH_BOX(&has_cuda)); }

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
-#include "bound_step.h"
 #include "companding_cpu.h"
 #include "convert_cpu.h"
+#include "step.h"
 
 namespace hdet {
 namespace {
@@ -238,7 +238,3 @@ void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::opt
 }  // namespace hdet
 
 STABLE_TORCH_LIBRARY_IMPL(hdet_kernels, CPU, m) { m.impl("step_", TORCH_BOX(&hdet::step_cpu)); }
-
-HDET_EXPORT int64_t hdet_step_cpu(const hdet::BoundStep* bound) {
-  return hdet::run_bound(*bound, [](const hdet::Work& work, const hdet::Tensor&) { hdet::run_step(work); });
-}

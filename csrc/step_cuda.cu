@@ -3,7 +3,6 @@
 // uses new hyperparameters at every replay.
 #include <torch/csrc/stable/ops.h>
 
-#include "bound_step.h"
 #include "step_cuda.h"
 
 namespace hdet {
@@ -265,7 +264,3 @@ void step_cuda(int64_t rule, Tensor param, std::optional<Tensor> master, std::op
 }  // namespace hdet
 
 STABLE_TORCH_LIBRARY_IMPL(hdet_kernels, CUDA, m) { m.impl("step_", TORCH_BOX(&hdet::step_cuda)); }
-
-HDET_EXPORT int64_t hdet_step_cuda(const hdet::BoundStep* bound) {
-  return hdet::run_bound(*bound, [](const hdet::Work& work, const hdet::Tensor& param) { hdet::run_step(work, param); });
-}

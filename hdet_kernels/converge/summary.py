@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
+from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients, StackedTable
 from hdet_kernels.ops.live_layouts import LiveLayouts
-from hdet_kernels.ops.stacked_chunks import StackedTable
 from hdet_kernels.tensors import Slot, wide_dtype
 
 
@@ -117,7 +116,7 @@ class Checksum:
         if not any(alike.matched.copied for alike in groups):
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
-            layouts = LiveLayouts(self.backend)
+            layouts = LiveLayouts()
             layouts.remember(tensors)
             self._known[key] = layouts, [alike.of(()) for alike in groups]
         return groups

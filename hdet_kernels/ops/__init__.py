@@ -3,10 +3,7 @@
 The flow through this folder, for one optimizer step::
 
     table         hyperparameters, one row for each parameter group (and replica), on the device
-    chunks        where the parameters lie in a flat buffer and where their gradients are
-    stacked_chunks  the same for R replicas in the rows of one buffer
-    live_gradients  the gradients of all parameters in one call (live_tensors: the tensors that it looks at)
-    live_layouts  whether many tensors still lie where and as they did, in one call
+    chunks        where the parameters (of R replicas) lie in a flat buffer and where their gradients are
         │
     step          Step: checks its arguments once, then updates parameters and states in place
     reduce        grad_norm: the norm of all gradients
@@ -21,8 +18,7 @@ The flow through this folder, for one optimizer step::
         │
     torch/        plain torch: the readable text of every operation, and the reference for other backends
     triton/       the same in Triton
-    compiled      the same in C++ and CUDA (``csrc/``), loaded by extension (bound_step: the step without torch's
-                  dispatcher; native_calls: plain C functions)
+    compiled      the same in C++ and CUDA (``csrc/``), loaded by extension
 
 A module of ``torch/`` and ``triton/`` has the name of its operation here. ``operators`` registers the operators that
 are written in Python with torch. Every operation walks a table on the device, so the number of launches does not depend

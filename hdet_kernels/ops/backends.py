@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from hdet_kernels.ops.extension import has_kernels, why_not
+from hdet_kernels.ops.extension import has_cuda, why_not
 
 #: The environment variable that sets the backend of a whole process.
 ENVIRONMENT = "HDET_BACKEND"
@@ -121,7 +121,7 @@ def _reason(name: str) -> str | None:
 def _why_not_cuda() -> str | None:
     if (missing := why_not()) is not None:
         return missing
-    if not has_kernels("CUDA"):
+    if not has_cuda():
         return "the compiled extension has no CUDA part: it was built without nvcc or against a torch without CUDA"
     if not torch.cuda.is_available():
         return "torch finds no usable NVIDIA GPU"

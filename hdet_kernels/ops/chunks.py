@@ -16,16 +16,15 @@ gradients  [slots, 2]  address, or NO_GRADIENT; index in GRADIENT_DTYPES  when a
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet_kernels.ops.extension import why_not
 from hdet_kernels.ops.table import Staged
 from hdet_kernels.tensors import Slot, flat_view
 
@@ -41,7 +40,14 @@ EMPTY_GRADIENT = 1
 #: The dtypes of gradients; the table stores an index into them. ``csrc/table.h`` has the same order.
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-_dtype_of = attrgetter("dtype")
+# Bits of the result of the operator fill_gradient_table, as in csrc/gradient_table.cpp.
+_PRESENT, _ABSENT, _MOVED = 1, 2, 4
+
+# The bytes of an element of each of GRADIENT_DTYPES.
+_SIZES = np.array([dtype.itemsize for dtype in GRADIENT_DTYPES], dtype=np.int64)
+
+# What that operator takes for "no gradient".
+_MISSING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(slots=True, eq=False)  # made at every step with new gradients; frozen, that would take three times as long
@@ -59,7 +65,6 @@ class MatchedGradients:
         copied: Whether one of them is a copy, because it had another layout or a dtype that kernels do not read.
         permanent: Whether they stay at these addresses in all later steps.
         replicas: If given, each tensor is [replicas, …] and the table has entries for each replica.
-        address: The address of the table's first entry, where it is known.
     """
 
     tensors: Sequence[Tensor | None]
@@ -69,7 +74,6 @@ class MatchedGradients:
     complete: bool = False
     permanent: bool = False
     replicas: int | None = None
-    address: int | None = None
 
 
 class ChunkTable:
@@ -104,21 +108,20 @@ class ChunkTable:
         self.chunks = torch.from_numpy(chunks_of(whole)).to(device)
         self._gradients = Staged((len(slots), 2), torch.int64, device)
         self._pointed: NDArray[np.int64] | None = None
-        # Of the last match: addresses, indices of the slots that have a gradient, dtype number, layout, and the table.
-        self._known: tuple[list[int], list[int] | None, int, str, NDArray[np.int64]] | None = None
-        self._expect(slots)
         self._numbers = _dtypes_for(dtype)
+        self._expect(slots, [[_layout(slot.numel, () if is_contiguous(slot) else slot.stride) for slot in slots]])
         self.extent = max((slot.offset + slot.numel for slot in slots), default=0)
         self.table_row_count = max(table_rows, default=-1) + 1
 
-    def _expect(self, slots: Sequence[Slot]) -> None:
-        """Store the sizes and strides that :meth:`match` compares gradients with, one for each of ``slots``."""
+    def _expect(self, slots: Sequence[Slot], layouts: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Store what :meth:`match` compares gradients with: the slots, and one or more layouts that all may have."""
         self._expected = tuple(slots)
-        self._counts = [slot.numel for slot in slots]
-        self._empty = [index for index, slot in enumerate(slots) if slot.numel == 0]
-        self._plain = [i for i, slot in enumerate(slots) if is_contiguous(slot)]
-        self._permuted = [i for i, slot in enumerate(slots) if not is_contiguous(slot)]
-        self._strides = [slots[i].stride for i in self._permuted]
+        self._layouts = [torch.tensor([n for each in of_all for n in each], dtype=torch.int64) for of_all in layouts]
+        self._likely_layouts = list(range(len(layouts)))
+        # Of the last match: whether gradients were missing, the operator's table, and the table of all replicas.
+        self._some_missing = False
+        self._filled = torch.zeros((len(slots), 2), dtype=torch.int64, device="cpu")
+        self._known: NDArray[np.int64] | None = None
 
     def match(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
         """Check one gradient for each slot.
@@ -128,86 +131,44 @@ class ChunkTable:
         Raises:
             RuntimeError: If a gradient is sparse, was freed, or has another shape or device than its parameter.
         """
-        # The usual case is checked without a Python statement for each tensor: all gradients lie in order, have the
-        # expected sizes, and one dtype. (torch itself ensures that a gradient is on the device of its parameter.)
-        present, where = grads, None
-        try:
+        # (torch itself ensures that a gradient is on the device of its parameter, and has its shape.)
+        for layout in self._likely_layouts if why_not() is None else ():
+            found = self._fill(grads, layout)
+            if found < 0:
+                self._known = None  # a part of the table was written
+                continue
+            if self._known is None or found & _MOVED:
+                self._likely_layouts.sort(key=layout.__ne__)
+                self._known = self._for_all_replicas(self._filled.numpy().copy(), layout)
+            return self._matched(grads, self._known, any=bool(found & _PRESENT), complete=not found & _ABSENT)
+        return self._match_one_by_one(grads)
+
+    def _fill(self, grads: Sequence[Tensor | None], layout: int) -> int:
+        """Write the table of ``grads`` by the operator, and return its result."""
+        rest = self._layouts[layout], self.dtype == torch.float64, self._filled
+        fill = torch.ops.hdet_kernels.fill_gradient_table.default
+        if not self._some_missing:
             try:
-                addresses = list(map(Tensor.data_ptr, present))  # type: ignore[arg-type]
-            except TypeError:  # one of them is None
-                where = [index for index, grad in enumerate(grads) if grad is not None]
-                present = [grads[index] for index in where]
-                addresses = list(map(Tensor.data_ptr, present))  # type: ignore[arg-type]
-            if not addresses:
-                return self._matched(grads, np.zeros((len(self.entries), 2), dtype=np.int64), any=False)
-            number = self._common_dtype(present, where)
-            layout = self._common_layout(grads, present, where)
-        except RuntimeError:  # sparse gradients have no address
-            return self._match_one_by_one(grads)
-        if number is None or layout is None or addresses.count(0) != self._empties(where):
-            return self._match_one_by_one(grads)
-        if self._known is None or self._known[:4] != (addresses, where, number, layout):
-            table = np.zeros((len(grads), 2), dtype=np.int64)
-            present_slots = slice(None) if where is None else where
-            table[present_slots, 0] = np.frombuffer(array("q", addresses), dtype=np.int64)  # faster than from a list
-            table[present_slots, 1] = number
-            table[self._empty, 0] = [
-                EMPTY_GRADIENT if grads[index] is not None else NO_GRADIENT for index in self._empty
-            ]
-            self._known = addresses, where, number, layout, self._for_all_replicas(table, grads)
-        return self._matched(grads, self._known[4], any=True)
+                return int(fill(grads, *rest))
+            except RuntimeError:  # one of them is None
+                self._some_missing = True
+        found = int(fill([_MISSING if grad is None else grad for grad in grads], *rest))
+        self._some_missing = bool(found & _ABSENT)
+        return found
 
     def point_at(self, grads: MatchedGradients) -> Tensor:
         """Return the gradient table on the device. It is written only if an entry has changed."""
         # A replayed CUDA graph writes the addresses of its capture, which other steps may have overwritten since.
         if grads.table is not self._pointed or (not grads.permanent and self._gradients.capturing):
-            if grads.address is None:
-                self._gradients.write(grads.table.tobytes())
-            else:
-                self._gradients.write_from(grads.address)
+            self._gradients.write(grads.table.tobytes())
             self._pointed = grads.table if self._gradients.settled else None
         return self._gradients.tensor
 
-    @property
-    def gradient_table(self) -> Tensor:
-        """The gradient table on the device, which :meth:`point_at` writes and returns."""
-        return self._gradients.tensor
+    def _matched(self, grads: Sequence[Tensor | None], table: NDArray[np.int64], **found: bool) -> MatchedGradients:
+        return MatchedGradients(grads, table, **found)
 
-    def _common_dtype(self, present: Sequence[Tensor | None], where: list[int] | None) -> int | None:
-        """Return the number of the gradients' common dtype, or ``None`` if there is none or a size is wrong."""
-        dtypes = set(map(_dtype_of, present))
-        expected = self._counts if where is None else [self._counts[index] for index in where]
-        if len(dtypes) != 1 or list(map(Tensor.numel, present)) != expected:  # type: ignore[arg-type]
-            return None
-        return self._numbers.get(dtypes.pop())
-
-    def _empties(self, where: list[int] | None) -> int:
-        """Return how many of the gradients at ``where`` have no elements, and therefore no address."""
-        if where is None or not self._empty:
-            return len(self._empty)
-        return len(set(where).intersection(self._empty))
-
-    def _common_layout(
-        self, grads: Sequence[Tensor | None], present: Sequence[Tensor | None], where: list[int] | None
-    ) -> str | None:
-        """Return a name for the layout of all gradients, or ``None`` if one lies in another order than its slot."""
-        if not self._permuted:
-            in_order = all(map(Tensor.is_contiguous, present))  # type: ignore[arg-type]
-        else:
-            plain = [grad for index in self._plain if (grad := grads[index]) is not None]
-            in_order = all(map(Tensor.is_contiguous, plain)) and all(
-                grad is None or grad.stride() == stride
-                for grad, stride in zip([grads[index] for index in self._permuted], self._strides, strict=True)
-            )
-        return "in order" if in_order else None
-
-    def _matched(
-        self, grads: Sequence[Tensor | None], table: NDArray[np.int64], any: bool, copied: bool = False
-    ) -> MatchedGradients:
-        return MatchedGradients(grads, table, any, copied)
-
-    def _for_all_replicas(self, table: NDArray[np.int64], grads: Sequence[Tensor | None]) -> NDArray[np.int64]:
-        """Return the gradient table of all replicas, given that of the first."""
+    def _for_all_replicas(self, table: NDArray[np.int64], layout: int) -> NDArray[np.int64]:
+        """Return the gradient table of all replicas, given that of the first and the number of the layout."""
         return table
 
     def _match_one_by_one(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
@@ -222,8 +183,8 @@ class ChunkTable:
             copied |= grad is not given
             tensors.append(grad)
             table[index] = grad.data_ptr() or EMPTY_GRADIENT, self._numbers[grad.dtype]
-        there = any(tensor is not None for tensor in tensors)
-        return self._matched(tensors, self._for_all_replicas(table, tensors), there, copied)
+        there = [tensor is not None for tensor in tensors]
+        return self._matched(tensors, table, any=any(there), complete=all(there), copied=copied)
 
     def _in_slot_order(self, index: int, grad: Tensor) -> Tensor:
         """Return the gradient if kernels can read it as it is, else a copy of it in the layout of its slot."""
@@ -248,6 +209,96 @@ class ChunkTable:
         return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=self.device).copy_(grad)
 
 
+class StackedTable(ChunkTable):
+    """The tables of a flat buffer [replicas, n] of stacked parameters, whose gradients are [replicas, …].
+
+    With ``shares_state`` the tables describe one replica, and all replicas have the same gradient (expanded, with a
+    stride of 0). Otherwise they have slots and chunks for each replica, one after the other, as for ``replicas · n``
+    elements: replica r steps a slot of table row g with table row ``r · table_rows_per_replica + g``.
+
+    Args:
+        slots: The parameters of one replica.
+        table_rows: For each slot, its row of the hyperparameter table within one replica's rows.
+        device: The device of the buffer.
+        dtype: The dtype of the buffer.
+        replicas: The number of replicas.
+        row_stride: Elements from one replica to the next in the flat buffer.
+        table_rows_per_replica: Rows of the hyperparameter table that each replica has.
+        shares_state: Whether the replicas share gradients and states.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        table_rows: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        replicas: int,
+        row_stride: int,
+        table_rows_per_replica: int,
+        shares_state: bool,
+    ) -> None:
+        self.replicas, self.shares_state = replicas, shares_state
+        held = range(1 if shares_state else replicas)
+        moved = [replace(slot, offset=slot.offset + r * row_stride) for r in held for slot in slots]
+        own_rows = [row + r * table_rows_per_replica for r in held for row in table_rows]
+        super().__init__(moved, own_rows, device, dtype)
+        contiguous = list(map(is_contiguous, slots))
+        strides = [slot.stride for slot in slots]
+        counts = [replicas * slot.numel for slot in slots]
+        shared = [_layout(count, (0, *stride)) for count, stride in zip(counts, strides, strict=True)]
+        local = [
+            _layout(count, () if plain else (slot.numel, *slot.stride))
+            for count, plain, slot in zip(counts, contiguous, slots, strict=True)
+        ]
+        self._expect(slots, [shared] if shares_state and replicas > 1 else [shared, local])
+
+    def _matched(self, grads: Sequence[Tensor | None], table: NDArray[np.int64], **found: bool) -> MatchedGradients:
+        return MatchedGradients(grads, table, replicas=len(self.entries) // max(len(self._expected), 1), **found)
+
+    def _for_all_replicas(self, table: NDArray[np.int64], layout: int) -> NDArray[np.int64]:
+        numels = np.array([slot.numel for slot in self._expected], dtype=np.int64)
+        return self._spread(table, layout * numels * _SIZES[table[:, 1]])
+
+    def _match_one_by_one(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
+        found = super()._match_one_by_one(grads)
+        apart = [0 if grad is None else grad.stride(0) * grad.element_size() for grad in found.tensors]
+        return replace(found, table=self._spread(found.table, np.array(apart, dtype=np.int64)))
+
+    def _spread(self, table: NDArray[np.int64], apart: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the table of all replicas, given that of the first and the bytes from one replica to the next."""
+        if self.shares_state:
+            return table
+        spread = np.tile(table, (self.replicas, 1, 1))
+        spread[:, :, 0] += np.arange(self.replicas)[:, None] * np.where(table[:, 0] > EMPTY_GRADIENT, apart, 0)
+        return spread.reshape(-1, 2)
+
+    def _in_slot_order(self, index: int, grad: Tensor) -> Tensor:
+        slot = self._expected[index]
+        shape = (self.replicas, *slot.shape)
+        if grad.layout is torch.strided and tuple(grad.shape) != shape:
+            raise RuntimeError(
+                f"the gradient of stacked parameter {index} has shape {tuple(grad.shape)}; its parameter has {shape}"
+            )
+        if grad.layout is not torch.strided:
+            return super()._in_slot_order(index, grad)  # raises
+        shared = grad.stride(0) == 0
+        if self.shares_state and self.replicas > 1 and not shared:
+            raise RuntimeError(
+                f"the gradient of stacked parameter {index}, of shape {shape}, differs from replica to replica, but "
+                'the stack shares one: build it with ReplicaStack(…, gradients="local"), or give it one gradient, as '
+                "in param.grad = gradient.expand_as(param)"
+            )
+        row = super()._in_slot_order(index, grad[0])
+        if grad.dtype == row.dtype and row.stride() == grad.stride()[1:]:
+            return grad
+        if shared:
+            return row.unsqueeze(0).expand(shape)
+        strides = (slot.numel, *slot.stride)
+        return torch.empty_strided(shape, strides, dtype=row.dtype, device=self.device).copy_(grad)
+
+
 def flat_gradients(grads: MatchedGradients) -> list[Tensor | None]:
     """Return the gradients as 1-D tensors, their elements in the order of their slots."""
     if grads.replicas is None:
@@ -268,6 +319,11 @@ def _dtypes_for(param: torch.dtype) -> dict[torch.dtype, int]:
 def _same_order(slot: Slot, strides: Sequence[int]) -> bool:
     each = zip(slot.shape, strides, slot.stride, strict=True)
     return all(size == 1 or got == own for size, got, own in each)
+
+
+def _layout(numel: int, strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the entry of ``layouts`` of the operator fill_gradient_table; without strides it is contiguous."""
+    return (numel, len(strides), *strides)
 
 
 def is_contiguous(slot: Slot) -> bool:

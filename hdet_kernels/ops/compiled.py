@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.bound_step import BoundStep
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
 from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
 from hdet_kernels.ops.rowwise import RowWiseArguments
@@ -29,15 +28,10 @@ def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars],
     # Zeros, because a kernel that loads a whole row of the scratch also loads the gaps between its numbers.
     scratch = torch.zeros(SCRATCH_BYTES * rows * len(chunks.entries), dtype=torch.uint8, device=arguments.param.device)
     rule, *flats = arguments.flats
-    tables = chunks.slots, chunks.chunks
-    operator = partial(torch.ops.hdet_kernels.step_.default, rule, *flats, *tables)
-    tensors = (*flats, *tables, chunks.gradient_table, scratch)
-    bound = BoundStep(arguments.param.device.type, rule, tensors, rounding, rows)
+    operator = partial(torch.ops.hdet_kernels.step_.default, rule, *flats, chunks.slots, chunks.chunks)
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
-        gradients = chunks.point_at(grads)
-        if not bound.run(scalars):
-            operator(gradients, scratch, *scalars, rounding, rows)
+        operator(chunks.point_at(grads), scratch, *scalars, rounding, rows)
 
     return run
 

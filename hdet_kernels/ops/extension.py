@@ -28,8 +28,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "join_halves": fake_in_place,
     "split_into_halves": fake_in_place,
 }
-# Operators that have no CUDA kernel.
-_CPU_ALONE = ("pair_mean_", "join_halves", "split_into_halves")
+# Operators that work on the host, whatever the device of their tensors, and are not traced.
+_UNTRACED = ("has_cuda", "fill_gradient_table", "write_")
 
 
 @cache
@@ -47,17 +47,15 @@ def why_not() -> str | None:
         return (
             f"the extension {spec.origin} could not be loaded ({error}); build it again for torch {torch.__version__}"
         )
-    if not has_kernels("CPU"):
-        return f"the extension {spec.origin} lacks one of {', '.join(_FAKES)}; it is of another version, build it again"
+    missing = [name for name in (*_FAKES, *_UNTRACED) if not hasattr(torch.ops.hdet_kernels, name)]
+    if missing:
+        return f"the extension {spec.origin} lacks {', '.join(missing)}; it is of another version, build it again"
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
     return None
 
 
-def has_kernels(dispatch_key: str) -> bool:
-    """Return whether the loaded extension implements every operator for ``dispatch_key`` (``"CPU"`` or ``"CUDA"``)."""
-    names = [f"{NAMESPACE}::{name}" for name in _FAKES if dispatch_key == "CPU" or name not in _CPU_ALONE]
-    return all(
-        torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)
-        for name in names
-    )
+@cache
+def has_cuda() -> bool:
+    """Return whether the extension can be used and has kernels for CUDA."""
+    return why_not() is None and bool(torch.ops.hdet_kernels.has_cuda())

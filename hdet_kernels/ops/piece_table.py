@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import GRADIENT_DTYPES, chunks_of
-from hdet_kernels.ops.live_layouts import LiveLayouts
 from hdet_kernels.ops.table import Staged
 from hdet_kernels.tensors import Piece
 
@@ -86,9 +85,6 @@ class PieceTable:
         self.strides = torch.tensor(strides, dtype=torch.int64, device=device)
         self._places = Staged((len(self.indices), 2), torch.int64, device)
         self._known: tuple[list[int], list[torch.dtype], NDArray[np.int64]] | None = None
-        # Of the last tensors that were matched: their layouts, and their addresses and dtypes.
-        self._layouts = LiveLayouts()
-        self._matched: tuple[list[int], list[torch.dtype]] | None = None
         self._count = len(numels)
         self._counts = [rows * stride for stride in strides]
         self._all = self.indices == list(range(len(numels)))
@@ -103,15 +99,6 @@ class PieceTable:
         if len(tensors) != self._count:
             raise ValueError(f"this Pack is of {self._count} tensors, got {len(tensors)}; pass all of them, in order")
         used = tensors if self._all else [tensors[index] for index in self.indices]
-        if self._matched is not None and self._layouts.match(used):
-            return MatchedTensors(used, *self._matched)
-        found = self._match(used)
-        if self.device.type == "cpu":  # on a GPU they are views that were made for this call
-            self._layouts.remember(used)
-            self._matched = found.addresses, found.dtypes
-        return found
-
-    def _match(self, used: Sequence[Tensor]) -> MatchedTensors:
         dtypes = list(map(_dtype_of, used))
         try:
             addresses = list(map(Tensor.data_ptr, used))

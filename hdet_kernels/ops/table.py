@@ -6,14 +6,14 @@ in the same order.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.native_calls import handle_of, steps, why_not_callable
+from hdet_kernels.ops.extension import has_cuda
 from hdet_kernels.tensors import wide_dtype
 
 #: The columns of the table. A rule ignores those that it does not use. ``max_grad_norm`` is 0 for no clipping, ``seed``
@@ -58,11 +58,16 @@ class Staged:
         # Whether a captured CUDA graph writes this tensor, and the memory from which its replays copy.
         self._captured = False
         self._captured_memory: list[Tensor] = []
-        self._in_host_memory = self.tensor.device.type == "cpu"
-        self._nbytes = self.tensor.numel() * self.tensor.element_size()
-        small = self._nbytes <= MOST_ARGUMENT_BYTES and self._nbytes % 8 == 0
         self._on_cuda = self.tensor.is_cuda
-        self._as_arguments = self._on_cuda and small and _can_launch()
+        small = self.tensor.nbytes <= MOST_ARGUMENT_BYTES and self.tensor.element_size() == 8
+        self._as_arguments = self._on_cuda and small and has_cuda()
+        # Where the host writes: the tensor itself on a CPU, and else a copy, unless a new one is made for every write.
+        in_host_memory = self.tensor.device.type == "cpu"
+        self._host = self.tensor if in_host_memory else self._staging() if self._as_arguments else None
+
+    def _staging(self) -> Tensor:
+        pinned = self._on_cuda and not self._as_arguments
+        return torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu", pin_memory=pinned)
 
     def holds(self, values: bytes) -> bool:
         """Return whether the device is known to hold ``values``."""
@@ -86,38 +91,23 @@ class Staged:
         """
         if values == self._mirror and not self.capturing:
             return False
-        self.write_from(values)
-        # A graph that writes this tensor sets it to the captured values whenever it is replayed.
-        self._mirror = values if self.settled else None
-        return True
-
-    def write_from(self, source: int | bytes) -> None:
-        """Copy bytes, or as many at an address in host memory, to the device, whatever it holds."""
-        self._mirror = None
-        if self._in_host_memory:
-            ctypes.memmove(self.tensor.data_ptr(), source, self._nbytes)
-            return
-        if not (self._as_arguments and self._launch(source)):
-            self._copy(source)
-        self._captured = self._captured or self.capturing
-
-    def _launch(self, source: int | bytes) -> bool:
-        """Write by launches. Where one fails, as with an extension that was built for other GPUs, write by copies."""
-        handle, words = handle_of(self.tensor), self._nbytes // 8
-        self._as_arguments = bool(steps().hdet_write_cuda(handle, source, words))
-        return self._as_arguments
-
-    def _copy(self, source: int | bytes) -> None:
-        on_cuda = self._on_cuda
-        staging = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu", pin_memory=on_cuda)
-        ctypes.memmove(staging.data_ptr(), source, self._nbytes)
-        self.tensor.copy_(staging, non_blocking=on_cuda)
+        staging = self._staging() if self._host is None else self._host
+        staging.view(-1).numpy().view(np.uint8)[:] = np.frombuffer(values, dtype=np.uint8)
+        if self._as_arguments:
+            try:
+                torch.ops.hdet_kernels.write_(self.tensor, staging)
+            except RuntimeError:  # the extension was built for other GPUs
+                self._as_arguments, self._host = False, None
+                return self.write(values)
+        elif self._host is None:
+            self.tensor.copy_(staging, non_blocking=self._on_cuda)
         if self.capturing:
-            self._captured_memory.append(staging)  # every replay of the graph copies from this memory
-
-
-def _can_launch() -> bool:
-    return why_not_callable() is None and hasattr(steps(), "hdet_write_cuda")
+            self._captured = True
+            if not self._as_arguments:
+                self._captured_memory.append(staging)  # every replay of the graph copies from this memory
+        # A graph that writes this tensor sets it to the captured values whenever it is replayed.
+        self._mirror = None if self._captured else values
+        return True
 
 
 class HyperTable:

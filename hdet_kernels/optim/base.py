@@ -20,7 +20,6 @@ from hdet_kernels.optim.fixed_gradients import FixedGradients
 from hdet_kernels.optim.flat_group import FlatGroup, flat_groups_of, total_norm
 from hdet_kernels.optim.flat_state import FlatState
 from hdet_kernels.optim.group_entries import Group
-from hdet_kernels.optim.hooks import hook_step, hooks_if_registered
 from hdet_kernels.optim.hyperparameters import ROUNDING_SEED, HyperparameterWriter, freeze_betas
 from hdet_kernels.optim.loading import complete_groups, loaded_through, prepare_state_dict
 from hdet_kernels.optim.options import Options
@@ -81,12 +80,9 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
         if hasattr(self, "_hyperparameters"):
             self._hyperparameters.invalidate()
 
-    def _patch_step_function(self) -> None:
-        hook_step(type(self))
-        super()._patch_step_function()
-
-    @hooks_if_registered
-    def step(self, closure: Closure | None = None) -> float | None:
+    def step(  # type: ignore[override]  # torch overloads it
+        self, closure: Closure | None = None
+    ) -> float | None:
         """Update every parameter that has a gradient.
 
         Args:
@@ -95,6 +91,11 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
         Returns:
             The loss that ``closure`` returned, or None.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(self._step)(closure)
+        return self._step(closure)
+
+    def _step(self, closure: Closure | None) -> float | None:
         loss = None
         if closure is not None:
             loss = self._run(closure)
@@ -258,7 +259,7 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
             self.options,
             shares_state=shares_state,
         )
-        self._watch = ParameterWatch(self.param_groups, self.buckets.params, self.options.backend)
+        self._watch = ParameterWatch(self.param_groups, self.buckets.params)
         self._fixed: list[FixedGradients] = []
         self._state_views = StateViews(self, self._flat_groups)
         self._state_views.adopt()

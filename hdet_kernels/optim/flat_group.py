@@ -8,14 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import chosen
-from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
-from hdet_kernels.ops.live_gradients import LiveGradients
-from hdet_kernels.ops.live_tensors import LiveTensors
-from hdet_kernels.ops.stacked_chunks import StackedTable
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, StackedTable
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK, block_count, first_scales
 from hdet_kernels.optim.coded_state import CodedSlot, decoded
@@ -69,14 +67,12 @@ class FlatGroup:
         self.slots_without_entry: set[int] = set(range(len(params)))
         self._first_params = [tied[0] for tied in params]
         self._tied_slots = [index for index, tied in enumerate(params) if len(tied) > 1]
-        self._live_gradients = LiveGradients(LiveTensors(self._first_params, options.backend), self.slots, flat.dtype)
         # Tensors that were made in inference mode have no version.
         versioned = [(slot, param) for slot, tied in enumerate(params) for param in tied if not param.is_inference()]
-        self._versioned = LiveTensors((param for _, param in versioned), options.backend)
-        self._versioned_slots = np.array([slot for slot, _ in versioned], dtype=np.intp)
-        # Of the last step: the table of its gradients, and which of the versioned parameters it wrote, if not all.
+        self._versioned_slots, self._versioned = [slot for slot, _ in versioned], [param for _, param in versioned]
+        # Of the last step without all gradients: their table, and the versioned parameters that it wrote.
         self._stepped_table: NDArray[np.int64] | None = None
-        self._written: NDArray[np.intp] | None = None
+        self._written: list[Tensor] = []
         self._chosen_backend: str | None = None
         self._lay_out(shares_state)
 
@@ -203,8 +199,6 @@ class FlatGroup:
 
     def gradients(self) -> MatchedGradients:
         """Return the gradients that the parameters have now. Those of tied parameters are summed."""
-        if not self._tied_slots and self.replicas is None and (found := self._live_gradients.match()) is not None:
-            return found
         grads = [param.grad for param in self._first_params]
         for index in self._tied_slots:
             parts = [param.grad.detach() for param in self.params[index] if param.grad is not None]
@@ -247,14 +241,16 @@ class FlatGroup:
 
         Parameters without a gradient are not written and keep their version.
         """
+        if grads.complete:
+            increment_version(self._versioned)
+            return
         # Gradients at the same addresses as at the last step have the same table.
         if grads.table is not self._stepped_table:
             self._stepped_table = grads.table
-            self._written = None
-            if not grads.complete:
-                written = grads.table[self._versioned_slots, 0] != NO_GRADIENT
-                self._written = None if written.all() else np.flatnonzero(written)
-        self._versioned.advance_versions(self._written)
+            there = (grads.table[:, 0] != NO_GRADIENT).tolist()
+            slots = zip(self._versioned_slots, self._versioned, strict=True)
+            self._written = [param for slot, param in slots if there[slot]]
+        increment_version(self._written)
 
 
 def flat_groups_of(

@@ -18,7 +18,6 @@ from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.group_entries import PER_REPLICA, Group
 from hdet_kernels.optim.muon_group import ROW_SQUARES, MuonGroup, Orthogonal
 from hdet_kernels.optim.options import GradientStorage, MasterWeights, Options
-from hdet_kernels.optim.zero_redundancy import check_groups_of_zero
 from hdet_kernels.tensors import replicas_of
 
 log = logging.getLogger("hdet_kernels")
@@ -180,7 +179,6 @@ class FusedMuon(FusedOptimizer):
         if not isinstance(param_group, dict):
             return super().add_param_group(param_group)  # torch refuses it
         check_params(param_group.get("params"))
-        check_groups_of_zero()
         before = len(self.param_groups)
         try:
             for part in self._divided(param_group):

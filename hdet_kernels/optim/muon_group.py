@@ -87,7 +87,7 @@ class Piece:
     own_counts: Tensor
     counts: Tensor | None
     #: Of the last step: the table of all gradients, those of each replica, and the updates that stand for gradients.
-    known: tuple[NDArray[np.int64] | None, list[MatchedGradients], MatchedGradients | None] = (None, [], None)
+    known: tuple[NDArray[np.int64] | None, list[NDArray[np.int64]], MatchedGradients | None] = (None, [], None)
 
 
 class MuonGroup(FlatGroup):
@@ -160,12 +160,14 @@ class MuonGroup(FlatGroup):
 
     def _step_piece(self, piece: Piece, grads: MatchedGradients, scalars: ops.Scalars) -> None:
         if piece.known[0] is not grads.table:
-            piece.known = (grads.table, *self._gradients_of(piece, grads))
-        _, own, updates = piece.known
+            piece.known = (grads.table, *self._tables_of(piece, grads))
+        _, tables, updates = piece.known
         if updates is None:
             return
-        for push, present in zip(piece.push, own, strict=True):
-            push(present, scalars)
+        given = grads.tensors[piece.slots.start : piece.slots.stop]
+        for push, replica, table in zip(piece.push, piece.replicas, tables, strict=True):
+            own = given if self.replicas is None else [None if grad is None else grad[replica] for grad in given]
+            push(MatchedGradients(own, table, any=True, permanent=grads.permanent), scalars)
         settings = piece.settings
         orthogonalise_(piece.update, settings.coefficients, settings.steps, settings.eps, backend=self._backend)
         if settings.normuon:
@@ -178,22 +180,18 @@ class MuonGroup(FlatGroup):
         if piece.counts is not None:
             piece.counts.copy_(piece.own_counts)
 
-    def _gradients_of(
+    def _tables_of(
         self, piece: Piece, grads: MatchedGradients
-    ) -> tuple[list[MatchedGradients], MatchedGradients | None]:
-        """Return the gradients of the piece for each of its replicas, and its updates in the place of gradients."""
-        given = [grads.tensors[index] for index in piece.slots]
-        if all(grad is None for grad in given):
+    ) -> tuple[list[NDArray[np.int64]], MatchedGradients | None]:
+        """Return the gradient table of the piece for each of its replicas, and its updates as gradients, if any."""
+        there = [grads.tensors[index] is not None for index in piece.slots]
+        if not any(there):
             return [], None
-        own = []
-        for replica in piece.replicas:
-            first = replica * len(self.slots)
-            table = grads.table[first + piece.slots.start : first + piece.slots.stop]
-            tensors = [None if grad is None else grad if self.replicas is None else grad[replica] for grad in given]
-            own.append(MatchedGradients(tensors, table, any=True, permanent=grads.permanent))
-        there = [grad is not None for _ in piece.replicas for grad in given]
-        updates = [update if has else None for update, has in zip(piece.update.unbind(), there, strict=True)]
-        return own, replace(piece.move.chunks.match(updates), permanent=True)
+        starts = [replica * len(self.slots) + piece.slots.start for replica in piece.replicas]
+        tables = [grads.table[start : start + len(piece.slots)] for start in starts]
+        pairs = zip(piece.update.unbind(), there * len(piece.replicas), strict=True)
+        updates = [update if has else None for update, has in pairs]
+        return tables, replace(piece.move.chunks.match(updates), permanent=True)
 
     @torch.inference_mode(False)
     def _cut(self) -> None:

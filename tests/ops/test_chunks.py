@@ -1,19 +1,44 @@
-"""The tables that kernels walk: slots, chunks and gradients, and that C++ has the same layout."""
+"""The tables that kernels walk: slots, chunks and gradients, of plain and stacked parameters, as C++ has them."""
 
 from __future__ import annotations
 
 import re
+import weakref
+from operator import is_
 from pathlib import Path
 
 import pytest
 import torch
 
 from hdet_kernels.buckets import Slot
-from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, ChunkTable, flat_gradients
+from hdet_kernels.ops import chunks
+from hdet_kernels.ops.chunks import (
+    CHUNK,
+    EMPTY_GRADIENT,
+    GRADIENT_DTYPES,
+    NO_GRADIENT,
+    ChunkTable,
+    StackedTable,
+    flat_gradients,
+)
+from hdet_kernels.ops.extension import why_not
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.rules import Row
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=["extension", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Gradients are matched by the operator of the extension, and in Python without it."""
+    found: str = request.param
+    if found == "python":
+        monkeypatch.setattr(chunks, "why_not", lambda: "not wanted")
+    elif why_not() is not None:
+        pytest.skip(f"{why_not()}")
+    return found
+
+
 HEADERS = Path(__file__).parents[2] / "csrc"
 
 
@@ -61,7 +86,7 @@ def test_gradients_in_the_order_of_their_slots_are_not_copied() -> None:
     table = table_of((4,), (2, 3))
     grads = [torch.randn(4), torch.randn(2, 3)]
     got = table.match(grads)
-    assert got.tensors is grads
+    assert all(map(is_, got.tensors, grads))
     assert got.table.tolist() == [[grad.data_ptr(), 0] for grad in grads]
     assert not got.copied
     assert torch.equal(table.point_at(got), torch.from_numpy(got.table))
@@ -144,6 +169,115 @@ def test_the_gradient_table_is_written_only_when_an_address_changed() -> None:
     assert table.point_at(table.match([grad])).tolist() == [[0, 0]], "equal addresses must not be copied again"
     assert table.point_at(table.match([other])).tolist() == [[other.data_ptr(), 0]]
     assert table.point_at(table.match([None])).tolist() == [[NO_GRADIENT, 0]]
+
+
+def test_gradients_that_are_missing_come_back_or_change_their_dtype() -> None:
+    table, memory = table_of((2,), (3,), dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)
+    before = table.match([memory, torch.ones(3)])
+    assert before.complete
+    kept = before.table.copy()
+    assert not table.match([memory, None]).complete
+    assert not table.match([None, None]).any
+    assert before.table.tolist() == kept.tolist(), "what was returned keeps its table"
+    for dtype in (torch.bfloat16, torch.float16):
+        found = table.match([memory.view(dtype), None])
+        assert found.table[0].tolist() == [memory.data_ptr(), GRADIENT_DTYPES.index(dtype)]
+    assert table.match([memory, torch.ones(3)]).complete
+
+
+def test_no_gradient_is_kept_alive_after_a_match() -> None:
+    table, grads = table_of((2,)), [torch.ones(2)]
+    seen = weakref.ref(grads[0])
+    table.point_at(table.match(grads))
+    grads.clear()
+    assert seen() is None
+
+
+SLOTS = [Slot(0, 0, 6, (2, 3), (3, 1)), Slot(0, 8, 0, (0,), (1,)), Slot(0, 8, 4, (4,), (1,))]
+REPLICAS, STRIDE = 3, 16
+
+
+def stacked(*, shares_state: bool, replicas: int = REPLICAS) -> StackedTable:
+    return StackedTable(
+        SLOTS,
+        [0, 1, 1],
+        torch.device("cpu"),
+        torch.float32,
+        replicas=replicas,
+        row_stride=STRIDE,
+        table_rows_per_replica=2,
+        shares_state=shares_state,
+    )
+
+
+def stacked_gradients(dtype: torch.dtype = torch.float32) -> list[torch.Tensor | None]:
+    return [torch.randn(REPLICAS, *slot.shape).to(dtype) for slot in SLOTS]
+
+
+def test_every_replica_has_slots_and_table_rows_of_its_own() -> None:
+    table = stacked(shares_state=False)
+    assert table.slots.tolist() == [
+        [slot.offset + r * STRIDE, slot.numel, row + 2 * r]
+        for r in range(REPLICAS)
+        for slot, row in zip(SLOTS, (0, 1, 1), strict=True)
+    ]
+    assert (table.extent, table.table_row_count) == (2 * STRIDE + 12, 6)
+
+
+def test_replicas_that_share_state_have_the_slots_of_one() -> None:
+    table = stacked(shares_state=True)
+    assert table.slots.tolist() == [[0, 6, 0], [8, 0, 1], [8, 4, 1]]
+    shared = [torch.randn(slot.shape).expand(REPLICAS, *slot.shape) for slot in SLOTS]
+    got = table.match(shared)
+    assert not got.copied
+    assert got.table[:, 0].tolist() == [shared[0].data_ptr(), EMPTY_GRADIENT, shared[2].data_ptr()]
+
+
+def test_the_gradient_of_every_replica_has_its_address() -> None:
+    table, grads = stacked(shares_state=False), stacked_gradients()
+    grads[2] = None
+    got = table.match(grads)
+    first = grads[0]
+    assert first is not None
+    expected = [[first[r].data_ptr(), EMPTY_GRADIENT, NO_GRADIENT] for r in range(REPLICAS)]
+    assert got.table[:, 0].reshape(REPLICAS, -1).tolist() == expected
+    assert not got.copied
+    flats = flat_gradients(got)
+    assert [None if flat is None else flat.numel() for flat in flats] == [6, 0, None] * REPLICAS
+    assert torch.equal(torch.stack([flats[0], flats[3], flats[6]]), first.view(REPLICAS, -1))
+
+
+def test_a_shared_gradient_has_one_address_for_all_replicas() -> None:
+    shared = [torch.randn(slot.shape).expand(REPLICAS, *slot.shape) for slot in SLOTS]
+    got = stacked(shares_state=False).match(shared)
+    assert got.table[:, 0].tolist() == [shared[0].data_ptr(), EMPTY_GRADIENT, shared[2].data_ptr()] * REPLICAS
+
+
+def test_stacked_gradients_in_another_order_are_copied() -> None:
+    grads = stacked_gradients()
+    grads[0] = torch.randn(REPLICAS, 3, 2).transpose(1, 2)
+    got = stacked(shares_state=False).match(grads)
+    assert got.copied
+    assert torch.equal(got.tensors[0], grads[0])
+    assert got.tensors[0].stride() == (6, 3, 1)
+    shared = [torch.randn(slot.shape).expand(REPLICAS, *slot.shape) for slot in SLOTS]
+    shared[0] = torch.randn(3, 2).T.expand(REPLICAS, 2, 3)
+    got = stacked(shares_state=True).match(shared)
+    assert got.copied
+    assert torch.equal(got.tensors[0], shared[0])
+    assert got.tensors[0].stride() == (0, 3, 1), "the copy is still shared"
+
+
+def test_stacked_gradients_that_cannot_be_used_are_refused() -> None:
+    local = stacked_gradients()
+    with pytest.raises(RuntimeError, match=r"differs from replica to replica.*ReplicaStack\(…, gradients=\"local\"\)"):
+        stacked(shares_state=True).match(local)
+    local[0] = torch.randn(2, 2, 3)
+    with pytest.raises(RuntimeError, match=r"has shape \(2, 2, 3\); its parameter has \(3, 2, 3\)"):
+        stacked(shares_state=False).match(local)
+    local[0] = torch.randn(3, 2, 3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        stacked(shares_state=False).match(local)
 
 
 def test_the_layout_is_that_of_the_c_header() -> None:

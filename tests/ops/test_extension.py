@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hdet_kernels.ops import extension
 from hdet_kernels.ops.backends import backends
@@ -20,7 +21,7 @@ def test_importing_loads_neither_the_extension_nor_triton() -> None:
     code = (
         "import sys, torch, hdet_kernels.ops, hdet_kernels.optim\n"
         "assert 'triton' not in sys.modules\n"
-        "assert not torch._C._dispatch_has_kernel('hdet_kernels::step_')\n"
+        "assert not hasattr(torch.ops.hdet_kernels, 'step_')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
@@ -70,7 +71,13 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: type("Spec", (), {"origin": "/old/_native.abi3.so"}))
     reason = extension.why_not.__wrapped__()
     assert reason is not None
-    assert "lacks one of another_step_" in reason
+    assert "lacks another_step_" in reason
+
+
+@pytest.mark.skipif(extension.why_not() is not None, reason=f"{extension.why_not()}")
+def test_the_extension_says_whether_it_has_a_cuda_part() -> None:
+    registered = torch._C._dispatch_has_kernel_for_dispatch_key("hdet_kernels::step_", "CUDA")
+    assert extension.has_cuda() == registered
 
 
 def test_the_cuda_backend_says_what_it_lacks() -> None:

@@ -1,4 +1,4 @@
-"""Layouts that are compared in one call of the extension, and in Python without it."""
+"""Layouts of tensors, compared with those of an earlier call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hdet_kernels.ops.extension import why_not
 from hdet_kernels.ops.live_layouts import LiveLayouts
-
-needs_extension = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
-#: The backend ``"torch"`` is Python alone.
-WAYS = ["torch", pytest.param("cpp", marks=needs_extension)]
 
 
 def swapped(param: Tensor) -> None:
@@ -43,11 +38,10 @@ CHANGES: dict[str, Callable[[Tensor], None]] = {
 }
 
 
-@pytest.mark.parametrize("backend", WAYS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_a_layout_is_seen(change: str, backend: str) -> None:
+def test_every_change_of_a_layout_is_seen(change: str) -> None:
     tensors = [torch.ones(2), nn.Parameter(torch.ones(4, 4)), torch.ones(0)]
-    live = LiveLayouts(backend)
+    live = LiveLayouts()
     assert not live.match(tensors), "nothing is remembered"
     live.remember(tensors)
     tensors[1].data.fill_(3.0)
@@ -58,11 +52,10 @@ def test_every_change_of_a_layout_is_seen(change: str, backend: str) -> None:
     assert live.match(tensors)
 
 
-@pytest.mark.parametrize("backend", WAYS)
-def test_other_tensors_do_not_match(backend: str) -> None:
+def test_other_tensors_do_not_match() -> None:
     memory = torch.ones(2, 3)
     tensors = [memory[0], memory[1]]
-    live = LiveLayouts(backend)
+    live = LiveLayouts()
     live.remember(tensors)
     assert not live.match([tensors[1], tensors[0]])
     assert not live.match(tensors[:1])
@@ -73,10 +66,9 @@ def test_other_tensors_do_not_match(backend: str) -> None:
     assert live.match([])
 
 
-@pytest.mark.parametrize("backend", WAYS)
-def test_no_tensor_is_kept_alive(backend: str) -> None:
+def test_no_tensor_is_kept_alive() -> None:
     tensors = [torch.ones(3)]
-    live, seen = LiveLayouts(backend), weakref.ref(tensors[0])
+    live, seen = LiveLayouts(), weakref.ref(tensors[0])
     live.remember(tensors)
     tensors.clear()
     gc.collect()
@@ -90,7 +82,7 @@ def test_a_tensor_without_a_layout_never_matches() -> None:
     assert not live.match(tensors)
 
 
-def test_subclasses_are_looked_at_in_python() -> None:
+def test_subclasses() -> None:
     class Own(torch.Tensor):
         pass
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from hdet_kernels.ops.native_calls import address_of
 from hdet_kernels.ops.table import COLUMNS, MOST_ARGUMENT_BYTES, HyperTable, Staged
 from tests.ops.cases import make_table
 
@@ -70,17 +69,13 @@ def test_the_host_knows_what_the_device_holds() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("count", [1, 496, 497, MOST_ARGUMENT_BYTES // 8, MOST_ARGUMENT_BYTES // 8 + 1, 20_000])
-def test_bytes_at_an_address_are_written_whatever_the_size(device: str, count: int) -> None:
+def test_bytes_are_written_whatever_the_size(device: str, count: int) -> None:
     """On CUDA: of one launch, of two, of the most, and more, which are copied through pinned memory."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch finds no usable NVIDIA GPU")
     staged = Staged((count,), torch.int64, torch.device(device))
-    first, second = np.arange(count).tobytes(), np.arange(count) + 2**40
-    assert staged.write(first)
-    staged.write_from(address_of(second))
-    second_on_device = staged.tensor.clone()
-    second[:] = -1  # the memory may change at once
-    assert second_on_device.tolist() == list(range(2**40, 2**40 + count))
-    assert not staged.holds(first)
-    assert staged.write(first), "what was written from an address is not known to be the same"
-    assert staged.tensor.tolist() == list(range(count))
+    for start in (0, 2**40, 0):
+        values = np.arange(start, start + count).tobytes()
+        assert staged.write(values)
+        assert staged.holds(values)
+        assert staged.tensor.tolist() == list(range(start, start + count))

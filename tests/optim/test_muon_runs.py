@@ -142,6 +142,31 @@ def test_two_ranks_average_parameters_and_state_of_both_parts() -> None:
     assert all(mine != other for mine, other in zip(first["rates"], second["rates"], strict=True))
 
 
+def _in_zero(rank: int) -> list[list[Tensor]]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # the import takes seconds
+
+    found = []
+    for wrap in (lambda params: hk.FusedMuon(params), lambda params: ZeroRedundancyOptimizer(params, hk.FusedMuon)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+        matrices, others = ([p for p in net.parameters() if (p.dim() == 2) is kind] for kind in (True, False))
+        groups = [{"params": matrices, "use_muon": True, "lr": LR}, {"params": others, "use_muon": False, "lr": 0.003}]
+        optimizer = wrap(groups)
+        for _ in range(3):
+            for param in net.parameters():
+                param.grad = torch.randn(param.shape)
+            optimizer.step()
+        found.append([param.detach().clone() for param in net.parameters()])
+    return found
+
+
+@pytest.mark.full
+def test_zero_redundancy_runs_it_with_groups_that_say_what_trains_them() -> None:
+    for alone, ours in run_ranks(2, _in_zero):
+        for mine, expected in zip(ours, alone, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
 def final_loss(make: Any) -> float:
     """Train a small classifier of 16 noisy directions and return its loss on all data."""
     generator = torch.Generator().manual_seed(0)
