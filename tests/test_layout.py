@@ -38,12 +38,7 @@ OPEN = (
     "buckets.py",
     "converge/attendance.py",
     "ensemble/processes.py",
-    "ops/bound_step.py",
-    "ops/extension.py",
-    "ops/native_calls.py",
     "ops/rowwise.py",
-    "optim/hooks.py",
-    "optim/zero_redundancy.py",
     "sharded/dtensors.py",
     "sharded/fsdp.py",
 )

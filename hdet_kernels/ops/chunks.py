@@ -116,7 +116,9 @@ class ChunkTable:
     def _expect(self, slots: Sequence[Slot], layouts: Sequence[Sequence[Sequence[int]]]) -> None:
         """Store what :meth:`match` compares gradients with: the slots, and one or more layouts that all may have."""
         self._expected = tuple(slots)
-        self._layouts = [torch.tensor([n for each in of_all for n in each], dtype=torch.int64) for of_all in layouts]
+        self._layouts = [
+            torch.tensor([n for each in of_all for n in each], dtype=torch.int64, device="cpu") for of_all in layouts
+        ]
         self._likely_layouts = list(range(len(layouts)))
         # Of the last match: whether gradients were missing, the operator's table, and the table of all replicas.
         self._some_missing = False

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -15,19 +18,28 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.ops.step import NO_SCALARS
-from hdet_kernels.optim.checks import check_max_grad_norm, check_param, check_params, check_ties
-from hdet_kernels.optim.fixed_gradients import FixedGradients
+from hdet_kernels.optim.coded_state import scale_name
 from hdet_kernels.optim.flat_group import FlatGroup, flat_groups_of, total_norm
-from hdet_kernels.optim.flat_state import FlatState
-from hdet_kernels.optim.group_entries import Group
-from hdet_kernels.optim.hyperparameters import ROUNDING_SEED, HyperparameterWriter, freeze_betas
-from hdet_kernels.optim.loading import complete_groups, loaded_through, prepare_state_dict
-from hdet_kernels.optim.options import Options
-from hdet_kernels.optim.parameter_watch import ParameterWatch
-from hdet_kernels.optim.per_replica import fit_state
-from hdet_kernels.optim.precision import unwrap_tensors
-from hdet_kernels.optim.rule_contract import RuleContract
+from hdet_kernels.optim.group_entries import (
+    IMPLEMENTATION_OPTIONS,
+    PER_REPLICA,
+    ROUNDING_SEED,
+    Group,
+    freeze_betas,
+    replica_groups,
+    shares_moments,
+)
+from hdet_kernels.optim.loading import complete_groups, fit_state, loaded_through, prepare_state_dict, unwrap_tensors
+from hdet_kernels.optim.options import (
+    Options,
+    check_max_grad_norm,
+    check_param,
+    check_params,
+    check_seed,
+    check_ties,
+)
 from hdet_kernels.optim.state_views import StateViews, saved_state
+from hdet_kernels.optim.watch import FixedGradients, ParameterWatch
 from hdet_kernels.tensors import replicas_of, share_gradients
 
 Closure = Callable[[], float]
@@ -35,15 +47,29 @@ Closure = Callable[[], float]
 log = logging.getLogger("hdet_kernels")
 
 
-class FusedOptimizer(RuleContract, FlatState, Optimizer):
+class FusedOptimizer(Optimizer):
     """Base class of the fused optimizers.
 
     Building one moves the parameters into :attr:`buckets`; ``state[p]`` holds parts of flat buffers. Hyperparameters
     are read from ``param_groups`` at every step, so that any learning rate scheduler works.
 
-    A subclass names its :attr:`rule`, checks the options of a group and maps a group to a row of the hyperparameter
-    table: see :class:`.rule_contract.RuleContract`.
+    A subclass sets :attr:`rule` and defines :meth:`check_group` and :meth:`row`. What else its rule decides has values
+    that most rules of torch.optim need.
+
+    Args:
+        params: parameters or groups.
+        defaults: the options of the groups.
+        max_grad_norm: the global norm down to which gradients are scaled; None for no clipping.
+        options: the fields of :class:`.options.Options`.
     """
+
+    rule: ClassVar[str]
+    #: Whether torch.optim shows a ``step`` in ``state[p]``. Step counts exist for every rule.
+    shows_step: ClassVar[bool] = True
+    #: Whether ``state[p]`` exists before the first step.
+    eager_state: ClassVar[bool] = False
+    #: Whether ``state[p]`` may lack its buffers, as that of torch's SGD before the first step with momentum.
+    optional_state: ClassVar[bool] = False
 
     #: Makes torch's GradScaler set ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
     #: False while a closure runs: GradScaler refuses closures, so gradients are unscaled there and may be clipped.
@@ -56,17 +82,45 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
     _told = False
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], *, max_grad_norm: float | None, options: Options
+        self, params: ParamsT, defaults: dict[str, Any], *, max_grad_norm: float | None = None, **options: Any
     ) -> None:
         self.max_grad_norm = max_grad_norm
-        self.options = options
+        self.options = Options(**options)
         self.check_group(defaults)
-        if options.rounds_stochastically:
+        if self.options.rounds_stochastically:
             # The same on every rank: with different seeds, replicas under DDP would drift apart.
             defaults[ROUNDING_SEED] = 0
         check_params(params)
         super().__init__(params, defaults)
         self._build()
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` if an option of ``group`` is out of range."""
+        raise NotImplementedError
+
+    def row(self, group: Group) -> dict[str, float | Tensor]:
+        """Return the hyperparameters of ``group`` by the columns of the hyperparameter table."""
+        raise NotImplementedError
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the state buffers that parameters of ``group`` have."""
+        return ops.STATES[self.rule]
+
+    def known_states(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the state buffers that a loaded state of ``group`` may have."""
+        return ops.STATES[self.rule]
+
+    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the state ``name`` of a parameter of ``shape``."""
+        return shape
+
+    def shows_step_of(self, group: Group) -> bool:
+        """Return whether torch.optim shows a ``step`` in the state of parameters of ``group``."""
+        return self.shows_step
+
+    def initial_state(self, name: str, group: Group) -> float:
+        """Return the value of the state ``name`` before the first step."""
+        return 0.0
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -184,6 +238,64 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
         self._build()
         return True
 
+    def state_flats(self) -> dict[str, Tensor]:
+        """Return the flat buffers of all floating-point state (moments, no step counts), laid out like
+        ``buckets.flats`` and named ``"number of the flat buffer/name of the state"``.
+
+        State that all replicas of a stack share is left out: it follows from their common gradient and needs no
+        averaging. State in 8 bits is decoded: these are copies, which :meth:`write_state_flats` writes back.
+        """
+        return {
+            f"{number}/{name}": buffer
+            for number, flat in enumerate(self._flat_groups)
+            if flat.replicas == 1 or not flat.shares_state
+            for name, buffer in flat.read_states().items()
+        }
+
+    def write_state_flats(self, flats: Mapping[str, Tensor]) -> None:
+        """Write changed copies of :meth:`state_flats` back: state in 8 bits is encoded, rounding to nearest."""
+        if self.options.state_dtype == torch.int8:
+            for number, flat in enumerate(self._flat_groups):
+                of_group = {name: flats[key] for name in flat.states if (key := f"{number}/{name}") in flats}
+                flat.write_states(of_group)
+
+    def all_state_flats(self) -> dict[str, Tensor]:
+        """Return every flat buffer of the state: those of :meth:`state_flats`, those that all replicas of a stack
+        share, the step counts as ``"number of the flat buffer/step"``, and of state in 8 bits codes and scales."""
+        found: dict[str, Tensor] = {}
+        for number, flat in enumerate(self._flat_groups):
+            found |= {f"{number}/{name}": buffer for name, buffer in flat.states.items() if buffer is not None}
+            found |= {f"{number}/{scale_name(name)}": part for name, part in flat.scales.items() if part is not None}
+            found[f"{number}/step"] = flat.steps
+        return found
+
+    def step_flats(self) -> list[Tensor]:
+        """Return the step counts of all parameters, one tensor for each flat buffer of parameters."""
+        return [flat.steps for flat in self._flat_groups]
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether all replicas of a stack have one state."""
+        return all(flat.replicas is not None and flat.shares_state for flat in self._flat_groups)
+
+    def separate_state(self) -> None:
+        """Give every replica of a stack a copy of the state that all of them share, for gradients that differ.
+
+        The state gets other memory: a CUDA graph that captured the step before is no longer valid.
+        """
+        if self.shares_state:
+            self._state_views.separate()
+            self._hyperparameters.invalidate()
+
+    def share_state(self) -> None:
+        """Give all replicas of a stack one state again: that of the first. The other states are dropped.
+
+        Where numbers that act on the moments differ between replicas, the next step separates them again.
+        """
+        if self.buckets.replicas is not None and not self.shares_state:
+            self._state_views.share()
+            self._hyperparameters.invalidate()
+
     def state_dict(self) -> dict[str, Any]:
         self._notice_regrouped_parameters()
         if self._state_views.any_replaced():
@@ -263,7 +375,7 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
         self._fixed: list[FixedGradients] = []
         self._state_views = StateViews(self, self._flat_groups)
         self._state_views.adopt()
-        self._hyperparameters = HyperparameterWriter(self, self._flat_groups, self._state_views, self.buckets.replicas)
+        self._hyperparameters = HyperparameterWriter(self, self._flat_groups, self._state_views)
         if self.options.gradients == "fixed":
             self._fixed = [FixedGradients(flat) for flat in self._flat_groups]
 
@@ -315,3 +427,104 @@ class FusedOptimizer(RuleContract, FlatState, Optimizer):
             if present.copied:
                 return [flat.gradients() for flat in self._flat_groups] if self.buckets.rehome() else grads
         return grads
+
+
+class HyperparameterWriter:
+    """Writes a row for each replica and parameter group into the hyperparameter tables, when a number changed.
+
+    Args:
+        optimizer: the optimizer whose groups are read.
+        flat_groups: the flat groups whose tables are written.
+        state_views: the state, which becomes each replica's own once their numbers for the moments differ.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, flat_groups: list[FlatGroup], state_views: StateViews) -> None:
+        self.optimizer, self.flat_groups, self.state_views = optimizer, flat_groups, state_views
+        self.replicas = optimizer.buckets.replicas
+        self._tables = list({id(flat.table): flat.table for flat in flat_groups}.values())
+        self._values_of = itemgetter(*(name for name in optimizer.defaults if name not in IMPLEMENTATION_OPTIONS))
+        self._written: list[Any] | None = None
+
+    def invalidate(self) -> None:
+        """Write everything again the next time."""
+        self._written = None
+
+    def write(self) -> None:
+        """Bring the hyperparameters to the devices."""
+        groups = self.optimizer.param_groups
+        if self._written is None or any(map(_has_per_replica, groups)):
+            self._write_all()
+            return
+        values = list(map(self._values_of, groups))
+        if len(values) == len(self._written) and all(map(_are_same, values, self._written)):
+            return
+        if not _only_floats_changed(values, self._written):
+            self._write_all()
+        elif values != self._written:  # as a schedule does at every step
+            self._write_tables([self._table_row(group) for group in groups])
+            self._written = values
+
+    def _write_all(self) -> None:
+        """Write numbers, tensors and per-replica values, with all checks."""
+        groups = self.optimizer.param_groups
+        for group in groups:
+            freeze_betas(group)
+        values = [(*self._values_of(group), *group.get(PER_REPLICA, {}).items()) for group in groups]
+        # The value of a tensor can change in place: then the tables are written every time.
+        has_tensors = any(isinstance(value, Tensor) for group_values in values for value in _flattened(group_values))
+        if not has_tensors and values == self._written:
+            return
+        for group in groups:
+            self.optimizer.check_group(group)
+            check_seed(group.get(ROUNDING_SEED, 0))
+        by_group = [replica_groups(group, self.replicas) for group in groups]
+        table_rows = [self._table_row(group) for group in chain.from_iterable(zip(*by_group, strict=True))]
+        if self.flat_groups[0].shares_state and not shares_moments(self.optimizer.rule, table_rows, len(groups)):
+            self.state_views.separate()
+        self._write_tables(table_rows)
+        self._written = None if has_tensors else values
+
+    def _table_row(self, group: Group) -> dict[str, float | Tensor]:
+        row = self.optimizer.row(group)
+        row["max_grad_norm"] = self.optimizer.max_grad_norm or 0.0
+        row["seed"] = group.get(ROUNDING_SEED, 0)
+        return row
+
+    def _write_tables(self, table_rows: list[dict[str, float | Tensor]]) -> None:
+        for table in self._tables:
+            table.write(table_rows)
+        self.state_views.update_names()
+
+
+def _has_per_replica(group: Group) -> bool:
+    return PER_REPLICA in group
+
+
+def _are_same(values: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Return whether hyperparameters are the same objects as before."""
+    return len(values) == len(before) and all(map(is_, values, before))
+
+
+def _only_floats_changed(values: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
+    """Return whether every hyperparameter is the same object as before, or a float in the place of a float."""
+    if len(values) != len(before):
+        return False
+    for group_values, earlier in zip(values, before, strict=True):
+        if len(group_values) != len(earlier):
+            return False
+        for now, then in zip(group_values, earlier, strict=True):
+            if now is then or (type(now) is float and type(then) is float):
+                continue
+            if not (type(now) is tuple and type(then) is tuple and len(now) == len(then)):
+                return False
+            if not all(type(value) is float for value in now + then):
+                return False
+    return True
+
+
+def _flattened(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flattened(value)
+        else:
+            yield value

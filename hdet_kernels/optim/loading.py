@@ -1,4 +1,4 @@
-"""Checks of a ``state_dict`` before anything of it is loaded.
+"""Checks of a ``state_dict`` before anything of it is loaded, and the form in which torch loads it without rounding.
 
 torch loads almost anything, and raises ``KeyError`` at the next step where an entry is missing. The fused optimizers
 have state for every parameter in flat buffers, in which a gap would be zeros, so everything is checked first.
@@ -6,25 +6,35 @@ have state for every parameter in flat buffers, in which a gap would be zeros, s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.optim.checks import check_seed
-from hdet_kernels.optim.coded_state import check_coded, is_coded, scale_name, with_own_shapes
-from hdet_kernels.optim.group_entries import PER_REPLICA, PER_REPLICA_BASE, Group
-from hdet_kernels.optim.hyperparameters import IMPLEMENTATION_OPTIONS, ROUNDING_SEED, freeze_betas
-from hdet_kernels.optim.per_replica import drop_values_of_other_stacks
-from hdet_kernels.optim.precision import wrap_tensors
+from hdet_kernels.optim.coded_state import check_coded, decoded_entries, is_coded, scale_name, with_own_shapes
+from hdet_kernels.optim.group_entries import (
+    IMPLEMENTATION_OPTIONS,
+    PER_REPLICA,
+    PER_REPLICA_BASE,
+    ROUNDING_SEED,
+    Group,
+    drop_values_of_other_stacks,
+    freeze_betas,
+)
+from hdet_kernels.optim.options import check_seed
 from hdet_kernels.optim.state_views import MASTER, MASTER_LOW
 from hdet_kernels.sharded import why_unlike
 from hdet_kernels.tensors import replicas_of
+
+if TYPE_CHECKING:
+    from hdet_kernels.optim.base import FusedOptimizer
 
 #: The largest step count that is loaded. Counts are float32, and no run has more steps.
 _MOST_STEPS = 2**53
@@ -34,25 +44,6 @@ _MUON_OPTIONS = ("use_muon", "adamw_betas", "normuon", "normuon_beta2")
 
 #: Options that a group may lack: ours, and those that torch adds itself when it loads an older state_dict.
 _ADDED_OPTIONS = (*IMPLEMENTATION_OPTIONS, ROUNDING_SEED, "amsgrad", "maximize", "nesterov", *_MUON_OPTIONS)
-
-
-class LoadingOptimizer(Protocol):
-    """The attributes of an optimizer that the checks need."""
-
-    eager_state: ClassVar[bool]
-    optional_state: ClassVar[bool]
-    defaults: dict[str, Any]
-    param_groups: list[dict[str, Any]]
-
-    def check_group(self, group: Mapping[str, Any]) -> None: ...
-
-    def state_names(self, group: Group) -> tuple[str, ...]: ...
-
-    def known_states(self, group: Group) -> tuple[str, ...]: ...
-
-    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]: ...
-
-    def shows_step_of(self, group: Group) -> bool: ...
 
 
 @contextmanager
@@ -75,7 +66,7 @@ def loaded_through(
         handle.remove()
 
 
-def check_state_dict(optimizer: LoadingOptimizer, state_dict: object) -> None:
+def check_state_dict(optimizer: FusedOptimizer, state_dict: object) -> None:
     """Raise ValueError unless ``optimizer`` can continue from ``state_dict``.
 
     Accepted is what torch.optim saves and continues from: parameters that have never been stepped have no entry or an
@@ -114,7 +105,7 @@ def _check_options(number: int, saved: Mapping[str, Any], defaults: Mapping[str,
         )
 
 
-def prepare_state_dict(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def prepare_state_dict(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a checked state_dict in the form in which torch loads it without rounding.
 
     torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16 parameters.
@@ -161,7 +152,7 @@ def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": numbered}
 
 
-def _with_own_codes(optimizer: LoadingOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _with_own_codes(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state_dict whose codes have the shapes of ``state[p]``, without scales where there are no codes.
 
     Of state that was saved decoded and flattened, ``torch.distributed.checkpoint`` makes an empty dict for the scales.
@@ -228,7 +219,7 @@ def _check_names(
         )
 
 
-def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimizer: LoadingOptimizer) -> None:
+def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimizer: FusedOptimizer) -> None:
     rows = set()
     scales = {scale_name(name) for name, value in entries.items() if is_coded(value)}
     stacked = replicas_of(param) is not None
@@ -307,3 +298,58 @@ def _check_per_replica(group: Group) -> None:
         numbers = isinstance(values, list | tuple) and all(isinstance(value, Real | Tensor) for value in values)
         if not numbers:
             raise ValueError(f"a loaded group has {PER_REPLICA}[{key!r}]={values!r}, expected one number per replica")
+
+
+def fit_state(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return loaded state of a stacked parameter in a form that fits its number of replicas.
+
+    Per-replica state of a stack with another number of replicas becomes one state for all: the mean over the replicas,
+    and the largest step count. After a sync with local gradients, all replicas are equal.
+    """
+    # A state has the shape of its parameter, or one number for each row (NorMuon).
+    shapes = (tuple(param.shape[1:]), (*param.shape[1:-1], 1))
+    fitted = dict(entries)
+    coded = [value for value in fitted.values() if is_coded(value)]
+    if any(tuple(value.shape[1:]) in shapes and len(value) != len(param) for value in coded):
+        fitted = decoded_entries(entries)
+    others = {"step", *(scale_name(name) for name, value in fitted.items() if is_coded(value))}
+    per_replica = [
+        name
+        for name, value in fitted.items()
+        if name not in others and isinstance(value, Tensor) and value.dim() and tuple(value.shape[1:]) in shapes
+    ]
+    of_other_stack = [name for name in per_replica if len(fitted[name]) not in (0, len(param))]
+    for name in of_other_stack:
+        # In float64 the mean of equal numbers is that number.
+        fitted[name] = fitted[name].double().mean(0).to(fitted[name].dtype)
+    if of_other_stack and isinstance(fitted.get("step"), Tensor) and fitted["step"].dim():
+        fitted["step"] = fitted["step"].max()
+    return fitted
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    tensor: Tensor
+
+
+def wrap_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the same state_dict with the tensors of its state wrapped."""
+    state = {
+        param: {name: _Wrapped(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
+        if isinstance(entries, Mapping)
+        else entries
+        for param, entries in state_dict["state"].items()
+    }
+    return state_dict | {"state": state}
+
+
+def unwrap_tensors(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
+    """Return state that ``load_state_dict`` has mapped to parameters, with its tensors unwrapped."""
+    plain: defaultdict[Any, Any] = defaultdict(dict)
+    for param, entries in state.items():
+        plain[param] = (
+            {name: value.tensor if isinstance(value, _Wrapped) else value for name, value in entries.items()}
+            if isinstance(entries, Mapping)
+            else entries
+        )
+    return plain

@@ -1,26 +1,52 @@
-"""Muon for matrices, with AdamW for all other parameters, in one optimizer."""
+"""Muon for matrices, with AdamW for all other parameters, in one optimizer.
+
+:class:`FusedMuon` divides the parameters into groups. :class:`MuonGroup` holds a flat buffer of matrices, and steps it:
+momentum, orthogonalisation and move, shape by shape.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple, Unpack
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
+from hdet_kernels.ops.backends import chosen, resolve
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
+from hdet_kernels.ops.newton_schulz import orthogonalise_
+from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK, block_count
+from hdet_kernels.ops.torch.newton_schulz import normalise_rows_
 from hdet_kernels.optim.base import FusedOptimizer
-from hdet_kernels.optim.checks import check_at_least_zero, check_below_one, check_flags, check_params
 from hdet_kernels.optim.flat_group import FlatGroup
 from hdet_kernels.optim.group_entries import PER_REPLICA, Group
-from hdet_kernels.optim.muon_group import ROW_SQUARES, MuonGroup, Orthogonal
-from hdet_kernels.optim.options import GradientStorage, MasterWeights, Options
-from hdet_kernels.tensors import replicas_of
+from hdet_kernels.optim.options import (
+    SharedOptions,
+    check_at_least_zero,
+    check_below_one,
+    check_flags,
+    check_params,
+)
+from hdet_kernels.tensors import Slot, replicas_of
 
 log = logging.getLogger("hdet_kernels")
+
+#: The most elements that are orthogonalised at once, unless one matrix has more. They take 2 bytes each for the update,
+#: and 4 to 9 more while Newton–Schulz runs (6 for square matrices): about half a gibibyte of scratch memory.
+PIECE_ELEMENTS = 2**26
+
+#: The name of NorMuon's state: for each row of a matrix the mean of the squares of its updates.
+ROW_SQUARES = "second_momentum_buffer"
 
 #: Entries of a group of matrices that cannot differ between replicas: they act on the update that all of them share.
 _COMMON = ("eps", "ns_coefficients", "ns_steps", "normuon_beta2")
@@ -60,8 +86,7 @@ class FusedMuon(FusedOptimizer):
         normuon: divide each row of O by the root of the mean of its squares over the steps, and scale the result to
             the norm of O (NorMuon, arXiv 2510.05491).
         normuon_beta2: the decay rate of that mean.
-        max_grad_norm, gradients, master_weights, state_dtype, stochastic_rounding, backend, advance_versions: as for
-            the other optimizers; gradients are clipped by their norm over all parameters.
+        shared: as for the other optimizers; gradients are clipped by their norm over all parameters.
     """
 
     rule = "muon"
@@ -84,13 +109,7 @@ class FusedMuon(FusedOptimizer):
         adamw_weight_decay: float = 1e-2,
         normuon: bool = False,
         normuon_beta2: float = 0.95,
-        max_grad_norm: float | None = None,
-        gradients: GradientStorage = "autograd",
-        master_weights: MasterWeights = None,
-        state_dtype: torch.dtype = torch.float32,
-        stochastic_rounding: bool = False,
-        backend: str | None = None,
-        advance_versions: bool = True,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -114,8 +133,7 @@ class FusedMuon(FusedOptimizer):
             "adamw_betas": adamw_betas,
         }
         self.check_group(defaults | self._adamw | {"use_muon": False})
-        options = Options(gradients, master_weights, state_dtype, stochastic_rounding, backend, advance_versions)
-        super().__init__(params, defaults, max_grad_norm=max_grad_norm, options=options)
+        super().__init__(params, defaults, **shared)
         if not any(group["use_muon"] for group in self.param_groups):
             log.warning(
                 "FusedMuon was given no matrix: AdamW trains all %d parameters. Some wrappers make vectors of them "
@@ -294,3 +312,270 @@ def _is_matrix(given: Any) -> bool:
 
 def _layout(param: Tensor) -> tuple[Iterable[int], Iterable[int]]:
     return tuple(param.shape), tuple(param.stride())
+
+
+class Orthogonal(NamedTuple):
+    """How the updates of a parameter group are orthogonalised and scaled."""
+
+    coefficients: tuple[float, float, float]
+    steps: int
+    eps: float
+    adjust_lr_fn: str | None
+    normuon: bool
+    beta2: float
+
+    @staticmethod
+    def of(group: dict[str, Any]) -> Orthogonal:
+        """Return the settings of a parameter group."""
+        return Orthogonal(
+            tuple(group["ns_coefficients"]),
+            group["ns_steps"],
+            group["eps"],
+            group["adjust_lr_fn"],
+            group["normuon"],
+            group["normuon_beta2"],
+        )
+
+    def ratio(self, shape: Sequence[int]) -> float:
+        """Return the factor of the learning rate for matrices of ``shape``, as torch.optim.Muon has it."""
+        rows, columns = shape
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / columns)) if columns else 1.0
+
+
+@dataclass
+class Piece:
+    """Matrices of one shape and one parameter group that are orthogonalised together.
+
+    Attributes:
+        slots: their slots in the flat buffer, one after the other.
+        replicas: those replicas whose states these are; one where all share a state.
+        settings: how they are orthogonalised.
+        update: [replicas · slots, rows, columns], a part of the scratch memory, for the update.
+        push: for each replica the step that updates the momentum and writes the update.
+        move: the step that moves the parameters by the update.
+        row_squares: for each replica NorMuon's state, [slots, rows, 1].
+        own_counts: the step counts of ``move``, [replicas, slots].
+        counts: where they are kept between steps, if not in place.
+    """
+
+    slots: range
+    replicas: range
+    settings: Orthogonal
+    update: Tensor
+    push: list[ops.Step]
+    move: ops.Step
+    row_squares: list[Tensor]
+    own_counts: Tensor
+    counts: Tensor | None
+    #: Of the last step: the table of all gradients, those of each replica, and the updates that stand for gradients.
+    known: tuple[NDArray[np.int64] | None, list[NDArray[np.int64]], MatchedGradients | None] = (None, [], None)
+
+
+class MuonGroup(FlatGroup):
+    """A flat buffer of matrices. Those of one shape and parameter group are neighbours in it.
+
+    A step takes the matrices in pieces of at most :data:`PIECE_ELEMENTS` elements: one pass over gradient and momentum
+    writes the update in bfloat16, Newton–Schulz orthogonalises the whole piece at once, and one pass over the
+    parameters applies weight decay and update, in all replicas of a stack that share the gradient.
+
+    Args:
+        settings_of: returns the settings of a parameter group by its number.
+        arguments: those of :class:`FlatGroup`.
+        shares_state: as in :class:`FlatGroup`.
+    """
+
+    def __init__(self, settings_of: Callable[[int], Orthogonal], *arguments: Any, shares_state: bool) -> None:
+        self._settings_of = settings_of
+        super().__init__("muon", *arguments, shares_state=shares_state)
+
+    def _lay_out(self, shares_state: bool) -> None:
+        super()._lay_out(shares_state)
+        self.states[ROW_SQUARES] = self.scales[ROW_SQUARES] = None
+        self._pieces: list[Piece] = []
+        self._settings: list[Orthogonal] = []
+        ends = np.cumsum([0, *(slot.shape[0] for slot in self.slots)])
+        self._row_slots = [
+            Slot(slot.flat, int(end), slot.shape[0], (slot.shape[0], 1), (1, 1))
+            for slot, end in zip(self.slots, ends, strict=False)
+        ]
+        self._row_count = int(ends[-1])
+
+    @torch.inference_mode(False)
+    def state_buffer(self, name: str) -> Tensor:
+        """Return the flat buffer of state ``name``; the first call makes it, filled with zeros."""
+        flat = self.states[name]
+        if flat is not None:
+            return flat
+        self._pieces = []
+        if name != ROW_SQUARES:
+            return super().state_buffer(name)
+        dtype = torch.float64 if self.flat.dtype == torch.float64 else torch.float32
+        leading = (self.replicas,) if self._has_separate_states else ()
+        flat = self.states[name] = torch.zeros((*leading, self._row_count), dtype=dtype, device=self.flat.device)
+        return flat
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """Return slot ``index`` of a buffer laid out like the parameters, or of NorMuon's state."""
+        if flat is self.states[ROW_SQUARES]:
+            return self._row_slots[index].view(flat)
+        return super().view(flat, index)
+
+    def state_shape(self, name: str, index: int) -> tuple[int, ...]:
+        """Return the shape that state ``name`` of slot ``index`` has for one replica."""
+        return self._row_slots[index].shape if name == ROW_SQUARES else super().state_shape(name, index)
+
+    def step(self, grads: MatchedGradients, scalars: ops.Scalars) -> None:
+        """Update the matrices that have a gradient."""
+        settings = [self._settings_of(group) for group in sorted(set(self.groups))]
+        if not self._pieces or self._settings != settings or self._chosen_backend != chosen():
+            self._settings, self._chosen_backend = settings, chosen()
+            self._cut()
+        scalars = scalars.on(self.flat.device)
+        # On the device, so that a captured graph reads the hyperparameters of its replay.
+        torch.index_select(self.table.tensor, 0, self._row_of_slot, out=self._own_rows)
+        self._own_rows.mul_(self._row_factors)
+        if self.options.rounds_stochastically:
+            self._push_steps.copy_(self.steps)
+        for piece in self._pieces:
+            self._step_piece(piece, grads, scalars)
+
+    def _step_piece(self, piece: Piece, grads: MatchedGradients, scalars: ops.Scalars) -> None:
+        if piece.known[0] is not grads.table:
+            piece.known = (grads.table, *self._tables_of(piece, grads))
+        _, tables, updates = piece.known
+        if updates is None:
+            return
+        given = grads.tensors[piece.slots.start : piece.slots.stop]
+        for push, replica, table in zip(piece.push, piece.replicas, tables, strict=True):
+            own = given if self.replicas is None else [None if grad is None else grad[replica] for grad in given]
+            push(MatchedGradients(own, table, any=True, permanent=grads.permanent), scalars)
+        settings = piece.settings
+        orthogonalise_(piece.update, settings.coefficients, settings.steps, settings.eps, backend=self._backend)
+        if settings.normuon:
+            keep = piece.move.chunks.point_at(updates)[:, 0] != NO_GRADIENT
+            keep = keep if scalars.found_inf is None else keep & (scalars.found_inf <= 0)
+            normalise_rows_(piece.update, piece.row_squares, settings.beta2, keep.view(-1, 1, 1))
+        if piece.counts is not None:
+            piece.own_counts.copy_(piece.counts)
+        piece.move(updates, ops.Scalars(found_inf=scalars.found_inf))
+        if piece.counts is not None:
+            piece.counts.copy_(piece.own_counts)
+
+    def _tables_of(
+        self, piece: Piece, grads: MatchedGradients
+    ) -> tuple[list[NDArray[np.int64]], MatchedGradients | None]:
+        """Return the gradient table of the piece for each of its replicas, and its updates as gradients, if any."""
+        there = [grads.tensors[index] is not None for index in piece.slots]
+        if not any(there):
+            return [], None
+        starts = [replica * len(self.slots) + piece.slots.start for replica in piece.replicas]
+        tables = [grads.table[start : start + len(piece.slots)] for start in starts]
+        pairs = zip(piece.update.unbind(), there * len(piece.replicas), strict=True)
+        updates = [update if has else None for update, has in pairs]
+        return tables, replace(piece.move.chunks.match(updates), permanent=True)
+
+    @torch.inference_mode(False)
+    def _cut(self) -> None:
+        """Divide the matrices into pieces, and bind the steps of each."""
+        device, rows = self.flat.device, self.replicas or 1
+        self._backend = resolve(device, self.options.backend)
+        held = range(rows if self._has_separate_states else 1)
+        ratios = [self._settings_of(g).ratio(slot.shape) for g, slot in zip(self.groups, self.slots, strict=True)]
+        wide = self.table.tensor.dtype
+        factors = torch.ones((len(self.slots), len(COLUMNS)), dtype=wide, device="cpu")
+        factors[:, COLUMNS.index("lr")] = torch.tensor(ratios, dtype=wide, device="cpu")
+        # Weight decay acts with the learning rate as it was.
+        factors[:, COLUMNS.index("weight_decay")] = 1 / torch.tensor(ratios, dtype=wide, device="cpu")
+        self._row_factors = factors.repeat(rows, 1).to(device)
+        per_replica = self.table.tensor.shape[0] // rows
+        rows_of = [replica * per_replica + group for replica in range(rows) for group in self.groups]
+        self._row_of_slot = torch.tensor(rows_of, dtype=torch.int64, device=device)
+        self._own_rows = torch.zeros_like(self._row_factors)
+        self._push_steps = torch.zeros_like(self.steps)
+
+        def alike(index: int) -> tuple[Any, ...]:
+            return self.groups[index], self.slots[index].shape, self.slots[index].stride
+
+        cuts: list[tuple[range, range]] = []
+        for _, members in groupby(filter(lambda i: self.slots[i].numel, range(len(self.slots))), key=alike):
+            found = list(members)
+            most = max(PIECE_ELEMENTS // self.slots[found[0]].numel, 1)
+            for start in range(0, len(found), most):
+                part = range(found[start], found[min(start + most, len(found)) - 1] + 1)
+                together = max(most // len(part), 1)
+                cuts += [(part, held[first : first + together]) for first in range(0, len(held), together)]
+        extents = [len(replicas) * len(part) * self._pitch(part) for part, replicas in cuts]
+        dtype = torch.float64 if self.flat.dtype == torch.float64 else torch.bfloat16
+        scratch = torch.zeros(max(extents, default=0), dtype=dtype, device=device)
+        self._pieces = [self._bind(part, replicas, scratch) for part, replicas in cuts]
+
+    def _pitch(self, part: range) -> int:
+        """Return the elements from one matrix of a piece to the next."""
+        if len(part) == 1:
+            return self.slots[part[0]].numel
+        return self.slots[part[1]].offset - self.slots[part[0]].offset
+
+    def _bind(self, part: range, replicas: range, scratch: Tensor) -> Piece:
+        slots, pitch = self.slots[part.start : part.stop], self._pitch(part)
+        settings, extent = self._settings_of(self.groups[part.start]), len(part) * pitch
+        per_replica = self.table.tensor.shape[0] // (self.replicas or 1)
+        momentum = self.state_buffer("momentum_buffer")
+        momentum = momentum.view(-1, momentum.shape[-1])
+        scales = self.scales["momentum_buffer"]
+        scales = None if scales is None else scales.view(-1, scales.shape[-1])
+        first, last = self._first_scales[part.start], self._first_scales[part.stop - 1] + block_count(slots[-1].numel)
+        last += -last % BLOCKS_PER_CHUNK
+        push_counts = self._push_steps.view(-1, len(self.slots))
+        options = self.options
+        push = []
+        for place, replica in enumerate(replicas):
+            span = slice(slots[0].offset, slots[-1].offset + slots[-1].numel)
+            length = span.stop - span.start
+            moved = [replace(slot, offset=number * pitch) for number, slot in enumerate(slots)]
+            table_rows = [replica * per_replica + self.groups[index] for index in part]
+            push.append(
+                ops.Step(
+                    "muon",
+                    scratch[place * extent : place * extent + length],
+                    [momentum[replica, span]],
+                    push_counts[replica, part.start : part.stop],
+                    self.table.tensor,
+                    ChunkTable(moved, table_rows, self.flat.device, scratch.dtype),
+                    # A momentum in bfloat16 is rounded at random, and with it the update, by less than it is anyway.
+                    stochastic_rounding=options.stochastic_rounding and momentum.dtype == torch.bfloat16,
+                    backend=options.backend,
+                    scales=() if scales is None else [scales[replica, first:last]],
+                )
+            )
+        shared = self.replicas is not None and not self._has_separate_states and self.replicas > 1
+        flats = [None if flat is None else flat if shared else flat.view(-1) for flat in (self.flat, self.master)]
+        param, master = flats
+        assert param is not None
+        length = self.flat.shape[-1]
+        moved = [replace(slot, offset=slot.offset + replica * length) for replica in replicas for slot in slots]
+        table_rows = [replica * len(self.slots) + index for replica in replicas for index in part]
+        counts = self.steps.view(-1, len(self.slots))[replicas.start : replicas.stop, part.start : part.stop]
+        own_counts = counts.contiguous()  # of one replica, they are themselves
+        move = ops.Step(
+            "muon",
+            param,
+            [None],
+            own_counts.view(-1),
+            self._own_rows,
+            ChunkTable(moved, table_rows, self.flat.device, self.flat.dtype),
+            master=master,
+            stochastic_rounding=options.stochastic_rounding,
+            backend=options.backend,
+            rows=param.shape[0] if param.dim() == 2 else 1,
+        )
+        update = scratch.as_strided((len(replicas) * len(part), *slots[0].shape), (pitch, *slots[0].stride))
+        squares: list[Tensor] = []
+        if settings.normuon:
+            flat = self.state_buffer(ROW_SQUARES)
+            flat, count = flat.view(-1, flat.shape[-1]), slots[0].shape[0]
+            start = self._row_slots[part.start].offset
+            squares = [flat[r, start : start + count * len(part)].view(len(part), count, 1) for r in replicas]
+        in_place = own_counts.data_ptr() == counts.data_ptr()
+        return Piece(part, replicas, settings, update, push, move, squares, own_counts, None if in_place else counts)

@@ -15,12 +15,10 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.rowwise import arithmetic, row_gradient, rowwise_adagrad_
 from hdet_kernels.ops.table import HyperTable
-from hdet_kernels.optim.checks import check_at_least_zero, check_flags, check_param, check_params, check_seed
-from hdet_kernels.optim.group_entries import Group
-from hdet_kernels.optim.hyperparameters import ROUNDING_SEED
-from hdet_kernels.optim.loading import loaded_through
-from hdet_kernels.optim.parameter_watch import ParameterWatch
-from hdet_kernels.optim.precision import unwrap_tensors, wrap_tensors
+from hdet_kernels.optim.group_entries import ROUNDING_SEED, Group
+from hdet_kernels.optim.loading import loaded_through, unwrap_tensors, wrap_tensors
+from hdet_kernels.optim.options import check_at_least_zero, check_flags, check_param, check_params, check_seed
+from hdet_kernels.optim.watch import ParameterWatch
 from hdet_kernels.sharded import is_distributed
 from hdet_kernels.tensors import own_storage, replicas_of
 

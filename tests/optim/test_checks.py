@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hdet_kernels.optim import FusedAdamW, FusedOptimizer
-from hdet_kernels.optim.checks import check_finite, check_param, check_ties
+from hdet_kernels.optim.options import check_finite, check_param, check_ties
 from tests.optim.cases import assert_refused
 
 

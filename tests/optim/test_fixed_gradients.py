@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.optim import FusedAdamW, FusedSGD
-from hdet_kernels.optim.spot_check import ITEMS_PER_STEP
+from hdet_kernels.optim.watch import ITEMS_PER_STEP
 from tests.ops.cases import BACKENDS
 from tests.optim.cases import FUSED, QUICK_FUSED, fused_optimizer, give_gradients, parameters, with_backends
 from tests.ranks import run_ranks

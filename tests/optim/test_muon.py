@@ -20,7 +20,7 @@ import torch.distributed.tensor
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.optim.muon_group import ROW_SQUARES
+from hdet_kernels.optim.muon import ROW_SQUARES
 from tests.ops.cases import BACKENDS, QUICK, interpreted
 from tests.optim.cases import assert_equal, choose_backends
 from tests.optim.muon_cases import LR, MATRICES, MIXED, give, parameters, run, stepped

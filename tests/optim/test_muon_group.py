@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hdet_kernels as hk
-from hdet_kernels.optim import muon_group
-from hdet_kernels.optim.muon_group import MuonGroup, Orthogonal
+from hdet_kernels.optim import muon
+from hdet_kernels.optim.muon import MuonGroup, Orthogonal
 from hdet_kernels.stack import StackedParameter
 
 SHAPES = ((4, 6), (6, 4), (4, 6), (4, 6), (5, 5), (4, 6), (3,))
@@ -39,7 +39,7 @@ def test_pieces_of_any_size_give_the_same_numbers(stacked: bool, monkeypatch: py
     assert len(group._pieces) == 3
     assert [len(piece.slots) * len(piece.replicas) for piece in group._pieces] == ([12, 3, 3] if stacked else [4, 1, 1])
     for elements, counts in ((1, (1, 1, 1)), (2 * 24, (2, 1, 1))):
-        monkeypatch.setattr(muon_group, "PIECE_ELEMENTS", elements)
+        monkeypatch.setattr(muon, "PIECE_ELEMENTS", elements)
         parts, group = trained(stacked, options)
         for mine, other in zip(parts, whole, strict=True):
             assert torch.equal(mine, other)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.optim import muon_group
-from hdet_kernels.optim.muon_group import ROW_SQUARES
+from hdet_kernels.optim import muon
+from hdet_kernels.optim.muon import ROW_SQUARES
 from hdet_kernels.stack import StackedParameter
 from tests.ops.cases import QUICK
 from tests.optim.cases import assert_equal, choose_backends
@@ -40,7 +40,7 @@ def test_replicas_of_a_stack_step_as_if_alone(
         for params, rate, decay, other in zip(alone, rates, decays, adamw, strict=True)
     ]
     orthogonalised: list[int] = []
-    original = muon_group.orthogonalise_
+    original = muon.orthogonalise_
 
     def counting(x: Tensor, *arguments: Any, **named: Any) -> None:
         orthogonalised.append(len(x))
@@ -59,7 +59,7 @@ def test_replicas_of_a_stack_step_as_if_alone(
             else:
                 param.grad = None
         with monkeypatch.context() as patch:
-            patch.setattr(muon_group, "orthogonalise_", counting)
+            patch.setattr(muon, "orthogonalise_", counting)
             optimizer.step()
     matrices = sum(len(shape) == 2 for shape in shapes)
     assert sum(orthogonalised) == 3 * matrices * (1 if shared else count)

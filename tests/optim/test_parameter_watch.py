@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hdet_kernels.optim import FusedAdamW, FusedSGD
-from hdet_kernels.optim.parameter_watch import ParameterWatch
+from hdet_kernels.optim.watch import ParameterWatch
 from tests.ops.cases import BACKENDS
 from tests.optim.cases import assert_equal, choose_backends, many_parameters, parameters, run
 

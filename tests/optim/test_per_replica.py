@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.ops.chunks import ChunkTable
-from hdet_kernels.optim.group_entries import write_per_replica
-from hdet_kernels.optim.per_replica import fit_state, replica_groups, shares_moments
+from hdet_kernels.optim.group_entries import replica_groups, shares_moments, write_per_replica
+from hdet_kernels.optim.loading import fit_state
 from hdet_kernels.stack import StackedParameter
 from tests.ops.cases import available
 from tests.optim.cases import choose, with_backends

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet_kernels.optim import FusedAdamW, FusedLion, FusedSGD
-from hdet_kernels.optim.precision import unwrap_tensors, wrap_tensors
+from hdet_kernels.optim.loading import unwrap_tensors, wrap_tensors
 from tests.ops.cases import BACKENDS, QUICK
 from tests.optim.cases import (
     FUSED,
@@ -124,6 +124,8 @@ class TestResuming:
 
     def check(self, backend: tuple[str, str], name: str, dtype: torch.dtype, **options: Any) -> None:
         where, device = backend
+        if "amsgrad" in name and options.get("state_dtype") in (torch.int8, "int8"):
+            pytest.skip("refused")
         options |= {"backend": where}
         straight, resumed = parameters(dtype, device), parameters(dtype, device)
         torch.manual_seed(1)

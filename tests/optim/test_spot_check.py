@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hdet_kernels.optim.spot_check import ITEMS_PER_STEP, SpotCheck
+from hdet_kernels.optim.watch import ITEMS_PER_STEP, SpotCheck
 
 
 @pytest.mark.parametrize("count", [0, 1, ITEMS_PER_STEP, ITEMS_PER_STEP + 1, 3 * ITEMS_PER_STEP - 1])

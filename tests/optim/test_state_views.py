@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hdet_kernels.optim import FusedAdamW, FusedSGD
-from hdet_kernels.optim.spot_check import ITEMS_PER_STEP
 from hdet_kernels.optim.state_views import saved_state
+from hdet_kernels.optim.watch import ITEMS_PER_STEP
 from tests.ops.cases import BACKENDS
 from tests.optim.cases import assert_equal, choose_backends, many_parameters, parameters, run
 

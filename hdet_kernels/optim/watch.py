@@ -1,18 +1,85 @@
-"""``gradients="fixed"``: permanent gradients in one flat buffer."""
+"""What may change between two steps: regrouped and moved parameters, and gradients that were to stay (``"fixed"``).
+
+Checking every tensor in every step would cost as much as fixed gradients save, so some things are checked by turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import is_
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.optim.flat_group import FlatGroup
-from hdet_kernels.optim.spot_check import SpotCheck
-from hdet_kernels.sharded import distributed_like, is_distributed, part_like, part_of
+from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.sharded import distributed_like, is_distributed, part_like, part_of, parts_of
 from hdet_kernels.tensors import own_storage
+
+T = TypeVar("T")
+
+#: How many items one step checks.
+ITEMS_PER_STEP = 4
+
+
+class SpotCheck(Generic[T]):
+    """Items to check in turn, ``ITEMS_PER_STEP`` at a time."""
+
+    def __init__(self, items: Sequence[T]) -> None:
+        self.items = items
+        self._next = 0
+
+    def next_items(self) -> Sequence[T]:
+        """Return the next items; after the last one, start again with the first."""
+        start = self._next
+        self._next = start + ITEMS_PER_STEP if start + ITEMS_PER_STEP < len(self.items) else 0
+        return self.items[start : start + ITEMS_PER_STEP]
+
+
+class ParameterWatch:
+    """The members of all parameter groups and the addresses of the parameters, as they were at the last look.
+
+    Args:
+        groups: the optimizer's ``param_groups``.
+        params: all of their parameters, each once.
+    """
+
+    def __init__(self, groups: Sequence[Group], params: Sequence[Tensor]) -> None:
+        self._lists = [(group["params"], list(group["params"])) for group in groups]
+        self._params = list(params)
+        self._parts = parts_of(self._params)  # of distributed tensors, whose data is in others
+        self.remember_addresses()
+
+    def regrouped(self, groups: Sequence[Group], *, lists_only: bool) -> bool:
+        """Return whether parameters were added to, removed from or replaced in ``groups`` by hand.
+
+        Args:
+            groups: the optimizer's ``param_groups`` now.
+            lists_only: notice only lists that were replaced or changed their length, at no cost for each parameter.
+        """
+        if len(groups) != len(self._lists):
+            return True
+        for group, (known, before) in zip(groups, self._lists, strict=True):
+            members = group["params"]
+            if members is not known or len(members) != len(before):
+                return True
+            if not lists_only and not all(map(is_, members, before)):
+                return True
+        return False
+
+    def moved(self) -> bool:
+        """Return whether a parameter has another address, at the cost of reading one pointer for each parameter."""
+        return self._addresses_now() != self._addresses
+
+    def remember_addresses(self) -> None:
+        """Take the addresses that the parameters have now as the expected ones."""
+        self._addresses = self._addresses_now()
+
+    def _addresses_now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._parts(self._params)))
 
 
 class FixedGradients:
