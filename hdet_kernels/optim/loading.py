@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +29,9 @@ from hdet_kernels.optim.group_entries import (
     freeze_betas,
 )
 from hdet_kernels.optim.options import check_seed
-from hdet_kernels.optim.state_views import MASTER, MASTER_LOW
+from hdet_kernels.optim.state_views import MASTER, MASTER_LOW, StatefulOptimizer
 from hdet_kernels.sharded import why_unlike
 from hdet_kernels.tensors import replicas_of
-
-if TYPE_CHECKING:
-    from hdet_kernels.optim.base import FusedOptimizer
 
 #: The largest step count that is loaded. Counts are float32, and no run has more steps.
 _MOST_STEPS = 2**53
@@ -66,7 +63,7 @@ def loaded_through(
         handle.remove()
 
 
-def check_state_dict(optimizer: FusedOptimizer, state_dict: object) -> None:
+def check_state_dict(optimizer: StatefulOptimizer, state_dict: object) -> None:
     """Raise ValueError unless ``optimizer`` can continue from ``state_dict``.
 
     Accepted is what torch.optim saves and continues from: parameters that have never been stepped have no entry or an
@@ -105,7 +102,7 @@ def _check_options(number: int, saved: Mapping[str, Any], defaults: Mapping[str,
         )
 
 
-def prepare_state_dict(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def prepare_state_dict(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a checked state_dict in the form in which torch loads it without rounding.
 
     torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16 parameters.
@@ -152,7 +149,7 @@ def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": numbered}
 
 
-def _with_own_codes(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _with_own_codes(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state_dict whose codes have the shapes of ``state[p]``, without scales where there are no codes.
 
     Of state that was saved decoded and flattened, ``torch.distributed.checkpoint`` makes an empty dict for the scales.
@@ -219,7 +216,7 @@ def _check_names(
         )
 
 
-def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimizer: FusedOptimizer) -> None:
+def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimizer: StatefulOptimizer) -> None:
     rows = set()
     scales = {scale_name(name) for name, value in entries.items() if is_coded(value)}
     stacked = replicas_of(param) is not None

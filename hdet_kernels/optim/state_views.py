@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,19 +19,36 @@ from hdet_kernels.optim.coded_state import (
     with_own_shapes,
 )
 from hdet_kernels.optim.flat_group import FlatGroup
+from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.watch import SpotCheck
 from hdet_kernels.sharded import distributed_like, is_distributed, part_like, part_of
 from hdet_kernels.split_master import copy_of, low_of_copy
 from hdet_kernels.tensors import compact, own_storage
-
-if TYPE_CHECKING:
-    from hdet_kernels.optim.base import FusedOptimizer
 
 #: The name in ``state[p]`` of the float32 master of a bf16 or fp16 parameter.
 MASTER = "master"
 
 #: The name in ``state[p]`` of the lower half of a split master (:mod:`hdet_kernels.split_master`), int16.
 MASTER_LOW = "master_low"
+
+
+class StatefulOptimizer(Protocol):
+    """The members of :class:`.base.FusedOptimizer` by which its state is shown and loaded."""
+
+    eager_state: ClassVar[bool]
+    optional_state: ClassVar[bool]
+    options: Options
+    defaults: dict[str, Any]
+    param_groups: list[Group]
+    state: Any
+
+    def check_group(self, group: Mapping[str, Any]) -> None: ...
+    def state_names(self, group: Group) -> tuple[str, ...]: ...
+    def known_states(self, group: Group) -> tuple[str, ...]: ...
+    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]: ...
+    def shows_step_of(self, group: Group) -> bool: ...
+    def initial_state(self, name: str, group: Group) -> float: ...
 
 
 class StateViews:
@@ -44,7 +61,7 @@ class StateViews:
     ``len(state) / ITEMS_PER_STEP`` steps, or when the state is saved. Values inside an entry must be changed in place.
     """
 
-    def __init__(self, optimizer: FusedOptimizer, flat_groups: list[FlatGroup]) -> None:
+    def __init__(self, optimizer: StatefulOptimizer, flat_groups: list[FlatGroup]) -> None:
         self.optimizer = optimizer
         self.flat_groups = flat_groups
         #: The entries that were added, by parameter.

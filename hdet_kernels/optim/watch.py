@@ -1,4 +1,4 @@
-"""What may change between two steps: regrouped and moved parameters, and gradients that were to stay (``"fixed"``).
+"""Noticing what changed between two steps: regrouped and moved parameters, and replaced permanent gradients.
 
 Checking every tensor in every step would cost as much as fixed gradients save, so some things are checked by turns.
 """

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from hdet_kernels.optim import FusedOptimizer
-from hdet_kernels.optim.options import Options
 from tests.optim.cases import PAIRS, fused_optimizer, parameters, run, torch_optimizer
 
 
@@ -30,4 +29,4 @@ def test_a_rule_without_its_row_is_refused() -> None:
         rule = "sgd"
 
     with pytest.raises(NotImplementedError):
-        Nameless([nn.Parameter(torch.ones(2))], {"lr": 1.0}, max_grad_norm=None, options=Options())
+        Nameless([nn.Parameter(torch.ones(2))], {"lr": 1.0})
