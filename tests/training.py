@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -57,6 +58,17 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
+def with_averaging(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a scheduler, with those of :class:`hk.Averaging`, given by their own names, in one."""
+    moved = {field.name: field.name for field in fields(hk.Averaging)} | {
+        "average_state": "state",
+        "average_buffers": "buffers",
+    }
+    own = {moved[name]: value for name, value in options.items() if name in moved}
+    others = {name: value for name, value in options.items() if name not in moved}
+    return {**others, "averaging": hk.Averaging(**own)} if own else others
+
+
 class Trainer:
     """Model, optimizer and scheduler of one rank.
 
@@ -92,7 +104,7 @@ class Trainer:
             scheduler = {"max_lr": 0.01, "total_steps": 12, "sync_every": 4, **scheduler}
         if average_buffers:
             scheduler["model"] = self.module
-        self.scheduler = make_scheduler(self.optimizer, **scheduler)
+        self.scheduler = make_scheduler(self.optimizer, **with_averaging(scheduler))
         self.rates: list[list[float]] = []
 
     @property

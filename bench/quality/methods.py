@@ -76,9 +76,12 @@ def hdet_method(spec: Spec, steps: int) -> Method:
         "hypergradient": lambda: Method({"auto_lr": hk.HypergradientController(**spec.options)}),
         "fan-out": lambda: Method({"auto_lr": False}),
         "local SGD": lambda: Method({"auto_lr": False, "spread": 0.0}, gradients="local"),
-        "DiLoCo": lambda: Method({"auto_lr": False, "spread": 0.0, "outer": hk.Outer()}, gradients="local"),
+        "DiLoCo": lambda: Method(
+            {"auto_lr": False, "spread": 0.0, "averaging": hk.Averaging(outer=hk.Outer())}, gradients="local"
+        ),
         "PBT": lambda: Method(
-            {"auto_lr": ExploitController(), "merge": "best", "sync_every": rarely}, gradients="local"
+            {"auto_lr": ExploitController(), "averaging": hk.Averaging(merge="best"), "sync_every": rarely},
+            gradients="local",
         ),
         "warm init": lambda: Method({"auto_lr": False, "spread": 0.0, "sync_every": paper["sync_every"]}, noise=0.01),
         "paper, no auto-LR": lambda: Method({**paper, "auto_lr": False}, noise=0.01),

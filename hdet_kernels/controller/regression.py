@@ -12,9 +12,9 @@ A sync of it, in :meth:`RegressionController.update`:
 The evidence of 4: the learning rate that looks best over the next T steps falls as training goes on. At first a larger
 one looks better, later a smaller one. The favoured direction turns where the path length (the sum of the learning rates
 so far) is about 0.5·√S times the right peak, in runs of S steps. From task to task that is off by a factor of e^1.2,
-from start to start of one task by little (``docs/controller-why.md``). So the sign of a slope is evidence that the right
-peak is higher or lower than the one for which this path length would be the turning point. It is weak evidence, and
-counts only where the user trusts the given learning rate less than that. θ is the right peak over the given one;
+from start to start of one task by little (``docs/controller-why.md``). So the sign of a slope is evidence that the
+right peak is higher or lower than the one for which this path length would be the turning point. It is weak evidence,
+and counts only where the user trusts the given learning rate less than that. θ is the right peak over the given one;
 likelihoods are tabulated as logarithms over a grid of log θ.
 """
 

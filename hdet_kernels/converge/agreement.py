@@ -175,7 +175,8 @@ def none_sound(columns: Mapping[str, Floats], names: Sequence[Sequence[str]], st
     remedy = "resume from the last checkpoint with a lower learning rate, or find the batch that caused it"
     if finite_loss.all() and tensors and all(name.startswith("buffer") for name in tensors):
         remedy = (
-            "where buffers are not finite differs between the replicas; keep them finite, or pass average_buffers=False"
+            "where buffers are not finite differs between the replicas; keep them finite, or pass "
+            "averaging=hk.Averaging(buffers=False)"
         )
     message = f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: {remedy}"
     return NoneSound(message, conclude(columns))

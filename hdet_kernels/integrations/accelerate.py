@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from hdet_kernels.checks import spell
 from hdet_kernels.ensemble import announced_size
 from hdet_kernels.schedule.losses import Loss
-from hdet_kernels.schedule.with_cycle import WithCycle
+from hdet_kernels.schedule.schedulers import WithCycle
 
 try:
     from accelerate import Accelerator

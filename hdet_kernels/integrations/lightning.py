@@ -29,7 +29,7 @@ from hdet_kernels.checks import check_flag
 from hdet_kernels.integrations.probe import BatchProbe, evaluating
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule import SyncRecord
-from hdet_kernels.schedule.with_cycle import WithCycle
+from hdet_kernels.schedule.schedulers import WithCycle
 
 log = logging.getLogger("hdet_kernels")
 

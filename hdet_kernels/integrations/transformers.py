@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from hdet_kernels.checks import check_choice
 from hdet_kernels.integrations.probe import BatchProbe
 from hdet_kernels.schedule import HDETOneCycleLR, HDETScheduler, release
-from hdet_kernels.schedule.arguments import HDETOptions, Probe, with_defaults
+from hdet_kernels.schedule.arguments import Probe, refuse_unknown
 
 try:
     from accelerate.state import AcceleratorState, is_initialized
@@ -409,7 +409,7 @@ def trainer_options(hdet: Mapping[str, Any] | None) -> TrainerOptions:
     eval_probe = given.get("probe") == "eval"
     if eval_probe:
         del given["probe"]
-    with_defaults(cast(HDETOptions, given), "the hdet= of the trainer")
+    refuse_unknown(given, "the hdet= of the trainer")
     return TrainerOptions(schedule, peak, save, eval_probe, given)
 
 
@@ -445,7 +445,7 @@ def build_scheduler(
             num_training_steps=steps,
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
-        return HDETScheduler(base, total_steps=steps, **cast(HDETOptions, given))
+        return HDETScheduler(base, total_steps=steps, **given)
     # The betas are those of the arguments. A warm-up of one step has no length to climb in.
     own: dict[str, Any] = {"max_lr": args.learning_rate, "cycle_momentum": False, **options.peak}
     if warmup > 0:

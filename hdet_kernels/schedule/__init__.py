@@ -4,7 +4,7 @@
 are and puts a cycle together, and ``attachment.py`` hooks it to the optimizer.
 
 ``cycle.py`` is the method: after every step the loss goes into ``losses.py``; every T steps comes a sync. A sync
-(``sync.py``) reports on the replicas held here (``gradients.py`` tells whether gradients are shared, and measures the
+reports on the replicas held here (``gradients.py`` tells whether gradients are shared, and measures the
 hypergradient), averages them with the others (folder ``converge/``), lets the controller (folder ``controller/``) move
 the base values, and records it in ``history.py``. Folder ``fanout/`` then spreads the base values over the replicas of
 the next cycle.

@@ -1,4 +1,4 @@
-"""The keywords that all HDET schedulers share, and the checks of all arguments before anything is built.
+"""The keywords that both HDET schedulers have, and the checks of all arguments before anything is built.
 
 What depends on several of them, on the optimizer's parameters or on the replicas is checked in ``build.py``.
 """
@@ -6,15 +6,14 @@ What depends on several of them, on the optimizer's parameters or on the replica
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Literal, Protocol, TypedDict, TypeVar, cast, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.buckets import checked_bucket_bytes
 from hdet_kernels.checks import (
     check_callable,
     check_choice,
@@ -26,12 +25,12 @@ from hdet_kernels.checks import (
     check_steps,
     check_whole,
     each,
+    keep_plain,
     spell,
 )
 from hdet_kernels.controller.protocol import Controller, check_controller
 from hdet_kernels.controller.regression import checked_trust
-from hdet_kernels.converge import AverageState, Format, Merge, Outer
-from hdet_kernels.converge.settings import Averaging
+from hdet_kernels.converge import Averaging
 from hdet_kernels.ensemble import Ensemble, check_ensemble
 from hdet_kernels.fanout.explore import Explore, TieGroups, check_tie_groups
 from hdet_kernels.fanout.multipliers import check_spread
@@ -41,7 +40,13 @@ from hdet_kernels.stack import ReplicaStack
 
 GradientMode = Literal["auto", "shared", "local"]
 Probe = Callable[[], Loss]
-Init = TypeVar("Init", bound=Callable[..., None])
+
+#: Keywords of the schedulers that are fields of :class:`hdet_kernels.Averaging` now, and the fields.
+_IN_AVERAGING = {
+    **{name: name for name in ("compress", "overlap_steps", "backup", "bucket_bytes", "outer", "merge")},
+    "average_state": "state",
+    "average_buffers": "buffers",
+}
 
 
 class HasBuffers(Protocol):
@@ -50,109 +55,93 @@ class HasBuffers(Protocol):
     def buffers(self) -> Iterable[Tensor]: ...
 
 
-class HDETOptions(TypedDict, total=False):
-    """Keywords of the schedulers. ``Annotated[type, default]``; :class:`.HDETOneCycleLR` documents each."""
-
-    spread: Annotated[float, 0.3]
-    sync_every: Annotated[int | None, None]
-    auto_lr: Annotated[bool | Controller, True]
-    trust: Annotated[float | None, 3.0]
-    probe: Annotated[Probe | None, None]
-    explore: Annotated[Iterable[Explore], ()]
-    tie_groups: Annotated[TieGroups, "auto"]
-    gradients: Annotated[GradientMode, "auto"]
-    ensemble: Annotated[Ensemble | None, None]
-    average_state: Annotated[AverageState, "auto"]
-    average_buffers: Annotated[bool, True]
-    model: Annotated[HasBuffers | None, None]
-    bucket_bytes: Annotated[int | None, None]
-    compress: Annotated[Format | None, None]
-    overlap_steps: Annotated[int, 0]
-    backup: Annotated[bool, True]
-    outer: Annotated[Outer | None, None]
-    merge: Annotated[Merge, "mean"]
-    seed: Annotated[int, 0]
-    history_file: Annotated[str | os.PathLike[str] | None, None]
-    scout: Annotated[ScoutSettings | None, None]
-
-
-_HINTS = get_type_hints(HDETOptions, include_extras=True)
-DEFAULTS: dict[str, Any] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
-
-
-def with_defaults(given: HDETOptions, scheduler: str) -> HDETOptions:
-    """Return the options with defaults for those that were not given.
+@dataclass(frozen=True)
+class Options:
+    """The keywords that both schedulers have, checked one by one. :class:`.HDETOneCycleLR` documents each.
 
     Raises:
-        TypeError: for a keyword that ``scheduler`` does not have, with the one that was probably meant.
+        TypeError, ValueError: for one that makes no sense by itself.
     """
-    for name in given:
-        if name not in DEFAULTS:
-            close = difflib.get_close_matches(name, DEFAULTS, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(DEFAULTS)}"
-            raise TypeError(f"{scheduler}() got an unexpected keyword argument {name!r}{hint}")
-    return cast(HDETOptions, {**DEFAULTS, **given})
 
+    spread: float = 0.3
+    sync_every: int | None = None
+    auto_lr: bool | Controller = True
+    trust: float | None = 3.0
+    probe: Probe | None = None
+    explore: Iterable[Explore] = ()
+    tie_groups: TieGroups = "auto"
+    gradients: GradientMode = "auto"
+    ensemble: Ensemble | None = None
+    averaging: Averaging | None = None
+    model: HasBuffers | None = None
+    seed: int = 0
+    history_file: str | os.PathLike[str] | None = None
+    scout: ScoutSettings | None = None
 
-def shows_options(init: Init) -> Init:
-    """Decorate an ``__init__`` with ``**options`` so that ``help()`` and ``inspect`` show every keyword."""
-    signature = inspect.signature(init)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [
-        inspect.Parameter(name, keyword, default=DEFAULTS[name], annotation=hint.__origin__)
-        for name, hint in _HINTS.items()
-    ]
-    init.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    return init
-
-
-def explored(options: HDETOptions, *, cycle_momentum: bool) -> Sequence[Explore]:
-    """Return ``explore=`` as a tuple; raise for a momentum that the schedule sets itself."""
-    several = tuple(options["explore"])
-    for explore in several:
-        scheduled = explore.apply is None and explore.name in ("momentum", "betas[0]")
-        if cycle_momentum and scheduled:
+    def __post_init__(self) -> None:
+        if not isinstance(self.auto_lr, bool):
+            check_controller(self.auto_lr)
+        trust = checked_trust(self.trust)
+        if not isinstance(self.auto_lr, bool) and trust != Options.trust:
             raise ValueError(
-                f"{explore.name!r} cannot be explored while the schedule sets it at every step: pass "
-                "cycle_momentum=False"
+                f"trust={self.trust} is for auto_lr=True, got auto_lr={spell(self.auto_lr)}: pass "
+                "auto_lr=RegressionController(trust=…) instead"
             )
-    return several
-
-
-def checked_options(options: HDETOptions) -> HDETOptions:
-    """Return the options with plain numbers; raise TypeError or ValueError for one that makes no sense by itself."""
-    checked: dict[str, Any] = dict(options)
-    checked["spread"] = check_spread(options["spread"], "linear")
-    if options["sync_every"] is not None:
-        checked["sync_every"] = check_steps("sync_every", options["sync_every"])
-    if not isinstance(options["auto_lr"], bool):
-        check_controller(options["auto_lr"])
-    checked["trust"] = checked_trust(options["trust"])
-    if not isinstance(options["auto_lr"], bool) and options["trust"] != DEFAULTS["trust"]:
-        raise ValueError(
-            f"trust={options['trust']} is for auto_lr=True, got auto_lr={spell(options['auto_lr'])}: pass "
-            "auto_lr=RegressionController(trust=…) instead"
+        if self.probe is not None:
+            check_callable("probe", self.probe, "probe()", remedy="it takes no arguments and returns a loss")
+        check_tie_groups(self.tie_groups)
+        check_choice("gradients", self.gradients, ("auto", "shared", "local"))
+        _check_replicas(self.ensemble)
+        if self.averaging is not None:
+            remedy = "pass for example hk.Averaging(compress='bf16')"
+            check_kind("averaging", self.averaging, Averaging, "a hdet_kernels.Averaging", remedy=remedy)
+        _check_model(self.model)
+        if self.scout is not None:
+            remedy = "pass hdet_kernels.ScoutSettings(…)"
+            check_kind("scout", self.scout, ScoutSettings, "a hdet_kernels.ScoutSettings", remedy=remedy)
+        keep_plain(
+            self,
+            spread=check_spread(self.spread, "linear"),
+            sync_every=None if self.sync_every is None else check_steps("sync_every", self.sync_every),
+            trust=trust,
+            explore=_explored(self.explore),
+            seed=check_whole("seed", self.seed),
         )
-    if options["probe"] is not None:
-        check_callable("probe", options["probe"], "probe()", remedy="it takes no arguments and returns a loss")
-    checked["explore"] = _explored(options["explore"])
-    check_tie_groups(options["tie_groups"])
-    check_choice("gradients", options["gradients"], ("auto", "shared", "local"))
-    _check_replicas(options["ensemble"])
-    check_choice("average_state", options["average_state"], ("auto", True, False))
-    checked["average_buffers"] = check_flag("average_buffers", options["average_buffers"])
-    _check_model(options["model"])
-    if options["bucket_bytes"] is not None:
-        checked["bucket_bytes"] = checked_bucket_bytes(options["bucket_bytes"])
-    checked["overlap_steps"] = check_whole("overlap_steps", options["overlap_steps"], at_least=0)
-    checked["backup"] = check_flag("backup", options["backup"])
-    Averaging(compress=options["compress"], outer=options["outer"], merge=options["merge"])
-    checked["seed"] = check_whole("seed", options["seed"])
-    if options["scout"] is not None:
-        remedy = "pass hdet_kernels.ScoutSettings(…)"
-        check_kind("scout", options["scout"], ScoutSettings, "a hdet_kernels.ScoutSettings", remedy=remedy)
-    return cast(HDETOptions, checked)
+
+    @property
+    def average(self) -> Averaging:
+        """How replicas are averaged."""
+        return Averaging() if self.averaging is None else self.averaging
+
+    def explored(self, *, cycle_momentum: bool) -> tuple[Explore, ...]:
+        """Return ``explore=``; raise for a momentum that the schedule sets itself."""
+        several = tuple(self.explore)
+        for explore in several:
+            if cycle_momentum and explore.apply is None and explore.name in ("momentum", "betas[0]"):
+                raise ValueError(
+                    f"{explore.name!r} cannot be explored while the schedule sets it at every step: pass "
+                    "cycle_momentum=False"
+                )
+        return several
+
+
+def refuse_unknown(given: Mapping[str, object], where: str) -> None:
+    """Raise TypeError for keywords that the schedulers do not have, and say which was probably meant.
+
+    Args:
+        given: the keywords.
+        where: what they were given to, for the message.
+    """
+    known = [field.name for field in fields(Options)]
+    for name in given:
+        if name in known:
+            continue
+        if name in _IN_AVERAGING:
+            hint = f"; pass averaging=hk.Averaging({_IN_AVERAGING[name]}=…)"
+        else:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(known)}"
+        raise TypeError(f"{where}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def one_cycle_arguments(

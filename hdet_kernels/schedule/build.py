@@ -30,7 +30,7 @@ from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, peak_of, remember_bases
 from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.group_entries import forget_per_replica
-from hdet_kernels.schedule.arguments import GradientMode, HasBuffers, HDETOptions, explored
+from hdet_kernels.schedule.arguments import GradientMode, HasBuffers, Options
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import HistoryFile
 from hdet_kernels.schedule.scout.rounds import ScoutSettings
@@ -84,40 +84,40 @@ def default_sync_every(total_steps: int, *, compares_losses: bool, rates_alone: 
     return min(max(round(share * total_steps), fewest, 1), 1000)
 
 
-def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOptions) -> Cycle:
+def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options) -> Cycle:
     """Check the options and return the cycle that they describe. ``optimizer`` is the innermost one."""
     groups = optimizer.param_groups
-    explore = explored(options, cycle_momentum=schedule.cycle_momentum)
-    ensemble = ensemble_of(groups, options["ensemble"])
-    gradients = gradients_of(optimizer, ensemble, options["gradients"])
+    explore = options.explored(cycle_momentum=schedule.cycle_momentum)
+    ensemble = ensemble_of(groups, options.ensemble)
+    gradients = gradients_of(optimizer, ensemble, options.gradients)
     sync_every = _sync_every(schedule.total_steps, options, explore, gradients)
-    _check_overlap(options["overlap_steps"], sync_every)
-    history_file = None if options["history_file"] is None else HistoryFile(options["history_file"])
+    _check_overlap(options.average.overlap_steps, sync_every)
+    history_file = None if options.history_file is None else HistoryFile(options.history_file)
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
     elsewhere = stack.hyper.set if stack is not None else None
-    hyperparameters = expand(explore, groups, options["spread"], elsewhere, tie_groups=options["tie_groups"])
+    hyperparameters = expand(explore, groups, options.spread, elsewhere, tie_groups=options.tie_groups)
     check_stack(stack, optimizer, options, hyperparameters, gradients)
     run = Run(
         schedule.total_steps,
         sync_every,
         schedule.peak,
         floors=tuple(_floor(hyper, groups) for hyper in hyperparameters),
-        probed=options["probe"] is not None,
+        probed=options.probe is not None,
         gradients=gradients,
         reach=tuple(hyper.reach for hyper in hyperparameters),
         others=any(hyper.base is not None and hyper.spread for hyper in hyperparameters),
-        overlaps=options["overlap_steps"] > 0,
+        overlaps=options.average.overlap_steps > 0,
     )
-    controller = _controller_of(options["auto_lr"], options["trust"], any(hyper.spread for hyper in hyperparameters))
+    controller = _controller_of(options.auto_lr, options.trust, any(hyper.spread for hyper in hyperparameters))
     peaks: Sequence[float] | None = None
     if controller is not None:
         run, peaks = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
         run = controller.prepare(run)
         if controller.reads == "slopes":
             run = replace(run, slopes=True)
-        _check_controller_in(run, controller, options["overlap_steps"], ensemble.size)
+        _check_controller_in(run, controller, options.average.overlap_steps, ensemble.size)
     _offer_scouting(schedule, options, ensemble)
-    model = stack if options["model"] is None else options["model"]
+    model = stack if options.model is None else options.model
 
     def buffers() -> list[Tensor]:
         # Read anew every time: modules replace their buffers (``self.ema = …``, ``model.to()``).
@@ -130,7 +130,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         hyperparameters,
         controller,
         ensemble,
-        seed=options["seed"],
+        seed=options.seed,
         scheduled=learning_rates(optimizer),
         run=run,
         peaks=peaks,
@@ -141,10 +141,10 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
         run,
         ensemble,
         converger,
-        probe=options["probe"],
+        probe=options.probe,
         gradients=gradients,
-        average_state=options["average_state"],
-        overlap_steps=options["overlap_steps"] if ensemble.talks else 0,
+        average_state=options.average.state,
+        overlap_steps=options.average.overlap_steps if ensemble.talks else 0,
         step=schedule.step,
         schedule=schedule.name,
         buffers=buffers,
@@ -153,18 +153,16 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: HDETOpti
     )
 
 
-def _sync_every(
-    total_steps: int | None, options: HDETOptions, explore: Sequence[Explore], gradients: GradientMode
-) -> int:
+def _sync_every(total_steps: int | None, options: Options, explore: Sequence[Explore], gradients: GradientMode) -> int:
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
-    given = options["sync_every"]
+    given = options.sync_every
     if given is not None:
         return given
     if total_steps is None:
         raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
     rates_alone = all(each.name == "lr" for each in explore)
-    compares_losses = gradients == "local" and options["probe"] is None
+    compares_losses = gradients == "local" and options.probe is None
     return default_sync_every(total_steps, compares_losses=compares_losses, rates_alone=rates_alone)
 
 
@@ -184,10 +182,10 @@ def _controller_of(auto_lr: bool | Controller, trust: float | None, diverges: bo
     return controller if diverges or controller.reads == "slopes" else None
 
 
-def _offer_scouting(schedule: ScheduleFacts, options: HDETOptions, ensemble: Ensemble) -> None:
+def _offer_scouting(schedule: ScheduleFacts, options: Options, ensemble: Ensemble) -> None:
     """Say that a run can find its learning rate itself, where the given one is hardly trusted."""
-    trust = options["trust"]
-    hardly = options["auto_lr"] is True and (trust is None or trust > HARDLY_TRUSTED)
+    trust = options.trust
+    hardly = options.auto_lr is True and (trust is None or trust > HARDLY_TRUSTED)
     if hardly and schedule.name == "OneCycleLR" and not schedule.before and ensemble.size > 1:
         share = ScoutSettings().share
         log.info("trust=%s: with max_lr=None the first %d %% of the steps find a learning rate", trust, 100 * share)
@@ -274,23 +272,23 @@ def _converger_of(
     optimizer: Optimizer,
     ensemble: Ensemble,
     gradients: GradientMode,
-    options: HDETOptions,
+    options: Options,
     model: HasBuffers | None,
     buffers: Callable[[], list[Tensor]],
 ) -> Converger:
     converger = converger_of(
         optimizer,
         ensemble,
-        needs_state=gradients != "shared" and options["average_state"] is not False,
+        needs_state=gradients != "shared" and options.average.state is not False,
         model=model,
-        buffers=buffers if options["average_buffers"] else list,
-        bucket_bytes=options["bucket_bytes"],
-        compress=options["compress"],
-        backup=options["backup"],
-        outer=options["outer"],
-        merge=options["merge"],
+        buffers=buffers if options.average.buffers else list,
+        bucket_bytes=options.average.bucket_bytes,
+        compress=options.average.compress,
+        backup=options.average.backup,
+        outer=options.average.outer,
+        merge=options.average.merge,
     )
-    if options["overlap_steps"]:
+    if options.average.overlap_steps:
         converger.check_overlap()
     return converger
 
@@ -354,7 +352,7 @@ def gradients_of(optimizer: Optimizer, ensemble: Ensemble, gradients: GradientMo
 def check_stack(
     stack: ReplicaStack | None,
     optimizer: Optimizer,
-    options: HDETOptions,
+    options: Options,
     hyperparameters: Sequence[Hyperparameter],
     gradients: GradientMode,
 ) -> None:
@@ -369,9 +367,9 @@ def check_stack(
     """
     if stack is None:
         return
-    if options["model"] is not None and options["model"] is not stack:
+    if options.model is not None and options.model is not stack:
         raise ValueError(
-            f"model= is a {type(options['model']).__name__}, but the buffers that are averaged are those of the stack: "
+            f"model= is a {type(options.model).__name__}, but the buffers that are averaged are those of the stack: "
             "leave model= out with ensemble=stack.ensemble"
         )
     own = {id(param) for param in stack.parameters()}
@@ -474,3 +472,23 @@ def _same_generators() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
+
+
+def write_momentum(scheduler: LRScheduler) -> None:
+    """Write the momentum of the current step to the groups, where the schedule sets it: loading a schedule does not."""
+    if getattr(scheduler, "cycle_momentum", False):
+        for number, group in enumerate(scheduler.optimizer.param_groups):
+            for name in ("base_momentum", "max_momentum") if isinstance(scheduler, OneCycleLR) else ():
+                if name not in group:
+                    raise ValueError(
+                        f"parameter group {number} of the optimizer has no {name!r}, which its schedule wrote there: "
+                        "load an undamaged checkpoint of the optimizer"
+                    )
+        scheduled_now(scheduler)
+
+
+def scheduled_now(scheduler: LRScheduler) -> list[float | Tensor]:
+    """Return the learning rates of torch's schedule at the current step. It writes the momentum to the groups."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch expects step() to call it
+        return OneCycleLR.get_lr(scheduler) if isinstance(scheduler, OneCycleLR) else scheduler.get_lr()

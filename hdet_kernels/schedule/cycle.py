@@ -1,38 +1,198 @@
 """One cycle of HDET: fan out, train T steps, compare and average the replicas, let the controller move, and again.
 
 The schedulers own a :class:`Cycle` and tell it two things: a step is finished (:meth:`Cycle.end_step`), and what the
-schedule says now (:meth:`.Spread.rates`). It does not know how the schedule is computed. The syncs are those of
-:class:`.Syncing`; ``checkpoint/`` saves and restores a cycle.
+schedule says now (:meth:`.Spread.rates`). It does not know how the schedule is computed. ``checkpoint.py`` saves and
+restores it.
+
+A sync reads top to bottom from :func:`sync` on: report on the replicas held here, average with the others (or start
+to), move the base values or undo what broke, record it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any
 
-from hdet_kernels.converge import AverageRequest
-from hdet_kernels.schedule.gradients import fingerprint
-from hdet_kernels.schedule.losses import Loss, checked_loss
-from hdet_kernels.schedule.sync import Syncing, caused_by
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet_kernels.controller.protocol import ExplainingController, Findings, MeasuredSlopes, Run
+from hdet_kernels.converge import (
+    AverageRequest,
+    AverageState,
+    Converger,
+    Correction,
+    NoneSound,
+    Outcome,
+    OverlappedAverage,
+    Report,
+)
+from hdet_kernels.converge.averaging import handshake_cost
+from hdet_kernels.ensemble import Ensemble, held
+from hdet_kernels.fanout.spread import Placement, Spread
+from hdet_kernels.schedule.arguments import GradientMode, Probe
+from hdet_kernels.schedule.gradients import Displacement, fingerprint
+from hdet_kernels.schedule.guards import StepCount
+from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
+from hdet_kernels.schedule.losses import EqualLosses, Loss, LossWindow, checked_loss, run_probe
+from hdet_kernels.schedule.undo.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
 
+_ARRAYS = ("losses", "probes", "healthy")
+_PLAIN = ("shared", "bytes", "collectives", "seconds", "kept", "distance")
 
-class Cycle(Syncing):
-    """The state of a run between and at its syncs, in this process. Its arguments are those of :class:`.Syncing`."""
+
+@dataclass(frozen=True)
+class Overlapping:
+    """An average that runs beside the training, with all that the cycle needs when its result is applied.
+
+    Args:
+        step: the step that its sync followed.
+        due: the step after which it is applied.
+        placed: what the replicas had trained with.
+        acting: whether the controller acts on it.
+        average: the average itself.
+    """
+
+    step: int
+    due: int
+    placed: Placement
+    acting: bool
+    average: OverlappedAverage[Outcome]
+
+    def state_dict(self, *, in_consensus: bool) -> dict[str, Any] | None:
+        """Wait for the average and return it with its result; None if it failed.
+
+        Args:
+            in_consensus: whether the parameters that are saved with it are the average of all replicas.
+        """
+        if self.average.failed:
+            return None
+        correction, outcome = self.average.wait()
+        if in_consensus:
+            correction = correction.of_the_consensus()
+        plain = {name: getattr(outcome, name) for name in _PLAIN}
+        arrays = {name: getattr(outcome, name).tolist() for name in _ARRAYS}
+        return {
+            "step": self.step,
+            "due": self.due,
+            "placed": self.placed.state_dict(),
+            "acting": self.acting,
+            "correction": correction.state_dict(),
+            "outcome": {**plain, **arrays},
+        }
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> Overlapping:
+        """Return the average that :meth:`state_dict` saved; it has arrived already."""
+        arrays = {name: np.array(state["outcome"][name]) for name in _ARRAYS}
+        average = OverlappedAverage.landed(
+            Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays})
+        )
+        return Overlapping(state["step"], state["due"], Placement.of(state["placed"]), state["acting"], average)
+
+
+@dataclass(eq=False, repr=False)
+class Cycle:
+    """The state of a run between and at its syncs, in this process.
+
+    Args:
+        optimizer: the innermost one.
+        spread: the values of all replicas.
+        run: the facts of the run, and the controller's wishes.
+        ensemble: the replicas.
+        converger: averages them.
+        probe: the loss of this replica on a batch that is the same for all, if replicas are compared by one.
+        gradients: whether replicas share their gradients; ``"auto"``: found out at every sync.
+        average_state: whether the optimizer's state is averaged too; ``"auto"``: where gradients are local.
+        overlap_steps: steps after a sync at which its average is applied; 0: at once.
+        step: steps that the schedule has made.
+        schedule: its name in checkpoints.
+        buffers: returns the buffers that are averaged.
+        history_file: the file that gets a line for every record, if there is one.
+        before: steps that were made before step 0: those of a scouting phase.
+
+    Attributes:
+        window: the losses since the last sync.
+        steps: the steps of scheduler and optimizer, which must go together.
+        history: the records of syncs.
+        shared: whether gradients were shared at the last sync; None: not known.
+        overlapping: the average that runs beside the training, if there is one.
+        displacement: measures slopes of the learning rates, if the controller reads them.
+        undoing: the last sound average and returns to it, if the controller undoes what broke.
+        fingerprint: of the gradients of the last step before a sync, which tells whether all replicas have the same.
+        started: whether a step was made; the outer optimizer starts from the parameters before it.
+        in_consensus: the parameters are the average now, and not this replica's own.
+        averaged: no step was made since the last average.
+        expects_state: a checkpoint was loaded whose optimizer had state.
+        replaced: another scheduler was built on the optimizer.
+    """
+
+    optimizer: Optimizer
+    spread: Spread
+    run: Run
+    ensemble: Ensemble
+    converger: Converger
+    _: KW_ONLY
+    probe: Probe | None
+    gradients: GradientMode
+    average_state: AverageState
+    overlap_steps: int
+    step: int
+    schedule: str
+    buffers: Callable[[], Sequence[Tensor]]
+    history_file: HistoryFile | None = None
+    before: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.first = self.step
-        self.started = False  # whether a step was made; the outer optimizer starts from the parameters before it
-        self.in_consensus = False  # the parameters are the average now, and not this replica's own
-        self.averaged = True  # no step was made since the last average
-        self.expects_state = False  # a checkpoint was loaded whose optimizer had state
-        self.replaced = False  # another scheduler was built on the optimizer
+        self.window = LossWindow(self.ensemble.rows)
+        self.steps = StepCount()
+        self.equal_losses = EqualLosses()
+        self.history = History()
+        self.shared: bool | None = None
+        self.overlapping: Overlapping | None = None
+        self.displacement = Displacement.of(self.optimizer, self.run, self.ensemble, tied=self.spread.tied)
+        self.undoing = Undoing.of(self.optimizer, self.spread, self.converger, self.displacement, self.buffers)
+        self.fingerprint: Tensor | None = None
+        self.started = self.in_consensus = self.expects_state = self.replaced = False
+        self.averaged = True
+        self._first = self.step
         self._group_count = len(self.optimizer.param_groups)
         self._write_hyperparameters: Callable[[], None] | None = getattr(self.optimizer, "write_hyperparameters", None)
         self.fan_out()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The settings, as plain values, that must be equal on all replicas and in a checkpoint that is loaded."""
+        controller = self.spread.controller
+        return {
+            "schedule": self.schedule,
+            "hyperparameters": self.spread.config(),
+            "sync_every": self.run.sync_every,
+            "total_steps": self.run.total_steps,
+            "seed": self.spread.seed,
+            "controller": type(controller).__name__ if controller else None,
+            "controller_constants": _plain_fields(controller),
+            "probe": self.probe is not None,
+            "outer": self.converger.settings()["outer"],
+        }
+
+    @property
+    def number(self) -> int:
+        """The number of the current cycle, from 0."""
+        return self.step // self.run.sync_every
+
+    @property
+    def first_process(self) -> bool:
+        """Whether this process writes files, and calls callbacks that one process is to call."""
+        return (self.ensemble.replica, self.ensemble.part) == (0, 0)
 
     @property
     def in_sync(self) -> bool:
@@ -40,18 +200,30 @@ class Cycle(Syncing):
         if self.in_consensus or self.averaged or self.ensemble.size == 1:
             return True
         # Replicas that were averaged once, and have equal values and gradients since then, stay equal.
-        stays = not self.spread.diverges and self._known_shared() is True and self.overlapping is None
+        stays = not self.spread.diverges and self.known_shared is True and self.overlapping is None
         return stays and self.history.last_step is not None
 
     @property
     def begun(self) -> bool:
         """Whether a step was made, here or in the run of a checkpoint."""
-        return self.started or self.step != self.first
+        return self.started or self.step != self._first
+
+    @property
+    def known_shared(self) -> bool | None:
+        """Whether replicas share their gradients; None: not known."""
+        return self.shared if self.gradients == "auto" else self.gradients == "shared"
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether all replicas become a copy of the best one at a sync."""
+        return self.converger.merge == "best"
+
+    # The values of the replicas
 
     def fan_out(self) -> None:
         """Give every replica its multipliers for the cycle that begins now."""
         self.spread.begin_cycle(self.run, self.step)
-        self._fingerprint = None
+        self.fingerprint = None
 
     def write(self) -> None:
         """Write this replica's values to the optimizer's groups and the user's setters."""
@@ -67,6 +239,27 @@ class Cycle(Syncing):
             self._write_hyperparameters()
 
     # A step
+
+    def before_optimizer_step(self) -> None:
+        """Read the parameters before the first step and the gradients before every step. A hook of the optimizer."""
+        if not self.started:  # not at construction: weights may be loaded, or noise added, after that
+            self.started = True
+            self.converger.begin()
+            if self.displacement is not None:
+                self.displacement.begin()
+            if self.undoing is not None:
+                self.undoing.keep_start(self.run, self.step)
+        self.averaged = False
+        if self.expects_state:
+            self._check_state()
+        if self.displacement is not None:
+            self.displacement.measure()
+        if self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
+            self.fingerprint = fingerprint(self.optimizer.param_groups)
+
+    def record(self, loss: Loss, divided_by: float = 1) -> None:
+        """Add a training loss, which was divided by ``divided_by`` before."""
+        self.window.record(loss, divided_by)
 
     def end_step(self, loss: Loss | None, last_step: int | None) -> bool:
         """End a step of the optimizer: record the loss, sync if one is due, and apply an overlapping average if due.
@@ -85,16 +278,16 @@ class Cycle(Syncing):
         self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
         step = self.step + 1
         syncs = self.run.syncs_at(step)
-        lands = self.overlapping is not None and (syncs or step >= self.overlapping.due)
-        mark = self.window.mark() if syncs or lands else None
+        applies = self.overlapping is not None and (syncs or step >= self.overlapping.due)
+        mark = self.window.mark() if syncs or applies else None
         if checked is not None:
             self.window.add(checked)
         self._check_losses()
         if mark is not None:
             try:
-                returned = self.land(step)
+                returned = apply_overlapping(self, step)
                 if syncs:
-                    self.sync(step, acting=self._acting(step) and not returned)
+                    sync(self, step, acting=self._acts(step) and not returned)
             except BaseException:
                 self.window.reset(mark)
                 raise
@@ -106,6 +299,9 @@ class Cycle(Syncing):
             self.steps.synced()
             self.fan_out()
         return mark is not None
+
+    def _acts(self, step: int) -> bool:
+        return self.spread.controller is not None and self.spread.controller.active(self.run, step)
 
     def _check_step(self, last_step: int | None) -> None:
         if self.replaced:
@@ -136,25 +332,8 @@ class Cycle(Syncing):
         if self.spread.reads_losses:
             name = type(self.spread.controller).__name__
             raise RuntimeError(f"{name} needs losses, and {record}, or auto_lr=False (fan-out and averaging only)")
-        if self._takes_best:
+        if self.takes_best:
             raise RuntimeError(f"merge='best' copies the replica whose loss is lowest, but {record}")
-
-    def before_optimizer_step(self) -> None:
-        """Read the parameters before the first step and the gradients before every step. A hook of the optimizer."""
-        if not self.started:  # not at construction: weights may be loaded, or noise added, after that
-            self.started = True
-            self.converger.begin()
-            if self.displacement is not None:
-                self.displacement.begin()
-            if self.undoing is not None:
-                self.undoing.keep_start(self.run, self.step)
-        self.averaged = False
-        if self.expects_state:
-            self._check_state()
-        if self.displacement is not None:
-            self.displacement.measure()
-        if self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
-            self._fingerprint = fingerprint(self.optimizer.param_groups)
 
     def _check_state(self) -> None:
         """Warn, once after a checkpoint was loaded, if the optimizer's part of it did not arrive."""
@@ -170,41 +349,273 @@ class Cycle(Syncing):
     # Averages between syncs
 
     def converge(self) -> None:
-        """Average all replicas now, wherever in the cycle; the cycle goes on.
+        """Average all replicas now, wherever in the cycle; the cycle goes on."""
+        converge(self)
 
-        It differs from a sync in two ways: there is no outer step if no step was made since the last average, and
-        without any loss ``merge="best"`` is the mean.
-        """
-        if self.in_consensus:
-            raise RuntimeError("cannot average inside scheduler.consensus(): the parameters are averaged already")
-        if self.overlapping is not None:
-            self.land(self.step)
-            self.write()
-            self.publish()
-        moved = self.started and self.history.last_step != self.before + self.step
-        request = AverageRequest(
-            "converge", average_state=self._average_state(), known_shared=self._known_shared(), outer=moved
-        )
-        report, failure = self._report(self.step, compares=self._takes_best)
-        with caused_by(failure):
-            outcome = self.converger.converge(report, request)
-        self.averaged = True
-        self._record(self.step, self.step, "manual", self.spread.placement(), outcome)
+    def consensus(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the averaged parameters and buffers inside a block, and this replica's own again after it."""
+        return consensus(self)
 
-    @contextlib.contextmanager
-    def consensus(self) -> Iterator[None]:
-        """Hold the averaged parameters and buffers inside the block, and this replica's own again after it.
+    def add_record(self, record: SyncRecord) -> None:
+        """Append a record to the history, and to its file if there is one."""
+        if self.history_file is not None:
+            self.history_file.append(record, self.history)
+        self.history.add(record)
 
-        An overlapping average stays under way: the sum of its corrections over the replicas is zero.
-        """
-        if self.in_consensus:
-            raise RuntimeError(
-                "scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already"
-            )
-        report, failure = self._report(self.step, compares=self._takes_best)
-        with caused_by(failure), self.converger.consensus(report):
-            self.in_consensus = True
-            try:
-                yield
-            finally:
-                self.in_consensus = False
+
+def sync(cycle: Cycle, step: int, *, acting: bool) -> None:
+    """Sync with the other replicas at the end of ``step``: average, or start an overlapping average.
+
+    ``acting``: whether the controller acts on it.
+    """
+    placed = cycle.spread.placement()
+    compares = (acting and cycle.spread.reads_losses) or cycle.takes_best
+    report, failure = _report(cycle, step, compares=compares)
+    measured: list[Tensor | None] = []
+    request = AverageRequest(
+        average_state=_average_state(cycle),
+        known_shared=cycle.known_shared,
+        needs_shared=cycle.displacement is not None and not cycle.spread.reads_losses,
+        needs_loss=compares and cycle.probe is None,
+        skip_if_equal=not cycle.spread.diverges,
+        agreed=lambda: measured.append(_measured_by_parts(cycle)),
+    )
+    with _caused_by(failure):
+        try:
+            if cycle.overlap_steps and step != cycle.run.total_steps:
+                average = cycle.converger.start(report, request)
+                cycle.overlapping = Overlapping(step, step + cycle.overlap_steps, placed, acting, average)
+                return
+            outcome = cycle.converger.converge(report, request)
+        except NoneSound as none:
+            _recover(cycle, step, step, placed, none)
+            return
+        _finish(cycle, step, step, placed, acting, outcome, measured[0])
+
+
+def apply_overlapping(cycle: Cycle, step: int) -> bool:
+    """Apply the overlapping average, if there is one, at the end of ``step``. Return whether replicas returned."""
+    if (overlapping := cycle.overlapping) is None:
+        return False
+    measured = _measured_by_parts(cycle)
+    try:
+        outcome = cycle.converger.land(overlapping.average, kept=cycle.undoing.kept if cycle.undoing else None)
+    except NoneSound as none:
+        _recover(cycle, overlapping.step, step, overlapping.placed, none)
+        cycle.overlapping = None
+        cycle.window.clear()
+        return True
+    cycle.overlapping = None
+    if not outcome.healthy[held(cycle.ensemble)].all():
+        cycle.window.clear()  # these losses are of parameters that were not finite until now
+    undone = _finish(cycle, overlapping.step, step, overlapping.placed, overlapping.acting, outcome, measured)
+    if undone is not None:
+        cycle.window.clear()  # these losses are of what was undone
+    return undone is not None
+
+
+def converge(cycle: Cycle) -> None:
+    """Average all replicas now, wherever in the cycle; the cycle goes on.
+
+    It differs from a sync in two ways: there is no outer step if no step was made since the last average, and without
+    any loss ``merge="best"`` is the mean.
+    """
+    if cycle.in_consensus:
+        raise RuntimeError("cannot average inside scheduler.consensus(): the parameters are averaged already")
+    if cycle.overlapping is not None:
+        apply_overlapping(cycle, cycle.step)
+        cycle.write()
+        cycle.publish()
+    moved = cycle.started and cycle.history.last_step != cycle.before + cycle.step
+    request = AverageRequest(
+        "converge", average_state=_average_state(cycle), known_shared=cycle.known_shared, outer=moved
+    )
+    report, failure = _report(cycle, cycle.step, compares=cycle.takes_best)
+    with _caused_by(failure):
+        outcome = cycle.converger.converge(report, request)
+    cycle.averaged = True
+    _record(cycle, cycle.step, cycle.step, "manual", cycle.spread.placement(), outcome)
+
+
+@contextlib.contextmanager
+def consensus(cycle: Cycle) -> Iterator[None]:
+    """Hold the averaged parameters and buffers inside the block, and this replica's own again after it.
+
+    An overlapping average stays under way: the sum of its corrections over the replicas is zero.
+    """
+    if cycle.in_consensus:
+        raise RuntimeError("scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already")
+    report, failure = _report(cycle, cycle.step, compares=cycle.takes_best)
+    with _caused_by(failure), cycle.converger.consensus(report):
+        cycle.in_consensus = True
+        try:
+            yield
+        finally:
+            cycle.in_consensus = False
+
+
+# The parts of a sync
+
+
+def _report(cycle: Cycle, step: int, *, compares: bool) -> tuple[Report, Exception | None]:
+    """Return the report on the replicas held here, and the exception of the probe if it raised.
+
+    The others wait in the collective and must learn of a failed probe. ``compares``: losses decide, so the probe runs.
+    """
+    runs = compares and cycle.probe is not None
+    probe, failure = run_probe(cycle.probe, cycle.ensemble.rows) if runs and cycle.probe else (None, None)
+    settings = {"gradients": cycle.gradients, "average_state": cycle.average_state}
+    report = Report(
+        step,
+        # A copy: the window goes on while an average overlaps.
+        cycle.window.sum.clone() if isinstance(cycle.window.sum, Tensor) else cycle.window.sum,
+        cycle.window.count,
+        probe=probe,
+        failed=failure is not None,
+        gradients=cycle.fingerprint,
+        settings={**cycle.config, **settings, "overlap_steps": cycle.overlap_steps},
+        bases=cycle.spread.bases(),
+        kept=cycle.undoing.kept if cycle.undoing else None,
+        stepped=cycle.steps.since_sync if cycle.steps.counts else None,
+    )
+    return report, failure
+
+
+def _average_state(cycle: Cycle) -> AverageState:
+    if cycle.average_state != "auto":
+        return cycle.average_state
+    return "auto" if cycle.gradients == "auto" else cycle.gradients == "local"
+
+
+def _measured_by_parts(cycle: Cycle) -> Tensor | None:
+    """Return what each process that holds a part of this replica has measured, [parts, columns]. Collective.
+
+    None where one process holds a whole replica, or nothing is measured.
+    """
+    ensemble = cycle.ensemble
+    if cycle.displacement is None or ensemble.parts == 1:
+        return None
+    return ensemble.gather(cycle.displacement.row().expand(ensemble.rows, -1))[ensemble.replica]
+
+
+def _finish(
+    cycle: Cycle,
+    step: int,
+    applied: int,
+    placed: Placement,
+    acting: bool,
+    outcome: Outcome,
+    measured: Tensor | None,
+) -> int | None:
+    """Let the controller act on the sync that followed ``step`` and was applied after ``applied``, and record it.
+
+    ``measured``: what :func:`_measured_by_parts` returned before anything was averaged.
+
+    Returns:
+        The step of the earlier average that was taken again; None if there was no return.
+    """
+    slopes = _end_cycle(cycle, step, outcome.shared, measured)
+    _warn_of_equal_losses(cycle, step, placed, outcome)
+    undone, findings = None, None
+    if acting:  # before anything is recorded, because a controller may raise
+        seen = cycle.spread.observe(placed, outcome.compared, step, slopes)
+        if cycle.undoing is None:
+            cycle.spread.move(cycle.run, seen)
+        else:
+            undone = cycle.undoing.act(cycle.run, seen, outcome, landed=applied)
+        controller = cycle.spread.controller
+        if isinstance(controller, ExplainingController):
+            findings = controller.findings(cycle.run, cycle.spread.controller_state, seen)
+    cycle.shared = outcome.shared
+    _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone, findings)
+    return undone
+
+
+def _end_cycle(cycle: Cycle, step: int, shared: bool | None, measured: Tensor | None) -> MeasuredSlopes | None:
+    """Return the slopes that were measured since the last sync, if gradients are shared; stop after the last."""
+    if cycle.displacement is None:
+        return None
+    slopes = cycle.displacement.turn(measured)
+    controller = cycle.spread.controller
+    acts_later = controller is not None and cycle.run.acts_after(controller, step)
+    if not cycle.displacement.ended and (shared is False or not acts_later):
+        cycle.displacement.end()
+    return None if shared is False else slopes
+
+
+def _warn_of_equal_losses(cycle: Cycle, step: int, placed: Placement, outcome: Outcome) -> None:
+    """Warn if losses that are compared were averaged before. The rows of a stack cannot be, by mistake."""
+    if not (cycle.spread.reads_losses or cycle.takes_best) or cycle.ensemble.rows > 1:
+        return
+    if cycle.probe is None:
+        cycle.equal_losses.check(step, outcome.losses, placed.values, "the training losses")
+    else:
+        cycle.equal_losses.check(step, outcome.probes, placed.values, "the losses on the probe")
+
+
+def _recover(cycle: Cycle, step: int, applied: int, placed: Placement, none: NoneSound) -> None:
+    """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
+    if cycle.undoing is None or not cycle.undoing.can_go_back(none.kept):
+        raise none
+    log.warning("%s", str(none).partition(". Nothing was")[0])
+    slopes = _end_cycle(cycle, step, None, _measured_by_parts(cycle))
+    unknown = np.full(cycle.ensemble.size, np.nan)
+    undone = cycle.undoing.go_back(cycle.run, cycle.spread.observe(placed, unknown, step, slopes))
+    outcome = Outcome.of_none(none.agreement, handshake_cost(cycle.ensemble), 0.0)
+    _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone)
+
+
+def _kind(cycle: Cycle, step: int) -> Kind:
+    return "sync" if step % cycle.run.sync_every == 0 else "early" if step in cycle.run.early else "last"
+
+
+def _record(
+    cycle: Cycle,
+    step: int,
+    applied: int,
+    kind: Kind,
+    placed: Placement,
+    outcome: Outcome,
+    undone: int | None = None,
+    findings: Findings | None = None,
+) -> None:
+    record = SyncRecord.of(
+        outcome,
+        placed,
+        [hyper.name for hyper in cycle.spread.hyperparameters],
+        step=cycle.before + step,
+        cycle=(step - 1) // cycle.run.sync_every if kind != "manual" else cycle.number,
+        kind=kind,
+        gradients=cycle.gradients,
+        landed=cycle.before + applied,
+        undone=None if undone is None else cycle.before + undone,
+        findings=findings,
+    )
+    if record.excluded and undone is None:
+        log.warning("step %d: replicas %s were not finite; left out of the mean and given it", step, record.excluded)
+    cycle.add_record(record)
+
+
+@contextlib.contextmanager
+def _caused_by(failure: Exception | None) -> Iterator[None]:
+    """Make ``failure``, if there is one, the cause of a RuntimeError in the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if failure is None:
+            raise
+        raise error from failure
+
+
+def _plain_fields(controller: object) -> dict[str, Any]:
+    """Return the fields of a dataclass as dicts, lists and numbers, as a checkpoint gives them back."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        return [plain(entry) for entry in value] if isinstance(value, tuple | list) else value
+
+    if not dataclasses.is_dataclass(controller) or isinstance(controller, type):
+        return {}
+    fields: dict[str, Any] = plain(dataclasses.asdict(controller))
+    return fields

@@ -24,6 +24,7 @@ from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.controller.protocol import Findings
 from hdet_kernels.converge import Outcome
 from hdet_kernels.fanout.spread import Placement
+from hdet_kernels.schedule.losses import AnyNumber
 
 Kind = Literal["sync", "early", "last", "manual", "scout"]
 
@@ -68,8 +69,8 @@ class SyncRecord:
     step: int
     cycle: int
     kind: Kind
-    losses: list[float]
-    probes: list[float] | None
+    losses: list[AnyNumber]
+    probes: list[AnyNumber] | None
     base: dict[str, float]
     values: dict[str, list[float]]
     excluded: list[int]
@@ -246,16 +247,16 @@ class History:
         summary: that of all syncs so far; by default it is made from ``records``.
 
     Attributes:
-        untold: the records that callbacks have not been called with yet.
+        unreported: the records that callbacks have not been called with yet.
     """
 
     def __init__(self, records: Iterable[SyncRecord] = (), summary: HistorySummary | None = None) -> None:
         self.records: list[SyncRecord] = []
         self.summary = HistorySummary()
-        self.untold: deque[SyncRecord] = deque(maxlen=WINDOW)
+        self.unreported: deque[SyncRecord] = deque(maxlen=WINDOW)
         for record in records:
             self.add(record)
-        self.untold.clear()
+        self.unreported.clear()
         if summary is not None:
             self.summary = summary
 
@@ -263,14 +264,14 @@ class History:
         """Append a record; the oldest one leaves if there are too many."""
         self.summary.add(record)
         self.records.append(record)
-        self.untold.append(record)
+        self.unreported.append(record)
         if len(self.records) > WINDOW:
             del self.records[:-WINDOW]
 
-    def take_untold(self) -> list[SyncRecord]:
+    def take_unreported(self) -> list[SyncRecord]:
         """Return the records since the last call of this method."""
-        records = list(self.untold)
-        self.untold.clear()
+        records = list(self.unreported)
+        self.unreported.clear()
         return records
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from hdet_kernels.checks import check_positive, spell
 from hdet_kernels.tensors import wide_dtype
+
+#: A number that may be NaN or infinite, as losses may.
+AnyNumber = Annotated[float, None]
 
 #: The loss of one replica, or the losses of several in one process.
 Loss = float | Tensor | Sequence[float]
@@ -176,8 +179,8 @@ class EqualLosses:
         self._step = 0
         self._warned = False
 
-    def look(self, step: int, losses: NDArray[np.float64], values: NDArray[np.float64], what: str) -> None:
-        """Look at the losses of a sync, and warn once if they were equal at two in a row.
+    def check(self, step: int, losses: NDArray[np.float64], values: NDArray[np.float64], what: str) -> None:
+        """Compare the losses of a sync, and warn once if they were equal at two in a row.
 
         Args:
             step: of the sync.

@@ -1,24 +1,44 @@
-"""The schedulers: torch's OneCycleLR, or any torch scheduler, with HDET's cycle around it."""
+"""The schedulers: torch's OneCycleLR, or any torch scheduler, with HDET's cycle around it.
+
+Both drive a :class:`.Cycle`: it is told that a step is finished (:meth:`.Cycle.end_step`) and what the schedule says
+now. With ``max_lr=None`` a :class:`.Scouting` phase takes the cycle's place until a learning rate is found.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Never
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils.hooks import RemovableHandle
 
-from hdet_kernels.checks import check_steps, spell
+from hdet_kernels.checks import check_callable, check_steps, spell
+from hdet_kernels.controller.protocol import Controller
+from hdet_kernels.converge import Averaging
+from hdet_kernels.ensemble import Ensemble, announced_size
+from hdet_kernels.fanout.explore import Explore, TieGroups, saved_ties
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.group_entries import write_entry
+from hdet_kernels.optim.rowwise_adagrad import FusedRowWiseAdagrad
+from hdet_kernels.schedule import checkpoint
 from hdet_kernels.schedule.arguments import (
-    HDETOptions,
+    GradientMode,
+    HasBuffers,
+    Options,
+    Probe,
+    can_divide,
     check_no_epoch,
     check_scout_used,
-    checked_options,
     one_cycle_arguments,
-    shows_options,
-    with_defaults,
+    refuse_unknown,
+    run_length,
 )
 from hdet_kernels.schedule.attachment import (
     attach,
@@ -28,18 +48,360 @@ from hdet_kernels.schedule.attachment import (
     untouched_on_error,
     unwrapped,
 )
-from hdet_kernels.schedule.build import ScheduleFacts, build_cycle, learning_rates, rehearse
-from hdet_kernels.schedule.checkpoint import saving
-from hdet_kernels.schedule.checkpoint.checked_state import checked, checked_schedule
-from hdet_kernels.schedule.checkpoint.packed import packed, unpacked
+from hdet_kernels.schedule.build import (
+    ScheduleFacts,
+    build_cycle,
+    built_state,
+    ensemble_of,
+    learning_rates,
+    name_one_replica,
+    rehearse,
+    scheduled_now,
+    write_momentum,
+)
 from hdet_kernels.schedule.cycle import Cycle
+from hdet_kernels.schedule.guards import LateEnsemble
+from hdet_kernels.schedule.history import (
+    HistorySummary,
+    SyncCallback,
+    SyncCallbacks,
+    SyncRecord,
+    flat,
+    value_metrics,
+)
 from hdet_kernels.schedule.losses import Loss
-from hdet_kernels.schedule.one_cycle import ScoutingOneCycleLR, write_momentum
-from hdet_kernels.schedule.with_cycle import WithCycle
+from hdet_kernels.schedule.scout.own_gradients import OwnGradients
+from hdet_kernels.schedule.scout.phase import Scouted, Scouting, ratios_of
+from hdet_kernels.schedule.scout.rounds import ScoutSettings, first_bracket, make_plan, middle
 from hdet_kernels.torch_internals import one_cycle_peak
 
+#: Attributes of a scheduler that are not part of torch's schedule.
+_OWN = ("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options", "_follows_ties", "_callbacks")
 
-class HDETOneCycleLR(ScoutingOneCycleLR):
+
+class WithCycle:
+    """The methods that both schedulers have beside torch's own.
+
+    Attributes:
+        _options: the keywords of the schedulers, checked.
+        _cycle: the cycle of the run; None while the scheduler is built.
+        _phase: the scouting phase that steps in its place; None before and after it.
+        _late: whether a process group may still come; None while the scheduler is built, and after a group came.
+        _follows_ties: whether the checkpoint that was loaded last decided which groups are tied.
+    """
+
+    optimizer: Optimizer
+    _last_lr: list[float | Tensor]
+    _options: Options
+    _cycle: Cycle | None = None
+    _phase: Scouting | None = None
+    _late: LateEnsemble | None = None
+    _follows_ties = False
+    _callbacks: SyncCallbacks | None = None
+
+    @property
+    def cycle(self) -> Cycle:
+        """The cycle that this scheduler drives."""
+        if self._cycle is None:
+            raise RuntimeError("the scheduler is still being built")
+        if self._late is not None and self._late.arrived:
+            self._take_processes()
+        return self._cycle
+
+    @property
+    def _part(self) -> Cycle | Scouting:
+        """The part of the run that is stepped now: the scouting phase, or the cycle."""
+        cycle = self.cycle  # first, because it may build both again
+        return cycle if self._phase is None else self._phase
+
+    @property
+    def _inner(self) -> Optimizer:
+        """The optimizer inside its wrappers."""
+        return unwrapped(self.optimizer)
+
+    @property
+    def history(self) -> list[SyncRecord]:
+        """The records of the last 1000 syncs, oldest first."""
+        return self.cycle.history.records
+
+    @property
+    def history_summary(self) -> HistorySummary:
+        """Counts, extremes and a curve of all syncs so far, those before :attr:`history` included."""
+        return self.cycle.history.summary
+
+    @property
+    def sync_every(self) -> int:
+        """T, in steps."""
+        return self.cycle.run.sync_every
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether the parameters in this process are the average of all replicas now.
+
+        True before the first step, after a sync or :meth:`converge` until the next step of the optimizer, inside
+        :meth:`consensus`, and for a single replica. Also between syncs once replicas no longer differ: with shared
+        gradients, after the controller stops. A checkpoint of one process stands for all where it is True. With
+        ``max_lr=None``, while a learning rate is looked for, it is True where the model is the one that the run begins
+        with. Replicas that begin apart (warm noisy initialisation) are not told from others before the first sync.
+        """
+        return self._part.in_sync
+
+    @property
+    def scouting(self) -> bool:
+        """Whether the run still looks for a learning rate (``max_lr=None``)."""
+        return self._phase is not None
+
+    def get_base_lr(self) -> list[float | Tensor]:
+        """Return the base learning rate of every parameter group now: the value that replicas are spread around."""
+        return self._part.spread.base_rates()
+
+    def metrics(self, *, replicas: bool = True) -> dict[str, float]:
+        """Return the numbers of the run under flat names, for a logger. ``docs/usage/loggers.md`` lists them.
+
+        Base values and values of the replicas are those of now, totals are over all syncs, and everything else is of
+        the last sync (:meth:`.SyncRecord.metrics`). What is not known, or not finite, is left out. It communicates with
+        nobody; where learning rates are tensors on a GPU it waits for them.
+
+        Args:
+            replicas: whether every replica has entries of its own.
+        """
+        spread, summary = self._part.spread, self.history_summary
+        names, placed = [hyper.name for hyper in spread.hyperparameters], spread.placement()
+        base = dict(zip(names, placed.base.tolist(), strict=True))
+        values = dict(zip(names, placed.values.tolist(), strict=True))
+        totals = {
+            "syncs": summary.syncs,
+            "excluded": summary.excluded,
+            "returns": summary.undone,
+            "seconds": summary.seconds,
+            "bytes": summary.bytes,
+            "collectives": summary.collectives,
+        }
+        found = self.history[-1].metrics(replicas=replicas) if self.history else {}
+        found |= flat(value_metrics(base, values, replicas=replicas))
+        return found | flat({f"total/{name}": value for name, value in totals.items()})
+
+    def record_loss(self, loss: Loss, *, divided_by: float = 1) -> None:
+        """Add a training loss to those since the last sync, without waiting for the device.
+
+        Call it any number of times before :meth:`step`: for gradient accumulation, or where a framework calls
+        ``step()`` without a loss. What counts is the mean over all calls.
+
+        Args:
+            loss: a number or a scalar tensor; with a stack, the losses of its replicas.
+            divided_by: what the loss was divided by before its backward pass: k where gradients are accumulated by
+                ``(loss / k).backward()``. The k losses of a step then count as one, and the mean is that of whole
+                batches, also where the last step of an epoch has fewer. Leave it out for losses that were not divided.
+        """
+        self._find_replicas()
+        self._part.record(loss, divided_by)
+
+    def converge(self) -> None:
+        """Average the replicas now, wherever in the cycle. Collective: every replica must call it.
+
+        ``outer=`` takes a step here too, unless no step was made since the last average. With ``merge="best"`` the
+        probe or the losses since the last sync decide; without any loss it is the mean. With ``max_lr=None`` it raises
+        while a learning rate is looked for: the replicas are not to be averaged then.
+        """
+        self._find_replicas()
+        self._check_outside_callbacks("converge()")
+        self._part.converge()
+        self._call_callbacks()
+
+    def consensus(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the averaged model inside a ``with`` block, to evaluate or save it. Collective.
+
+        This replica's own parameters come back afterwards. ``state_dict()`` refers to live tensors: save or clone it
+        inside the block. It is the plain mean with ``outer=`` too; with ``merge="best"`` it is the best replica now, or
+        the mean where no loss is known. With ``max_lr=None``, while a learning rate is looked for, it is the model that
+        the run begins with.
+        """
+        self._find_replicas()
+        return self._part.consensus()
+
+    def use_probe(self, probe: Probe) -> None:
+        """Give the scheduler a probe, as if it had been built with ``probe=``. Every replica must do so.
+
+        For frameworks that know the model and the data only after the scheduler is built. A default ``sync_every`` is
+        chosen anew: with local gradients it is shorter with a probe.
+
+        Args:
+            probe: as ``probe=`` of the scheduler.
+
+        Raises:
+            RuntimeError: after the first step.
+        """
+        check_callable("probe", probe, "probe()", remedy="it takes no arguments and returns a loss")
+        if self._part.begun:
+            raise RuntimeError(
+                "scheduler.use_probe() after the first step, or after a checkpoint was loaded: replicas were compared "
+                "without it; call it before, or build the scheduler with probe="
+            )
+        with self._built_again(probe=probe):
+            pass
+
+    def on_sync(self, callback: SyncCallback, *, every_process: bool | None = None) -> RemovableHandle:
+        """Call ``callback(record)`` after every sync, with its :class:`.SyncRecord`.
+
+        It is called at the end of :meth:`step` or :meth:`converge`, when everything is in place for the next cycle, so
+        that it may evaluate or save. Scouting rounds and returns to an earlier average are such syncs too. An average
+        that overlaps with training is reported where it is applied. All callbacks are called, in the order in which
+        they came; then the exception of one that raised is raised, with the sync complete: catch it and training goes
+        on. Callbacks are not part of a checkpoint.
+
+        Args:
+            callback: is called with the record.
+            every_process: False: only the first process calls it. Default: True, or as the callback's own attribute
+                ``every_process`` says: the writers of :mod:`hdet_kernels.integrations.loggers` have it.
+
+        Returns:
+            A handle whose ``remove()`` ends this.
+        """
+        if self._callbacks is None:
+            self._callbacks = SyncCallbacks()
+        return self._callbacks.add(callback, every_process)
+
+    def _call_callbacks(self) -> None:
+        """Call the callbacks with the records that they have not seen."""
+        if self.cycle.history.unreported:
+            records = self.cycle.history.take_unreported()
+            if self._callbacks is not None:
+                self._callbacks.call(records, first=self.cycle.first_process)
+
+    def _check_outside_callbacks(self, method: str) -> None:
+        if self._callbacks is not None and self._callbacks.running:
+            raise RuntimeError(
+                f"scheduler.{method} inside a callback of on_sync(): the replicas are averaged already, and a sync "
+                "here would call it again; use consensus() or state_dict() there"
+            )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its processes and cannot be copied or pickled: save its state_dict(), "
+            "and load it into a scheduler that is built anew"
+        )
+
+    # Who the replicas are
+
+    def _built(self) -> None:
+        """End the construction: hook the scheduler to the optimizer, and name the replicas if they are known."""
+        self._late = LateEnsemble(self._options.ensemble, self.cycle.ensemble)
+        if not self._late.open:
+            self._announce()
+        self._attach()
+
+    def _find_replicas(self) -> None:
+        """Decide who the replicas are, before the first use: the process group that exists by now, or one replica.
+
+        Raises:
+            RuntimeError: a group should exist, or was initialised after the decision.
+        """
+        self._follow_moved_model()
+        late = self._late
+        if late is None:
+            return
+        if late.arrived:
+            self._take_processes()
+        elif late.open:
+            late.check_arrived()
+            late.open = False
+            self._announce()
+        else:
+            late.check_none_arrived()
+
+    def _follow_moved_model(self) -> None:
+        """Build the cycle again if the model was moved before the first step, and its fused optimizer with it."""
+        if self._cycle is None or self._part.begun:  # first: this is checked before every step
+            return
+        optimizer = self._inner
+        if not isinstance(optimizer, FusedOptimizer | FusedRowWiseAdagrad):
+            return
+        optimizer.rehome()
+        known, now = self._cycle.converger.tensors.buckets, optimizer.buckets
+        same_parameters = known is not None and list(map(id, known.params)) == list(map(id, now.params))
+        if known is not now and same_parameters:
+            with self._built_again():
+                pass
+
+    def _take_processes(self) -> None:
+        """Build the cycle again, with the processes of the default group as replicas."""
+        late, self._late = self._late, None
+        try:
+            with self._built_again():
+                pass
+        except BaseException:
+            self._late = late
+            raise
+        self._announce()
+
+    def _announce(self) -> None:
+        name_one_replica(self.cycle)
+        if self._phase is not None:
+            self._phase.announce()
+
+    # Building the cycle again
+
+    def _new_cycle(self) -> Cycle:
+        """Return a cycle by the present options, for an optimizer that has its own values."""
+        raise NotImplementedError
+
+    def _attach(self) -> None:
+        """Hook the phase, or the cycle if there is none, to the optimizer."""
+        raise NotImplementedError
+
+    def _rebuild(self) -> None:
+        """Build the cycle, or the phase before it, by the present options in the place of the one before."""
+        own_values_back(self._inner)
+        self._take(self._new_cycle())
+
+    def _take(self, cycle: Cycle) -> None:
+        """Go on with another cycle, and with the history and the losses of the one before."""
+        before = self.cycle
+        cycle.history, cycle.window = before.history, before.window
+        cycle.write()
+        self._cycle = cycle
+        self._last_lr = learning_rates(self._inner)
+        self._attach()
+        cycle.publish()
+
+    @contextlib.contextmanager
+    def _built_again(self, **changed: Any) -> Iterator[None]:
+        """Build the cycle with other options, before the block. If that or the block raises, all is as before."""
+        with self._undone_on_error():
+            self._options = replace(self._options, **changed)
+            self._rebuild()
+            yield
+
+    @contextlib.contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Bring the scheduler, its cycle or phase, and the optimizer back to what they were if the block raises."""
+        phase, cycle = self._phase, self.cycle
+        parts = [] if phase is None else phase.parts()
+        with checkpoint.undone_on_error(cycle, self, *parts):
+            try:
+                yield
+            except BaseException:
+                if self._phase is not phase or self._cycle is not cycle:
+                    self._phase, self._cycle = phase, cycle
+                    self._attach()
+                raise
+
+    @contextlib.contextmanager
+    def _tied_as_in(self, state_dict: object) -> Iterator[None]:
+        """Tie the groups as a checkpoint did, for the block that loads it, where ``tie_groups`` leaves that open."""
+        saved = saved_ties(checkpoint.config_of(state_dict).get("hyperparameters"))
+        here = [hyper.groups for hyper in self.cycle.spread.hyperparameters if hyper.base is None]
+        open_to_it = self._options.tie_groups == "auto" or self._follows_ties
+        same_groups = saved is not None and sorted(sum(saved, ())) == sorted(sum(here, ()))
+        if saved == here or not (open_to_it and same_groups):
+            yield
+            return
+        with self._built_again(tie_groups=saved):
+            self._follows_ties = True
+            yield
+
+
+class HDETOneCycleLR(WithCycle, OneCycleLR):
     """torch's ``OneCycleLR`` whose replicas train under a spread of learning rates and are averaged every T steps.
 
     The arguments up to ``last_epoch`` are torch's, in torch's order. ``max_lr=None`` is a run without a learning rate:
@@ -74,32 +436,24 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
             sync by comparing the replicas' gradients. A stack knows.
         ensemble: who the replicas are: ``stack.ensemble`` of a :class:`hdet_kernels.ReplicaStack`, or processes.
             Default: the default process group if it is initialised by the first step, else a single replica.
-        average_state: average the optimizer's moments too: True, False, or ``"auto"``: with local gradients.
-        average_buffers: average floating-point buffers (BatchNorm statistics) of ``model``; integer buffers become
-            those of the first finite replica.
+        averaging: :class:`hdet_kernels.Averaging`: compression, overlap with training, an outer optimizer, and what
+            else concerns the averages. Default: a plain mean.
         model: the model, for its buffers; a stack brings its own. With ``max_lr=None`` under DDP it is the DDP model,
             whose averaging of gradients is switched off while a learning rate is looked for.
-        bucket_bytes: the most that one collective carries. Default: 512 MiB.
-        compress: ``"bf16"`` or ``"int8"``: the difference to the last average travels in that many bits, and the
-            rounding error is sent the next time. Costs two copies of the parameters in memory.
-        overlap_steps: the average starts at the sync and is applied this many steps later, over connections of its
-            own, so that training does not wait. Costs three copies of what is averaged while it is under way.
-        backup: keep a copy of what is averaged until all of it has arrived, so that everything is as it was if a peer
-            dies in the middle. False saves that memory; over gloo, between the syncs.
-        outer: :class:`hdet_kernels.Outer` (lr, momentum, nesterov): every sync ends with a step of SGD whose gradient
-            is the displacement from the last sync to the mean. On local gradients that is DiLoCo. Costs two copies of
-            the parameters of one replica. Where replicas begin apart, the first average is a plain mean.
-        merge: ``"mean"``, or ``"best"``: at every sync all replicas take parameters, buffers, state and step counts of
-            the finite one with the lowest loss (on the probe, which then runs at every sync, or the mean training loss
-            since the last one): the exploit step of population-based training.
         seed: of the permutations.
         history_file: a path; the first process appends the record of every sync to it, as a line of JSON. A resumed run
             continues the file, and ``hdet-kernels report`` makes a page of it. Without it only the last 1000 records
             are kept, and a summary of all.
         scout: :class:`hdet_kernels.ScoutSettings`, the constants of the search with ``max_lr=None``.
+
+    Attributes:
+        _arguments: those of torch's OneCycleLR, checked.
+        _scouted: the plan of a run with ``max_lr=None``, and what was found; None where ``max_lr`` was given.
     """
 
-    @shows_options
+    _arguments: dict[str, Any]
+    _scouted: Scouted | None = None
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -116,10 +470,41 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
         final_div_factor: float = 1e4,
         three_phase: bool = False,
         last_epoch: int = -1,
-        **options: Unpack[HDETOptions],
+        *,
+        spread: float = 0.3,
+        sync_every: int | None = None,
+        auto_lr: bool | Controller = True,
+        trust: float | None = 3.0,
+        probe: Probe | None = None,
+        explore: Iterable[Explore] = (),
+        tie_groups: TieGroups = "auto",
+        gradients: GradientMode = "auto",
+        ensemble: Ensemble | None = None,
+        averaging: Averaging | None = None,
+        model: HasBuffers | None = None,
+        seed: int = 0,
+        history_file: str | os.PathLike[str] | None = None,
+        scout: ScoutSettings | None = None,
+        **unknown: Never,
     ) -> None:
-        complete = checked_options(with_defaults(options, type(self).__name__))
-        arguments = one_cycle_arguments(
+        refuse_unknown(unknown, type(self).__name__)
+        self._options = Options(
+            spread=spread,
+            sync_every=sync_every,
+            auto_lr=auto_lr,
+            trust=trust,
+            probe=probe,
+            explore=explore,
+            tie_groups=tie_groups,
+            gradients=gradients,
+            ensemble=ensemble,
+            averaging=averaging,
+            model=model,
+            seed=seed,
+            history_file=history_file,
+            scout=scout,
+        )
+        self._arguments = one_cycle_arguments(
             unwrapped(optimizer),
             max_lr=max_lr,
             total_steps=total_steps,
@@ -135,14 +520,179 @@ class HDETOneCycleLR(ScoutingOneCycleLR):
             three_phase=three_phase,
             last_epoch=last_epoch,
         )
-        check_scout_used(max_lr is None, complete["scout"])
-        self._arguments, self._options = arguments, complete
+        check_scout_used(max_lr is None, scout)
         self.optimizer = outermost(optimizer)
         with untouched_on_error(self.optimizer):
             own_values_back(self._inner)
-            self._begin()
-        self._built(complete["ensemble"])
+            schedule = self._arguments
+            if max_lr is None:
+                self._scouted = self._planned()
+                schedule = schedule | self._scouted.run_arguments(middle(first_bracket(self._scouted.settings)))
+            super().__init__(self.optimizer, **schedule)
+            self._cycle = self._new_cycle()
+            if self._scouted is None:
+                self._cycle.write()
+            else:
+                self._phase = self._new_phase(self._scouted)
+            self._last_lr = learning_rates(self._inner)
+        self._built()
+
+    @property
+    def scouted(self) -> float | None:
+        """The peak learning rate that a run with ``max_lr=None`` found: of the parameter group with the largest.
+
+        None before the end of the search, and where ``max_lr`` was given.
+        """
+        return None if self._scouted is None else self._scouted.found
+
+    def step(self, loss: Loss | None = None) -> None:
+        """Record ``loss``, average the replicas if a sync is due, and set the next learning rates.
+
+        Call it after ``optimizer.step()``. ``loss`` may be left out where :meth:`record_loss` was called, or where
+        nothing needs it.
+        """
+        if self._cycle is None:  # torch's constructor takes the first values of the schedule
+            super().step()
+            return
+        check_no_epoch(loss)
+        self._find_replicas()
+        self._check_outside_callbacks("step()")
+        if self._phase is not None:
+            self._step_phase(self._phase, loss)
+        else:
+            cycle = self._cycle
+            changed = cycle.end_step(loss, self.total_steps)
+            super().step()
+            if changed:
+                cycle.write()
+            cycle.publish()
+        self._call_callbacks()
+
+    def get_lr(self) -> list[float | Tensor]:
+        if self._cycle is None:
+            return super().get_lr()
+        if self._phase is not None:
+            return self._phase.spread.rates(self._phase.spread.scheduled)
+        return self._cycle.spread.rates(super().get_lr())
+
+    def _new_cycle(self) -> Cycle:
+        before = 0 if self._scouted is None else self._scouted.plan.steps
+        peak, cycle_momentum = self._arguments["pct_start"], self._arguments["cycle_momentum"]
+        facts = ScheduleFacts("OneCycleLR", self.last_epoch, self.total_steps, peak, cycle_momentum, before=before)
+        return build_cycle(self._inner, facts, self._options)
+
+    def _attach(self) -> None:
+        if self._phase is None:
+            attach(self.cycle, self, before=self._find_replicas)
+        else:
+            attach(self._phase, self, before=self._find_replicas, at_end=self._phase.own.end)
+            self._phase.own.begin()
+
+    # The scouting phase
+
+    def _planned(self) -> Scouted:
+        settings, given = self._options.scout or ScoutSettings(), self._options.ensemble
+        ensemble = ensemble_of(self._inner.param_groups, given)
+        # Before the process group exists the plan is that of as many processes as were announced.
+        size = announced_size() if LateEnsemble(given, ensemble).open else ensemble.size
+        workable = partial(can_divide, self._arguments["pct_start"])
+        plan = make_plan(run_length(self._arguments), size, settings, workable=workable)
+        return Scouted(plan, settings, ratios_of(self._inner))
+
+    def _new_phase(self, scouted: Scouted) -> Scouting:
+        own = OwnGradients(self._inner, self.cycle.ensemble, self._options.model, self._options.gradients)
+        return Scouting(self.cycle, scouted, own, self.optimizer, self._arguments)
+
+    def _rebuild(self) -> None:
+        before = self._phase
+        if before is None or self._scouted is None:
+            super()._rebuild()
+            return
+        history = self.cycle.history
+        own_values_back(self._inner)
+        self._cycle = self._new_cycle()
+        self._cycle.history = history
+        self._phase = self._new_phase(self._scouted)
+        self._phase.replace(before)
+        self._last_lr = learning_rates(self._inner)
         self._attach()
+
+    def _step_phase(self, phase: Scouting, loss: Loss | None) -> None:
+        """End a step of the scouting phase, and begin the run if the learning rate is found."""
+        phase.end_step(loss)
+        if phase.scouted.found is not None:
+            self._begin_run(phase.scouted)
+            phase.log_found()
+        self._last_lr = learning_rates(self._inner)
+
+    def _begin_run(self, scouted: Scouted) -> None:
+        """Begin the run at the learning rate that was found: torch's schedule at its first step, and a new cycle."""
+        own_values_back(self._inner)
+        self._phase = None
+        self.last_epoch, self._step_count = 0, 1
+        groups = self._inner.param_groups
+        for group, peak in zip(groups, scouted.rates(scouted.found or 0.0), strict=True):
+            group["max_lr"], group["initial_lr"] = peak, peak / self._arguments["div_factor"]
+            group["min_lr"] = group["initial_lr"] / self._arguments["final_div_factor"]
+        self.base_lrs = [group["initial_lr"] for group in groups]
+        for group, rate in zip(groups, scheduled_now(self), strict=True):
+            write_entry(group, "lr", rate)
+        self._take(self._new_cycle())
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        cycle = self.cycle  # first, because it may build the phase again
+        schedule = self._schedule_state() if self._phase is None else self._phase.schedule_state()
+        state = {**schedule, "hdet": checkpoint.packed(checkpoint.state_of(cycle))}
+        if self._scouted is not None:
+            state["scout"] = checkpoint.packed(checkpoint.scout_state(self._scouted, self._phase))
+        return state
+
+    def _schedule_state(self) -> dict[str, Any]:
+        """Return a copy of the state of torch's schedule alone: DCP writes into lists and tensors when it loads."""
+        return copy.deepcopy({key: value for key, value in super().state_dict().items() if key not in _OWN})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._find_replicas()
+        with self._tied_as_in(state_dict):
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        scout = checkpoint.checked_scout(self._scouted, self.cycle, state_dict)
+        hdet = checkpoint.checked(self.cycle, state_dict)
+        scouted, phase = self._scouted, None
+        if scout is not None and scouted is not None:
+            scouted, phase = Scouted(scouted.plan, scouted.settings, scout.ratios, scout.found), scout.phase
+        if phase is None or scouted is None:
+            schedule = checkpoint.checked_schedule(self._schedule_state(), state_dict, hdet.step, "scheduler")
+        else:
+            miniature = scouted.round_arguments(phase.round, phase.bracket)
+            as_built = built_state(self._inner, {**self._arguments, **miniature})
+            schedule = checkpoint.checked_schedule(as_built, state_dict, phase.step, "scheduler")
+        with self._undone_on_error():
+            self._scouted = scouted
+            if phase is None or scouted is None:
+                if scouted is not None:
+                    self._begin_run(scouted)
+                super().load_state_dict(schedule)
+                write_momentum(self)
+                checkpoint.restore(self.cycle, hdet)
+            else:
+                again = self._begin_phase_again(scouted)
+                checkpoint.restore(self.cycle, hdet)
+                again.load_state_dict(checkpoint.to_plain(phase), schedule)
+            self._last_lr = learning_rates(self._inner)
+        self.cycle.steps.begin_anew()
+
+    def _begin_phase_again(self, scouted: Scouted) -> Scouting:
+        """Return the scouting phase, begun anew if it is over."""
+        if self._phase is None:
+            own_values_back(self._inner)
+            self._phase = self._new_phase(scouted)
+            self._attach()
+        self._phase.scouted = scouted
+        return self._phase
 
 
 class HDETScheduler(WithCycle, LRScheduler):
@@ -157,17 +707,50 @@ class HDETScheduler(WithCycle, LRScheduler):
         base_scheduler: the scheduler to wrap.
         total_steps: the length of the run; schedulers that know it (OneCycleLR, CosineAnnealingLR) need not be told.
             Without it pass ``sync_every`` and ``auto_lr=False``, and call ``converge()`` after the last step.
-        options: those of :class:`HDETOneCycleLR`.
+
+    The other keywords are those of :class:`HDETOneCycleLR`.
     """
 
-    @shows_options
     def __init__(
-        self, base_scheduler: LRScheduler, *, total_steps: int | None = None, **options: Unpack[HDETOptions]
+        self,
+        base_scheduler: LRScheduler,
+        *,
+        total_steps: int | None = None,
+        spread: float = 0.3,
+        sync_every: int | None = None,
+        auto_lr: bool | Controller = True,
+        trust: float | None = 3.0,
+        probe: Probe | None = None,
+        explore: Iterable[Explore] = (),
+        tie_groups: TieGroups = "auto",
+        gradients: GradientMode = "auto",
+        ensemble: Ensemble | None = None,
+        averaging: Averaging | None = None,
+        model: HasBuffers | None = None,
+        seed: int = 0,
+        history_file: str | os.PathLike[str] | None = None,
+        scout: ScoutSettings | None = None,
+        **unknown: Never,
     ) -> None:
-        complete = checked_options(with_defaults(options, type(self).__name__))
-        check_scout_used(False, complete["scout"])
-        if total_steps is not None:
-            total_steps = check_steps("total_steps", total_steps)
+        refuse_unknown(unknown, type(self).__name__)
+        self._options = Options(
+            spread=spread,
+            sync_every=sync_every,
+            auto_lr=auto_lr,
+            trust=trust,
+            probe=probe,
+            explore=explore,
+            tie_groups=tie_groups,
+            gradients=gradients,
+            ensemble=ensemble,
+            averaging=averaging,
+            model=model,
+            seed=seed,
+            history_file=history_file,
+            scout=scout,
+        )
+        check_scout_used(False, scout)
+        self._total_steps = None if total_steps is None else check_steps("total_steps", total_steps)
         if isinstance(base_scheduler, ReduceLROnPlateau):
             raise TypeError(
                 "ReduceLROnPlateau decides by a metric, and every replica has its own: the replicas would decide "
@@ -183,15 +766,13 @@ class HDETScheduler(WithCycle, LRScheduler):
         # torch's constructor would take a first step, which the wrapped scheduler has done.
         self.base_scheduler = base_scheduler
         self.optimizer = base_scheduler.optimizer
-        self._options, self._total_steps = complete, total_steps
         check_schedule_is_own(self._inner, base_scheduler)
         with untouched_on_error(self.optimizer):
             own_values_back(self._inner)
             self._cycle = self._new_cycle()
             self._cycle.write()
         self._last_lr = learning_rates(self._inner)
-        self._built(complete["ensemble"])
-        self._attach()
+        self._built()
 
     def _new_cycle(self) -> Cycle:
         base, total_steps = self.base_scheduler, self._total_steps
@@ -199,7 +780,8 @@ class HDETScheduler(WithCycle, LRScheduler):
             f"HDETScheduler around {type(base).__name__}",
             getattr(base, "last_epoch", 0),
             _run_length(base) if total_steps is None else total_steps,
-            _peak(base),
+            # Of others it is not known: torch's default for OneCycleLR.
+            one_cycle_peak(base) if isinstance(base, OneCycleLR) else 0.3,
             getattr(base, "cycle_momentum", False),
             # OneCycleLR tells its peak, and it anneals.
             None if isinstance(base, OneCycleLR) else partial(rehearse, base),
@@ -207,7 +789,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         return build_cycle(self._inner, facts, self._options)
 
     def _attach(self) -> None:
-        attach(self.cycle, self.base_scheduler, before=self._settle)
+        attach(self.cycle, self.base_scheduler, before=self._find_replicas)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -222,21 +804,22 @@ class HDETScheduler(WithCycle, LRScheduler):
     def step(self, loss: Loss | None = None) -> None:
         """Record ``loss``, sync if one is due, and set the next learning rates, as :meth:`HDETOneCycleLR.step`."""
         check_no_epoch(loss)
-        self._settle()
+        self._find_replicas()
         self._check_outside_callbacks("step()")
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
-        changed = self.cycle.end_step(loss, last_step)
+        cycle = self.cycle
+        changed = cycle.end_step(loss, last_step)
         groups = self._inner.param_groups
         # Chainable schedulers compute the next learning rate from the current one: give them the base back.
-        self.cycle.spread.give_back(groups)
+        cycle.spread.give_back(groups)
         self.base_scheduler.step()
-        for group, rate in zip(groups, self.cycle.spread.rates(learning_rates(self._inner)), strict=True):
+        for group, rate in zip(groups, cycle.spread.rates(learning_rates(self._inner)), strict=True):
             write_entry(group, "lr", rate)
         self._last_lr = learning_rates(self._inner)
         if changed:
-            self.cycle.write()
-        self.cycle.publish()
+            cycle.write()
+        cycle.publish()
         self._call_callbacks()
 
     def get_lr(self) -> list[float | Tensor]:
@@ -244,32 +827,24 @@ class HDETScheduler(WithCycle, LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may write other learning rates
-        return {"base_scheduler": packed(self.base_scheduler.state_dict()), "hdet": packed(saving.state_of(cycle))}
+        schedule = self.base_scheduler.state_dict()
+        return {"base_scheduler": checkpoint.packed(schedule), "hdet": checkpoint.packed(checkpoint.state_of(cycle))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._settle()
+        self._find_replicas()
         with self._tied_as_in(state_dict):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        hdet = checked(self.cycle, state_dict)
-        base, here = self.base_scheduler, self.base_scheduler.state_dict()
+        hdet = checkpoint.checked(self.cycle, state_dict)
+        base, saved = self.base_scheduler, checkpoint.unpacked(state_dict.get("base_scheduler"))
         of_torch = type(base).__module__.startswith("torch.")
-        schedule = checked_schedule(
-            here, unpacked(state_dict.get("base_scheduler")), hdet["step"], "base_scheduler", of_torch=of_torch
-        )
-        with saving.undone_on_error(self.cycle, self), saving.schedule_loaded(base, schedule):
+        schedule = checkpoint.checked_schedule(base.state_dict(), saved, hdet.step, "base_scheduler", of_torch=of_torch)
+        with self._undone_on_error(), checkpoint.schedule_loaded(base, schedule):
             write_momentum(base)
-            saving.restore(self.cycle, hdet)
+            checkpoint.restore(self.cycle, hdet)
             self._last_lr = learning_rates(self._inner)
         self.cycle.steps.begin_anew()
-
-
-def _peak(scheduler: LRScheduler) -> float:
-    """Return the share of the run at which the learning rate peaks: OneCycleLR's own, else torch's default for it."""
-    if isinstance(scheduler, OneCycleLR):
-        return one_cycle_peak(scheduler)
-    return 0.3
 
 
 def _run_length(scheduler: LRScheduler) -> int | None:

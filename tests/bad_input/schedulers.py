@@ -28,6 +28,7 @@ def by_epochs(world: Any, **keywords: Any) -> object:
 
 
 of_optimizer = built(hk.HDETOneCycleLR, max_lr=0.1, total_steps=20)
+averaging = built(hk.Averaging)
 
 
 def on_stack(world: Any, **keywords: Any) -> object:
@@ -111,19 +112,23 @@ OPTIONS: list[Row] = [
     *refused(one_cycle, "gradients", ValueError, "all", None, True, 0),
     *refused(one_cycle, "ensemble", TypeError, 4, "gloo", [], hk.ProcessEnsemble, object()),
     *refused(one_cycle, "ensemble", ValueError, RowEnsemble(2), argument="2 replicas"),
-    *refused(one_cycle, "average_state", ValueError, "yes", 1, None),
-    *flags(one_cycle, "average_buffers", "backup"),
+    *refused(one_cycle, "averaging", TypeError, "bf16", {"compress": "bf16"}, hk.Averaging),
+    *refused(one_cycle, "compress", TypeError, "bf16", argument="averaging=hk.Averaging(compress=…)"),
+    *refused(one_cycle, "average_state", TypeError, True, argument="averaging=hk.Averaging(state=…)"),
+    *refused(wrapped, "outer", TypeError, hk.Outer(), argument="averaging=hk.Averaging(outer=…)"),
+    *refused(averaging, "state", ValueError, "yes", 1, None),
+    *flags(averaging, "buffers", "backup"),
     *refused(one_cycle, "model", TypeError, 3, "model", [], nn.Linear, object()),
-    *optional(one_cycle, "bucket_bytes", 0, 1.5),
-    *refused(one_cycle, "compress", ValueError, "int4", True, 8, ["bf16"]),
-    *number(one_cycle, "overlap_steps", -1, 1.5, NAN),
-    *refused(one_cycle, "overlap_steps", ValueError, 5, 10**6, sync_every=5),
-    *refused(one_cycle, "outer", TypeError, 0.7, True, {"lr": 0.7}, hk.Outer),
+    *optional(averaging, "bucket_bytes", 0, 1.5),
+    *refused(averaging, "compress", ValueError, "int4", True, 8, ["bf16"]),
+    *number(averaging, "overlap_steps", -1, 1.5, NAN),
+    *refused(one_cycle, "averaging", ValueError, hk.Averaging(overlap_steps=5), sync_every=5, argument="overlap_steps"),
+    *refused(averaging, "outer", TypeError, 0.7, True, {"lr": 0.7}, hk.Outer),
     *refused(one_cycle, "scout", TypeError, 0.2, True, {"share": 0.2}, hk.ScoutSettings),
     *refused(one_cycle, "scout", ValueError, hk.ScoutSettings()),
-    *refused(one_cycle, "merge", ValueError, "median", None, True, 1),
-    *refused(one_cycle, "merge", ValueError, "best", outer=hk.Outer()),
-    *refused(one_cycle, "merge", ValueError, "best", compress="int8"),
+    *refused(averaging, "merge", ValueError, "median", None, True, 1),
+    *refused(averaging, "merge", ValueError, "best", outer=hk.Outer()),
+    *refused(averaging, "merge", ValueError, "best", compress="int8"),
     *number(one_cycle, "seed", 1.5, NAN),
     *refused(one_cycle, "seed", TypeError, "x", spread=0.2),
     *refused(one_cycle, "gradients", ValueError, "local", auto_lr=hk.HypergradientController()),

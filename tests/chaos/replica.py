@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet_kernels as hk
 from tests.chaos.configurations import SETTINGS, Configuration, Net, batch, network
 from tests.chaos.record import digest
+from tests.training import with_averaging
 
 #: The parts of a replica, in the order in which a checkpoint is loaded unless a fault changes it.
 PARTS = ("model", "optimizer", "scheduler")
@@ -88,7 +89,7 @@ class Replica:
             given["probe"] = self.probe
         if "setter" in traits:
             given["explore"] = [hk.Explore("temperature", spread=0.5, base=1.0, apply=self.set)]
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, **{**given, **(options or {})})
+        self.scheduler = hk.HDETOneCycleLR(self.optimizer, **with_averaging({**given, **(options or {})}))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -156,7 +156,7 @@ LOWER = "resume from the last checkpoint with a lower learning rate, or find the
             {"nonfinite": [4.0, 5.0]},
             [["buffer c"], ["buffer c"]],
             "buffer c on ranks 0, 1. Nothing {} where buffers are not finite differs between the replicas; keep them "
-            "finite, or pass average_buffers=False",
+            "finite, or pass averaging=hk.Averaging(buffers=False)",
         ),
     ],
     ids=["parameters", "losses", "one of each", "buffers"],

@@ -275,7 +275,7 @@ def _gapped(rank: int, compress: Any, overlapped: bool) -> list[Tensor]:
     optimizer = torch.optim.SGD([columns, every_other], lr=1.0)
     scheduler = hk.HDETScheduler(
         torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), total_steps=6, sync_every=2, spread=0.0, auto_lr=False,
-        gradients="local", compress=compress, overlap_steps=int(overlapped),
+        gradients="local", averaging=hk.Averaging(compress, int(overlapped)),
     )  # fmt: skip
     seen = []
     for step in range(6):

@@ -279,7 +279,14 @@ def _large(rank: int, compress: Any) -> list[tuple[int, int]]:
     model = nn.Linear(500, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = hk.HDETOneCycleLR(
-        optimizer, 0.1, 6, sync_every=2, auto_lr=False, cycle_momentum=False, gradients="local", compress=compress
+        optimizer,
+        0.1,
+        6,
+        sync_every=2,
+        auto_lr=False,
+        cycle_momentum=False,
+        gradients="local",
+        averaging=hk.Averaging(compress),
     )
     for step in range(6):
         optimizer.zero_grad()
@@ -581,11 +588,8 @@ def test_an_unknown_format_is_refused_by_name() -> None:
     param = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=message):
         Converger([param], SingleReplica(), compress="fp8")  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD([param], lr=0.1)
     with pytest.raises(ValueError, match=message):
-        hk.HDETOneCycleLR(optimizer, 0.1, 10, auto_lr=False, compress="fp8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=message):
-        hk.HDETScheduler(torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), total_steps=10, compress="fp8")  # type: ignore[arg-type]
+        hk.Averaging(compress="fp8")  # type: ignore[arg-type]
 
 
 def _alone(rank: int, talks: bool) -> list[Any]:

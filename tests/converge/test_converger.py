@@ -19,7 +19,7 @@ from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.ensemble import RowEnsemble
 from hdet_kernels.optim import FusedAdamW
 from tests.ranks import Cases, run_ranks
-from tests.training import Trainer
+from tests.training import Trainer, with_averaging
 
 OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
 
@@ -476,7 +476,9 @@ class _Coded(torch.optim.SGD):
 def _coded(rank: int, options: dict[str, Any]) -> str:
     weight = nn.Parameter(torch.zeros(3))
     optimizer = _Coded([weight], lr=0.1)
-    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 4, sync_every=1, auto_lr=False, cycle_momentum=False, **options)
+    scheduler = hk.HDETOneCycleLR(
+        optimizer, 0.1, 4, sync_every=1, auto_lr=False, cycle_momentum=False, **with_averaging(options)
+    )
     weight.grad = torch.ones(3)
     optimizer.step()
     try:

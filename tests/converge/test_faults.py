@@ -26,7 +26,7 @@ from torch import Tensor
 import hdet_kernels as hk
 from hdet_kernels.optim import FusedAdamW
 from tests.ranks import GROUP_TIMEOUT, Cases, run_ranks
-from tests.training import Trainer, batch, network
+from tests.training import Trainer, batch, network, with_averaging
 
 #: The timeout of the group that averages, in seconds, where a test has to wait for it.
 TIMEOUT = 3.0
@@ -69,7 +69,7 @@ class Replica(Trainer):
         self.optimizer = OPTIMIZERS[kind](self.module.parameters(), lr=0.01)
         if timeout is not None:
             options["ensemble"] = hk.ProcessEnsemble(dist.new_group(timeout=timedelta(seconds=timeout)))
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, model=self.module, **{**SETTINGS, **options})
+        self.scheduler = hk.HDETOneCycleLR(self.optimizer, model=self.module, **with_averaging({**SETTINGS, **options}))
 
     def loss(self) -> Tensor:
         x, y = batch(self.rank, self.step)

@@ -17,7 +17,7 @@ from hdet_kernels import Converger
 from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import RowEnsemble
 from tests.ranks import Cases, run_ranks
-from tests.training import Trainer, batch, loss_of, network, same
+from tests.training import Trainer, batch, loss_of, network, same, with_averaging
 
 SYNC, TOTAL = 4, 8
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"loose": torch.optim.AdamW, "homed": hk.FusedAdamW}
@@ -145,7 +145,9 @@ class Stack:
         self.stack = hk.ReplicaStack(network(batch_norm=True), REPLICAS, gradients="local")
         self.optimizer = hk.FusedAdamW(self.stack.parameters(), lr=0.01)
         options = {"sync_every": SYNC, "auto_lr": False, "merge": "best", **options}
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.01, TOTAL, ensemble=self.stack.ensemble, **options)
+        self.scheduler = hk.HDETOneCycleLR(
+            self.optimizer, 0.01, TOTAL, ensemble=self.stack.ensemble, **with_averaging(options)
+        )
 
     def optimize(self) -> Tensor:
         step = self.scheduler.last_epoch

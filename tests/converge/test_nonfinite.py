@@ -92,7 +92,14 @@ def _buffers(rank: int, change: str, overlap_steps: int) -> dict[str, Any]:
     model = Noted()
     optimizer = hk.FusedSGD(model.parameters(), lr=0.1)
     scheduler = hk.HDETOneCycleLR(
-        optimizer, 0.1, 12, sync_every=4, auto_lr=False, gradients="local", model=model, overlap_steps=overlap_steps
+        optimizer,
+        0.1,
+        12,
+        sync_every=4,
+        auto_lr=False,
+        gradients="local",
+        model=model,
+        averaging=hk.Averaging(overlap_steps=overlap_steps),
     )
     told: list[str] = []
 

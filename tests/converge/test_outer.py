@@ -22,7 +22,7 @@ from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 from tests.converge.rounding import EPS
 from tests.ranks import Cases, run_ranks
-from tests.training import batch, loss_of, network, same
+from tests.training import batch, loss_of, network, same, with_averaging
 
 SYNC, SYNCS = 3, 4
 SETTINGS: dict[str, Any] = {
@@ -72,7 +72,7 @@ class Replicas:
         else:
             options["gradients"] = "local"
         self.optimizer = make(self.model.parameters(), lr=0.01)
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, **options)
+        self.scheduler = hk.HDETOneCycleLR(self.optimizer, **with_averaging(options))
 
     def optimize(self) -> Tensor:
         """The optimizer's part of a step."""
@@ -316,7 +316,7 @@ def _equal(rank: int) -> tuple[Watched, list[int]]:
     model = torch.nn.Linear(4, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {**SETTINGS, "cycle_momentum": False, "spread": 0.0, "gradients": "shared"}
-    scheduler = hk.HDETOneCycleLR(optimizer, outer=hk.Outer(), **settings)
+    scheduler = hk.HDETOneCycleLR(optimizer, **with_averaging({"outer": hk.Outer(), **settings}))
     found: Watched = {"before": [], "after": [model.weight.detach().clone()]}
     for step in range(SYNC * SYNCS):
         optimizer.zero_grad()
@@ -450,7 +450,9 @@ def _sharded(rank: int) -> Watched:
     module = network().double()
     fully_shard(module, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    scheduler = hk.HDETOneCycleLR(optimizer, ensemble=hk.ProcessEnsemble(mesh), outer=hk.Outer(), **SETTINGS)
+    scheduler = hk.HDETOneCycleLR(
+        optimizer, ensemble=hk.ProcessEnsemble(mesh), **with_averaging({**SETTINGS, "outer": hk.Outer()})
+    )
 
     def numbers() -> Tensor:
         return torch.cat([p.to_local().detach().reshape(1, -1) for p in module.parameters()], dim=1).clone()
@@ -608,6 +610,8 @@ def test_the_scheduler_around_another_takes_it_too() -> None:
     stack = hk.ReplicaStack(network().double(), 2, gradients="local")
     optimizer = hk.FusedSGD(stack.parameters(), lr=0.1)
     base = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-    scheduler = hk.HDETScheduler(base, ensemble=stack.ensemble, sync_every=2, auto_lr=False, outer=hk.Outer())
+    scheduler = hk.HDETScheduler(
+        base, ensemble=stack.ensemble, sync_every=2, auto_lr=False, **with_averaging({"outer": hk.Outer()})
+    )
     assert not dist.is_initialized()
     assert scheduler.cycle.converger.settings()["outer"] == {"lr": 0.7, "momentum": 0.9, "nesterov": True}

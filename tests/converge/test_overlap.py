@@ -29,7 +29,7 @@ from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.optim import FusedAdamW, FusedSGD
 from tests.ranks import Cases, run_ranks
 from tests.schedule.undo_runs import Early
-from tests.training import Trainer, batch, network, same
+from tests.training import Trainer, batch, network, same, with_averaging
 
 TOTAL, SYNC, LR = 11, 4, 0.05
 OPTIMIZERS: dict[str, Any] = {
@@ -60,7 +60,7 @@ class Replica(Trainer):
         self.scheduler = hk.HDETScheduler(
             torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0),
             model=self.module,
-            **{**settings, "overlap_steps": overlap_steps, **options},
+            **with_averaging({**settings, "overlap_steps": overlap_steps, **options}),
         )
         self.before: dict[int, Numbers] = {}
         self.after: dict[int, Numbers] = {}
@@ -349,7 +349,14 @@ def _other_buffers(rank: int, kinds: list[str]) -> list[Any]:
             buffer.copy_(buffer.flip(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = hk.HDETOneCycleLR(
-        optimizer, 0.1, 8, sync_every=4, auto_lr=False, cycle_momentum=False, model=model, overlap_steps=2
+        optimizer,
+        0.1,
+        8,
+        sync_every=4,
+        auto_lr=False,
+        cycle_momentum=False,
+        model=model,
+        averaging=hk.Averaging(overlap_steps=2),
     )
     for _ in range(6):
         optimizer.zero_grad()
@@ -374,7 +381,9 @@ def _late_state(rank: int) -> list[float]:
     """A parameter that has its first gradient, and so its state, while an average is on its way."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.AdamW(params, lr=0.01)
-    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 8, sync_every=4, auto_lr=False, gradients="local", overlap_steps=2)
+    scheduler = hk.HDETOneCycleLR(
+        optimizer, 0.01, 8, sync_every=4, auto_lr=False, gradients="local", averaging=hk.Averaging(overlap_steps=2)
+    )
     for step in range(8):
         for number, param in enumerate(params):
             param.grad = torch.full((2,), 1.0 + rank) if number == 0 or step >= 4 else None
@@ -816,13 +825,22 @@ def test_an_overlap_that_does_not_fit_into_a_cycle_is_refused(value: Any) -> Non
     with pytest.raises(
         (TypeError, ValueError), match=r"overlap_steps must be a whole number (of at least|from) 0.*, got "
     ):
-        hk.HDETOneCycleLR(optimizer, 0.1, 12, sync_every=SYNC, auto_lr=False, overlap_steps=value)
+        hk.HDETOneCycleLR(
+            optimizer, 0.1, 12, sync_every=SYNC, auto_lr=False, averaging=hk.Averaging(overlap_steps=value)
+        )
 
 
 def test_the_hypergradient_controller_needs_the_average_at_the_sync() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(ValueError, match=r"HypergradientController needs the averaged parameters .* overlap_steps=2"):
-        hk.HDETOneCycleLR(optimizer, 0.1, 40, sync_every=4, auto_lr=hk.HypergradientController(), overlap_steps=2)
+        hk.HDETOneCycleLR(
+            optimizer,
+            0.1,
+            40,
+            sync_every=4,
+            auto_lr=hk.HypergradientController(),
+            averaging=hk.Averaging(overlap_steps=2),
+        )
 
 
 def _alone(rank: int, talks: bool) -> list[Any]:

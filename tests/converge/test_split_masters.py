@@ -22,7 +22,7 @@ from hdet_kernels.converge.transport import Cost, Transport
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.split_master import read_split, split
 from tests.ranks import Cases, run_ranks
-from tests.training import same
+from tests.training import same, with_averaging
 
 BF16 = torch.bfloat16
 
@@ -55,7 +55,9 @@ class Run:
         self.rank = rank
         self.optimizer = hk.FusedAdamW(self.model.parameters(), lr=1e-3, master_weights=master_weights)
         base = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0)
-        self.scheduler = hk.HDETScheduler(base, total_steps=12, sync_every=3, auto_lr=False, spread=0.5, **options)
+        self.scheduler = hk.HDETScheduler(
+            base, total_steps=12, sync_every=3, auto_lr=False, spread=0.5, **with_averaging(options)
+        )
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import hdet_kernels as hk
 from hdet_kernels.optim import FusedAdamW
 from tests.ranks import Cases, run_ranks
-from tests.training import Trainer, batch, network
+from tests.training import Trainer, batch, network, with_averaging
 
 SETTINGS: dict[str, Any] = {"max_lr": 0.01, "total_steps": 12, "sync_every": 4, "auto_lr": False}
 OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
@@ -90,7 +90,9 @@ class Sharded:
         fully_shard(self.module, mesh=mesh if how == "hsdp" else mesh["shard"])
         self.optimizer = OPTIMIZERS[kind](self.module.parameters(), lr=0.01)
         self.ensemble = hk.ProcessEnsemble(mesh)
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, ensemble=self.ensemble, **{**SETTINGS, **options})
+        self.scheduler = hk.HDETOneCycleLR(
+            self.optimizer, ensemble=self.ensemble, **with_averaging({**SETTINGS, **options})
+        )
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.seen: list[Tensor] = []

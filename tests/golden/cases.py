@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
 from hdet_kernels.compat import OneCycleAutoLR
+from tests.training import with_averaging
 
 TOTAL, SYNC, SAVED_AT, RANKS = 24, 4, 9, 2
 
@@ -140,10 +141,12 @@ class Run:
             return OneCycleAutoLR(self.optimizer, 0.02, TOTAL, model_sync_interval=SYNC, auto_lr_warmup_steps=4)
         if self.case.scheduler == "cosine":
             cosine = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, TOTAL)
-            return hk.HDETScheduler(cosine, sync_every=SYNC, **options)
+            return hk.HDETScheduler(cosine, sync_every=SYNC, **with_averaging(options))
         # Adagrad has no momentum to cycle, and Lion's betas are tuned to each other.
         cycled = self.case.optimizer in (hk.FusedAdamW, torch.optim.AdamW, hk.FusedAdam)
-        return hk.HDETOneCycleLR(self.optimizer, 0.02, TOTAL, cycle_momentum=cycled, sync_every=SYNC, **options)
+        return hk.HDETOneCycleLR(
+            self.optimizer, 0.02, TOTAL, cycle_momentum=cycled, sync_every=SYNC, **with_averaging(options)
+        )
 
     def probe(self) -> Tensor:
         assert self.stack is not None

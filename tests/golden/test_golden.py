@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.checkpoint.packed import unpacked
+from hdet_kernels.schedule.checkpoint import unpacked
 from tests.golden import files
 from tests.golden.__main__ import main as write_missing
 from tests.golden.cases import CASES, RANKS, SAVED_AT, TOTAL, resumed

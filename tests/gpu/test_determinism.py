@@ -15,7 +15,7 @@ from tests.ops.cases import available
 from tests.optim.cases import FUSED, fused_optimizer, give_gradients
 from tests.ranks import run_ranks
 from tests.stack.trainer import data
-from tests.training import Trainer, loss_of, network
+from tests.training import Trainer, loss_of, network, with_averaging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,7 +79,7 @@ def trained_stack(gradients: Any, make: Callable[..., Any], **options: Any) -> l
     stack = hk.ReplicaStack(network().cuda(), 4, gradients=gradients)
     optimizer = make(stack.parameters(), lr=0.01, max_grad_norm=1.0)
     settings = {"total_steps": 24, "sync_every": 4, "ensemble": stack.ensemble, **options}
-    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, **settings)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, **with_averaging(settings))
     for step in range(12):
         losses = stack.backward(loss_of, *(part.cuda() for part in data(step)))
         optimizer.step()

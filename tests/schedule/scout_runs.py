@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
-from tests.training import batch, loss_of, network
+from tests.training import batch, loss_of, network, with_averaging
 
 REPLICAS, STEPS = 4, 50
 
@@ -58,7 +58,11 @@ class StackRun:
         if max_lr is None:
             options.setdefault("scout", QUICK)
         self.scheduler = hk.HDETOneCycleLR(
-            self.optimizer, max_lr, steps, ensemble=self.stack.ensemble, **{"cycle_momentum": True, **options}
+            self.optimizer,
+            max_lr,
+            steps,
+            ensemble=self.stack.ensemble,
+            **with_averaging({"cycle_momentum": True, **options}),
         )
 
     def train(self, steps: int) -> list[Any]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import io
+import re
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.arguments import check_no_epoch, checked_options, one_cycle_arguments, with_defaults
+from hdet_kernels.schedule.arguments import Options, check_no_epoch
+
+DEFAULTS = {field.name: field.default for field in fields(Options)}
 
 
 def optimizer(groups: int = 1) -> torch.optim.SGD:
@@ -52,26 +58,64 @@ def test_what_torch_takes_gives_the_same_schedule(given: dict[str, Any]) -> None
 def test_plain_numbers_are_kept() -> None:
     """Numbers of numpy in a state_dict would not load under ``weights_only=True``."""
     given: dict[str, Any] = {"spread": np.float32(0.5), "seed": np.int64(3), "sync_every": np.uint8(2)}
-    options = checked_options(with_defaults(given, "S"))  # type: ignore[arg-type]
-    assert [(type(options[name]), options[name]) for name in given] == [(float, 0.5), (int, 3), (int, 2)]  # type: ignore[literal-required]
-    arguments: dict[str, Any] = dict.fromkeys(("epochs", "steps_per_epoch"))
-    checked = one_cycle_arguments(
-        optimizer(),
-        max_lr=np.array([0.5]),
-        total_steps=np.int64(7),
-        pct_start=np.float64(0.25),
-        anneal_strategy="cos",
-        cycle_momentum=True,
-        base_momentum=np.float32(0.5),
-        max_momentum=0.75,
-        div_factor=np.float64(25),
-        final_div_factor=100,
-        three_phase=False,
-        last_epoch=np.int64(-1),
-        **arguments,
+    options = Options(**given)
+    assert [(type(value), value) for value in map(vars(options).get, given)] == [(float, 0.5), (int, 3), (int, 2)]
+    scheduler = hk.HDETOneCycleLR(
+        optimizer(), np.array([0.5]), np.int64(7), pct_start=np.float64(0.25), base_momentum=np.float32(0.5), **given
     )
-    assert checked["max_lr"] == [0.5]
-    assert {type(value) for value in checked.values()} == {list, int, float, bool, str, type(None)}
+    file = io.BytesIO()
+    torch.save(scheduler.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["total_steps"] == 7
+
+
+def keywords(scheduler: Any) -> dict[str, Any]:
+    parameters = inspect.signature(scheduler).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_both_schedulers_have_the_same_keywords_documented_in_order() -> None:
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(hk.HDETOneCycleLR) or "", re.M)
+    assert [name for name in documented if name[0] != "_"] == list(DEFAULTS)
+    assert list(DEFAULTS)[:5] == ["spread", "sync_every", "auto_lr", "trust", "probe"]
+    assert list(keywords(hk.HDETOneCycleLR).items()) == list(DEFAULTS.items())
+    assert keywords(hk.HDETScheduler) == {"total_steps": None} | DEFAULTS
+
+
+def test_arguments_begin_with_torchs_in_torchs_order() -> None:
+    theirs = list(inspect.signature(OneCycleLR).parameters.values())
+    ours = list(inspect.signature(hk.HDETOneCycleLR).parameters.values())
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+
+
+def one_cycle(optimizer: Any, **options: Any) -> Any:
+    return hk.HDETOneCycleLR(optimizer, 0.1, 10, **options)
+
+
+def wrapped(optimizer: Any, **options: Any) -> Any:
+    return hk.HDETScheduler(CosineAnnealingLR(optimizer, 10), **options)
+
+
+@pytest.mark.parametrize(("make", "name"), [(one_cycle, "HDETOneCycleLR"), (wrapped, "HDETScheduler")])
+def test_a_keyword_that_does_not_exist_raises_with_the_one_that_was_meant(make: Any, name: str) -> None:
+    given = optimizer()
+    for typo, meant in {"sync_evry": "'sync_every'", "autolr": "'auto_lr'", "xyzzy": ", ".join(DEFAULTS)}.items():
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected .* '{typo}'; .* {meant}\??$"):
+            make(given, **{typo: 3})
+    for old, field in {"compress": "compress", "average_state": "state", "average_buffers": "buffers"}.items():
+        with pytest.raises(TypeError, match=rf"'{old}'; pass averaging=hk.Averaging\({field}=…\)$"):
+            make(given, **{old: None})
+    if make is one_cycle:
+        assert set(given.param_groups[0]) == set(optimizer().param_groups[0])
+
+
+@pytest.mark.parametrize("name", ["momentum", "betas[0]"])
+def test_a_momentum_that_the_schedule_sets_cannot_be_explored(name: str) -> None:
+    given = Options(explore=iter([hk.Explore(name, spread=0.01, bounds=(0.5, 0.99))]))
+    with pytest.raises(ValueError, match="cycle_momentum=False"):
+        given.explored(cycle_momentum=True)
+    assert len(given.explored(cycle_momentum=False)) == 1
+    assert len(Options(explore=[hk.Explore(name, base=0.9, apply=print)]).explored(cycle_momentum=True)) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedules
 import hdet_kernels as hk
 from hdet_kernels.schedule.build import default_sync_every
 from tests.schedule.cases import Place, adam, groups_of, parameters
-from tests.training import same
+from tests.training import same, with_averaging
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "groups": ({"max_lr": [0.1, 0.2, 0.3]}, ValueError, "max_lr"),
     "total": ({"total_steps": 0}, ValueError, "total_steps"),
     "gradients": ({"gradients": "mean"}, ValueError, "gradients must be one of 'auto', 'shared', 'local', got 'mean'"),
-    "state": ({"average_state": "yes"}, ValueError, "average_state must be one of"),
     "auto": ({"auto_lr": "softmax"}, TypeError, "auto_lr must be True, False or a controller"),
     "class": ({"auto_lr": hk.RegressionController}, TypeError, r"pass an instance, RegressionController\(\)"),
     "one-explore": ({"explore": hk.Explore("eps")}, TypeError, r"explore= takes several: pass \[Explore"),
@@ -85,7 +84,7 @@ def test_bad_arguments_raise_and_change_nothing(
     optimizer = adam(lr=torch.tensor(0.1) if tensor_lr else 0.1)
     before = groups_of(optimizer)
     with pytest.raises(error, match=message):
-        hk.HDETOneCycleLR(optimizer, **{"max_lr": 0.1, "total_steps": 10, **options})
+        hk.HDETOneCycleLR(optimizer, **with_averaging({"max_lr": 0.1, "total_steps": 10, **options}))
     assert groups_of(optimizer) == before
     hk.HDETOneCycleLR(optimizer, 0.1, 10)
 
@@ -191,7 +190,7 @@ def test_default_devices_and_dtypes_do_not_reach_inside(context: str, options: d
         param = torch.nn.Parameter(torch.ones(5))
         optimizer = hk.FusedAdamW([param], lr=0.1)
         with around():
-            scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=2, ensemble=Place(2), **options)
+            scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=2, ensemble=Place(2), **with_averaging(options))
         for _ in range(4):
             param.grad = torch.full((5,), 0.5)
             optimizer.step()

@@ -200,6 +200,6 @@ def test_consensus_is_marked_and_unmarked() -> None:
 
 def test_best_of_replicas_needs_losses() -> None:
     optimizer = adam()
-    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, auto_lr=False, merge="best")
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, auto_lr=False, averaging=hk.Averaging(merge="best"))
     with pytest.raises(RuntimeError, match=r"merge='best' .* none was recorded: .*scheduler.step\(loss\).*probe="):
         advance(optimizer, scheduler)

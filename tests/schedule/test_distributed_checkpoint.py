@@ -24,7 +24,7 @@ from tests.schedule.distributed import Logged, entries, loaded
 from tests.schedule.scout_runs import PHASE, ROUNDS, RankRun, StackRun
 from tests.schedule.undo_runs import SOUND_THEN_BROKEN, Scripted, Undoable
 from tests.schedule.undo_runs import SYNC as UNDO_SYNC
-from tests.training import Trainer, same
+from tests.training import Trainer, same, with_averaging
 
 # DCP warns that there is one process only, and about its own use of torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -190,7 +190,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def around(make: Callable[[torch.optim.Optimizer], Any], **options: Any) -> hk.HDETScheduler:
-    return hk.HDETScheduler(make(optimizer()), total_steps=20, sync_every=4, auto_lr=False, **options)
+    return hk.HDETScheduler(make(optimizer()), total_steps=20, sync_every=4, auto_lr=False, **with_averaging(options))
 
 
 def sequence(optimizer: torch.optim.Optimizer) -> SequentialLR:

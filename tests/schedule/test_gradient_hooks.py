@@ -20,7 +20,7 @@ from hdet_kernels.schedule.gradients import Displacement, fingerprint, look_at_g
 from tests.ranks import Cases, run_ranks
 from tests.schedule.cases import Place
 from tests.schedule.scout_runs import PHASE, QUICK, STEPS
-from tests.training import Trainer, batch, loss_of, network, same
+from tests.training import Trainer, batch, loss_of, network, same, with_averaging
 
 
 def group(*gradients: torch.Tensor | None) -> dict[str, list[nn.Parameter]]:
@@ -340,7 +340,7 @@ def test_lbfgs_which_calls_its_closure_many_times() -> None:
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
     options: dict[str, Any] = {"cycle_momentum": False, "average_state": False, "ensemble": Place(2)}
-    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 12, sync_every=3, **options)
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 12, sync_every=3, **with_averaging(options))
     calls, losses = 0, []
 
     def closure() -> torch.Tensor:

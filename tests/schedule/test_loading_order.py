@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import hdet_kernels as hk
 from tests.ranks import Cases
-from tests.training import batch, network, same
+from tests.training import batch, network, same, with_averaging
 
 TOTAL, SYNC, AT = 12, 3, 7
 
@@ -62,9 +62,9 @@ class Run:
             options["ensemble"] = self.model.ensemble
         if self.kind == "cosine":
             base = lr_scheduler.CosineAnnealingLR(self.optimizer, TOTAL)
-            self.scheduler = hk.HDETScheduler(base, **options)
+            self.scheduler = hk.HDETScheduler(base, **with_averaging(options))
         else:
-            self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.02, TOTAL, **options)
+            self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.02, TOTAL, **with_averaging(options))
 
     def train(self, steps: int) -> Run:
         for _ in range(steps):

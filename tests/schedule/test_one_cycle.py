@@ -1,4 +1,4 @@
-"""torch's schedule, begun anew for every scouting round and for the run."""
+"""torch's schedule in a run without a learning rate."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import pytest
 import torch
 
 import hdet_kernels as hk
-from tests.schedule.scout_runs import PHASE, QUICK, REPLICAS, ROUNDS, RUN, STEPS, StackRun
+from tests.schedule.scout_runs import PHASE, QUICK, REPLICAS, RUN, STEPS, StackRun
 from tests.training import same
 
 
-def test_the_schedule_is_that_of_the_current_round_and_then_of_the_run() -> None:
+def test_the_schedule_is_that_of_the_run_which_begins_after_the_phase() -> None:
     run = StackRun()
     seen = [(run.scheduler.last_epoch, run.scheduler.total_steps)]
     for _ in range(STEPS):
         run.train(1)
         seen.append((run.scheduler.last_epoch, run.scheduler.total_steps))
-    rounds = [(step, length) for length in ROUNDS for step in range(length)]
-    assert seen == [*rounds, *((step, RUN) for step in range(RUN + 1))]
+    assert seen == [*[(0, RUN)] * PHASE, *((step, RUN) for step in range(RUN + 1))]
 
 
 def test_learning_rates_that_are_tensors_stay_the_same_objects() -> None:

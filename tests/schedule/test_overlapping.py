@@ -8,7 +8,7 @@ import torch
 
 from hdet_kernels.converge import Correction, Outcome, OverlappedAverage
 from hdet_kernels.fanout.spread import Placement
-from hdet_kernels.schedule.sync import Overlapping
+from hdet_kernels.schedule.cycle import Overlapping
 from tests.training import same
 
 CORRECTION = Correction(

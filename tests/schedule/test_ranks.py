@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hdet_kernels as hk
 from hdet_kernels.optim import FusedAdamW
 from tests.ranks import run_ranks
-from tests.training import Trainer, batch, network
+from tests.training import Trainer, batch, network, with_averaging
 
 OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
 
@@ -197,7 +197,7 @@ def test_without_spread_local_gradients_are_still_averaged() -> None:
 def _buffers(rank: int, options: dict[str, Any]) -> dict[str, Tensor]:
     trainer = Trainer(rank, ddp=False, batch_norm=True, auto_lr=False, sync_every=100)
     trainer.scheduler = hk.HDETOneCycleLR(
-        trainer.optimizer, 0.01, 12, sync_every=4, auto_lr=False, model=trainer.module, **options
+        trainer.optimizer, 0.01, 12, sync_every=4, auto_lr=False, model=trainer.module, **with_averaging(options)
     )
     trainer.train(4)
     return {name: buffer.clone() for name, buffer in trainer.module.named_buffers()}

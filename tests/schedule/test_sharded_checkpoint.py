@@ -17,7 +17,7 @@ import hdet_kernels as hk
 from tests.ranks import run_ranks
 from tests.schedule.distributed import entries, loaded
 from tests.schedule.undo_runs import SOUND_THEN_BROKEN, Scripted
-from tests.training import batch, loss_of, network, same
+from tests.training import batch, loss_of, network, same, with_averaging
 
 # DCP warns that there is one process only, and about its own use of torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -35,7 +35,7 @@ class Sharded:
             fully_shard(self.module, mesh=mesh)
             options["ensemble"] = hk.ProcessEnsemble(mesh)
         self.optimizer = make_optimizer(self.module.parameters(), lr=0.01)
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.01, total_steps, sync_every=4, **options)
+        self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.01, total_steps, sync_every=4, **with_averaging(options))
 
     def train(self, until: int) -> Sharded:
         for step in range(self.scheduler.last_epoch, until):

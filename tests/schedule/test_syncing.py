@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.sync import caused_by, plain_fields
 from tests.schedule.cases import Place, adam, advance, groups_of
 
 
@@ -51,16 +50,3 @@ def test_a_controller_that_acts_from_a_later_sync_on_has_slopes_then() -> None:
     assert displacement is not None
     assert displacement.ended, "nothing is measured after the last sync at which it acts"
     assert scheduler.cycle.spread.controller_state["updates"][0] > 10
-
-
-def test_the_constants_of_a_controller_are_plain_values() -> None:
-    fields = plain_fields(hk.SoftmaxController(warmup_steps=10))
-    assert fields["warmup_steps"] == 10
-    assert {type(value) for value in fields.values()} <= {int, float, bool, str, list, dict, type(None)}
-    assert plain_fields(None) == plain_fields(hk.SoftmaxController) == {}
-
-
-def test_without_a_failed_probe_an_error_is_raised_as_it_is() -> None:
-    with pytest.raises(RuntimeError, match="as it is") as error, caused_by(None):
-        raise RuntimeError("as it is")
-    assert error.value.__cause__ is None

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hdet_kernels as hk
 from hdet_kernels.controller.protocol import Run
-from hdet_kernels.schedule.with_cycle import WithCycle
+from hdet_kernels.schedule.schedulers import WithCycle
 from tests.ranks import Cases, run_ranks
 from tests.schedule.scout_runs import PHASE, QUICK, REPLICAS, RUN, StackRun
 from tests.training import Trainer, batch, loss_of, network, same

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hdet_kernels as hk
 from hdet_kernels.controller.protocol import Judgement, Observation, Run, State
-from tests.training import Trainer, batch, loss_of, network
+from tests.training import Trainer, batch, loss_of, network, with_averaging
 
 TOTAL, SYNC = 16, 4
 
@@ -99,7 +99,7 @@ class Undoable:
         gradients: Any = kind.split()[1]
         self.stack = hk.ReplicaStack(network(batch_norm=True).to(dtype or torch.float32), replicas, gradients=gradients)
         self.optimizer = make(self.stack.parameters(), lr=0.01)
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, ensemble=self.stack.ensemble, **options)
+        self.scheduler = hk.HDETOneCycleLR(self.optimizer, ensemble=self.stack.ensemble, **with_averaging(options))
 
     def train(self, steps: int, before_sync: Callable[[Undoable], None] | None = None) -> Undoable:
         for _ in range(steps):

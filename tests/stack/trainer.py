@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from tests.training import batch, loss_of, network
+from tests.training import batch, loss_of, network, with_averaging
 
 REPLICAS = 4
 
@@ -47,7 +47,7 @@ class StackTrainer:
         options = {"ensemble": self.stack.ensemble, **options}
         if make_scheduler is hk.HDETOneCycleLR:
             options = {"max_lr": 0.01, "total_steps": 24, "sync_every": 4, **options}
-        self.scheduler = make_scheduler(self.optimizer, **options)
+        self.scheduler = make_scheduler(self.optimizer, **with_averaging(options))
         self.loss_fn = loss_of
 
     def train(self, steps: int) -> StackTrainer:

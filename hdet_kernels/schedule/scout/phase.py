@@ -8,26 +8,32 @@ of all replicas, narrow the range or choose, and return to the start.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet_kernels.converge.handshake import check_same_everywhere
-from hdet_kernels.ensemble import Ensemble
-from hdet_kernels.fanout.explore import Hyperparameter
-from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.schedule.arguments import Probe
+from hdet_kernels.fanout.spread import Spread, rates_of
+from hdet_kernels.optim.group_entries import write_entry
+from hdet_kernels.schedule.build import scheduled_now, write_momentum
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradients import fingerprint
-from hdet_kernels.schedule.history import SyncRecord
-from hdet_kernels.schedule.losses import Loss, LossWindow, checked_divisor, checked_loss, run_probe
+from hdet_kernels.schedule.losses import Loss, checked_loss, run_probe
+from hdet_kernels.schedule.scout.comparison import (
+    RoundLosses,
+    compare,
+    gather_numbers,
+    raise_failed_probe,
+    scout_record,
+)
 from hdet_kernels.schedule.scout.own_gradients import OwnGradients, differ
 from hdet_kernels.schedule.scout.rounds import (
     Bracket,
@@ -42,7 +48,8 @@ from hdet_kernels.schedule.scout.rounds import (
     tail_steps,
 )
 from hdet_kernels.schedule.undo.undoing import LastSound
-from hdet_kernels.tensors import wide_dtype
+
+log = logging.getLogger("hdet_kernels")
 
 
 class Scouted:
@@ -52,18 +59,25 @@ class Scouted:
         plan: the rounds.
         settings: the constants.
         ratios: the learning rate of every parameter group over the largest.
-
-    Attributes:
         found: the peak learning rate of the group with the largest; None before the end of the phase.
     """
 
-    def __init__(self, plan: Plan, settings: ScoutSettings, ratios: Sequence[float]) -> None:
-        self.plan, self.settings, self.ratios = plan, settings, list(ratios)
-        self.found: float | None = None
+    def __init__(
+        self, plan: Plan, settings: ScoutSettings, ratios: Sequence[float], found: float | None = None
+    ) -> None:
+        self.plan, self.settings, self.ratios, self.found = plan, settings, list(ratios), found
 
     def rates(self, largest: float) -> list[float]:
         """Return the peak learning rates of all parameter groups, where the largest is ``largest``."""
         return [largest * ratio for ratio in self.ratios]
+
+    def run_arguments(self, largest: float) -> dict[str, Any]:
+        """Return the arguments of the run's OneCycleLR that the phase decides, with the peak ``largest``."""
+        return {"max_lr": self.rates(largest), "total_steps": self.plan.run, "epochs": None, "steps_per_epoch": None}
+
+    def round_arguments(self, number: int, bracket: Bracket) -> dict[str, Any]:
+        """Return the same of the miniature of round ``number``, which peaks in the middle of ``bracket``."""
+        return {**self.run_arguments(middle(bracket)), "total_steps": self.plan.rounds[number]}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -90,233 +104,19 @@ def ratios_of(optimizer: Optimizer) -> list[float]:
     return [rate / max(rates) for rate in rates]
 
 
-#: The sums that are kept.
-_SUMS = ("first", "tail", "squares")
-
-
-class RoundLosses:
-    """Sums of the losses of a round. Recording never waits for the device.
-
-    Args:
-        rows: replicas that this process holds.
-
-    Attributes:
-        first: those of the first step, which is made from the parameters that the run begins with.
-        tail: those of the last steps, which are compared.
-        squares: the squares of these, which tell their noise.
-        ever: whether a loss was ever recorded.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.first, self.tail, self.squares = (LossWindow(rows) for _ in _SUMS)
-        self.ever = False
-
-    def record(self, loss: Loss, step: int, tail_from: int, divided_by: float = 1) -> None:
-        """Add a loss of a round.
-
-        Args:
-            loss: of this replica, or one for each of several.
-            step: steps of the round that are finished.
-            tail_from: number of the step with which the last steps begin.
-            divided_by: what the loss was divided by before.
-        """
-        value = checked_loss(loss, "the loss", self.rows)
-        if (divisor := checked_divisor(divided_by)) != 1:
-            value = (value.to(wide_dtype(value.device)) if isinstance(value, Tensor) else value) * divisor
-        self.ever = True
-        if step == 0:
-            self.first.record(value)
-        if step >= tail_from:
-            wide = value.to(wide_dtype(value.device)) if isinstance(value, Tensor) else value
-            self.tail.record(wide)
-            self.squares.record(wide * wide)
-
-    def clear(self) -> None:
-        """Forget the losses, but not that there ever was one."""
-        for window in self._windows():
-            window.clear()
-
-    def mark(self) -> tuple[Any, ...]:
-        """Return a copy of the sums, to which :meth:`reset` goes back."""
-        return self.ever, *(window.mark() for window in self._windows())
-
-    def reset(self, mark: tuple[Any, ...]) -> None:
-        """Go back to the sums that :meth:`mark` returned."""
-        self.ever = mark[0]
-        for window, sums in zip(self._windows(), mark[1:], strict=True):
-            window.reset(sums)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"ever": self.ever, **{name: getattr(self, name).state_dict() for name in _SUMS}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ever = state["ever"]
-        for name in _SUMS:
-            getattr(self, name).load_state_dict(state[name])
-
-    def _windows(self) -> tuple[LossWindow, ...]:
-        return self.first, self.tail, self.squares
-
-
-Array = NDArray[np.float64]
-
-
-def compare(
-    ensemble: Ensemble,
-    rates: Sequence[float],
-    losses: RoundLosses,
-    probe: Probe | None,
-    *,
-    step: int,
-    level: float | Tensor,
-) -> tuple[Comparison, Array | None]:
-    """Gather the losses of all replicas: on the probe if there is one, else the training losses. Collective.
-
-    Args:
-        ensemble: the replicas.
-        rates: peak learning rate of every replica, ascending.
-        losses: training losses of the replicas held here.
-        probe: the user's probe.
-        step: finished steps of the phase.
-        level: loss on the probe before the first step.
-
-    Returns:
-        The comparison; and, with a probe, the mean training losses at the end of the round.
-
-    Raises:
-        RuntimeError: the same one on every process.
-    """
-    probed, failure = (math.nan, None) if probe is None else run_probe(probe, ensemble.rows)
-    found = gather_numbers(
-        ensemble,
-        {
-            "step": float(step),
-            "failed": float(failure is not None),
-            "probe": probed,
-            "level": level,
-            "first": losses.first.sum,
-            "firsts": float(losses.first.count),
-            "tail": losses.tail.sum,
-            "squares": losses.squares.sum,
-            "count": float(losses.tail.count),
-        },
-    )
-    if (found["step"] != found["step"][0]).any():
-        steps = found["step"].astype(int).tolist()
-        raise RuntimeError(f"the replicas have made {steps} steps: step all of them equally often")
-    raise_failed_probe(found["failed"], failure)
-    count = found["count"]
-    if probe is None and not (count > 0).all():
-        raise RuntimeError(
-            f"replicas {np.flatnonzero(count == 0).tolist()} recorded no loss in the last steps of a scouting round: "
-            "call scheduler.step(loss) at every step, or pass probe="
-        )
-    with np.errstate(all="ignore"):  # losses may be infinite, or none
-        mean, first = found["tail"] / count, found["first"] / found["firsts"]
-        variance = _variance(found["squares"] / count - mean**2, count, first)
-    if probe is None:
-        return Comparison(np.array(rates), mean, np.sqrt(variance / count), _mean(first)), None
-    return Comparison(np.array(rates), found["probe"], np.zeros_like(mean), _mean(found["level"])), mean
-
-
-def scout_record(
-    hyperparameters: Sequence[Hyperparameter],
-    peaks: Sequence[float],
-    seen: Comparison,
-    training: Array | None,
-    ensemble: Ensemble,
-    *,
-    step: int,
-    number: int,
-) -> SyncRecord:
-    """Return the record of a round: every replica's peak learning rates, and its losses.
-
-    Args:
-        hyperparameters: those of the run, learning rates first.
-        peaks: peak learning rate of every parameter group in the middle of the candidates.
-        seen, training: what :func:`compare` returned.
-        ensemble: the replicas.
-        step: finished steps of the phase.
-        number: number of the round.
-    """
-    names = [hyper.name for hyper in hyperparameters]
-    factors = seen.rates / math.exp(float(np.log(seen.rates[[0, -1]]).mean()))
-    base = [peaks[hyper.groups[0]] if hyper.base is None else hyper.base for hyper in hyperparameters]
-    moved = [factors if hyper.base is None else np.ones_like(factors) for hyper in hyperparameters]
-    values = [(value * each).tolist() for value, each in zip(base, moved, strict=True)]
-    return SyncRecord(
-        step=step,
-        cycle=number,
-        kind="scout",
-        losses=(seen.losses if training is None else training).tolist(),
-        probes=None if training is None else seen.losses.tolist(),
-        base=dict(zip(names, base, strict=True)),
-        values=dict(zip(names, values, strict=True)),
-        excluded=np.flatnonzero(~np.isfinite(seen.losses)).tolist(),
-        gradients="local",
-        bytes=0,
-        collectives=int(ensemble.talks),
-        seconds=0.0,
-        landed=step,
-    )
-
-
-def gather_numbers(ensemble: Ensemble, columns: Mapping[str, float | Tensor | None]) -> dict[str, Array]:
-    """Return [N] for each of the numbers, or [rows] tensors, of every process; the mean over parts. Collective.
-
-    None counts as NaN.
-    """
-    rows = [
-        value.detach().double().cpu().expand(ensemble.rows)
-        if isinstance(value, Tensor)
-        else torch.full((ensemble.rows,), math.nan if value is None else value, dtype=torch.float64, device="cpu")
-        for value in columns.values()
-    ]
-    found = ensemble.gather(torch.stack(rows, dim=1)).double().mean(dim=1).numpy()
-    return {name: found[:, index] for index, name in enumerate(columns)}
-
-
-def raise_failed_probe(failed: Array, failure: Exception | None) -> None:
-    """Raise RuntimeError on every process if the probe raised on one; ``failure`` is that of this process."""
-    if failed.any():
-        replicas = np.flatnonzero(failed).tolist()
-        raise RuntimeError(f"probe() raised on replicas {replicas}: correct it, or leave probe= out") from failure
-
-
-def _variance(within: Array, count: Array, first: Array) -> Array:
-    """Return the variance of a single loss of each replica, from one batch to another.
-
-    A few steps say little about it, so that it is at least what the median replica has. Of a single step it is that of
-    the replicas' first losses, which are of the same parameters.
-    """
-    own = np.where(count > 1, np.maximum(within, 0.0) * count / np.maximum(count - 1, 1), np.nan)
-    finite = own[np.isfinite(own)]
-    firsts = first[np.isfinite(first)]
-    if len(finite):
-        return np.fmax(own, np.median(finite))
-    return np.full_like(own, firsts.var(ddof=1) if len(firsts) > 1 else 0.0)
-
-
-def _mean(levels: Array) -> float:
-    """Return the mean of those that are finite; NaN without any."""
-    finite = levels[np.isfinite(levels)]
-    return float(finite.mean()) if len(finite) else math.nan
-
-
-log = logging.getLogger("hdet_kernels")
-
-
 class Scouting:
-    """The phase between the first step and the run, in this process.
+    """The phase between the first step and the run, in this process. A scheduler steps it in the place of a cycle.
 
     Args:
         cycle: the cycle of the run, which does not begin before the phase ends. Its ensemble, probe and history are
             used here too.
         scouted: the plan, the constants, and the place of the outcome.
         own: lets the replicas train on their own gradients.
+        optimizer: the one that the user gave, which may be a wrapper.
+        arguments: those of torch's OneCycleLR, of which every round is a miniature.
 
     Attributes:
+        schedule: torch's OneCycleLR of the current round, with the middle of the candidates as its peak.
         round: number of the current round.
         step: finished steps of it.
         bracket: range of the current round.
@@ -324,8 +124,13 @@ class Scouting:
         spread: the learning rates of all replicas.
     """
 
-    def __init__(self, cycle: Cycle, scouted: Scouted, own: OwnGradients) -> None:
+    schedule: OneCycleLR
+
+    def __init__(
+        self, cycle: Cycle, scouted: Scouted, own: OwnGradients, optimizer: Optimizer, arguments: dict[str, Any]
+    ) -> None:
         self.cycle, self.scouted, self.own = cycle, scouted, own
+        self._scheduled_optimizer, self._arguments = optimizer, arguments
         self.optimizer, self.ensemble = cycle.optimizer, cycle.ensemble
         self.round = self.step = 0
         self.bracket: Bracket = first_bracket(scouted.settings)
@@ -350,10 +155,12 @@ class Scouting:
         self._fingerprint: Tensor | None = None
         #: Whether it is known that the replicas have different gradients.
         self.certain = own.certain
+        self._begin_round()
 
-    def take_start(self, before: Scouting) -> None:
-        """Take the copies made at construction from the phase that this one replaces before its first step."""
+    def replace(self, before: Scouting) -> None:
+        """Take the place of another phase before its first step, with the copies that it made at construction."""
         self._buffers, self._digest = before._buffers, before._digest
+        self.own.take_over(before.own)  # moments of the replicas that were loaded already stay their own
 
     @property
     def length(self) -> int:
@@ -388,7 +195,7 @@ class Scouting:
     def announce(self) -> None:
         """Log what the phase costs."""
         plan = self.scouted.plan
-        if self._tells:
+        if self.cycle.first_process:
             log.warning(  # not info: it should be seen without any configuration of logging
                 "max_lr=None: %d of %d steps (%.0f %%), in rounds of %s steps, find the learning rate between %.3g and "
                 "%.3g on %d replicas; the run is the other %d steps",
@@ -397,10 +204,10 @@ class Scouting:
                 *(self.scouted.settings.lowest, self.scouted.settings.highest, self.ensemble.size, plan.run),
             )
 
-    def tell_found(self) -> None:
+    def log_found(self) -> None:
         """Log the learning rate that was found."""
         found, plan = self.scouted.found, self.scouted.plan
-        if self._tells and found is not None:
+        if self.cycle.first_process and found is not None:
             rates = ", ".join(f"{rate:.3g}" for rate in self.scouted.rates(found))
             log.warning(
                 "step %d: the peak learning rate is %s; the run begins, with %d steps", plan.steps, rates, plan.run
@@ -408,11 +215,14 @@ class Scouting:
 
     # The learning rates
 
-    def begin_round(self, scheduled: list[float | Tensor]) -> None:
-        """Give every replica its candidate, at the beginning of a round or, after loading, within one.
+    def _begin_round(self) -> None:
+        """Begin the miniature of this round, and give every replica its candidate."""
+        miniature = self.scouted.round_arguments(self.round, self.bracket)
+        self.schedule = OneCycleLR(self._scheduled_optimizer, **{**self._arguments, **miniature})
+        self._fan_out(rates_of(self.optimizer.param_groups))
 
-        ``scheduled``: learning rates of the parameter groups for the middle candidate.
-        """
+    def _fan_out(self, scheduled: list[float | Tensor]) -> None:
+        """Give every replica its candidate, where the schedule says ``scheduled`` for the one in the middle."""
         self.spread.scheduled = scheduled
         self.spread.place(np.array(self.candidates) / middle(self.bracket))
         self.write()
@@ -458,12 +268,11 @@ class Scouting:
         tail_from = self.length - tail_steps(self.length, self.scouted.settings)
         self.losses.record(loss, self.step, tail_from, divided_by)
 
-    def end_step(self, loss: Loss | None) -> bool:
-        """End a step of the optimizer. Raises with nothing changed.
+    def end_step(self, loss: Loss | None) -> None:
+        """End a step of the optimizer, and set the next learning rates. Raises with nothing changed.
 
-        Returns:
-            Whether a round ended: then everything is as before the first step, and either the next round begins or,
-            with :attr:`.Scouted.found`, the run.
+        At the end of a round everything is as before the first step. Then the next round begins or, with
+        :attr:`.Scouted.found`, the scheduler begins the run.
         """
         self._check_step()
         if loss is not None:
@@ -483,10 +292,19 @@ class Scouting:
             if mark is not None:
                 self.losses.reset(mark)
             raise
-        if not ends:
-            self.step += 1
         self.steps.scheduler_stepped(self.optimizer.param_groups)
-        return ends
+        if not ends:
+            self._step_schedule()
+        elif self.scouted.found is None:
+            self._begin_round()
+
+    def _step_schedule(self) -> None:
+        self.step += 1
+        self.schedule.step()
+        groups = self.optimizer.param_groups
+        for group, rate in zip(groups, self.spread.rates(rates_of(groups)), strict=True):
+            write_entry(group, "lr", rate)
+        self.publish()
 
     def _check_step(self) -> None:
         if self.replaced:
@@ -564,7 +382,7 @@ class Scouting:
             self.own.separate_state()
 
     def _log_round(self, seen: Comparison, bracket: Bracket, how: str | None) -> None:
-        if not self._tells:
+        if not self.cycle.first_process:
             return
         pairs = ", ".join(f"{rate:.2g}: {loss:.4g}" for rate, loss in zip(seen.rates, seen.losses, strict=True))
         log.info("scouting round %d, learning rate and loss: %s", self.round + 1, pairs)
@@ -577,11 +395,14 @@ class Scouting:
         if how is not None:
             log.info("the learning rate is %s", how)
 
-    @property
-    def _tells(self) -> bool:
-        return self.ensemble.replica == 0 and self.ensemble.part == 0
-
     # The model that the run begins with
+
+    def converge(self) -> None:
+        """Raise RuntimeError: the replicas are not to be averaged now."""
+        raise RuntimeError(
+            f"scheduler.converge() at step {self.made}: until step {self.scouted.plan.steps} every replica tries "
+            "another learning rate, and there is nothing to average; call it later"
+        )
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -601,6 +422,10 @@ class Scouting:
                 self.in_consensus = False
 
     # Checkpoints
+
+    def schedule_state(self) -> dict[str, Any]:
+        """Return a copy of the state of torch's schedule."""
+        return copy.deepcopy(self.schedule.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as plain values and tensors that ``weights_only=True`` loads."""
@@ -630,8 +455,8 @@ class Scouting:
         """Return the objects whose attributes change when a state is loaded."""
         return [self, self.own, self.spread]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that was checked. Only attributes of :meth:`parts` change."""
+    def load_state_dict(self, state: dict[str, Any], schedule: dict[str, Any]) -> None:
+        """Continue from a state that was checked, with that of torch's schedule. Attributes of :meth:`parts` change."""
         self.round, self.step = state["round"], state["step"]
         self.moved = self.step > 0
         self.bracket = (state["bracket"][0], state["bracket"][1])
@@ -645,3 +470,7 @@ class Scouting:
         self.start.load_state_dict(state["start"], own=True)
         if self.start.step is not None:
             self._buffers = []
+        self._begin_round()
+        self.schedule.load_state_dict(schedule)
+        write_momentum(self.schedule)
+        self._fan_out(scheduled_now(self.schedule))

@@ -36,14 +36,14 @@ TABLE: dict[str, tuple[list[int], list[list[float]], list[list[list[float]]], bo
 def test_by_a_table(steps: Any, losses: Any, values: Any, said: bool, caplog: pytest.LogCaptureFixture) -> None:
     watch = EqualLosses()
     for step, loss, value in zip(steps, losses, values, strict=True):
-        watch.look(step, np.array(loss), np.array(value), "the losses")
+        watch.check(step, np.array(loss), np.array(value), "the losses")
     assert ("averaged over the processes before it was recorded" in caplog.text) is said
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     watch = EqualLosses()
     for step in range(5, 60, 5):
-        watch.look(step, np.ones(3), np.array(APART), "the losses on the probe")
+        watch.check(step, np.ones(3), np.array(APART), "the losses on the probe")
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith("step 10: the losses on the probe of all 3 replicas are equal")
 

@@ -32,7 +32,9 @@ def one_cycle(optimizer: Any, model: Any = None) -> Any:
 
 
 def wrapped(optimizer: Any, model: Any = None) -> Any:
-    return hk.HDETScheduler(lr_scheduler.CosineAnnealingLR(optimizer, STEPPED), sync_every=4, outer=hk.Outer())
+    return hk.HDETScheduler(
+        lr_scheduler.CosineAnnealingLR(optimizer, STEPPED), sync_every=4, averaging=hk.Averaging(outer=hk.Outer())
+    )
 
 
 def exploring(optimizer: Any, model: Any = None) -> Any:

@@ -17,7 +17,7 @@ from hdet_kernels.schedule.undo import copies
 from hdet_kernels.schedule.undo.undoing import LastSound, fits
 from tests.ranks import run_ranks
 from tests.schedule.undo_runs import SOUND_THEN_BROKEN, SYNC, TOTAL, Scripted, Undoable, script
-from tests.training import batch, network, same
+from tests.training import batch, network, same, with_averaging
 
 
 def single(make: Any = torch.optim.AdamW, model: nn.Module | None = None, **options: Any) -> Single:
@@ -31,7 +31,9 @@ class Single:
         self.model = model
         self.optimizer = make(model.parameters(), lr=0.01)
         settings = {"auto_lr": Scripted(SOUND_THEN_BROKEN), "sync_every": SYNC, "cycle_momentum": False}
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, 0.05, TOTAL, model=model, **{**settings, **options})
+        self.scheduler = hk.HDETOneCycleLR(
+            self.optimizer, 0.05, TOTAL, model=model, **with_averaging({**settings, **options})
+        )
 
     @property
     def last_sound(self) -> LastSound:
