@@ -26,9 +26,11 @@ class Collector:
     Attributes:
         keeps_tensors: whether it keeps the tensors it is given, which then must not share memory with others.
         collected: the gradients so far, one entry per parameter; None without a gradient.
+        syncs: whether gradients that all processes share are averaged over them; False accumulates those of this one.
     """
 
     keeps_tensors = False
+    syncs = True
 
     def __init__(self, params: Sequence[StackedParameter]) -> None:
         self._params = params
@@ -79,11 +81,9 @@ class LocalGradients(Collector):
 class SharedGradients(Collector):
     """One gradient for all replicas of all processes, their mean: ``grad`` is an expanded view [R, *shape] of it.
 
-    A parameter that has a gradient in one process gets one in all. While ``syncs`` is False, gradients stay those of
-    this process; the first commit with ``syncs`` averages them together with its own.
+    A parameter that has a gradient in one process gets one in all. The first commit after some without ``syncs``
+    averages what they accumulated together with its own.
     """
-
-    syncs = True
 
     def __init__(self, params: Sequence[StackedParameter], among: Ensemble) -> None:
         super().__init__(params)

@@ -196,9 +196,8 @@ class ReplicaLosses:
 
     def _backward(self, loss: Tensor) -> None:
         # As for a backward pass outside of torch.autocast: each operation uses the precision of its forward pass.
-        with contextlib.ExitStack() as stack:
-            if torch.is_autocast_enabled(self._device.type):
-                stack.enter_context(torch.autocast(self._device.type, enabled=False))
+        kind = self._device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
             loss.backward()
 
     @torch.no_grad()

@@ -94,7 +94,7 @@ class ReplicaStack:
             )
         self.replicas, self.gradients, self.device = replicas, gradients, device
         self.hyper = StackHyper(replicas, device)
-        self._template = module
+        self._module = module
         self._parameters: dict[tuple[str, ...], StackedParameter] = {
             names: StackedParameter(self._rows_of(param), shares_gradient=gradients == "shared")
             for names, param in trained.items()
@@ -138,7 +138,7 @@ class ReplicaStack:
         """Copy the values of the first process to all."""
         stacked = [tensor for _, tensor in self._stacked()]
         names = {name for names, _ in self._stacked() for name in names}
-        frozen = {name: param for name, param in self._template.named_parameters() if name not in names}
+        frozen = {name: param for name, param in self._module.named_parameters() if name not in names}
         first = [*(tensor[0] for tensor in stacked), *frozen.values()]
         layout = describe_layout(first, [*(names[0] for names, _ in self._stacked()), *frozen])
         same = "all processes must stack as many replicas of the same module"
@@ -177,11 +177,11 @@ class ReplicaStack:
     @property
     def training(self) -> bool:
         """Whether the module is in training mode."""
-        return self._template.training
+        return self._module.training
 
     def train(self, mode: bool = True) -> ReplicaStack:
         """Put the module, and with it all replicas, into training or evaluation mode."""
-        self._template.train(mode)
+        self._module.train(mode)
         return self
 
     def eval(self) -> ReplicaStack:
@@ -194,9 +194,6 @@ class ReplicaStack:
 
         The next :meth:`backward` after the block averages everything that has been accumulated.
         """
-        if not isinstance(self._collector, SharedGradients):
-            yield
-            return
         before, self._collector.syncs = self._collector.syncs, False
         try:
             yield
@@ -278,13 +275,13 @@ class ReplicaStack:
             wide = torch.promote_types(tensor.dtype, wide_dtype(tensor.device))
             return tensor[rows.to(tensor.device)].to(wide).mean(0)
 
-        return copy_module(self._template, {names: mean(tensor.detach()) for names, tensor in stacked.items()})
+        return copy_module(self._module, {names: mean(tensor.detach()) for names, tensor in stacked.items()})
 
     @torch.no_grad()
     def _finite(self, stacked: Mapping[tuple[str, ...], Tensor]) -> Tensor:
         """Return [R], which replicas are finite; buffers may be non-finite where the module's are (attention masks)."""
         finite_rows = torch.ones(self.replicas, dtype=torch.bool, device=self.device)
-        own = dict(self._template.named_buffers(remove_duplicate=False))
+        own = dict(self._module.named_buffers(remove_duplicate=False))
         for names, tensor in stacked.items():
             finite = tensor.isfinite()
             if names[0] in own:
@@ -297,7 +294,7 @@ class ReplicaStack:
         r = check_whole("the number of a replica", r)
         if not -self.replicas <= r < self.replicas:
             raise IndexError(f"this stack holds replicas 0 to {self.replicas - 1}, got {r}")
-        return copy_module(self._template, {names: stacked[r] for names, stacked in self._stacked()})
+        return copy_module(self._module, {names: stacked[r] for names, stacked in self._stacked()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state under the module's own names.
@@ -312,11 +309,11 @@ class ReplicaStack:
 
     def _entries(self) -> dict[str, tuple[Any, bool]]:
         """Return the entries of the module's ``state_dict``, with rows where there are, and whether there are."""
-        own = tensors_by_name(self._template)
+        own = tensors_by_name(self._module)
         # Matched by the tensors themselves, since hooks of the module may have renamed the entries.
         rows = {id(own[name]): tensor.detach() for names, tensor in self._stacked() for name in names}
         found: dict[str, tuple[Any, bool]] = {}
-        for name, value in self._template.state_dict(keep_vars=True).items():
+        for name, value in self._module.state_dict(keep_vars=True).items():
             plain = value.detach() if isinstance(value, Tensor) else value
             found[name] = (rows[id(value)], True) if id(value) in rows else (plain, False)
         return found
@@ -356,7 +353,7 @@ class ReplicaStack:
                 tensor.copy_(state_dict[name])
             else:
                 owner = name.removesuffix("_extra_state").removesuffix(".")
-                self._template.get_submodule(owner).set_extra_state(state_dict[name])
+                self._module.get_submodule(owner).set_extra_state(state_dict[name])
         result = nn.Module().load_state_dict({})  # torch's result, whose type has no public name
         result.missing_keys.extend(missing)
         result.unexpected_keys.extend(unexpected)
@@ -369,7 +366,7 @@ class ReplicaStack:
     def __repr__(self) -> str:
         elements = sum(parameter[0].numel() for parameter in self.parameters())
         return (
-            f"ReplicaStack({self.replicas} × {type(self._template).__name__} of {elements} parameters, "
+            f"ReplicaStack({self.replicas} × {type(self._module).__name__} of {elements} parameters, "
             f"{self.gradients} gradients, on {self.device})"
         )
 

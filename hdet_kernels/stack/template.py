@@ -257,24 +257,23 @@ class Template(nn.Module):
     @contextlib.contextmanager
     def _without_new_attributes(self) -> Iterator[None]:
         """Undo assignments of tensors to attributes of modules inside the block, and warn about them once."""
-        before = [
-            (f"{name}." if name else "", part, dict(vars(part)), dict(part.named_buffers(recurse=False)))
-            for name, part in self.module.named_modules()
-        ]
+        before = [(f"{name}." if name else "", part, dict(vars(part))) for name, part in self.module.named_modules()]
+        buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}  # without those that are None
         dropped = []
         try:
             yield
         finally:
-            for prefix, part, attributes, buffers in before:
+            for prefix, part, attributes in before:
                 for name in _new_tensors(vars(part), attributes):
                     if name in attributes:
                         vars(part)[name] = attributes[name]
                     else:
                         del vars(part)[name]
                     dropped.append(prefix + name)
-                for name in _new_tensors(dict(part.named_buffers(recurse=False)), buffers):
-                    setattr(part, name, buffers.get(name))
-                    dropped.append(prefix + name)
+            for name in {name for name, _ in self.module.named_buffers(remove_duplicate=False)} - buffers:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.module.get_submodule(owner), attribute, None)
+                dropped.append(name)
         # Private names are caches, as the _flat_weights of torch's RNNs.
         named = [name for name in dropped if not name.rpartition(".")[2].startswith("_")]
         if named and not self._warned:
