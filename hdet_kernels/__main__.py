@@ -140,16 +140,15 @@ def _demo(arguments: argparse.Namespace) -> int:
             max_lr=getattr(arguments, "max_lr", None),
         )
     except ValueError as error:
-        print(f"python -m hdet_kernels demo: error: {error}", file=sys.stderr)
-        return 2
+        return _failed("demo", error)
     try:
         run_demo(options)
     except ProcessException as error:
-        print(f"\npython -m hdet_kernels demo: error: {error}", file=sys.stderr)
-        return 1
+        print(file=sys.stderr)
+        return _failed("demo", error, 1)
     except OSError as error:
-        print(f"\npython -m hdet_kernels demo: error: cannot write the results: {error}", file=sys.stderr)
-        return 1
+        print(file=sys.stderr)
+        return _failed("demo", f"cannot write the results: {error}", 1)
     except KeyboardInterrupt:
         print("\ninterrupted; all replicas have ended", file=sys.stderr)
         return 130
@@ -167,11 +166,9 @@ def _report(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--out {out} is the history itself: choose another file")
         write_page(records, out, f"HDET run: {history.name}")
     except (ValueError, ImportError) as error:
-        print(f"python -m hdet_kernels report: error: {error}", file=sys.stderr)
-        return 2
+        return _failed("report", error)
     except OSError as error:
-        print(f"python -m hdet_kernels report: error: cannot write {out}: {error}", file=sys.stderr)
-        return 1
+        return _failed("report", f"cannot write {out}: {error}", 1)
     print(f"{out}: {len(records)} syncs")
     return 0
 
@@ -179,13 +176,14 @@ def _report(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     folder = Path(__file__).parents[1] / "bench"
     if not (folder / "command.py").exists():
-        return _bench_error(
+        return _failed(
+            "bench",
             f"the benchmarks are not part of the installed package: {folder} does not exist. Get the source tree of "
-            "hdet_kernels and run `make bench` in it"
+            "hdet_kernels and run `make bench` in it",
         )
     missing = [name for name in ("pytest", "pytest_benchmark") if util.find_spec(name) is None]
     if missing:
-        return _bench_error(f"{' and '.join(missing)} not installed: pip install 'hdet_kernels[test]'")
+        return _failed("bench", f"{' and '.join(missing)} not installed: pip install 'hdet_kernels[test]'")
     sys.path.insert(0, str(folder.parent))
     command = importlib.import_module("bench.command")
 
@@ -195,18 +193,19 @@ def _bench(arguments: argparse.Namespace) -> int:
     try:
         code: int = command.run(arguments.suite, arguments.out, arguments.quick, arguments.seconds)
     except ValueError as error:
-        return _bench_error(str(error))
+        return _failed("bench", error)
     except OSError as error:
-        return _bench_error(f"cannot write to --out {arguments.out}: {error}")
+        return _failed("bench", f"cannot write to --out {arguments.out}: {error}")
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     return code
 
 
-def _bench_error(message: str) -> int:
-    print(f"python -m hdet_kernels bench: error: {message}", file=sys.stderr)
-    return 2
+def _failed(command: str, message: object, code: int = 2) -> int:
+    """Print an error of a command, and return its exit code."""
+    print(f"python -m hdet_kernels {command}: error: {message}", file=sys.stderr)
+    return code
 
 
 def _info(_: argparse.Namespace) -> int:

@@ -79,7 +79,7 @@ def plot_losses(history: History, path: Path) -> None:
     if probes:
         axes.plot(*zip(*probes, strict=True), color="#d65f5f", marker="o", markersize=4, label="mean on the probe")
     axes.legend(frameon=False)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def plot_values(history: History, path: Path, name: str = "lr/0") -> None:
@@ -108,7 +108,7 @@ def plot_values(history: History, path: Path, name: str = "lr/0") -> None:
     axes.plot(steps, [record.base[name] for record in records], color=INK, linewidth=2, label="base", zorder=1)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     axes.legend(frameon=False, ncols=1 + (len(rows[0]) > 8))
-    save(figure, path)
+    figure.savefig(path)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0) -> str:
@@ -149,11 +149,6 @@ def new_figure(title: str, xlabel: str, ylabel: str, size: tuple[float, float] =
     axes.grid(True, color="#e6e8ee", linewidth=0.8)
     axes.set_axisbelow(True)
     return figure, axes
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` to ``path`` in the format of its suffix."""
-    figure.savefig(path)
 
 
 def replica_colours(count: int) -> list[Any]:

@@ -176,7 +176,7 @@ def plot_training_losses(runs: dict[RunName, Run], options: Options, path: Path)
     _mark_controller(axes, runs["hdet"], "bottom")
     axes.set_xlim(0, options.steps)
     axes.legend(frameon=False, loc="best")
-    report.save(figure, path)
+    figure.savefig(path)
 
 
 def plot_learning_rates(runs: dict[RunName, Run], options: Options, path: Path) -> None:
@@ -196,7 +196,7 @@ def plot_learning_rates(runs: dict[RunName, Run], options: Options, path: Path) 
     axes.set_xlim(0, options.steps)
     _mark_controller(axes, hdet, "top")
     axes.legend(frameon=False, loc="lower center", ncols=2 + (options.replicas > 8))
-    report.save(figure, path)
+    figure.savefig(path)
 
 
 def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:

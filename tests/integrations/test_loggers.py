@@ -1,6 +1,6 @@
-"""Writers: TensorBoard's event files read back, and dict loggers with the signatures that W&B, MLflow and Trackio have.
+"""Writers: TensorBoard's event files read back, and dict loggers with the signatures that W&B and MLflow have.
 
-These three are not installed here. The recording objects below have the documented signatures of their functions.
+These two are not installed here. The recording objects below have the documented signatures of their functions.
 """
 
 from __future__ import annotations
@@ -54,18 +54,6 @@ def mlflow() -> Any:
     return module
 
 
-def trackio() -> Any:
-    """Return a module like ``trackio``."""
-    module: Any = ModuleType("trackio")
-    module.rows = []
-
-    def log(metrics: dict[str, Any], step: int | None = None) -> None:
-        module.rows.append((step, metrics))
-
-    module.log = log
-    return module
-
-
 class Plain:
     """A logger that takes nothing but a dict."""
 
@@ -91,7 +79,7 @@ def expected(scheduler: hk.HDETOneCycleLR) -> list[tuple[int, dict[str, float]]]
     return [(record.step, record.metrics()) for record in scheduler.history]
 
 
-@pytest.mark.parametrize("make", [WandbRun, mlflow, trackio, Plain])
+@pytest.mark.parametrize("make", [WandbRun, mlflow, Plain])
 def test_a_logger_gets_every_sync_at_its_step(make: Any) -> None:
     logger = make()
     scheduler = trained(DictWriter(logger))
