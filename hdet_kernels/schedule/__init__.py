@@ -9,9 +9,9 @@ hypergradient), averages them with the others (folder ``converge/``), lets the c
 the base values, and records it in ``history.py``. Folder ``fanout/`` then spreads the base values over the replicas of
 the next cycle.
 
-``checkpoint.py`` saves and restores all of it; ``guards.py`` notices what frameworks do wrong. Folders: ``undo/``
-returns all replicas to the last sound average where training broke; ``scout/`` is what comes before the first cycle
-with ``max_lr=None``.
+``checkpoint.py`` saves and restores all of it, after ``checkpoint_checks.py`` has compared it with the run;
+``guards.py`` notices what frameworks do wrong. Folders: ``undo/`` returns all replicas to the last sound average where
+training broke; ``scout/`` is what comes before the first cycle with ``max_lr=None``.
 """
 
 from hdet_kernels.schedule.attachment import release

@@ -27,7 +27,7 @@ from hdet_kernels.fanout.explore import Explore, TieGroups, saved_ties
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.optim.rowwise_adagrad import FusedRowWiseAdagrad
-from hdet_kernels.schedule import checkpoint
+from hdet_kernels.schedule import checkpoint, checkpoint_checks
 from hdet_kernels.schedule.arguments import (
     GradientMode,
     HasBuffers,
@@ -659,17 +659,17 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        scout = checkpoint.checked_scout(self._scouted, self.cycle, state_dict)
-        hdet = checkpoint.checked(self.cycle, state_dict)
+        scout = checkpoint_checks.checked_scout(self._scouted, self.cycle, state_dict)
+        hdet = checkpoint_checks.checked(self.cycle, state_dict)
         scouted, phase = self._scouted, None
         if scout is not None and scouted is not None:
             scouted, phase = Scouted(scouted.plan, scouted.settings, scout.ratios, scout.found), scout.phase
         if phase is None or scouted is None:
-            schedule = checkpoint.checked_schedule(self._schedule_state(), state_dict, hdet.step, "scheduler")
+            schedule = checkpoint_checks.checked_schedule(self._schedule_state(), state_dict, hdet.step, "scheduler")
         else:
             miniature = scouted.round_arguments(phase.round, phase.bracket)
             as_built = built_state(self._inner, {**self._arguments, **miniature})
-            schedule = checkpoint.checked_schedule(as_built, state_dict, phase.step, "scheduler")
+            schedule = checkpoint_checks.checked_schedule(as_built, state_dict, phase.step, "scheduler")
         with self._undone_on_error():
             self._scouted = scouted
             if phase is None or scouted is None:
@@ -836,10 +836,12 @@ class HDETScheduler(WithCycle, LRScheduler):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        hdet = checkpoint.checked(self.cycle, state_dict)
+        hdet = checkpoint_checks.checked(self.cycle, state_dict)
         base, saved = self.base_scheduler, checkpoint.unpacked(state_dict.get("base_scheduler"))
         of_torch = type(base).__module__.startswith("torch.")
-        schedule = checkpoint.checked_schedule(base.state_dict(), saved, hdet.step, "base_scheduler", of_torch=of_torch)
+        schedule = checkpoint_checks.checked_schedule(
+            base.state_dict(), saved, hdet.step, "base_scheduler", of_torch=of_torch
+        )
         with self._undone_on_error(), checkpoint.schedule_loaded(base, schedule):
             write_momentum(base)
             checkpoint.restore(self.cycle, hdet)

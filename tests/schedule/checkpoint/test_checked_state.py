@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import hdet_kernels as hk
+from hdet_kernels.schedule.checkpoint import to_plain
+from hdet_kernels.schedule.checkpoint_checks import checked
 from tests.ranks import run_ranks
 from tests.schedule.checkpoints import single
 from tests.training import Trainer, network, same
@@ -102,3 +105,53 @@ def test_the_state_of_a_controller_from_outside_is_tried_first() -> None:
         with pytest.raises(ValueError, match=r"hdet\.spread\.controller"):
             scheduler.load_state_dict(state)
         assert same(scheduler.state_dict(), before)
+
+
+def test_other_formats_and_entries_of_newer_versions_are_refused_by_name() -> None:
+    scheduler = single()
+    before = copy.deepcopy(scheduler.state_dict())
+    own = before["hdet"][0]
+    for state, words in (
+        ({**own, "format": 5, "version": "9.9", "mood": 1}, r"format 5 of hdet_kernels '9\.9', .* not know hdet\.mood"),
+        ({**own, "format": 2}, "format 2 of hdet_kernels"),
+        (
+            {k: v for k, v in own.items() if k not in ("format", "version")},
+            r"format 1 of hdet_kernels 'before 0\.2\.0'",
+        ),
+        ({k: v for k, v in own.items() if k != "format"}, r"no hdet\.format"),
+        ({**own, "mood": 1}, r"does not know: hdet\.mood"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            scheduler.load_state_dict({**before, "hdet": (state,)})
+        assert same(scheduler.state_dict(), before)
+
+
+@pytest.mark.parametrize("slopes", [[], [[0.5]], [[1.0], [-3.0]], [[1.0], [4.0], [2.0]], [[2.0]] * 3], ids=str)
+def test_sums_of_slopes_of_format_3_become_slopes_of_the_same_mean_and_error(slopes: list[list[float]]) -> None:
+    def made() -> hk.HDETOneCycleLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        controller = hk.HypergradientController()
+        return hk.HDETOneCycleLR(optimizer, 0.1, 20, sync_every=4, auto_lr=controller, cycle_momentum=False)
+
+    (hdet,) = made().state_dict()["hdet"]
+    values = [value for (value,) in slopes]
+    sums = [[sum(values)], [sum(value * value for value in values)]] if values else None
+    moved = {key: value for key, value in hdet["displacement"].items() if key != "slopes"}
+    added = ("part", "averaged", "optimizer_state")
+    old = {**{key: value for key, value in hdet.items() if key not in added}, "format": 3}
+    old["displacement"] = {**moved, "sums": sums, "count": len(values)}
+    scheduler = made()
+    scheduler.load_state_dict({**scheduler.state_dict(), "hdet": old})
+    found = [value for (value,) in scheduler.state_dict()["hdet"][0]["displacement"]["slopes"]]
+    assert len(found) == len(values)
+    if values:
+        np.testing.assert_allclose([np.mean(found), np.std(found)], [np.mean(values), np.std(values)], atol=1e-12)
+
+
+def test_what_is_read_turns_into_what_was_saved() -> None:
+    scheduler = single()
+    for _ in range(3):
+        scheduler.optimizer.step()
+        scheduler.step(1.0)
+    state = scheduler.state_dict()
+    assert same(to_plain(checked(scheduler.cycle, state)), state["hdet"][0])

@@ -108,7 +108,7 @@ def test_more_syncs_take_no_more_memory(syncs: int) -> None:
 
 
 def test_a_run_keeps_a_window_and_resumes_with_its_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("history", "checkpoint"):
+    for module in ("history", "checkpoint_checks"):
         monkeypatch.setattr(f"hdet_kernels.schedule.{module}.WINDOW", 10)
 
     def run() -> tuple[torch.optim.Adam, hk.HDETOneCycleLR]:
