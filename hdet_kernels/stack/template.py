@@ -210,6 +210,7 @@ class Template(nn.Module):
         super().__init__()
         self.module = module
         self._parameter_names, self._buffer_names = list(parameters), list(buffers)
+        self._parts = [(f"{name}." if name else "", part) for name, part in module.named_modules()]
         self._warned = False
 
     def call(
@@ -257,7 +258,7 @@ class Template(nn.Module):
     @contextlib.contextmanager
     def _without_new_attributes(self) -> Iterator[None]:
         """Undo assignments of tensors to attributes of modules inside the block, and warn about them once."""
-        before = [(f"{name}." if name else "", part, dict(vars(part))) for name, part in self.module.named_modules()]
+        before = [(prefix, part, dict(vars(part))) for prefix, part in self._parts]
         buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}  # without those that are None
         dropped = []
         try:
