@@ -64,13 +64,15 @@ $(VENV)/.quality: $(READY)
 
 setup: $(READY)
 
-# torch first and by its pin: the package is then built against it, without an environment of its own.
+# torch first and by its pin: the extension is then built against it, while pip installs the rest.
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hdet_kernels needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version): make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-compile --constraint constraints.txt torch numpy 'setuptools>=77' ninja
-	$(PIP) install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@$(BIN)/python setup.py build_ext --inplace > $(VENV)/native.log 2>&1 & build=$$!; \
+	HDET_NATIVE=0 $(PIP) install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'; \
+	installed=$$?; wait $$build || { cat $(VENV)/native.log; exit 1; }; exit $$installed
 	@touch $(READY)
 
 clean:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils import _pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -43,6 +43,28 @@ def one_cycle_peak(scheduler: OneCycleLR) -> float:
     """
     phases = getattr(scheduler, "_schedule_phases", None)
     return float((phases[0]["end_step"] + 1) / scheduler.total_steps) if phases else 0.3
+
+
+def last_lr(scheduler: LRScheduler) -> Any:
+    """Return the list itself that ``get_last_lr()`` copies: ``LRScheduler._last_lr``, in torch 2.11 to 2.13."""
+    return scheduler._last_lr
+
+
+def set_last_lr(scheduler: LRScheduler, rates: Any) -> None:
+    """Let ``get_last_lr()`` return other values until the next step: ``LRScheduler._last_lr``, in torch 2.11 to 2.13.
+
+    Without it the trainer of transformers would log the learning rate of this replica in the place of the base.
+    """
+    scheduler._last_lr = rates
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices and values of a sparse tensor that need not be coalesced.
+
+    ``Tensor._indices`` and ``_values``, in torch 2.11 to 2.13; ``indices`` and ``values`` are for coalesced tensors.
+    Without them every sparse gradient would have to be coalesced first, which sums equal rows in any order.
+    """
+    return tensor._indices(), tensor._values()
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -23,6 +23,7 @@ from hdet_kernels.checks import check_choice
 from hdet_kernels.integrations.probe import BatchProbe
 from hdet_kernels.schedule import HDETOneCycleLR, HDETScheduler, release
 from hdet_kernels.schedule.arguments import Probe, refuse_unknown
+from hdet_kernels.torch_internals import last_lr, set_last_lr
 
 try:
     from accelerate.state import AcceleratorState, is_initialized
@@ -210,14 +211,14 @@ class HDETCallback(TrainerCallback):
             self.scheduler.record_loss(loss)
         # The trainer logs what get_last_lr() says between this event and scheduler.step(), which renews it.
         base = self.scheduler.get_base_lr()
-        self._rates = base, self.scheduler._last_lr
-        self.scheduler._last_lr = base
+        self._rates = base, last_lr(self.scheduler)
+        set_last_lr(self.scheduler, base)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Put the average in place if an evaluation or a checkpoint follows."""
         self._stepped = True
-        if self._rates is not None and self.scheduler._last_lr is self._rates[0]:  # AMP left the step out
-            self.scheduler._last_lr = self._rates[1]
+        if self._rates is not None and last_lr(self.scheduler) is self._rates[0]:  # AMP left the step out
+            set_last_lr(self.scheduler, self._rates[1])
         return self.on_epoch_end(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

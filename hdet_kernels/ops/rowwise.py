@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.backends import implementation, resolve
 from hdet_kernels.ops.table import COLUMNS
+from hdet_kernels.torch_internals import sparse_parts
 
 
 class RowGradient(NamedTuple):
@@ -64,8 +65,8 @@ def row_gradient(grad: Tensor, dtype: torch.dtype) -> RowGradient:
     """Return the gradient of a table of ``dtype``, sparse (COO with one sparse dimension) or dense."""
     if not grad.is_sparse:
         return RowGradient(_readable(grad.flatten(1), dtype))
-    values = _readable(grad._values().flatten(1), dtype)
-    rows = grad._indices()[0]
+    indices, entries = sparse_parts(grad)
+    values, rows = _readable(entries.flatten(1), dtype), indices[0]
     if grad.is_coalesced():
         return RowGradient(values, rows.contiguous())
     # Equal rows keep their order, so that their sum is the same in every run.

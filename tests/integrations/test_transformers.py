@@ -76,7 +76,7 @@ def trained(rank: int, optimizer_name: str, early: bool) -> dict[str, Any]:
         }
 
 
-CALLBACK = Cases(2, trained, [("fused", False)], full=[("torch", False), ("fused", True)])
+CALLBACK = Cases(2, trained, [("fused", False)], full=[("torch", False), ("fused", True)], imported=FRAMEWORKS)
 
 
 @pytest.mark.parametrize(("optimizer", "early"), CALLBACK.params())
