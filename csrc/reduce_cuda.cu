@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "launch_cuda.h"
-#include "typed.h"
+#include "table.h"
 
 namespace hdet {
 namespace {

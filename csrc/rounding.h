@@ -9,6 +9,14 @@
 #include <cstdint>
 #include <cstring>
 
+// Vectors of four floats for the loops that GCC does not vectorise itself: on Arm it has no vector form of the rounding of
+// float32 to float16. The operators of a vector act on each of its elements.
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#include <arm_neon.h>
+
+#define HDET_LANES
+#endif
+
 #ifdef __CUDACC__
 #define HDET_BOTH __host__ __device__ __forceinline__
 #else
@@ -19,6 +27,9 @@ namespace hdet {
 
 using BFloat16 = torch::headeronly::BFloat16;
 using Half = torch::headeronly::Half;
+#ifdef HDET_LANES
+using Lanes = float32x4_t;
+#endif
 
 inline constexpr uint32_t kGolden = 0x9e3779b9u;
 

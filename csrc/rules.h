@@ -13,7 +13,6 @@
 #include <cmath>
 #include <type_traits>
 
-#include "lanes_cpu.h"
 #include "rounding.h"
 #include "table.h"
 

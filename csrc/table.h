@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "rounding.h"
+
 namespace hdet {
 
 // The hyperparameters of one parameter group. max_grad_norm is 0 for no clipping, seed is a whole number below 2³², and
@@ -59,5 +61,23 @@ static_assert(sizeof(Gradient) == 2 * sizeof(int64_t));
 // step is counted).
 inline constexpr int64_t kNoGradient = 0;
 inline constexpr int64_t kEmptyGradient = 1;
+
+// Returns function(S{}) with S the type of the elements, which is known only when a kernel runs.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <typename Function>
+HDET_BOTH auto with_type(GradientType type, Function&& function) {
+  switch (type) {
+    case GradientType::float32:
+      return function(float{});
+    case GradientType::float64:
+      return function(double{});
+    case GradientType::bfloat16:
+      return function(BFloat16{});
+    default:
+      return function(Half{});
+  }
+}
 
 }  // namespace hdet
