@@ -1,5 +1,5 @@
 // Schemas of the operators, declared once. Each implementation registers itself in the file of its device. The fake
-// kernels are in hdet_kernels/ops/extension.py and the Python wrappers in hdet_kernels/ops/compiled.py.
+// kernels are in hdet_kernels/ops/operators.py and the Python wrappers in hdet_kernels/ops/compiled.py.
 #include <torch/csrc/stable/library.h>
 
 namespace {

@@ -210,7 +210,7 @@ def _failed(command: str, message: object, code: int = 2) -> int:
 
 def _info(_: argparse.Namespace) -> int:
     from hdet_kernels.ops.backends import backends
-    from hdet_kernels.ops.extension import why_not
+    from hdet_kernels.ops.operators import why_not
 
     missing = why_not()
     sections = {

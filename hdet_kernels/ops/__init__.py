@@ -9,7 +9,7 @@ The flow through this folder, for one optimizer step::
     reduce        grad_norm: the norm of all gradients
     rowwise       rowwise_adagrad_: row-wise Adagrad on an embedding table, for the rows that a gradient touches
     newton_schulz  orthogonalise_: Muon's orthogonalisation of many matrices
-    pack          Pack: pieces of tensors to and from one staging buffer (its table: piece_table)
+    pack          Pack: pieces of tensors to and from one staging buffer
     pair_mean     PairMean: the mean of two replicas, written in one pass
     halves        read_halves, write_halves: split masters from their halves to float32 and back
     wire          Wire: the parts of a compressed average
@@ -18,11 +18,11 @@ The flow through this folder, for one optimizer step::
         │
     torch/        plain torch: the readable text of every operation, and the reference for other backends
     triton/       the same in Triton
-    compiled      the same in C++ and CUDA (``csrc/``), loaded by extension
+    compiled      the same in C++ and CUDA (``csrc/``)
 
 A module of ``torch/`` and ``triton/`` has the name of its operation here. ``operators`` registers the operators that
-are written in Python with torch. Every operation walks a table on the device, so the number of launches does not depend
-on the number of tensors, and none of them waits for the device.
+are written in Python and loads the compiled ones. Every operation walks a table on the device, so the number of
+launches does not depend on the number of tensors, and none of them waits for the device.
 
 This module only re-exports the public names. The modules of this folder import from each other, never from here.
 """

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from hdet_kernels.ops.extension import has_cuda, why_not
+from hdet_kernels.ops.operators import has_cuda, why_not
 
 #: The environment variable that sets the backend of a whole process.
 ENVIRONMENT = "HDET_BACKEND"

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.ops.extension import why_not
+from hdet_kernels.ops.operators import why_not
 from hdet_kernels.ops.table import Staged
 from hdet_kernels.tensors import Slot, flat_view
 

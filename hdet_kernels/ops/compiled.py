@@ -1,7 +1,7 @@
 """The ``cpp`` and ``cuda`` backends: typed calls of the operators that ``csrc/library.cpp`` declares.
 
 :func:`~hdet_kernels.ops.backends.implementation` hands this module out only after
-:mod:`~hdet_kernels.ops.extension` has loaded the library.
+:mod:`~hdet_kernels.ops.operators` has loaded the library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
-from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
+from hdet_kernels.ops.pack import MatchedTensors, PieceTable
 from hdet_kernels.ops.rowwise import RowWiseArguments
 from hdet_kernels.ops.step import Scalars, StepArguments
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.extension import has_cuda
+from hdet_kernels.ops.operators import has_cuda
 from hdet_kernels.tensors import wide_dtype
 
 #: The columns of the table. A rule ignores those that it does not use. ``max_grad_norm`` is 0 for no clipping, ``seed``

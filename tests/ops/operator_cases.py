@@ -12,7 +12,7 @@ from hdet_kernels.ops import STATES
 from hdet_kernels.ops.backends import implementation
 from hdet_kernels.ops.chunks import flat_gradients
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
-from hdet_kernels.ops.piece_table import PieceTable
+from hdet_kernels.ops.pack import PieceTable
 from hdet_kernels.ops.torch.companding import first_scales
 from tests.ops.cases import BF16, FP32, Case
 

@@ -21,7 +21,7 @@ from hdet_kernels.ops.chunks import (
     StackedTable,
     flat_gradients,
 )
-from hdet_kernels.ops.extension import why_not
+from hdet_kernels.ops.operators import why_not
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.rules import Row
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdet_kernels.ops import extension
+from hdet_kernels.ops import operators as extension
 from hdet_kernels.ops.backends import backends
 
 ROOT = Path(__file__).parents[2]

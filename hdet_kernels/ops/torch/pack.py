@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.operators import fake_in_place, register
-from hdet_kernels.ops.pack import MOST_ROWS
-from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, PieceTable
 
 
 def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:

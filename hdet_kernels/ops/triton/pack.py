@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
 from hdet_kernels.ops.operators import fake_in_place, register
-from hdet_kernels.ops.pack import MOST_ROWS
-from hdet_kernels.ops.piece_table import MatchedTensors, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, PieceTable
 from hdet_kernels.ops.triton.rounding import nearest, widened
 
 # Elements of one program, for one row and for several, and its warps. A thread has four 16-byte loads of one float32
