@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -96,12 +97,13 @@ def run(names: Sequence[str], out: Path, quick: bool, seconds: float | None = No
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     outcomes = []
-    for number, name in enumerate(selected, 1):
-        print(f"[{number}/{len(selected)}] {name}: {SUITES[name].what}", flush=True)
-        outcomes.append(one(name, device, out, quick, seconds))
-        print(f"{name}: {outcomes[-1].line}, {outcomes[-1].seconds:.0f} s\n", flush=True)
-        if outcomes[-1].interrupted:
-            break
+    # A quick run on the CPU, whose times mean nothing, has two suites at a time.
+    with ThreadPoolExecutor(2) as pool:
+        each = pool.map if quick and device == "cpu" else map  # a thread would not see Ctrl-C
+        for outcome in each(lambda name: one(name, device, out, quick, seconds), selected):
+            outcomes.append(outcome)
+            if outcome.interrupted:
+                break
     recorded = [path for name in selected if (path := out / f"{name}.json").exists()]
     try:
         from bench import run_report  # which needs pandas, Jinja2 and matplotlib
@@ -115,12 +117,13 @@ def run(names: Sequence[str], out: Path, quick: bool, seconds: float | None = No
 
 def one(name: str, device: str, out: Path, quick: bool, seconds: float | None = None) -> Outcome:
     """Run one suite in its own process. Its record is written if any case was measured."""
+    print(f"{name}: {SUITES[name].what}", flush=True)
     record, ends = out / f"{name}.json", out / f".{name}.xml"
     record.unlink(missing_ok=True)  # of an earlier run
     arguments = [*command(name, device), f"--benchmark-json={record}"]
     arguments += [f"--seconds={seconds:g}"] if seconds is not None else []
     if quick:
-        arguments += ["--benchmark-max-time=0.05", "--benchmark-min-rounds=3"]
+        arguments += ["--benchmark-max-time=0.02", "--benchmark-min-rounds=2"]
     # Settings of an outer pytest must not apply: a worker of pytest-xdist switches benchmarks off.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     own = {"PYTEST_ADDOPTS": f"--junit-xml={ends} -p no:cacheprovider", "HDET_BENCH_QUICK": "1" if quick else "0"}
@@ -139,4 +142,5 @@ def one(name: str, device: str, out: Path, quick: bool, seconds: float | None = 
         outcome.passed = len(records.entries([record])) if record.exists() else 0
     if code not in (0, CUT, NOTHING_COLLECTED) and not outcome.failed:
         outcome.failed[name] = f"pytest ended with exit code {code}; see its output above"
+    print(f"{name}: {outcome.line}, {outcome.seconds:.0f} s\n", flush=True)
     return outcome

@@ -35,7 +35,7 @@ OURS_ALONE = ("addresses",)
 # Names that are no implementations: a part of every step that is measured alone.
 PARTS = ("gradients", "addresses")
 # Methods of ``test_converge.py`` that are the peers of all others.
-PLAIN = ("one AllReduce per tensor", "one flat AllReduce", "copy of the same bytes")
+PLAIN = ("one AllReduce per tensor", "one flat AllReduce", "AllReduce of the same bytes", "copy of the same bytes")
 COPY = "a copy of its bytes"
 
 

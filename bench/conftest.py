@@ -29,6 +29,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seconds", type=float, default=float("inf"), help="begin no case but the first later than this")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a quick run, leave out a case whose parameters all have values that earlier cases of its test had."""
+    if not measure.QUICK:
+        return
+    seen: set[tuple[str, str, str]] = set()
+    kept, left_out = [], []
+    for item in items:
+        skipped = any(mark.args and mark.args[0] for mark in item.iter_markers("skipif"))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        values = {(item.name.split("[")[0], name, str(value)) for name, value in params.items()}
+        (kept if skipped or not values or values - seen else left_out).append(item)
+        seen |= set() if skipped else values
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Treat SIGTERM and SIGINT as Ctrl-C, also in the background, so that the record is written.
 

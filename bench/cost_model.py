@@ -5,16 +5,14 @@ A message of B bytes takes α + B/β over a link with latency α and bandwidth �
     ring         2(N−1)·α + 2(N−1)/N·B/β         reduce-scatter, then all-gather, each in N−1 hops
     tree         2⌈log₂N⌉·α + 2·B/(0.79·β)       double binary tree: reduce up, broadcast down
     two-phase    N·α + 2(N−1)/N·B/β              all-to-all in one hop, all-gather in N−1; for int8
-    control row  2⌈log₂N⌉·α + 2·168·N/(0.79·β)   tree over a table of 168 bytes a replica; ring where that is faster
-    … over gloo  ⌈log₂N⌉·α + 168·(N−1)/β         exchanges in pairs, in which the known rows double
+    control row  2(N−1)·(α + 168/β)              all-gather in N−1 hops of a row a replica, and one that confirms
 
 Parameters travel in buckets of 512 MiB of fp32, one after the other, and each bucket pays its hops. NCCL chooses the
 faster of ring and tree. In nodes of g GPUs, each with its own network card, a ring has 2(N−N/g) hops within nodes and
 2(N/g−1) between them, a tree 2(g−1) and 2⌈log₂(N/g)⌉; g rings run at once and the slower kind of link sets the pace.
-Exchanges in pairs have ⌈log₂N⌉ − log₂g hops between nodes first, with a row of every node, and log₂g within them.
 
 One sync costs the control row and the collectives, less what runs behind ``overlap`` training steps, plus passes over
-local memory at the copy bandwidth. ``cost_page.py`` writes the results and the sources of the constants to
+local memory at the copy bandwidth. ``pages.py`` writes the results and the sources of the constants to
 docs/cost.md; ``link_check.py`` compares hops and bytes with measured collectives.
 """
 
@@ -166,22 +164,16 @@ def allreduce(
 
 
 def control_row(replicas: int, network: Network, gpus: int = 1) -> float:
-    """Return the seconds of the gather of the control rows between replicas, which is an all-reduce of their table.
+    """Return the seconds of the two gathers of a sync: of the control rows, and the one that confirms its end.
 
-    Where several GPUs hold a replica, each has a row and they share their tables over the links of the replica, for
-    which no time is counted.
+    Both are all-gathers around a ring. Where several GPUs hold a replica, each has a row; over a line that they share
+    all rows pass one after the other.
     """
-    rows = replicas * (gpus if network.shared_line else 1)
-    return allreduce(replicas, rows * ROW_BYTES, network, "best", gpus if network.shared_line else 1, gpus)
-
-
-def ring_gather(replicas: int, network: Network) -> float:
-    """Return the seconds that the control rows would take around a ring, as in the all-gather of NCCL and gloo."""
-    _, nodes = _nodes(replicas, network, 1)
-    inside = network.inside or network.link
-    return (replicas - nodes) * (inside.hop + ROW_BYTES / inside.bandwidth) + (nodes - 1) * (
-        network.link.hop + ROW_BYTES / network.link.bandwidth
-    )
+    _, nodes = _nodes(replicas, network, gpus)
+    inside, outside = network.inside or network.link, network.link
+    hops = (replicas - nodes) * (inside.hop + ROW_BYTES / inside.bandwidth)
+    hops += (nodes - 1) * (outside.hop + ROW_BYTES / outside.bandwidth)
+    return 2 * hops * (gpus if network.shared_line else 1)
 
 
 @dataclass(frozen=True)
@@ -201,14 +193,6 @@ def exchanges(replicas: int, together: int = 1) -> Exchanges:
     near &= -near  # as many as make whole pairs
     inside = near.bit_length() - 1
     return Exchanges(math.ceil(math.log2(replicas)) - inside, inside, replicas // near - 1, replicas - replicas // near)
-
-
-def control_row_over_gloo(replicas: int, network: Network) -> float:
-    """Return the seconds of the gather of the control rows between CPUs, one process a replica."""
-    sent = exchanges(replicas, network.node)
-    inside, outside = network.inside or network.link, network.link
-    hops = sent.outside * outside.hop + sent.inside * inside.hop
-    return hops + ROW_BYTES * (sent.rows_outside / outside.bandwidth + sent.rows_inside / inside.bandwidth)
 
 
 def converge(replicas: int, model: Model, network: Network, sync: Sync = PLAIN, gpu: Gpu = H200) -> Cost:

@@ -41,7 +41,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +204,6 @@ RESULT = Path(__file__).parent / "results" / "cost_check.json"
 RANKS = (2, 4, 8)
 PROBE_BYTES = 20_000_000
 MAX_SEGMENT = 1_048_576
-GATHERS = 30
 
 # Mb/s, ms one way, and the sizes in bytes that are averaged over it.
 LINKS = (
@@ -226,19 +224,14 @@ def gloo_phase(ranks: int, chunk: float, link: Link) -> float:
 
 def predicted(ranks: int, nbytes: int, link: Link, local: float, cores: int) -> float:
     """Return the seconds of an average over gloo; ``local`` is the time of the local memory passes for each byte."""
-    row = predicted_gather(ranks, link)
-    return row + 2 * gloo_phase(ranks, nbytes / ranks, link) + local * nbytes * max(1.0, ranks / cores)
-
-
-def predicted_gather(ranks: int, link: Link) -> float:
-    """Return the seconds of the gather of the control rows over gloo, where a hop takes 2α."""
-    return cost_model.control_row_over_gloo(ranks, Network(link.name, replace(link, hop=2 * link.hop)))
+    rows = 2 * gloo_phase(ranks, ROW_BYTES, link)  # the control rows, and the gather that confirms
+    return rows + 2 * gloo_phase(ranks, nbytes / ranks, link) + local * nbytes * max(1.0, ranks / cores)
 
 
 def textbook(ranks: int, nbytes: int, link: Link) -> float:
     """Return the seconds of an average by the plain ring of the cost model, without local memory passes."""
     network = Network(link.name, link)
-    return cost_model.allreduce(ranks, nbytes, network, "ring") + cost_model.control_row_over_gloo(ranks, network)
+    return cost_model.allreduce(ranks, nbytes, network, "ring") + cost_model.control_row(ranks, network)
 
 
 def repetitions(size: int) -> int:
@@ -273,17 +266,6 @@ def measure_averages(rank: int, sizes: tuple[int, ...]) -> dict[int, list[float]
     return found
 
 
-def measure_gathers(rank: int) -> dict[str, list[float]]:
-    """Return the seconds of each gather of control rows, and of each all-gather of gloo of as many bytes, in turns."""
-    ensemble, row = hk.ProcessEnsemble(), torch.full((1, ROW_BYTES // 8), float(rank), dtype=torch.float64)
-    table = torch.empty(ensemble.size, *row.shape, dtype=row.dtype)
-    found: dict[str, list[float]] = {"gather": [], "ring": []}
-    for _ in range(GATHERS):
-        found["gather"] += timed(lambda: ensemble.gather(row), 1)
-        found["ring"] += timed(lambda: ensemble.collect(table, row).wait(), 1)
-    return found
-
-
 def timed(call: Callable[[], None], often: int) -> list[float]:
     """Return the seconds of each of ``often`` calls."""
     times = []
@@ -313,9 +295,8 @@ def check(rate: float, delay: float, sizes: tuple[int, ...], local: float, cores
     probes = over_links(2, rate, delay / 1e3, measure_point_to_point)[0]
     ping, sent = min(probes["ping-pong"]), min(probes["send"])
     link = Link(f"{rate} Mb/s, {delay:g} ms", ping / 2, PROBE_BYTES / (sent - ping))
-    entries, gathers = [], []
+    entries = []
     for ranks in RANKS:
-        gathers.append(check_gather(ranks, rate, delay, link))
         of_ranks = over_links(ranks, rate, delay / 1e3, measure_averages, sizes)
         for size in sizes:
             slowest = [max(times) for times in zip(*(found[size] for found in of_ranks), strict=True)]
@@ -340,27 +321,6 @@ def check(rate: float, delay: float, sizes: tuple[int, ...], local: float, cores
         "delay ms": delay,
         "fitted": {"hop s": round(link.hop, 7), "bytes/s": round(link.bandwidth)},
         "checks": entries,
-        "gathers": gathers,
-    }
-
-
-def check_gather(ranks: int, rate: float, delay: float, link: Link) -> dict[str, Any]:
-    """Measure and predict the gather of the control rows."""
-    of_ranks = over_links(ranks, rate, delay / 1e3, measure_gathers)
-    fastest = {
-        name: min(max(times) for times in zip(*(found[name] for found in of_ranks), strict=True))
-        for name in ("gather", "ring")
-    }
-    guess = predicted_gather(ranks, link)
-    print(f"{link.name}, {ranks} ranks, control rows: {fastest}, predicted {guess:.4f} s", flush=True)
-    return {
-        "ranks": ranks,
-        "repetitions": GATHERS,
-        "measured s": round(fastest["gather"], 6),
-        "predicted s": round(guess, 6),
-        "error": round(guess / fastest["gather"] - 1, 4),
-        "ring s": round(fastest["ring"], 6),
-        "ring predicted s": round(gloo_phase(ranks, ROW_BYTES, link), 6),
     }
 
 

@@ -49,8 +49,8 @@ def synchronize(device: str) -> None:
 
 
 def rounds(wanted: int) -> int:
-    """Return ``wanted``, or at most 3 in a quick run."""
-    return min(wanted, 3) if QUICK else wanted
+    """Return ``wanted``, or at most 2 in a quick run."""
+    return min(wanted, 2) if QUICK else wanted
 
 
 def seconds_each(call: Call, device: str, iterations: int) -> float:
@@ -64,10 +64,10 @@ def seconds_each(call: Call, device: str, iterations: int) -> float:
 
 def plan(call: Call, device: str, seconds: float = 0.5) -> dict[str, int]:
     """Warm ``call`` up and return the rounds and iterations that take about ``seconds``, for pytest-benchmark."""
-    for _ in range(3):
+    for _ in range(rounds(3)):
         call()
     synchronize(device)
-    once = min(seconds_each(call, device, 1) for _ in range(3))
+    once = min(seconds_each(call, device, 1) for _ in range(rounds(3)))
     iterations = 1 if QUICK else min(max(math.ceil(SERIES[device] / once), 1), 2000)
     return {"iterations": iterations, "rounds": rounds(min(max(int(seconds / (once * iterations)), 5), 15))}
 
@@ -77,7 +77,7 @@ def few_rounds(call: Call, prepare: Call, device: str, most: int, seconds: float
 
     There are at least five rounds and at most ``most``.
     """
-    for _ in range(3):
+    for _ in range(rounds(3)):
         start = time.perf_counter()
         prepare()
         call()
@@ -131,7 +131,7 @@ def take_turns(
         The seconds of a call in every turn, by name.
     """
     for call in calls.values():
-        seconds_each(call, device, 3)
+        seconds_each(call, device, rounds(3))
     times: dict[str, list[float]] = {name: [] for name in calls}
 
     def turn() -> None:

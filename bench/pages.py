@@ -201,7 +201,10 @@ def _stack_training_table(found: Records) -> str:
 
 
 def _converge_table(found: Records) -> str:
-    flat = {row["model"]: row["ms"] for row in found.rows("converge", way="one flat AllReduce")}
+    known = found.rows("converge", way="AllReduce of the same bytes") or found.rows(
+        "converge", way="one flat AllReduce"
+    )
+    flat = {row["model"]: row["ms"] for row in known}
     ways = list(dict.fromkeys(row["way"] for row in found.rows("converge") if not row["way"].startswith("copy")))
     body = []
     for way in ways:
@@ -326,9 +329,7 @@ def cost_page() -> str:
     """Return docs/cost.md."""
     model, card = cost.MODELS[0], cost.NETWORKS[1]
     cycle = cost.PLAIN.every * model.step(cost.H200)
-    centre = max(
-        cost.overhead(cost.REPLICAS[-1], each, network) for each, network in product(cost.MODELS, cost.NETWORKS[:2])
-    )
+    centre = max(cost.overhead(2048, each, network) for each, network in product(cost.MODELS, cost.NETWORKS[:2]))
     over_lines = {
         name: sorted(cost.overhead(8, each, cost.NETWORKS[2], sync) for each in cost.MODELS)
         for name, sync in (("plain", cost.PLAIN), ("cheap", cost.CHEAPEST))
@@ -346,7 +347,7 @@ def cost_page() -> str:
         row_bytes=cost.ROW_BYTES,
         gpu=cost.H200,
         rows_take=seconds(cost.control_row(16384, card)),
-        whole=share(cost.overhead(16384, model, card)),
+        rows_share=share(cost.control_row(16384, card) / cycle),
         floor=share(2 * 4 * model.params / card.link.bandwidth / cycle),
         nvlink=cost.NVLINK,
         infiniband=cost.INFINIBAND,

@@ -20,6 +20,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench import measure
+
 # torch's defaults, given to every peer.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
@@ -193,6 +195,8 @@ def why_not(name: str, device: str, tensors: int = 1) -> str | None:
         return f"{peer.title} needs a GPU"
     if peer.compiled and device == "cpu" and _compiler() is None:
         return f"{peer.title} needs a C++ compiler on the CPU: set CXX, or put c++, g++ or clang++ on PATH"
+    if peer.compiled and measure.QUICK:
+        return f"{peer.title} is left out of a quick run, since it compiles for a minute"
     if peer.compiled and tensors > COMPILED[device]:
         return f"{peer.title} is measured with up to {COMPILED[device]} tensors, since it is compiled for every model"
     return None

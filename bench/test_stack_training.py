@@ -29,7 +29,7 @@ import hdet_kernels as hk
 from bench import copy_bandwidth, implementations, measure
 from bench.models import GPT2
 
-REPLICAS = 8
+REPLICAS = 2 if measure.QUICK else 8
 TOTAL_STEPS = 10_000
 
 
