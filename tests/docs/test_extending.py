@@ -27,6 +27,13 @@ def files(heading: str) -> set[str]:
     return set(re.findall(r"^- `([^`]+)`", section(heading), re.M))
 
 
+def question(text: str) -> list[str]:
+    """Return the files of the list after the line that begins with ``text``."""
+    found = re.search(rf"^{re.escape(text)}[^\n]*\n\n((?:- .*\n)+)", section("Where to look"), re.M)
+    assert found is not None, text
+    return re.findall(r"^- `([^`]+)`", found[1], re.M)
+
+
 def first_column(heading: str) -> set[str]:
     """Return the names in the first column of the tables under a heading, without arguments."""
     cells = re.findall(r"^\| (`[^|]*) \|", section(heading), re.M)
@@ -50,6 +57,36 @@ def _split_words(path: Path) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.read_text().replace("AdamW", "Adamw"))
 
 
+@pytest.mark.parametrize(
+    ("listed", "most"),
+    [
+        (sorted(files("A controller")), 4),
+        (sorted(files("An update rule")), 10),
+        (question("To change the transport"), 6),
+        (question("To follow one sync"), 6),
+        (question("What is in a checkpoint"), 2),
+        (question("Why a learning rate fell"), 2),
+    ],
+    ids=["controller", "rule", "transport", "sync", "checkpoint", "fallen-rate"],
+)
+def test_few_files_are_enough(listed: list[str], most: int) -> None:
+    assert 0 < len(listed) <= most
+    assert [file for file in listed if "NAME" not in file and not (ROOT / file).exists()] == []
+
+
+def test_a_sync_goes_through_the_listed_files_only() -> None:
+    """Each file of the line of calls names what the next one defines."""
+    calls = {
+        "hdet_kernels/schedule/schedulers.py": "end_step",
+        "hdet_kernels/schedule/cycle.py": "converger.converge",
+        "hdet_kernels/converge/converger.py": "exchange_reports",
+        "hdet_kernels/converge/transport.py": "all_reduce",
+        "hdet_kernels/ensemble/processes.py": "dist.all_reduce",
+    }
+    assert set(calls) < set(question("To follow one sync"))
+    assert [file for file, call in calls.items() if call not in (ROOT / file).read_text()] == []
+
+
 def test_lion_is_in_the_files_of_an_update_rule_and_in_no_other() -> None:
     listed = {file for file in files("An update rule") if file.startswith(("hdet_kernels/", "csrc/"))}
     assert mentions("lion", "hdet_kernels", "csrc") == listed
@@ -61,7 +98,7 @@ def test_every_rule_is_in_all_files_of_an_update_rule(rule: str) -> None:
 
 
 def test_the_hypergradient_is_in_all_files_of_a_controller() -> None:
-    listed = {file for file in files("A controller") if "NAME" not in file and "settings" not in file}
+    listed = {file for file in files("A controller") if "NAME" not in file}
     assert listed - mentions("Hypergradient", "hdet_kernels") == set()
     for file in files("A controller"):
         assert (ROOT / file.replace("NAME", "hypergradient")).exists()
