@@ -123,6 +123,7 @@ class ChunkTable:
         # Of the last match: whether gradients were missing, the operator's table, and the table of all replicas.
         self._some_missing = False
         self._filled = torch.zeros((len(slots), 2), dtype=torch.int64, device="cpu")
+        self._filled_array: NDArray[np.int64] = self._filled.numpy()
         self._known: NDArray[np.int64] | None = None
 
     def match(self, grads: Sequence[Tensor | None]) -> MatchedGradients:
@@ -140,8 +141,8 @@ class ChunkTable:
                 self._known = None  # a part of the table was written
                 continue
             if self._known is None or found & _MOVED:
-                self._likely_layouts.sort(key=layout.__ne__)
-                self._known = self._for_all_replicas(self._filled.numpy().copy(), layout)
+                self._likely_layouts = [layout, *(other for other in self._likely_layouts if other != layout)]
+                self._known = self._for_all_replicas(self._filled_array.copy(), layout)
             return self._matched(grads, self._known, any=bool(found & _PRESENT), complete=not found & _ABSENT)
         return self._match_one_by_one(grads)
 

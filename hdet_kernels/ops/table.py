@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +63,7 @@ class Staged:
         # Where the host writes: the tensor itself on a CPU, and else a copy, unless a new one is made for every write.
         in_host_memory = self.tensor.device.type == "cpu"
         self._host = self.tensor if in_host_memory else self._staging() if self._as_arguments else None
+        self._host_bytes = None if self._host is None else _bytes_of(self._host)
 
     def _staging(self) -> Tensor:
         pinned = self._on_cuda and not self._as_arguments
@@ -92,12 +92,12 @@ class Staged:
         if values == self._mirror and not self.capturing:
             return False
         staging = self._staging() if self._host is None else self._host
-        staging.view(-1).numpy().view(np.uint8)[:] = np.frombuffer(values, dtype=np.uint8)
+        (self._host_bytes or _bytes_of(staging))[:] = values
         if self._as_arguments:
             try:
                 torch.ops.hdet_kernels.write_(self.tensor, staging)
             except RuntimeError:  # the extension was built for other GPUs
-                self._as_arguments, self._host = False, None
+                self._as_arguments, self._host, self._host_bytes = False, None, None
                 return self.write(values)
         elif self._host is None:
             self.tensor.copy_(staging, non_blocking=self._on_cuda)
@@ -108,6 +108,11 @@ class Staged:
         # A graph that writes this tensor sets it to the captured values whenever it is replayed.
         self._mirror = None if self._captured else values
         return True
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, to be written."""
+    return memoryview(tensor.view(-1).numpy().view("u1"))
 
 
 class HyperTable:
