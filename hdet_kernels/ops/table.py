@@ -112,7 +112,7 @@ class Staged:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host, to be written."""
-    return memoryview(tensor.view(-1).numpy().view("u1"))
+    return tensor.view(-1).numpy().view("u1").data
 
 
 class HyperTable:
