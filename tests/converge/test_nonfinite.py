@@ -185,5 +185,5 @@ def test_a_damaged_buffer_excludes_its_replica_and_is_named_there() -> None:
 def test_buffers_that_differ_are_named_and_the_learning_rate_is_not_blamed() -> None:
     for result in CASES["all differ", 0]:
         assert "buffer mean on ranks 0, 1" in result["message"]
-        assert "average_buffers=False" in result["message"]
+        assert "hk.Averaging(buffers=False)" in result["message"]
         assert "learning rate" not in result["message"]

@@ -307,7 +307,7 @@ def test_another_number_of_replicas_resumes_without_the_copy(caplog: pytest.LogC
         (lambda kept: kept["params"].pop(), r"hdet\.undo\.kept\.params have shapes"),
         (lambda kept: kept["params"].append(torch.ones(3)), r"hdet\.undo\.kept\.params have shapes"),
         (lambda kept: kept.pop("state"), r"no hdet\.undo\.kept\.state"),
-        (lambda kept: kept.update(step=99), r"hdet\.undo\.kept\.step must be a whole number from 0 to 4"),
+        (lambda kept: kept.update(step=99), r"hdet\.undo\.kept\.step must be at most 4"),
         (lambda kept: kept["state"].update(x=3), r"hdet\.undo\.kept\.state\.x must be a tensor"),
     ],
     ids=["fewer", "more", "missing", "later", "kind"],
