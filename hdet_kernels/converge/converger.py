@@ -326,5 +326,5 @@ class Converger(AverageMemory):
 
 _UNEVEN_STATE = (
     "a parameter had its first gradient on some replicas only, or a step was skipped on some; pass "
-    "average_state=False, or use an optimizer of hdet_kernels, which has state for all parameters"
+    "averaging=hk.Averaging(state=False), or use an optimizer of hdet_kernels, which has state for all parameters"
 )

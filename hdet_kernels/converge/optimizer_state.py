@@ -36,7 +36,8 @@ def why_not_averaged(optimizer: Optimizer) -> str | None:
                 return (
                     f"the state {key!r} of parameter {index} ({type(optimizer).__name__}) is {type(value).__name__}"
                     f"{f' of {value.dtype}' if isinstance(value, Tensor) else ' of tensors'}, which has no mean: pass "
-                    "gradients='shared' if gradients are averaged at every step (DDP), or average_state=False"
+                    "gradients='shared' if gradients are averaged at every step (DDP), or "
+                    "averaging=hk.Averaging(state=False)"
                 )
     return None
 

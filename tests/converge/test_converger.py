@@ -212,7 +212,7 @@ def _uneven_state(rank: int) -> tuple[str, bool]:
 def test_optimizer_state_on_some_ranks_only_is_an_error_on_all() -> None:
     for message, unchanged in run_ranks(3, _uneven_state):
         assert "disagree on the optimizer state (rank 0: " in message
-        assert "pass average_state=False" in message
+        assert "pass averaging=hk.Averaging(state=False)" in message
         assert unchanged
 
 
@@ -495,7 +495,7 @@ def test_state_in_codes_has_no_mean() -> None:
     )
     for message in found["local"]:
         assert "the state 'codes' of parameter 0 (_Coded) is Tensor of torch.int8, which has no mean" in message
-        assert "average_state=False" in message
+        assert "averaging=hk.Averaging(state=False)" in message
     assert found["alone"] == found["shared"] == ["", ""]
 
 

@@ -58,7 +58,7 @@ def test_state_without_a_mean_is_named(state: dict[str, Any], found: str | None)
     else:
         assert message is not None
         assert message.startswith(f"the state {found} which has no mean: pass gradients='shared' if")
-        assert message.endswith("or average_state=False")
+        assert message.endswith("or averaging=hk.Averaging(state=False)")
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW], ids=["torch", "fused"])
