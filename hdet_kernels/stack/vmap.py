@@ -160,8 +160,8 @@ class _Attention(torch.autograd.Function):
         ]
         dims = max(tensor.dim() for tensor in rows) - 1
         rows = [_with_dims(tensor, max(dims, 3)) for tensor in rows]
-        batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in rows))
-        heads = () if enable_gqa else torch.broadcast_shapes(*(tensor.shape[-3:-2] for tensor in rows))
+        batch = _broadcast([tensor.shape[:-3] for tensor in rows])
+        heads = () if enable_gqa else _broadcast([tensor.shape[-3:-2] for tensor in rows])
         folded = [
             tensor.expand(*batch, *(heads or tensor.shape[-3:-2]), *tensor.shape[-2:]).flatten(0, -4) for tensor in rows
         ]
@@ -172,6 +172,11 @@ class _Attention(torch.autograd.Function):
             attend = partial(_attention, replica)
         result = attend(*folded, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).unflatten(0, batch)
         return (result.squeeze(1) if dims == 2 else result), 0
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size:
+    """Return the shape that ``shapes`` broadcast to; torch's function takes long, even where all are equal."""
+    return shapes[0] if len(set(shapes)) == 1 else torch.broadcast_shapes(*shapes)
 
 
 def _with_dims(tensor: Tensor, dims: int) -> Tensor:
