@@ -30,11 +30,9 @@ def _functions(place: Any, names: str) -> set[Any]:
     return {getattr(place, name) for name in names.split()}
 
 
-# Functions that autocast computes in the lower precision and vmap decomposes. The heads are products, but for a softmax
-# which is followed by one.
+# Functions that autocast computes in the lower precision and vmap decomposes.
 _LOWER = (
     _functions(F, "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu")
-    | _functions(F, "multi_head_attention_forward")
     | _functions(torch, "addmm baddbmm")
     | _functions(Tensor, "addmm baddbmm")
 )
@@ -79,10 +77,22 @@ class StackMode(TorchFunctionMode):
             return _embedding(*args, **options)
         if func is torch.embedding:
             return _native_embedding(*args, **options)
-        if func is F.multi_head_attention_forward:  # the mode does not see what it calls; vmap knows matrix products
-            with sdpa_kernel(SDPBackend.MATH):
-                return self._with_autocast(func, args, options)
+        if func is F.multi_head_attention_forward:
+            return self._heads(func, args, options)
         return self._with_autocast(func, args, options)
+
+    def _heads(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Compute the heads by matrix products, which vmap knows: the mode does not see what ``func`` calls.
+
+        Autocast is off inside, since all arguments are in its precision already. On a GPU it would give the softmax
+        a result in fp32 of an input in bf16, and torch has no backward pass of that.
+        """
+        with sdpa_kernel(SDPBackend.MATH):
+            if not torch.is_autocast_enabled(self._kind):
+                return func(*args, **options)
+            dtype = torch.get_autocast_dtype(self._kind)
+            with torch.autocast(self._kind, enabled=False):
+                return self._call(func, args, options, dtype)
 
     def _with_autocast(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if not torch.is_autocast_enabled(self._kind):
