@@ -41,12 +41,6 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
       "pack(Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging) -> ()");
   m.def(
       "unpack(Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging) -> ()");
-  // Set each tensor to the mean of itself and of its pieces in `received`. `result`, float64 [2], becomes 1 when all are
-  // written, and the squared distance of the first `measured` elements from those received. On the CPU alone. The
-  // tensors are accessed through their addresses, as in unpack.
-  m.def(
-      "pair_mean_(Tensor chunks, Tensor(a!) places, Tensor strides, int measured, Tensor received, "
-      "Tensor(b!) result) -> ()");
   // Float32 masters from a bf16 parameter and int16 lower halves, and these from masters. On the CPU alone.
   m.def("join_halves(Tensor param, Tensor low, Tensor(a!) master) -> ()");
   m.def("split_into_halves(Tensor master, Tensor(a!) param, Tensor(b!) low) -> ()");

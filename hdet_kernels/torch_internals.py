@@ -6,10 +6,15 @@ new version of torch that moves a name is answered in this file alone.
 
 from __future__ import annotations
 
+import datetime
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils import _pytree
@@ -88,3 +93,128 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
+
+
+# Process groups (torch.distributed)
+
+
+def group_timeout(group: dist.ProcessGroup | None) -> datetime.timedelta | None:
+    """Return the timeout that a process group, or the default one, has now: that of its backends, the shortest.
+
+    ``ProcessGroup._device_types``, ``_get_backend`` and the options' ``_timeout``, in torch 2.11 to 2.13. Without them
+    it is not known, and torch's own timeout ends a wait.
+    """
+    known: Any = dist.group.WORLD if group is None else group
+    try:
+        options = [getattr(known._get_backend(device), "options", None) for device in known._device_types]
+        return min((option._timeout for option in options if option is not None), default=None)
+    except AttributeError:
+        return None
+
+
+def groups_known() -> int:
+    """Return how many process groups this process knows, by which torch names the next: ``_world``, in 2.11 to 2.13.
+
+    Without it processes that know different groups would wait for each other when a group of some is made.
+    """
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group: ``_get_default_store``, in torch 2.11 to 2.13.
+
+    Without it an error of a collective names no missing ranks.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+# Distributed tensors and FSDP2 (fully_shard)
+
+#: The part of a DTensor in this process, the object itself: ``_local_tensor``, in torch 2.11 to 2.13. Without it
+#: optimizers refuse distributed parameters; the public ``to_local()`` returns another object over the same memory.
+local_part: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+
+#: How a DTensor is distributed, the object itself: ``_spec``, in torch 2.11 to 2.13. Without it gradients are compared
+#: one by one with their parameters.
+distribution: Callable[[Any], Any] = attrgetter("_spec")
+
+
+def set_local_part(tensor: Any, part: Tensor) -> None:
+    """Let a DTensor hold ``part`` in this process; see :data:`local_part`."""
+    tensor._local_tensor = part
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """FSDP's record of one sharded parameter: ``FSDPParam``, in torch 2.11 to 2.13; see :func:`fsdp_groups`."""
+
+    record: Any
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter, a DTensor."""
+        found: Tensor = self.record.sharded_param
+        return found
+
+    @property
+    def padded(self) -> int:
+        """The number of elements that are sent: those of the largest shard."""
+        return int(self.record._sharded_param_data.numel())
+
+    @property
+    def pinned(self) -> bool:
+        """Whether FSDP keeps the shard in pinned memory of the CPU."""
+        return bool(self.record.pin_memory)
+
+    def gather_from(self, memory: Tensor) -> None:
+        """Let FSDP send ``memory``: 1-D, of :attr:`padded` elements. The parameter's part must be its beginning."""
+        self.record._sharded_param_data = memory
+
+
+@dataclass(frozen=True)
+class FSDPGroup:
+    """Parameters that FSDP gathers together: ``FSDPParamGroup``, in torch 2.11 to 2.13; see :func:`fsdp_groups`."""
+
+    group: Any
+
+    @property
+    def records(self) -> list[ShardRecord]:
+        return [ShardRecord(record) for record in self.group.fsdp_params]
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        self.group.reshard()
+
+
+def fsdp_groups() -> list[FSDPGroup]:
+    """Return all groups of parameters of FSDP2 in this process; none if it is not in use.
+
+    The groups are known to the modules, and an optimizer has parameters only. ``_module_state_mapping`` of
+    ``torch.distributed._composable_state`` has all modules, in torch 2.11 to 2.13. Without it optimizers refuse
+    parameters that FSDP shards.
+
+    Raises:
+        RuntimeError: if this version of torch keeps them elsewhere.
+    """
+    if "torch.distributed.fsdp._fully_shard" not in sys.modules:
+        return []
+    try:
+        modules = sys.modules["torch.distributed._composable_state"]._module_state_mapping
+        states = [state for reference in list(modules.values()) if (state := reference()) is not None]
+        groups = {id(group): group for state in states for group in _groups_of(state)}
+        for group in groups.values():
+            _ = [record.sharded_param for record in group.fsdp_params]
+    except (AttributeError, KeyError) as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not keep sharded parameters where this version of hdet_kernels looks for "
+            f"them ({error}): use torch 2.11 to 2.13 with fully_shard"
+        ) from error
+    return list(map(FSDPGroup, groups.values()))
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return FSDP's groups of parameters of one module; none for the state of another wrapper."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = getattr(state, "_fsdp_param_group", None)  # torch 2.11 and before have one for each module
+    return [] if group is None else [group]

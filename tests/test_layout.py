@@ -42,14 +42,6 @@ PRIVATE_OF_OTHERS = {
     "_schedulers": "integrations",
     "_step_supports_amp_scaling": "integrations",
 }
-#: Files that use private names of torch still. Only a file that takes the place of one of them is added.
-OPEN = (
-    "buckets.py",
-    "converge/attendance.py",
-    "ensemble/processes.py",
-    "sharded/dtensors.py",
-    "sharded/fsdp.py",
-)
 
 
 def module_name(path: Path) -> str:
@@ -168,7 +160,7 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
         own, others = names_used(tree_of(module))
         foreign = {name for name in (own - anywhere) | (others - defined[module]) if is_private(name)}
         left = [name for name in foreign if place.parts[0] != PRIVATE_OF_OTHERS.get(name)]
-        assert str(place) in ("torch_internals.py", *OPEN) or not left, f"{place} uses {left}: see torch_internals.py"
+        assert str(place) == "torch_internals.py" or not left, f"{place} uses {left}: see torch_internals.py"
 
 
 def test_tests_share_no_code_through_test_files() -> None:

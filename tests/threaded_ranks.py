@@ -1,15 +1,15 @@
 """Run a function on N ranks that are threads of this process, for more ranks than a machine can start processes.
 
-The process group has point-to-point messages and the all-reduce, on torch's threaded world, which its own tests use.
-Every message is counted. One thread runs at a time, until it waits for a message: a thousand threads that run at once
-would spend their time on waiting for Python's lock. Only the world is per thread. What a module of torch or of the
-package remembers for the process is shared by all ranks.
+The process group has the all-gather and the all-reduce, on torch's threaded world, which its own tests use. Both are
+counted. One thread runs at a time, until it waits for the others: a thousand threads that run at once would spend their
+time on waiting for Python's lock. Only the world is per thread. What a module of torch or of the package remembers for
+the process is shared by all ranks.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +25,9 @@ STACK_BYTES = 512 * 1024
 
 @dataclass
 class Traffic:
-    """The messages of a run, by the rank that sent them, as (receiver, bytes), and the bytes of every all-reduce."""
+    """The bytes of every all-gather, from one rank, and of every all-reduce of a run."""
 
-    messages: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    gathered: list[int] = field(default_factory=list)
     all_reduced: list[int] = field(default_factory=list)
 
 
@@ -55,7 +55,7 @@ class _Turns:
         self._hand_on()
         self._turn[rank].acquire()
         if self._stuck:
-            raise _Stuck(f"rank {rank} waits for a message that nobody will send")
+            raise _Stuck(f"rank {rank} waits for a collective that the others do not come to")
 
     def wake(self, rank: int) -> None:
         self._ready.append(rank)
@@ -77,69 +77,62 @@ class _Turns:
 
 
 class _Hub:
-    """What the groups of all ranks share: messages under way, who waits for one, and the all-reduce under way."""
+    """What the groups of all ranks share: the tensors that came to the collective under way, by rank."""
 
     def __init__(self, n: int) -> None:
         self.turns, self.traffic = _Turns(n), Traffic()
-        self.under_way: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
-        self.waiting: dict[tuple[int, int, int], int] = {}
-        self.reduced: dict[int, Tensor] = {}
+        self.came: dict[int, Any] = {}
 
 
 class _Work:
-    """A message that has been sent, or one that is received by :meth:`wait`."""
-
-    def __init__(self, receive: Callable[[], None] | None = None) -> None:
-        self._receive = receive
+    """A collective that has finished."""
 
     def wait(self, _timeout: Any = None) -> bool:
-        if self._receive is not None:
-            self._receive()
         return True
 
 
 class _Group(threaded.ProcessLocalGroup):  # type: ignore[misc]
     hub: _Hub
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
-        hub, own, key = self.hub, self.rank(), (self.rank(), to, tag)
-        hub.traffic.messages[own].append((to, tensors[0].nbytes))
-        hub.under_way[key].append(tensors[0].clone())
-        if (waits := hub.waiting.pop(key, None)) is not None:
-            hub.turns.wake(waits)
-        return _Work()
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work:
-        def receive() -> None:
-            hub, own, key = self.hub, self.rank(), (source, self.rank(), tag)
-            if not hub.under_way[key]:
-                hub.waiting[key] = own
-                hub.turns.wait(own)
-            message = hub.under_way[key].popleft()
-            assert message.nbytes == tensors[0].nbytes, "both sides must agree on the size of a message"
-            tensors[0].copy_(message)
-
-        return _Work(receive)
-
     def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work:
         assert opts.reduceOp == dist.ReduceOp.SUM
-        hub, own = self.hub, self.rank()
-        hub.reduced[own] = tensors[0]
-        if len(hub.reduced) < self.size():
-            hub.turns.wait(own)
+
+        def finish(came: dict[int, Tensor]) -> None:
+            total = sum(tensor.clone() for _, tensor in sorted(came.items()))
+            self.hub.traffic.all_reduced.append(tensors[0].nbytes)
+            for tensor in came.values():
+                tensor.copy_(total)
+
+        return self._together(tensors[0], finish)
+
+    def _allgather_base(self, gathered: Tensor, own: Tensor, _opts: Any = None) -> _Work:
+        def finish(came: dict[int, tuple[Tensor, Tensor]]) -> None:
+            whole = torch.cat([row.reshape(-1) for _, (_, row) in sorted(came.items())])
+            self.hub.traffic.gathered.append(own.nbytes)
+            for target, _ in came.values():
+                target.copy_(whole.view(target.shape))
+
+        return self._together((gathered, own), finish)
+
+    all_gather_single = _allgather_base  # its name from torch 2.13 on
+
+    def _together(self, own: Any, finish: Callable[[dict[int, Any]], None]) -> _Work:
+        """Wait until all ranks have come; the last one finishes the collective for all of them."""
+        hub, rank = self.hub, self.rank()
+        hub.came[rank] = own
+        if len(hub.came) < self.size():
+            hub.turns.wait(rank)
             return _Work()
-        total = sum(tensor.clone() for _, tensor in sorted(hub.reduced.items()))
-        hub.traffic.all_reduced.append(tensors[0].nbytes)
-        for rank, tensor in hub.reduced.items():
-            tensor.copy_(total)
-            if rank != own:
-                hub.turns.wake(rank)
-        hub.reduced = {}
+        came, hub.came = hub.came, {}
+        finish(came)
+        for other in came:
+            if other != rank:
+                hub.turns.wake(other)
         return _Work()
 
 
 def run_threads(n: int, function: Callable[..., Any], *args: Any) -> tuple[list[Any], Traffic]:
-    """Return ``[function(rank, *args) for rank in range(n)]``, each call in a thread of its own, and the messages.
+    """Return ``[function(rank, *args) for rank in range(n)]``, each call in a thread of its own, and the traffic.
 
     A rank that raises fails the test with its traceback.
     """

@@ -1,13 +1,25 @@
 """Attendance: which ranks came to an average, so that a failed collective can name those that did not.
 
 A collective that waits in vain ends in a timeout that names nobody. So every process notes in the store of the process
-group that it came to an average, in one small message (``notices.py``). If the collective fails, the others are looked
-up there.
+group that it came to an average, in one small message (:class:`Notices`). If the collective fails, the notices of the
+others are read there.
+
+A rank overwrites its own notice when it comes to an average, which costs one request that is not waited for. It also
+puts itself on a list of all ranks that ever came, and on a list of those that failed at an average. So a failed rank
+learns all about the others with three requests, however many they are: the first list, the notices of those on it, and
+the second list.
+
+A process may train again after a failure, from average number 1 on, with the notices of before still in the store. So
+every notice says in which *life* of the rank it was written, and a failure counts if the rank came in the same one.
+
+Stores without torch's extended methods, which appending is one of (a ``FileStore``, torchelastic's ``EtcdStore``), have
+no lists. There every notice of a failure has a key of its own, and a failed rank looks for those of each of the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections import Counter
@@ -15,10 +27,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hdet_kernels.converge.notices import NEVER, Notices
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble
+from hdet_kernels.torch_internals import default_store
 
 #: Seconds that a failed process waits for a sign of the others, and the most that the store may take to answer.
 SIGN_SECONDS, STORE_SECONDS = 2.0, 6.0
@@ -31,6 +42,10 @@ _LIVES: Counter[tuple[str, int]] = Counter()
 
 # Before the cause of a failure that is an error of a collective: it may be the consequence of another rank's.
 _COLLECTIVE = "collective: "
+
+
+#: The number and the name of an average that a rank never came to.
+NEVER = (0, "")
 
 
 class Attendance:
@@ -82,7 +97,7 @@ class Attendance:
             raise RuntimeError(self._explanation(self._processes, error)) from error
 
     def _notices(self, processes: ProcessEnsemble) -> Notices:
-        return Notices(_store(), processes.name, processes.rank, self._life)
+        return Notices(default_store(), processes.name, processes.rank, self._life)
 
     def _tell(self, processes: ProcessEnsemble, cause: str) -> None:
         """Tell the others why the average failed here."""
@@ -149,10 +164,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
 def _in_time(look: Callable[[], Any], seconds: float) -> Any:
     """Return the result of ``look``; None if it fails or takes too long, as with a store whose host has gone."""
     results: list[Any] = []
@@ -165,3 +176,74 @@ def _in_time(look: Callable[[], Any], seconds: float) -> Any:
     thread.start()
     thread.join(seconds)
     return results[0] if results else None
+
+
+class Notices:
+    """The notices of one group of ranks.
+
+    Args:
+        store: the store of the process group.
+        group: name of the group, the same on all its ranks.
+        rank: the rank whose notices are written here.
+        life: how often this rank has begun to train, from 1.
+    """
+
+    def __init__(self, store: Any, group: str, rank: int, life: int = 1) -> None:
+        self._store, self._path, self._rank, self._life = store, f"hdet_kernels/{group}", rank, life
+        self._lives: dict[int, str] = {}  # of the ranks that were looked up
+        self._has_lists: bool = store.has_extended_api()  # the same on all ranks, which have stores of one kind
+
+    def write_began(self) -> None:
+        """Note that this rank begins a new life, in which it came to no average yet."""
+        self._store.set(self._came(self._rank), f"0 {self._life} ")
+
+    def write_came(self, count: int, what: str) -> None:
+        """Note that this rank came to average number ``count``, from 1, which is called ``what``."""
+        self._store.set(self._came(self._rank), f"{count} {self._life} {what}")
+        if count == 1 and self._has_lists:  # after its notice, so that the notices of all on the list can be read
+            self._store.append(f"{self._path}/ever", f"{self._rank} ")
+
+    def write_failed(self, count: int, cause: str) -> None:
+        """Note that average number ``count`` failed on this rank."""
+        if self._has_lists:
+            self._store.append(self._failed(count), json.dumps([self._rank, f"{self._life} {cause}"]) + "\n")
+        else:
+            self._store.set(f"{self._failed(count)}/{self._rank}", f"{self._life} {cause}")
+
+    def came(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+        """Return number and name of the last average that each of ``ranks`` came to. This rank came to one itself."""
+        if not ranks:
+            return {}
+        if self._has_lists:
+            ever = set(map(int, self._store.get(f"{self._path}/ever").split()))
+            listed = [rank for rank in ranks if rank in ever]
+        else:
+            listed = [rank for rank in ranks if self._store.check([self._came(rank)])]
+        found = dict.fromkeys(ranks, NEVER)
+        for rank, notice in zip(listed, self._store.multi_get([self._came(rank) for rank in listed]), strict=True):
+            count, self._lives[rank], what = notice.decode().split(" ", 2)
+            found[rank] = int(count), what
+        return found
+
+    def failed(self, count: int, ranks: Sequence[int]) -> dict[int, str]:
+        """Return why average number ``count`` failed on those of ``ranks`` where it did. It failed on this rank too.
+
+        Only failures in the lives count in which :meth:`came` has seen the ranks.
+        """
+        if self._has_lists:
+            notices = dict(json.loads(line) for line in self._store.get(self._failed(count)).splitlines())
+        else:
+            keys = {rank: f"{self._failed(count)}/{rank}" for rank in ranks}
+            notices = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        found = {}
+        for rank in ranks:
+            life, _, cause = notices.get(rank, "").partition(" ")
+            if life and life == self._lives.get(rank):
+                found[rank] = cause
+        return found
+
+    def _came(self, rank: int) -> str:
+        return f"{self._path}/came/{rank}"
+
+    def _failed(self, count: int) -> str:
+        return f"{self._path}/failed/{count}"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
 from hdet_kernels.converge.settings import Format
-from hdet_kernels.converge.split_region import Region
+from hdet_kernels.converge.split_masters import Region
 from hdet_kernels.converge.transport import Cost, Staging, Transfer, Transport, run_transfers
 from hdet_kernels.ops.wire import Wire, shard_elements
 
@@ -101,7 +101,7 @@ class Compression:
                 whole = transport.in_place(region, bucket)
                 self._wire(transport, bucket.numel, bucket.device).decode(gathered, known.consensus, whole)
                 if whole is None:
-                    transport.write(region, bucket, known.consensus)
+                    transport.unpack(region, bucket, known.consensus)
             self._memory = memory
 
         return run_transfers(transfers()), apply
@@ -120,13 +120,15 @@ class Compression:
         if (whole := transport.in_place(region, bucket)) is not None:
             wire.encode(whole, known.consensus, known.error, sent)
         else:
-            with staging.buffer(bucket) as packed:
-                transport.mean_of_rows(region, bucket, packed)
-                wire.encode(packed, known.consensus, known.error, sent)
+            packed = staging.take(bucket)
+            transport.pack(region, bucket, packed, divisor=ensemble.rows)
+            wire.encode(packed, known.consensus, known.error, sent)
+            staging.give(packed)
         yield ensemble.exchange(received, sent)
         merged = torch.empty_like(sent[0])
         wire.merge(received, ensemble.processes, known.shard_error, merged)
         yield ensemble.collect(gathered, merged)
+        return _written_later
 
     def state_dict(self, processes: int, *, copied: bool = True) -> dict[str, Any] | None:
         """Return consensus and errors, by bucket; None if there is no consensus.
@@ -193,3 +195,7 @@ class Compression:
         if key not in self._wires:
             self._wires[key] = Wire(self.format, numel, transport.ensemble.processes, device, backend=transport.backend)
         return self._wires[key]
+
+
+def _written_later() -> None:
+    """Write nothing: the consensus is written when all buckets have arrived."""

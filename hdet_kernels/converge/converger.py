@@ -2,8 +2,8 @@
 
 First every replica sends one handshake row: step, loss, layout, whether its values are finite. Replicas that disagree
 get an error that names them, instead of a hang or a wrong mean. A replica with non-finite values is left out and
-receives the mean of the others. Only then is anything changed, in ⌈bytes / bucket_bytes⌉ collectives. If a collective
-fails, everything is restored, or nothing was written yet (:mod:`.trade`).
+receives the mean of the others. Only then is anything averaged, in ⌈bytes / bucket_bytes⌉ collectives, beside the
+tensors: they are written when all processes have confirmed that everything arrived.
 """
 
 from __future__ import annotations
@@ -24,31 +24,25 @@ from torch import Tensor
 from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
 from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.converge.agreement import Agreement
-from hdet_kernels.converge.averaging import Averaging
 from hdet_kernels.converge.compress import Compression
-from hdet_kernels.converge.distance import distance_of
-from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports
-from hdet_kernels.converge.labels import Names
-from hdet_kernels.converge.memory import AverageMemory
-from hdet_kernels.converge.outcome import Outcome
+from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports, handshake_cost
+from hdet_kernels.converge.outcome import Outcome, distance_of
 from hdet_kernels.converge.outer import OuterStep
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
-from hdet_kernels.converge.payload import Counts, ModelTensors, Payload
+from hdet_kernels.converge.payload import Counts, ModelTensors, Names, Payload
 from hdet_kernels.converge.plan import AverageRequest, Plan, decide
-from hdet_kernels.converge.settings import Averaging as Settings
-from hdet_kernels.converge.settings import Format, Merge, Outer
-from hdet_kernels.converge.split_masters import SplitMasters
-from hdet_kernels.converge.summary import TensorSummary, describe_layout
-from hdet_kernels.converge.trade import Trade
-from hdet_kernels.converge.transport import Cost, Transport
+from hdet_kernels.converge.settings import Averaging, Format, Merge, Outer
+from hdet_kernels.converge.summary import TensorSummary, describe_layout, keep_own
+from hdet_kernels.converge.transport import Cost, Transport, Write, run_transfers, take_first, take_largest
 from hdet_kernels.ensemble import Ensemble, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
+from hdet_kernels.tensors import devices_of
 
 log = logging.getLogger("hdet_kernels")
 
 
-class Converger(AverageMemory):
+class Converger:
     """Averages parameters, and where asked optimizer state and buffers, over an ensemble.
 
     With ``outer=`` an average of the parameters ends with a step of the outer optimizer, except in :meth:`consensus`.
@@ -74,9 +68,8 @@ class Converger(AverageMemory):
             feedback. State and buffers travel in full, and so do parameters the first time and when a replica is left
             out.
         backup: keep a copy of what is averaged until the average is complete, so that everything is as it was if a peer
-            dies. Without it, a failure leaves a mixture of old and averaged values. CPU tensors over gloo are always
-            averaged in such a copy; with ``backup`` its memory is kept for the next average. Split masters need no
-            copy: their means are kept until the end, and without ``backup`` on a GPU written bucket by bucket.
+            dies. The average is formed in this copy; on a CPU its memory is kept for the next average. Without it,
+            every bucket is written as it arrives, and a failure leaves a mixture of old and averaged values.
         outer: an :class:`hdet_kernels.Outer`. Costs two copies of the parameters of one replica (one without momentum).
         merge: ``"mean"``, or ``"best"``: all replicas become a copy of the healthy one with the lowest loss, on the
             probe where there is one; the first of several. Without any loss, the mean.
@@ -114,24 +107,23 @@ class Converger(AverageMemory):
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
-        self._settings = Settings(compress=compress, outer=outer, merge=merge)
+        self._settings = Averaging(compress=compress, outer=outer, merge=merge)
         self.ensemble, self.backup, self.compress, self.merge = ensemble, backup, compress, merge
         self._transport = Transport(ensemble, self.bucket_bytes, backend)
         # Overlapped averages have process groups of their own and, on a GPU, a stream. Made when first needed.
         self._background: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
         self._compression = Compression(compress) if compress else None
-        self._averaging = Averaging(self._transport, self._compression, backup=backup, leaves_split=outer is not None)
         self._outer = OuterStep(outer, self._transport) if outer else None
-        self._told_nonfinite = False
+        self._warned_nonfinite = False
         self.begin()
 
     def begin(self) -> None:
         """Let the outer optimizer start from the current parameters."""
         if self._outer is None or (self.tensors.params[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return  # a captured copy would be repeated by every replay
-        payload = self.tensors.payload(include_state=False, reads=True, bucket_bytes=self.bucket_bytes)
-        self._outer.begin(payload.regions, payload.checksum_of_params(self._transport.checksum))
+        payload = self.tensors.payload(include_state=False, reads=True)
+        self._outer.begin(payload.params, payload.checksum_of_params(self._transport.checksum, self.bucket_bytes))
 
     # One sync, top to bottom
 
@@ -143,16 +135,15 @@ class Converger(AverageMemory):
                 the remaining ones if a process dies.
         """
         start = time.perf_counter()
-        payload = self.tensors.payload(include_state=request.include_state, bucket_bytes=self.bucket_bytes)
+        payload = self.tensors.payload(include_state=request.include_state)
         agreement, plan = self._agree(self._transport, report, payload, request)
         if request.agreed is not None:
             with self._transport.attendance.explained():
                 request.agreed()
-        trade = self._averaging.trade_of(payload, plan)
-        cost = self._averaging.run_or_restore(payload, plan, trade)
-        distance = self._distance(agreement, payload, plan, trade)
+        cost, norm = self._average(self._transport, payload, plan, backup=self.backup)
+        distance = distance_of(self.ensemble, agreement, plan, payload.outlines, norm)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
-        self.tensors.settle(payload, counts=plan.counts)
+        self.tensors.write_back(payload, counts=plan.counts)
         return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
 
     def _agree(
@@ -165,7 +156,8 @@ class Converger(AverageMemory):
         summary = payload.summary(
             transport.checksum,  # each transport has its own: an overlapped average runs in another thread
             consensus=math.nan if consensus is None else transport.checksum_of_one(consensus, payload.device),
-            outer=math.nan if self._outer is None else self._outer.checksum(payload.regions, payload.device),
+            outer=math.nan if self._outer is None else self._outer.checksum(payload.params, payload.device),
+            bucket_bytes=self.bucket_bytes,
         )
         transport.attendance.enter(request.call, report.step)
         agreement = exchange_reports(
@@ -183,7 +175,7 @@ class Converger(AverageMemory):
     def _log_nonfinite(self, agreement: Agreement, summary: TensorSummary, step: int) -> None:
         """Name the tensors held here that are not finite: those of replicas that are left out, and buffers, once."""
         own = agreement.healthy[held(self.ensemble)]
-        alike = agreement.nonfinite_alike and not self._told_nonfinite
+        alike = agreement.nonfinite_alike and not self._warned_nonfinite
         if own.all() and not alike:
             return
         names = summary.describe("finite")
@@ -191,29 +183,70 @@ class Converger(AverageMemory):
             replica, found = self.ensemble.replica + row, ", ".join(names[str(row)][:3]) or "the loss"
             log.warning("step %d: replica %d is left out of the mean; not finite: %s", step, replica, found)
         if alike and own.any():
-            self._told_nonfinite = True
+            self._warned_nonfinite = True
             found = ", ".join(names[str(int(np.argmax(own)))][:3])
             log.warning("step %d: %s: elements that are not finite on all replicas stay as they are", step, found)
 
-    def _distance(self, agreement: Agreement, payload: Payload, plan: Plan, trade: Trade | None) -> float | None:
-        """Return how far the replicas lay apart; see :func:`.distance.distance_of`."""
-        norm = None
-        if payload.split.halves:
-            if plan.compressed and self._compression is not None:
-                one = self._compression.consensus(self._transport, payload.compressible) or []
-            else:  # where a process holds several replicas, all rows are the mean now
-                one = [tensor[0] if self.ensemble.rows > 1 else tensor for tensor in payload.all_params]
-            norm = float(self._transport.checksum_of_one(one, payload.device))
-            norm = norm if plan.compressed else math.hypot(norm, payload.split.norm)
-        elif trade is not None and not plan.compressed:  # compressed parameters were not measured on the way
-            norm = trade.norm(agreement.norms[plan.included, self.ensemble.part])
-        averaged = [*payload.all_params, *payload.split.params]
-        return distance_of(self._transport, agreement, plan, averaged, norm)
+    def _average(self, transport: Transport, payload: Payload, plan: Plan, *, backup: bool) -> tuple[Cost, float]:
+        """Average the payload as planned; return the cost and the norm of the mean. Collective.
+
+        With ``backup`` nothing is written before all processes have confirmed that everything arrived. An error names
+        the ranks that are missing.
+        """
+        ensemble, compression = transport.ensemble, self._compression
+        writes: list[Write] = []
+        deferred = writes if backup and ensemble.talks else None
+        own = [buffer.clone() for buffer in payload.all_buffers] if plan.keeps_nonfinite else []
+        with transport.attendance.explained():
+            averaged = transport.average(
+                payload.regions_in_full(plan),
+                plan.included,
+                rescaled=plan.rescaled,
+                measured=len(payload.outlines) if plan.params and not plan.compressed else 0,
+                writes=deferred,
+            )
+            cost = handshake_cost(ensemble) + averaged.cost
+            if plan.integers and payload.integers:
+                cost += run_transfers([take_first(ensemble, payload.integers, plan.included)], deferred)
+            if plan.counts and payload.counts is not None:
+                counts = take_largest(ensemble, payload.counts, plan.included, payload.device)
+                cost += run_transfers([counts], deferred)
+            if compression is not None and plan.compressed:
+                more, write_consensus = compression.average(
+                    transport, payload.compressible, backup=backup and ensemble.talks
+                )
+                cost += more
+                writes.append(write_consensus)
+            norm = self._confirm(transport, payload, averaged.squares)
+            transport.write(writes)
+        for buffer, before in zip(payload.all_buffers, own, strict=bool(own)):
+            keep_own(buffer, before, plan.healthy[held(ensemble)].tolist())
+        if compression is not None and plan.compressed:
+            consensus = compression.consensus(transport, payload.compressible) or []
+            norm = float(transport.checksum_of_one(consensus, payload.device))
+        if compression is not None and plan.remembered:
+            healthy = bool(plan.healthy[held(ensemble)].all())
+            compression.remember(transport, payload.compressible, keep_errors=healthy)
+        return cost, norm
+
+    def _confirm(self, transport: Transport, payload: Payload, squares: float) -> float:
+        """Wait until everything has arrived on all processes; return the norm of the mean, of which each has a part.
+
+        Without that one process might write what another never received.
+        """
+        for device in devices_of([*payload.outlines, *payload.buffers]):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
+        ensemble = transport.ensemble
+        if not ensemble.talks:
+            return math.sqrt(squares)
+        row = torch.tensor([squares], dtype=torch.float64, device="cpu").expand(ensemble.rows, 1)
+        return math.sqrt(float(ensemble.gather(row)[:: ensemble.rows, ensemble.part].sum()))
 
     def _take_outer_step(self, payload: Payload, plan: Plan, *, same_start: bool, advance: bool) -> None:
         if self._outer is None:
             return
-        self._outer.step(payload.regions, same_start=same_start, advance=advance)
+        self._outer.step(payload.params, same_start=same_start, advance=advance)
         if self._compression is not None and (plan.compressed or plan.remembered):
             # The next differences are small relative to where the replicas continue from, not to the mean.
             self._compression.remember(self._transport, payload.compressible, keep_errors=True)
@@ -228,11 +261,11 @@ class Converger(AverageMemory):
         """
         own = [tensor.clone() for tensor in self.tensors.covered()]
         try:
-            payload = self.tensors.payload(include_state=False, bucket_bytes=self.bucket_bytes)
+            payload = self.tensors.payload(include_state=False)
             request = AverageRequest("consensus", include_state=False, in_full=True)
             _, plan = self._agree(self._transport, report, payload, request)
-            self._averaging.run(self._transport, payload, plan)
-            self.tensors.settle(payload, counts=False)
+            self._average(self._transport, payload, plan, backup=False)
+            self.tensors.write_back(payload, counts=False)
             yield
         finally:
             for tensor, value in zip(self.tensors.covered(), own, strict=True):
@@ -259,20 +292,20 @@ class Converger(AverageMemory):
         )
         request = replace(request, include_state=with_state)
         payload = self.tensors.payload(include_state=with_state)
-        if len(devices := {tensor.device for tensor in payload.tensors if tensor.is_cuda}) > 1:
+        if len(devices := {tensor.device for tensor in payload.inventory.tensors if tensor.is_cuda}) > 1:
             raise ValueError(f"an overlapped average needs all tensors on one GPU, they are on {devices}")
         if self._background is None:
             # Waits, this once: new process groups can only be made by replicas that agree to overlap.
             self._agree(self._transport, report, payload, request)
             self._background = Transport(self.ensemble.twin(), self.bucket_bytes, self._transport.backend)
             self._stream = torch.cuda.Stream(payload.device) if payload.device.type == "cuda" else None
-        transport, before, after = self._background, payload.copy(), payload.copy(takes_joined=True)
+        transport, before, after = self._background, payload.copy(), payload.copy()
 
         def average() -> tuple[Correction, Outcome]:
             agreement, plan = self._agree(transport, report, after, request)
-            cost = self._averaging.run(transport, after, plan)
+            cost, norm = self._average(transport, after, plan, backup=False)
             own = tuple(plan.healthy[held(self.ensemble)].tolist())
-            distance = distance_of(transport, agreement, plan, after.all_params)
+            distance = distance_of(self.ensemble, agreement, plan, after.outlines, norm)
             correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
             return correction, Outcome.of(agreement, plan, cost, 0.0, distance)
 
@@ -289,7 +322,7 @@ class Converger(AverageMemory):
         cost = self._heal(outcome.healthy, kept) if correction.heal else Cost()
         payload = self.tensors.payload(include_state=correction.has_state)
         correction.apply(payload)
-        self.tensors.settle(payload, counts=True)
+        self.tensors.write_back(payload, counts=True)
         return replace(
             outcome,
             seconds=average.seconds + time.perf_counter() - start,
@@ -302,16 +335,14 @@ class Converger(AverageMemory):
 
         Raises with nothing changed.
         """
-        payload = self.tensors.payload(include_state=True, bucket_bytes=self.bucket_bytes)
-        state_alone = replace(
-            payload, params=[], split=SplitMasters(), buffers=[], masks=[], masks_changed=False, integers=[]
-        )
+        payload = self.tensors.payload(include_state=True)
+        state_alone = replace(payload, params=[], buffers=[], masks=[], masks_changed=False, integers=[])
         request = AverageRequest("heal", average_state=False, in_full=True, heals=True)
         agreement, plan = self._agree(self._transport, Report(step=0, kept=kept), state_alone, request)
         both = agreement.healthy & healthy_then if len(healthy_then) == len(agreement.healthy) else agreement.healthy
         plan = replace(plan, included=both if both.any() else agreement.healthy, params=False)
-        cost = self._averaging.run_or_restore(state_alone, plan, self._averaging.trade_of(state_alone, plan))
-        self.tensors.settle(state_alone, counts=plan.counts)
+        cost, _ = self._average(self._transport, state_alone, plan, backup=self.backup)
+        self.tensors.write_back(state_alone, counts=plan.counts)
         return cost
 
     def settings(self) -> dict[str, Any]:
@@ -322,6 +353,44 @@ class Converger(AverageMemory):
             "outer": self._outer.outer.constants() if self._outer else None,
             "merge": self.merge,
         }
+
+    # What it remembers from one average to the next, for checkpoints
+
+    def state_dict(self, *, copied: bool = True) -> dict[str, Any] | None:
+        """Return the state of the compression; None without compression or before its first average.
+
+        With ``copied=False`` it has the tensors in use, which the next average overwrites.
+        """
+        return self._compression.state_dict(self.ensemble.processes, copied=copied) if self._compression else None
+
+    def memories(self) -> list[object]:
+        """Return the objects that remember something from one average to the next."""
+        return [memory for memory in (self._compression, self._outer) if memory is not None]
+
+    def check_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
+        if self._compression is not None and state is not None:
+            self._compression.check_state_dict(state)
+
+    def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
+        """Load the state of the compression. ``own``: whether a process with the same replicas saved it."""
+        if self._compression is not None:
+            payload = self.tensors.payload(include_state=False, reads=True)
+            self._compression.load_state_dict(state, self._transport, payload.compressible, own=own)
+
+    def outer_state_dict(self, *, copied: bool = True) -> dict[str, Any] | None:
+        """Return the state of the outer optimizer, if there is one; see :meth:`state_dict` for ``copied``."""
+        return self._outer.state_dict(copied=copied) if self._outer else None
+
+    def check_outer_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Raise ValueError unless :meth:`load_outer_state_dict` accepts ``state``."""
+        if self._outer is not None and state is not None:
+            self._outer.check_state_dict(state)
+
+    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Load the state of the outer optimizer."""
+        if self._outer is not None and state is not None:
+            self._outer.load_state_dict(state)
 
 
 _UNEVEN_STATE = (

@@ -23,6 +23,7 @@ from torch import Tensor
 from hdet_kernels.converge.agreement import Agreement, Floats, conclude, left_out, name_ranks, none_sound, same
 from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.summary import TensorSummary
+from hdet_kernels.converge.transport import Cost, gather_cost
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.tensors import wide_dtype
 
@@ -143,9 +144,9 @@ def check_same_everywhere(ensemble: Ensemble, values: Mapping[str, Any], what: s
         raise disagreement(ensemble, values, what, hint, gathered[..., 0])
 
 
-def row_bytes(ensemble: Ensemble) -> int:
-    """Return the bytes of the handshake rows of one process."""
-    return 8 * len(COLUMNS) * ensemble.rows
+def handshake_cost(ensemble: Ensemble) -> Cost:
+    """Return the cost of the handshake alone, in this process."""
+    return gather_cost(ensemble, len(COLUMNS))
 
 
 def disagreement(ensemble: Ensemble, values: Mapping[str, Any], what: str, hint: str, ranks: Floats) -> RuntimeError:

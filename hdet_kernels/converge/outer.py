@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hdet_kernels.buckets import Bucket
 from hdet_kernels.converge.settings import Outer
-from hdet_kernels.converge.split_region import Region, SplitRegion
+from hdet_kernels.converge.split_masters import Region, SplitRegion
 from hdet_kernels.converge.transport import Transport
 from hdet_kernels.tensors import wide_dtype
 
@@ -98,7 +98,7 @@ class OuterStep:
             mean = self.transport.first_row(region, part) if own is None else own
             self._advance(mean, before, v)
             if own is None:
-                self.transport.write(region, part, mean)
+                self.transport.unpack(region, part, mean)
             if isinstance(region, SplitRegion):
                 before.copy_(mean)
             else:  # read back, because half-precision parameters without master weights have rounded θ_{k+1}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.converge.payload import Payload
+from hdet_kernels.converge.split_masters import SplitRegion
 from hdet_kernels.tensors import travel_dtype
 
 T = TypeVar("T")
@@ -50,19 +51,19 @@ class Correction:
     def between(before: Payload, after: Payload, *, sound: tuple[bool, ...], heal: bool) -> Correction:
         """Return the correction from the values at the sync to the averaged ones. May overwrite both."""
         buffers = before.all_buffers
-        floating = [*before.all_params, *buffers, *before.state.values()]
+        floating = [*before.outlines, *buffers, *before.state.values()]
         for tensor in (*floating, *before.integers):
             _clear_unhealthy(tensor, sound)
         if before.counts is not None and not any(sound):  # the rows of a process are stepped together
             before.counts.zero_()
-        pairs = zip([*after.all_params, *after.all_buffers, *after.state.values()], floating, strict=True)
+        pairs = zip([*after.outlines, *after.all_buffers, *after.state.values()], floating, strict=True)
         differences = iter([_wide(new).sub_(_wide(old)) for new, old in pairs])
         integers = zip(after.integers, before.integers, strict=True)
         return Correction(
             sound=sound,
             heal=heal,
             has_state=bool(before.state) or before.counts is not None,
-            params=[next(differences) for _ in before.all_params],
+            params=[next(differences) for _ in before.outlines],
             # ∞ − ∞: an element that is not finite on all replicas stays as it is.
             buffers=[next(differences).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf) for _ in buffers],
             buffers_before=buffers,
@@ -79,16 +80,22 @@ class Correction:
         """
         known = {name: tensor for name, tensor in payload.state.items() if name in self.state}
         changes = [*self.params, *self.buffers, *(self.state[name] for name in known), *self.integers]
-        targets = [*payload.all_params, *payload.all_buffers, *known.values(), *payload.integers]
+        targets = [*payload.outlines, *payload.all_buffers, *known.values(), *payload.integers]
         if [tensor.shape for tensor in targets] != [tensor.shape for tensor in changes]:
             raise RuntimeError(
                 "parameters, buffers or optimizer state have other shapes than when the overlapped average was "
                 "started: do not change the model between a sync and the end of its average"
             )
-        for target in targets:
+        params = iter(self.params)
+        for region in payload.params:
+            masters = [region.read()] if isinstance(region, SplitRegion) else region
+            for target, change in zip(masters, params, strict=False):
+                _clear_unhealthy(target, self.sound)
+                _add(target, _on_device_of(target, change))
+            if isinstance(region, SplitRegion):
+                region.write(masters[0])
+        for target in targets[len(self.params) :]:
             _clear_unhealthy(target, self.sound)
-        for target, change in zip(payload.all_params, self.params, strict=True):
-            _add(target, _on_device_of(target, change))
         others = [
             *zip(payload.all_buffers, self.buffers, self.buffers_before, strict=True),
             *((target, self.state[name], self.state_before[name]) for name, target in known.items()),

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hdet_kernels.buckets import BUCKET_BYTES, Buckets
-from hdet_kernels.converge.flat_views import FlatViews, Gapped, flattened
+from hdet_kernels.buckets import Buckets
 from hdet_kernels.converge.handshake import short_hash
-from hdet_kernels.converge.labels import Names
-from hdet_kernels.converge.nonfinite import begins_nonfinite, fingerprints, finite_part, names_of_nonfinite, pattern
 from hdet_kernels.converge.plan import Plan
-from hdet_kernels.converge.split_masters import SplitMasters
-from hdet_kernels.converge.split_region import Region, SplitRegion
-from hdet_kernels.converge.summary import Checksum, TensorSummary, describe_layout, integer_hash
-from hdet_kernels.converge.survey import Survey, take_survey
+from hdet_kernels.converge.split_masters import Region, SplitRegion, outline
+from hdet_kernels.converge.summary import (
+    Checksum,
+    TensorSummary,
+    begins_nonfinite,
+    describe_layout,
+    fingerprints,
+    finite_part,
+    integer_hash,
+    names_of_nonfinite,
+    pattern,
+)
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
-from hdet_kernels.ops.live_layouts import LiveLayouts
-from hdet_kernels.sharded.fsdp import drop_gathered
-from hdet_kernels.tensors import layout_hash, local, unique
+from hdet_kernels.sharded import drop_gathered, is_distributed, part_of
+from hdet_kernels.tensors import distinct, flat_view, has_overlap, is_dense, layout_hash, local, unique
 
 # Floating-point dtypes that kernels and collectives support.
 _AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: Returns names of parameters and buffers, as ``module.named_parameters()`` does. A tied tensor may have several.
+Names = Callable[[], Iterable[tuple[str, Tensor]]]
+
+#: For tensors with gaps in memory, a contiguous copy and the tensor that it is written back to.
+Gapped = list[tuple[Tensor, Tensor]]
+
 
 class Counts(Protocol):
-    """Access to the step counts of an optimizer (:class:`.optimizer_state.StepCounts`)."""
+    """Access to the step counts of an optimizer (:class:`.of_optimizer.StepCounts`)."""
 
     def read(self) -> Tensor:
         """Return a copy of the counts."""
@@ -45,7 +53,7 @@ class Payload:
     """Flat tensors, 1-D, or [rows, n] where the process holds several replicas. They share the model's memory.
 
     Attributes:
-        params: regions of parameters. Tensors of one region may share a bucket.
+        params: regions of parameters: one for each buffer of :class:`Buckets`, or one of all loose parameters.
         buffers: floating-point buffers.
         masks: floating-point buffers that were not finite at the start. They move only if one has changed since.
         masks_changed: whether one of these has changed here.
@@ -53,17 +61,10 @@ class Payload:
         integers: integer buffers, which have no mean.
         counts: a copy of the optimizer's step counts.
         gapped: for tensors with gaps in memory, a contiguous copy and the tensor that it is written back to.
-        survey: names and layouts of parameters, master weights and buffers.
-        state_layout: a hash of names and layouts of the state; 0 if there is none.
-        homed: whether the parameters live in :class:`Buckets`. Each region is then averaged in place.
-        device: device of the first parameter.
-        full: :attr:`.Buckets.full`, of which ``params`` are views, if the parameters live there. None for masters that
-            are in ``split``.
-        joined: the addresses of those that are copies, of split masters. They are written back by ``settle``.
-        split: split masters that are not in ``params``, and are joined part by part.
+        inventory: names and layouts of parameters, master weights and buffers.
     """
 
-    params: list[list[Tensor]]
+    params: list[Region]
     buffers: list[Tensor]
     masks: list[Tensor]
     masks_changed: bool
@@ -71,41 +72,26 @@ class Payload:
     integers: list[Tensor]
     counts: Tensor | None
     gapped: Gapped
-    survey: Survey
-    state_layout: int
-    homed: bool
-    device: torch.device
-    full: tuple[Tensor | None, ...] = ()
-    joined: frozenset[int] = frozenset()
-    split: SplitMasters = field(default_factory=SplitMasters)
+    inventory: Inventory
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Parameters, master weights and buffers as the model has them; of distributed tensors the local part."""
-        return [local(tensor) for tensor in self.survey.tensors]
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.inventory.tensors[0].device
 
     @property
-    def all_params(self) -> list[Tensor]:
-        return list(itertools.chain.from_iterable(self.params))
+    def outlines(self) -> list[Tensor]:
+        """Tensors with the shapes of all parameters, in the order of ``params``: those of split masters are bf16."""
+        return [tensor for region in self.params for tensor in outline(region)]
+
+    @property
+    def plain_params(self) -> list[Tensor]:
+        """The parameters that are not halves of split masters."""
+        return [tensor for region in self.params if not isinstance(region, SplitRegion) for tensor in region]
 
     @property
     def all_buffers(self) -> list[Tensor]:
         return [*self.buffers, *self.masks]
-
-    @property
-    def regions(self) -> Sequence[Region]:
-        """The regions of all parameters, in the order of their buckets, whether split masters are joined or not."""
-        if not self.split.halves:
-            return self.params
-        plain, split = iter(self.params), iter(self.split.regions)
-        present = (each for each in self.full if each is None or each.numel())
-        return [next(split) if each is None else next(plain) for each in present]
-
-    @property
-    def outlines(self) -> list[Tensor]:
-        """Tensors with the shapes of all parameters, in the order of ``regions``: those of split masters are bf16."""
-        each = ([region.param] if isinstance(region, SplitRegion) else region for region in self.regions)
-        return list(itertools.chain.from_iterable(each))
 
     @property
     def compressible(self) -> list[Region]:
@@ -114,66 +100,47 @@ class Payload:
             region
             if isinstance(region, SplitRegion)
             else [tensor for tensor in region if tensor.dtype != torch.float64]
-            for region in self.regions
+            for region in self.params
         ]
 
-    def regions_in_full(self, plan: Plan) -> list[list[Tensor]]:
-        """Return the regions that ``plan`` averages without compression. Tensors of one region may share a bucket."""
+    def regions_in_full(self, plan: Plan) -> list[Region]:
+        """Return the regions that ``plan`` averages without compression, those of parameters first."""
         others = [*self.buffers, *(self.masks if plan.masks else ()), *(self.state.values() if plan.state else ())]
         if not plan.params:
             return [others]
         if plan.compressed:
-            return [[*(tensor for tensor in self.all_params if tensor.dtype == torch.float64), *others]]
-        if self.homed:  # regions of their own: alone in a bucket they are averaged in place
+            return [[*(tensor for tensor in self.plain_params if tensor.dtype == torch.float64), *others]]
+        if self.inventory.in_buckets:
             return [*self.params, others]
-        return [[*self.all_params, *others]]
+        return [[*self.plain_params, *others]]  # loose tensors are packed, all into the same buckets
 
-    @contextlib.contextmanager
-    def restore_on_failure(self, plan: Plan, *, written_last: bool) -> Iterator[None]:
-        """Restore the tensors that are averaged in full, and the integers, if the block raises.
-
-        What is written after the last collective needs no copy: compressed parameters, split masters, and with
-        ``written_last`` all that is averaged in full.
-        """
-        in_full = () if written_last else itertools.chain.from_iterable(self.regions_in_full(plan))
-        changed = [*in_full, *(self.integers if plan.integers else ())]
-        backups = [tensor.clone() for tensor in changed]
-        try:
-            yield
-        except BaseException:
-            for tensor, backup in zip(changed, backups, strict=True):
-                tensor.copy_(backup)
-            raise
-
-    def summary(self, checksum: Checksum, *, consensus: Tensor | float, outer: Tensor | float) -> TensorSummary:
+    def summary(
+        self, checksum: Checksum, *, consensus: Tensor | float, outer: Tensor | float, bucket_bytes: int
+    ) -> TensorSummary:
         """Return the numbers about these tensors that go into the handshake."""
-        survey, rows = self.survey, checksum.rows
-        buffers, nonfinite = (
-            checksum(self.buffers, self.device),
-            torch.zeros(rows, device=self.device, dtype=torch.int64),
-        )
+        rows, device, inventory = checksum.rows, self.device, self.inventory
+        buffers = checksum(self.buffers, device)
+        nonfinite = torch.zeros(rows, device=device, dtype=torch.int64)
         if self.buffers and not bool(buffers.isfinite().all()):
-            buffers = checksum(map(finite_part, self.buffers), self.device)
-            nonfinite = pattern(self.buffers, rows, self.device)
+            buffers = checksum(map(finite_part, self.buffers), device)
+            nonfinite = pattern(self.buffers, rows, device)
 
         def describe(what: str) -> Mapping[str, Any]:
             if what == "layout":
-                return describe_layout(self.tensors, labels=survey.noted)
-            if what == "state":
-                return describe_layout(self.state.values(), self.state.keys())
-            own = [
-                *zip(survey.labels, self.tensors, strict=True),
+                return describe_layout(map(local, inventory.tensors), labels=inventory.noted)
+            labelled = [
+                *zip(inventory.labels, map(local, inventory.tensors), strict=True),
                 *((f"state {key}", v) for key, v in self.state.items()),
             ]
-            return names_of_nonfinite([pair for pair in own if pair[0] not in survey.excused], rows)
+            return names_of_nonfinite([pair for pair in labelled if pair[0] not in inventory.excused], rows)
 
         return TensorSummary(
-            layout=survey.layout,
-            state=self.state_layout,
+            layout=inventory.layout,
+            state=layout_hash(self.state.values(), self.state) if self.state else 0,
             counts=0 if self.counts is None else short_hash(self.counts.tolist()),
-            integers=integer_hash(self.integers, checksum.rows, self.device),
-            checksum=self.checksum_of_params(checksum),
-            rest=checksum(self.state.values(), self.device) + buffers,
+            integers=integer_hash(self.integers, rows, device),
+            checksum=self.checksum_of_params(checksum, bucket_bytes),
+            rest=checksum(self.state.values(), device) + buffers,
             nonfinite=nonfinite,
             masks=self.masks_changed,
             consensus=consensus,
@@ -181,45 +148,36 @@ class Payload:
             describe=describe,
         )
 
-    def checksum_of_params(self, checksum: Checksum) -> Tensor:
+    def checksum_of_params(self, checksum: Checksum, bucket_bytes: int) -> Tensor:
         """Return the norm of every row of the parameters, [rows]; see :class:`.summary.Checksum`."""
-        others = checksum(self.all_params, self.device)
-        return torch.hypot(others, self.split.checksum(checksum, self.device)) if self.split.halves else others
+        total = checksum(self.plain_params, self.device)
+        for region in self.params:
+            if isinstance(region, SplitRegion):
+                for part in region.parts(bucket_bytes):
+                    total = torch.hypot(total, checksum([part], self.device))
+        return total
 
-    def copy(self, *, takes_joined: bool = False) -> Payload:
-        """Return the same values in memory of their own. ``tensors`` are still those of the model.
+    def copy(self) -> Payload:
+        """Return the same values in memory of their own, with split masters joined."""
 
-        With ``takes_joined`` joined masters, which are copies, are taken over: nothing else may use this payload then.
-        """
-
-        def own(param: Tensor) -> Tensor:
-            taken = takes_joined and param.data_ptr() in self.joined and not param.is_inference()
-            return param if taken else param.clone()
+        def own(region: Region) -> list[Tensor]:
+            return [region.read()] if isinstance(region, SplitRegion) else [tensor.clone() for tensor in region]
 
         with torch.inference_mode(False):
             return replace(
                 self,
-                params=[[own(tensor) for tensor in region] for region in self.params],
+                params=list(map(own, self.params)),
                 buffers=[tensor.clone() for tensor in self.buffers],
                 masks=[tensor.clone() for tensor in self.masks],
                 state={name: tensor.clone() for name, tensor in self.state.items()},
                 integers=[tensor.clone() for tensor in self.integers],
                 counts=None if self.counts is None else self.counts.clone(),
                 gapped=[],
-                full=(),
-                joined=frozenset(),
             )
-
-    def put_back(self) -> None:
-        """Write the copies of tensors with gaps back to these tensors."""
-        for flat, tensor in self.gapped:
-            tensor.copy_(flat.view(tensor.shape))
 
 
 class ModelTensors:
-    """The tensors of a model and its optimizer that are averaged, looked up anew at every sync.
-
-    What depends on their layouts alone is found again only when one of these has changed.
+    """The tensors of a model and its optimizer that are averaged, found anew at every sync.
 
     The arguments are those of :class:`.converger.Converger`. The constructor raises if something cannot be averaged.
     """
@@ -248,95 +206,68 @@ class ModelTensors:
             check_tensor(tensor, ensemble)
         self.state, self.counts, self.buffers, self.names = state, counts, buffers, names
         self.rows = ensemble.rows
-        self._survey: Survey | None = None
-        self._surveyed, self._state_seen = LiveLayouts(), LiveLayouts()
-        self._flat_params, self._flat_buffers, self._flat_state = (FlatViews(ensemble.rows) for _ in range(3))
-        self._state_layout: tuple[list[str], int] = ([], 0)
+        self._inventory: tuple[list[object], Inventory] | None = None
         # Numbers of the buffers that are not finite from the start, with their fingerprints: attention masks, which
         # are constants, or statistics that start at infinity. Not damage.
         began = {number: buffer for number, buffer in enumerate(buffers()) if begins_nonfinite(buffer)}
         self.masks = dict(zip(began, fingerprints(began.values()), strict=True))
-        self.payload(
-            include_state=False, reads=True, bucket_bytes=BUCKET_BYTES
-        )  # raises now, not after T steps, if one cannot be flattened
+        self.payload(include_state=False, reads=True)  # raises now, not after T steps, if one cannot be flattened
 
-    def payload(self, *, include_state: bool, reads: bool = False, bucket_bytes: int | None = None) -> Payload:
+    def payload(self, *, include_state: bool, reads: bool = False) -> Payload:
         """Return the tensors as they are now.
 
         Args:
             include_state: whether optimizer state and step counts are wanted.
             reads: whether the payload is only read, so that masters must stay as they are. A checkpoint may be loaded
                 in parts, and masters that do not fit the parameters now will fit those that are loaded next.
-            bucket_bytes: the most bytes of split masters that are joined at a time. Default: all of them, in a copy.
         """
         present = list(self.buffers())
         began = {number: present[number] for number in self.masks if number < len(present)}
-        survey = self._look(present, began.values())
-        if self.buckets is not None and not reads:
-            self.buckets.refresh_masters()
+        inventory = self._take_inventory(present, began.values())
         gapped: Gapped = []
-        params: list[list[Tensor]] | None = None
-        full: tuple[Tensor | None, ...] = ()
-        in_use: set[int] = set()
-        split = SplitMasters()
-        if self.buckets is not None:
-            in_use = {each.data_ptr() for each in (*self.buckets.flats, *self.buckets.masters) if each is not None}
-            if bucket_bytes is None:
-                full = self.buckets.read_full() if reads else self.buckets.full
-            else:
-                full = self.buckets.unsplit(fresh=reads)
-                pairs = self.buckets.split_masters.values()
-                flat = [[flattened(half, self.rows, gapped) for half in pair] for pair in pairs]
-                split = SplitMasters([(param, low) for param, low in flat], bucket_bytes, self.backend)
-            params = [[flattened(each, self.rows, gapped)] for each in full if each is not None and each.numel()]
+
+        def flat(tensors: Iterable[Tensor]) -> list[Tensor]:
+            return [flattened(local(tensor), self.rows, gapped) for tensor in tensors]
+
+        params: list[Region]
+        if self.buckets is None:
+            params = [flat(inventory.params)]
+        else:
+            if not reads:
+                self.buckets.refresh_masters()
+            split = self.buckets.split_masters
+            full = enumerate(self.buckets.unsplit(fresh=reads))
+            params = [
+                SplitRegion(*flat(split[number]), backend=self.backend) if each is None else flat([each])
+                for number, each in full
+                if each is None or each.numel()
+            ]
         state = dict(self.state()) if include_state else {}
-        flat_state, state_layout = self._flat(state, gapped)
         return Payload(
-            params=[self._flat_params.of(survey.params, gapped)] if params is None else params,
-            buffers=self._flat_buffers.of(survey.buffers, gapped),
-            masks=[flattened(local(mask), self.rows, gapped) for mask in survey.masks],
+            params=params,
+            buffers=flat(inventory.buffers),
+            masks=flat(inventory.masks),
             masks_changed=fingerprints(began.values()) != [self.masks[number] for number in began],
-            state=flat_state,
-            integers=[local(buffer) for buffer in survey.integers],
+            state=dict(zip(state, flat(state.values()), strict=True)),
+            integers=[local(buffer) for buffer in inventory.integers],
             counts=self.counts.read() if include_state and self.counts is not None else None,
             gapped=gapped,
-            survey=survey,
-            state_layout=state_layout,
-            homed=params is not None,
-            device=self.params[0].device,
-            full=full,
-            joined=frozenset(each.data_ptr() for each in full if each is not None) - in_use,
-            split=split,
+            inventory=inventory,
         )
 
-    def _look(self, present: Sequence[Tensor], masks: Iterable[Tensor]) -> Survey:
-        """Return the survey of the parameters and the ``present`` buffers; bring parameters back into their buckets."""
+    def _take_inventory(self, present: Sequence[Tensor], masks: Iterable[Tensor]) -> Inventory:
+        """Return the inventory of the parameters and the ``present`` buffers, the last one if no layout has changed.
+
+        Parameters that were moved away are brought back into their buckets.
+        """
         given = self.params if self.buckets is None else self.buckets.params
         watched = [*given, *self._masters(), *present]
-        if self._survey is None or not self._surveyed.match(watched):
-            self._survey = None
-            self._flat_params.forget()
-            self._flat_buffers.forget()
-            if self.buckets is not None:
-                self.buckets.rehome()
-            self._survey = take_survey(self._kinds(present), masks, self.names)
-            self._surveyed.remember(watched)
-        return self._survey
-
-    def _flat(self, state: Mapping[str, Tensor], gapped: Gapped) -> tuple[dict[str, Tensor], int]:
-        """Return the state as flat views, by name, and the hash of its layout."""
-        names, tensors = list(state), list(state.values())
-        if self.write_state is not None:  # copies, few of them, which must not be kept
-            flat = {name: flattened(local(tensor), self.rows, gapped) for name, tensor in state.items()}
-            return flat, layout_hash(flat.values(), names) if names else 0
-        known = names == self._state_layout[0] and self._state_seen.match(tensors)
-        if not known:
-            self._flat_state.forget()
-        flat = dict(zip(names, self._flat_state.of(tensors, gapped), strict=True))
-        if not known:
-            self._state_layout = names, layout_hash(flat.values(), names) if names else 0
-            self._state_seen.remember(tensors)
-        return flat, self._state_layout[1]
+        layouts: list[object] = [(id(tensor), *_layout(part_of(tensor))) for tensor in watched]
+        if self._inventory is None or self._inventory[0] != layouts:
+            if self.buckets is not None and self.buckets.rehome():
+                layouts = [(id(tensor), *_layout(part_of(tensor))) for tensor in watched]
+            self._inventory = layouts, take_inventory(self._kinds(present), masks, self.names, self.buckets is not None)
+        return self._inventory[1]
 
     def covered(self) -> list[Tensor]:
         """Return the parameters, their master weights and the buffers; of distributed tensors the local part."""
@@ -348,14 +279,14 @@ class ModelTensors:
     def _masters(self) -> list[Tensor]:
         return [master for master in self.buckets.masters if master is not None] if self.buckets else []
 
-    def settle(self, payload: Payload, *, counts: bool) -> None:
+    def write_back(self, payload: Payload, *, counts: bool) -> None:
         """Write averaged copies back, round the parameters from their masters and, if asked, write the step counts."""
-        payload.put_back()
-        payload.split.write_kept()
+        for flat, tensor in payload.gapped:
+            tensor.copy_(flat.view(tensor.shape))
         if self.write_state is not None and payload.state:
             self.write_state(payload.state)
         if self.buckets is not None:
-            self.buckets.write_full(payload.full)
+            self.buckets.write_full(self.buckets.unsplit())
         self.written()
         if counts and payload.counts is not None and self.counts is not None:
             self.counts.write(payload.counts)
@@ -364,7 +295,148 @@ class ModelTensors:
         """Let autograd know that parameters were written, and FSDP, which may still have the ones before gathered."""
         if self.buckets is not None:
             self.buckets.advance_versions()
-        drop_gathered(self.params if self._survey is None else self._survey.distributed)
+        drop_gathered([param for param in self.params if is_distributed(param)])
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The tensors of a model by kind, and their names and layouts. Each memory is in one kind only.
+
+    Attributes:
+        params: parameters that have elements.
+        buffers: floating-point buffers.
+        masks: floating-point buffers that were not finite at the start.
+        integers: integer buffers.
+        tensors: all of them, of all kinds, as the model has them.
+        labels: kind and name, or number, for each of these.
+        noted: the same, with the ties between them.
+        layout: a hash of labels, ties and layouts.
+        excused: the labels of the masks.
+        in_buckets: whether the parameters are in :class:`Buckets`.
+    """
+
+    params: list[Tensor]
+    buffers: list[Tensor]
+    masks: list[Tensor]
+    integers: list[Tensor]
+    tensors: list[Tensor]
+    labels: list[str]
+    noted: list[str]
+    layout: int
+    excused: frozenset[str]
+    in_buckets: bool
+
+
+def take_inventory(
+    kinds: Mapping[str, Sequence[Tensor]], masks: Iterable[Tensor], names: Names, in_buckets: bool = False
+) -> Inventory:
+    """Sort all tensors and label them.
+
+    Args:
+        kinds: the tensors by kind, among them ``"parameter"`` and ``"buffer"``.
+        masks: the buffers that were not finite at the start.
+        names: see :func:`labels_of`.
+        in_buckets: whether the parameters are in :class:`Buckets`.
+
+    Raises:
+        ValueError: if two tensors share a part of their memory.
+    """
+    # A buffer may be a view of a parameter, and two buffers may share their memory.
+    pairs = [(tensor, local(tensor)) for kind in ("parameter", "buffer") for tensor in kinds[kind]]
+    given = {id(part): tensor for tensor, part in pairs}
+    own = {local(param).data_ptr() for param in kinds["parameter"]}
+    constant = {local(mask).data_ptr() for mask in masks} - own
+    sorted_: dict[str, list[Tensor]] = {"params": [], "masks": [], "buffers": [], "integers": []}
+    for part in distinct(part for _, part in pairs):
+        if part.numel():
+            address, has_mean = part.data_ptr(), part.is_floating_point() or part.is_complex()
+            others = "masks" if address in constant else "buffers" if has_mean else "integers"
+            sorted_["params" if address in own else others].append(given[id(part)])
+    tensors = [tensor for each in kinds.values() for tensor in each]
+    covered = [local(tensor) for tensor in tensors]
+    labels = labels_of(kinds, names())
+    noted = with_ties(labels, covered)
+    return Inventory(
+        **sorted_,
+        tensors=tensors,
+        labels=labels,
+        noted=noted,
+        layout=layout_hash(covered, noted),
+        excused=frozenset(label for label, t in zip(labels, covered, strict=True) if t.data_ptr() in constant),
+        in_buckets=in_buckets,
+    )
+
+
+def flattened(tensor: Tensor, rows: int, gapped: Gapped) -> Tensor:
+    """Return the elements as a flat view; of a tensor with gaps a copy, which is appended to ``gapped``.
+
+    Raises:
+        ValueError: if elements overlap in memory, or the first dimension is not the rows.
+    """
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if rows > 1:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            raise ValueError(f"{rows} replicas are the rows of tensors [{rows}, …], got shape {tuple(tensor.shape)}")
+        if real.is_contiguous():
+            return real.view(rows, -1)
+        copied = real.reshape(rows, -1).contiguous()
+        gapped.append((copied, real))
+        return copied
+    if is_dense(tensor) or has_overlap(tensor):
+        return flat_view(tensor)  # raises for overlaps
+    copied = real.contiguous().view(-1)
+    gapped.append((copied, real))
+    return copied
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+# Parts of a name that a wrapper adds. A replica may be wrapped on one rank and not on another.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def labels_of(kinds: Mapping[str, Sequence[Tensor]], names: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return a label for every tensor: its kind and all of its names, or else its number, such as ``"buffer 2"``.
+
+    Args:
+        kinds: the tensors by kind.
+        names: the names that are known.
+    """
+    known: dict[int, list[str]] = {}
+    for name, tensor in names:
+        own = known.setdefault(id(tensor), [])
+        if (plain := plain_name(name)) not in own:
+            own.append(plain)
+    return [
+        f"{kind} {' = '.join(known.get(id(tensor), ())) or number}"
+        for kind, tensors in kinds.items()
+        for number, tensor in enumerate(tensors)
+    ]
+
+
+def plain_name(name: str) -> str:
+    """Return the name without what DDP, FSDP, ``torch.compile`` and activation checkpointing add to it."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
+
+
+def with_ties(labels: Sequence[str], tensors: Sequence[Tensor]) -> list[str]:
+    """Return the labels, with a note at every tensor that starts at the memory of an earlier one."""
+    first: dict[object, str] = {}
+    noted = []
+    for label, tensor in zip(labels, tensors, strict=True):
+        owner = first.setdefault((tensor.device, tensor.data_ptr()), label) if tensor.numel() else label
+        noted.append(label if owner == label else f"{label} tied to {owner}")
+    return noted
+
+
+def all_names(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every name of every parameter and buffer of a module, or of another model with the same two methods."""
+    every = {"remove_duplicate": False} if isinstance(model, nn.Module) else {}
+    yield from model.named_parameters(**every)
+    yield from model.named_buffers(**every)
 
 
 def check_tensor(tensor: Tensor, ensemble: Ensemble) -> None:

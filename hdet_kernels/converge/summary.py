@@ -1,19 +1,18 @@
-"""Summarise the tensors of a replica for the handshake: hashes of their layout and checksums of their values."""
+"""Summarise the tensors of a replica for the handshake: hashes of their layout, checksums, and what is not finite."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients, StackedTable
-from hdet_kernels.ops.live_layouts import LiveLayouts
-from hdet_kernels.tensors import Slot, wide_dtype
+from hdet_kernels.ops.chunks import ChunkTable, StackedTable
+from hdet_kernels.tensors import Slot, local, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,8 @@ def describe_layout(
     }
 
 
-# The fewest tensors of which it is kept where they lie, and the most lists of tensors for which that is kept.
-MANY, MOST_KNOWN = 64, 8
-
-
-@dataclass(frozen=True)
-class _Alike:
-    """Tensors of one device, all of them fp64 or none, by their numbers; the table of their norm, and its entries."""
-
-    numbers: Sequence[int]
-    table: ChunkTable
-    matched: MatchedGradients
-
-    def of(self, tensors: Sequence[Tensor]) -> _Alike:
-        """Return the same of ``tensors``, all those that the numbers count, with the same layouts; of none if empty."""
-        own = [tensors[number] for number in self.numbers] if tensors else []
-        return replace(self, matched=replace(self.matched, tensors=own))
+# The most tables of norms that are cached: one sync needs a few.
+MOST_TABLES = 256
 
 
 class Checksum:
@@ -96,73 +81,50 @@ class Checksum:
     def __init__(self, rows: int, backend: str | None) -> None:
         self.rows, self.backend = rows, backend
         self._tables: dict[object, ChunkTable] = {}
-        self._known: dict[tuple[int, int], tuple[LiveLayouts, list[_Alike]]] = {}
 
     def __call__(self, tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         """Return the checksum of every row, [rows], on ``device``."""
         total = torch.zeros(self.rows, dtype=wide_dtype(device), device=device)
-        for weight, alike in enumerate(self._groups(list(tensors)), start=1):
-            total += weight * self._norm(alike).to(device)
+        alike: dict[tuple[torch.device, bool], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                alike.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(tensor)
+        for weight, (_, group) in enumerate(sorted(alike.items(), key=lambda item: str(item[0])), start=1):
+            total += weight * self._norm(group).to(device)
         return total
 
-    def _groups(self, tensors: Sequence[Tensor]) -> list[_Alike]:
-        """Return the groups of tensors. Those of many CPU tensors are kept, while these have the same layouts."""
-        if len(tensors) < MANY or not tensors[0].is_cpu:
-            return self._found(tensors)
-        key = (len(tensors), id(tensors[0]))
-        if (known := self._known.get(key)) is not None and known[0].match(tensors):
-            return [alike.of(tensors) for alike in known[1]]
-        groups = self._found(tensors)
-        if not any(alike.matched.copied for alike in groups):
-            if len(self._known) == MOST_KNOWN:
-                self._known.clear()
-            layouts = LiveLayouts()
-            layouts.remember(tensors)
-            self._known[key] = layouts, [alike.of(()) for alike in groups]
-        return groups
+    def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the norm of tensors of one device, all of them fp64 or none."""
+        table = self._table(tensors)
+        norm = ops.grad_norm(table, table.match(tensors), rows=self.rows, backend=self.backend)
+        if table.dtype != torch.float64:
+            return norm
+        largest = torch.stack([tensor.reshape(self.rows, -1).abs().amax(dim=1) for tensor in tensors]).amax(dim=0)
+        # Divided, so that the weighted sum of several norms stays finite.
+        return torch.where(norm.isinf(), largest / 2**8, norm)
 
-    def _found(self, tensors: Sequence[Tensor]) -> list[_Alike]:
-        kinds: dict[tuple[torch.device, bool], list[int]] = {}
-        for number, tensor in enumerate(tensors):
-            if tensor.numel():
-                kinds.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(number)
-        ordered = sorted(kinds.items(), key=lambda item: str(item[0]))
-        return [self._alike(numbers, [tensors[number] for number in numbers]) for _, numbers in ordered]
-
-    def _alike(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> _Alike:
+    def _table(self, tensors: Sequence[Tensor]) -> ChunkTable:
         sizes = tuple(tensor.numel() // self.rows for tensor in tensors)
-        device, wide_elements = tensors[0].device, tensors[0].dtype == torch.float64
-        key = (device, wide_elements, sizes)
+        device, dtype = tensors[0].device, torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        key = (device, dtype, sizes)
         if key not in self._tables:
+            if len(self._tables) == MOST_TABLES:
+                self._tables.clear()
             *starts, end = itertools.accumulate(sizes, initial=0)
             slots = [Slot(0, start, size, (size,), (1,)) for start, size in zip(starts, sizes, strict=True)]
-            dtype = torch.float64 if wide_elements else torch.float32
             table_rows = [0] * len(slots)  # a norm reads no hyperparameters
             self._tables[key] = (
                 ChunkTable(slots, table_rows, device, dtype)
                 if self.rows == 1
                 else StackedTable(
-                    slots,
-                    table_rows,
-                    device,
-                    dtype,
+                    *(slots, table_rows, device, dtype),
                     replicas=self.rows,
                     row_stride=end,
                     table_rows_per_replica=0,
                     shares_state=False,
                 )
             )
-        table = self._tables[key]
-        return _Alike(numbers, table, table.match(tensors))
-
-    def _norm(self, alike: _Alike) -> Tensor:
-        norm = ops.grad_norm(alike.table, alike.matched, rows=self.rows, backend=self.backend)
-        if alike.table.dtype != torch.float64:
-            return norm
-        present = [tensor for tensor in alike.matched.tensors if tensor is not None]
-        largest = torch.stack([tensor.reshape(self.rows, -1).abs().amax(dim=1) for tensor in present]).amax(dim=0)
-        # Divided, so that the weighted sum of several norms stays finite.
-        return torch.where(norm.isinf(), largest / 2**8, norm)
+        return self._tables[key]
 
 
 # Large odd numbers without a pattern, within 64 bits.
@@ -180,3 +142,65 @@ def integer_hash(tensors: Sequence[Tensor], rows: int, device: torch.device) -> 
         mixed = (mixed ^ (mixed >> 31)) * _ODD[2]
         total += (mixed ^ (mixed >> 29)).sum(dim=1).to(device)
     return total % 2**48
+
+
+# Buffers that are not finite by design: attention masks, running minima that start at infinity, values not known yet.
+#
+# Parameters and optimizer state must be finite. Of buffers, an element that is not finite counts as damage only if it
+# differs between replicas. Elements that are not finite on all replicas alike are left as they are, and so are the
+# elements of a buffer that began with infinities or NaN, as long as one replica has them.
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def begins_nonfinite(buffer: Tensor) -> bool:
+    """Return whether a floating-point buffer has elements that are not finite. Waits for the device."""
+    buffer = local(buffer)
+    return (buffer.is_floating_point() or buffer.is_complex()) and not bool(buffer.isfinite().all())
+
+
+def fingerprints(buffers: Iterable[Tensor]) -> list[int]:
+    """Return a number for each buffer that changes with its values. Waits for the device, once."""
+    sums = []
+    for buffer in map(local, buffers):
+        real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        bits = real.view(_BITS[real.element_size()]) if real.is_floating_point() else real
+        sums.append(bits.sum(dtype=torch.int64))
+    found: list[int] = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    return found
+
+
+def pattern(buffers: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
+    """Return a hash of where every row is NaN, +∞ and −∞, [rows], on ``device``; 0 where all is finite."""
+    kinds = [buffer.isnan().to(torch.int8) + 2 * buffer.isposinf() + 3 * buffer.isneginf() for buffer in buffers]
+    clean = integer_hash([torch.zeros_like(kind) for kind in kinds], rows, device)
+    found = integer_hash(kinds, rows, device)
+    return torch.where(found == clean, 0, found.clamp(min=1))
+
+
+def finite_part(buffer: Tensor) -> Tensor:
+    """Return a copy in which elements that are not finite are zero."""
+    return buffer.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def keep_own(averaged: Tensor, own: Tensor, healthy: Sequence[bool]) -> None:
+    """Give the elements whose mean is not finite back to the replicas, the rows, that were healthy.
+
+    The others take the mean, which has the infinities that the healthy replicas share.
+    """
+    kept = ~averaged.isfinite()
+    if not all(healthy):
+        kept.view(len(healthy), -1)[[not fine for fine in healthy]] = False
+    averaged.copy_(torch.where(kept, own, averaged))
+
+
+def names_of_nonfinite(labelled: Iterable[tuple[str, Tensor]], rows: int) -> dict[str, list[str]]:
+    """Return the labels of the tensors that are not finite, by row. For error messages: it waits for every tensor."""
+    found: dict[str, list[str]] = {str(row): [] for row in range(rows)}
+    for label, tensor in labelled:
+        if not (tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())):
+            continue
+        for row, fine in enumerate(tensor.reshape(rows, -1).isfinite().all(dim=1).tolist()):
+            if not fine:
+                found[str(row)].append(label)
+    return found

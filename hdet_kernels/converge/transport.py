@@ -1,10 +1,20 @@
-"""Average tensors over processes, bucket by bucket: one bucket is packed while another is in a collective."""
+"""Average tensors over processes, bucket by bucket, with the collectives of ``torch.distributed``.
+
+A bucket is packed into a staging buffer, all-reduced there, and unpacked; the next one is packed meanwhile. With a
+backup the means stay in their buffers until all processes have confirmed that everything arrived. Only then is a
+tensor written, so that a failure leaves all of them as they were, whatever a collective that hangs still writes.
+
+Every process has the same bits afterwards, because all-reduce gives equal bits to all ranks: gloo and NCCL sum each
+segment in one place and copy the result (``tests/converge/test_equal_bits.py`` checks it for gloo, whose all-reduce is
+a ring). Division and rounding are the same on all processes. So no broadcast follows.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,24 +25,32 @@ from torch import Tensor
 
 from hdet_kernels.buckets import Bucket, Piece, cut
 from hdet_kernels.converge.attendance import Attendance
-from hdet_kernels.converge.split_region import Region, SplitRegion
+from hdet_kernels.converge.split_masters import Region, SplitRegion, outline
 from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.ensemble import Collective, Ensemble, held
 from hdet_kernels.ops.pack import Pack
 
-# Transfers that run at the same time, and so the number of staging buffers that exist at the same time.
+# Transfers that run at the same time.
 IN_FLIGHT = 2
+
+# The most bytes of a bucket of CPU tensors. Buckets of this size stay in the last-level cache between packing, the
+# collective and unpacking, and the collectives of two of them overlap.
+CPU_BYTES = 16 * 2**20
+
+# The mean size of pieces, in elements, from which torch copies them one by one.
+LARGE = 4096
 
 # Cached packing tables. One sync needs fewer, unless the model is cut into very many buckets.
 MOST_PACKS = 256
 
-# Groups of tensors. Tensors of one region may share a bucket.
-Regions = Sequence[Sequence[Tensor]]
-
 R = TypeVar("R", bound=Region)
 
-# The steps of one bucket: a generator that starts a collective, yields it, and continues when it has finished.
-Transfer = Generator[Collective, None, None]
+#: Writes something that has arrived. May be called again, completely or after an interrupt, with the same result.
+Write = Callable[[], None]
+
+# The steps of one bucket: a generator that starts a collective, yields it, continues when it has finished, and returns
+# the function that writes the result.
+Transfer = Generator[Collective, None, Write]
 
 
 @dataclass(frozen=True)
@@ -46,12 +64,17 @@ class Cost:
         return Cost(self.bytes + other.bytes, self.collectives + other.collectives)
 
 
+def gather_cost(ensemble: Ensemble, columns: int) -> Cost:
+    """Return the cost of gathering rows of float64 numbers, in this process."""
+    return Cost(8 * columns * ensemble.rows, 1 if ensemble.parts == 1 else 2) if ensemble.talks else Cost()
+
+
 @dataclass(frozen=True)
 class Mean:
     """How a mean over some replicas is computed: a sum over local rows, a collective and divisions.
 
     Attributes:
-        included: which of the rows held here take part.
+        included: which of the rows of this process take part.
         operation: the collective, ``"mean"`` or ``"sum"``.
         before: divisor of the sum over local rows, before the collective.
         after: divisor after the collective.
@@ -71,33 +94,21 @@ class Mean:
 
         ``rescaled``: the sum might overflow where the mean does not, so the values are scaled down first.
         """
-        own = tuple(included[held(ensemble)].tolist())
+        own, count = tuple(included[held(ensemble)].tolist()), int(included.sum())
         if rescaled:
-            count = int(included.sum())
             scale = 2.0 ** count.bit_length()
             return Mean(own, "sum", 1, count / scale, scale)
         if included.all() and ensemble.averages(device):
             return Mean(own, "mean", ensemble.rows, 1)
-        return Mean(own, "sum", 1, int(included.sum()))
+        return Mean(own, "sum", 1, count)
 
 
-class Staging:
-    """A pool of staging buffers, reused from bucket to bucket: as many as transfers run at a time."""
+@dataclass
+class Averaged:
+    """The cost of an average, and Σ x² over the share of the measured means that this process measured."""
 
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    @contextlib.contextmanager
-    def buffer(self, bucket: Bucket) -> Iterator[Tensor]:
-        """Lend a buffer of the bucket's size, dtype and device."""
-        fitting = (b for b in self._free if (b.device, b.dtype) == (bucket.device, bucket.dtype))
-        found = next((b for b in fitting if b.numel() >= bucket.numel), None)
-        if found is None:
-            found = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        else:
-            self._free = [b for b in self._free if b is not found]
-        yield found[: bucket.numel]
-        self._free.append(found)
+    cost: Cost
+    squares: float
 
 
 class Transport:
@@ -114,131 +125,262 @@ class Transport:
         self.checksum = Checksum(ensemble.rows, backend)
         self._checksum_of_one = Checksum(1, backend)
         self.attendance = Attendance(ensemble)
+        self.staging = Staging()
         self._packs: dict[object, Pack] = {}
 
     def checksum_of_one(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the checksum of 1-D tensors that exist once, however many replicas this process holds."""
         return self._checksum_of_one(tensors, device)[0]
 
-    def average(self, regions: Regions, included: NDArray[np.bool_], *, rescaled: bool = False) -> Cost:
+    def average(
+        self,
+        regions: Sequence[Region],
+        included: NDArray[np.bool_],
+        *,
+        rescaled: bool = False,
+        measured: int = 0,
+        writes: list[Write] | None = None,
+    ) -> Averaged:
         """Replace every tensor by its mean over the ``included`` replicas, [replicas]. Collective.
 
-        With ``rescaled`` the mean of finite values is finite even where their sum is not; it takes one more pass.
+        Args:
+            regions: the tensors.
+            included: the replicas that enter the mean. The others receive it too.
+            rescaled: whether to scale the values down before they are summed, in one more pass: the mean of finite
+                values is finite then even where their sum is not.
+            measured: the number of tensors, counted from the first, of whose means the squares are summed.
+            writes: if given, nothing is written: the functions that do so are appended, for :meth:`write`.
         """
         if self.ensemble.size == 1 and not self.ensemble.talks:
-            return Cost()
-        cost = run_transfers(self._transfers(regions, included, rescaled))
-        return cost if self.ensemble.talks else Cost()
+            return Averaged(Cost(), 0.0)
+        if self.staging.lent:  # by an average that failed, so that something may still be written to them
+            self.staging = Staging()
+        squares: list[Tensor] = []
+        transfers = self._transfers(regions, included, rescaled, measured, squares, deferred=writes is not None)
+        cost = run_transfers(transfers, writes)
+        if writes is None:
+            self.staging = Staging()
+        return Averaged(cost if self.ensemble.talks else Cost(), sum(map(float, squares)))
+
+    def write(self, writes: Sequence[Write]) -> None:
+        """Write everything that has arrived, even if that is interrupted; then the interrupt is raised.
+
+        The staging buffers of CPU tensors are kept for the next average: to get as much memory from the operating
+        system can take longer than the average itself.
+        """
+        missing = list(writes)
+        try:
+            while missing:
+                missing[-1]()
+                missing.pop()
+        except BaseException:
+            for write in missing:
+                write()
+            raise
+        for write in writes:
+            if isinstance(write, _Unpack) and write.packed.is_cpu:
+                self.staging.give(write.packed)
 
     def _transfers(
-        self, regions: Regions, included: NDArray[np.bool_], rescaled: bool
-    ) -> Iterable[tuple[Transfer, int]]:
+        self,
+        regions: Sequence[Region],
+        included: NDArray[np.bool_],
+        rescaled: bool,
+        measured: int,
+        squares: list[Tensor],
+        *,
+        deferred: bool,
+    ) -> Iterator[tuple[Transfer, int]]:
         """Yield the transfer of every bucket, and its bytes."""
-        staging = Staging()
-        for region, bucket in self.cut(regions):
-            mean = Mean.over(included, self.ensemble, bucket.device, rescaled=rescaled)
-            whole = self.in_place(region, bucket)
-            if whole is None:
-                yield self._staged(region, bucket, mean, staging), bucket.nbytes
-            else:
-                yield self._in_place(whole, mean), bucket.nbytes
+        for region in regions:
+            for bucket in self._cut(region, self._limit(region)):
+                mean = Mean.over(included, self.ensemble, bucket.device, rescaled=rescaled)
+                length = sum(piece.stop - piece.start for piece in bucket.pieces if piece.index < measured)
+                # The measured elements are the first ones of a bucket, and each process measures a part of them.
+                share = -(-length // self.ensemble.processes)
+                own = slice(share * self.ensemble.process, min(share * (self.ensemble.process + 1), length))
+                yield self._transfer(region, bucket, mean, own, squares, deferred=deferred), bucket.nbytes
+            measured -= len(outline(region))
 
-    def _in_place(self, tensor: Tensor, mean: Mean) -> Transfer:
-        if not mean.included[0]:
-            tensor.zero_()  # multiplying by zero would keep NaN and infinity
-        if mean.scale != 1:
-            tensor.div_(mean.scale)
-        yield self.ensemble.all_reduce(tensor, mean.operation)
-        if mean.scale != 1:
-            divide_within_range(tensor, mean.after)
-        elif mean.after != 1:
-            tensor.div_(mean.after)
+    def _transfer(
+        self, region: Region, bucket: Bucket, mean: Mean, own: slice, squares: list[Tensor], *, deferred: bool
+    ) -> Transfer:
+        scaled = mean.scale != 1
+        whole = None if deferred or scaled or not mean.included[0] else self.in_place(region, bucket)
+        values = self.staging.take(bucket) if whole is None else whole
+        if scaled:
+            pack_scaled(region, bucket, mean, values)
+        elif whole is None:
+            self.pack(region, bucket, values, mean.included, mean.before)
+        yield self.ensemble.all_reduce(values, mean.operation)
+        divisor = mean.after
+        if scaled:
+            divide_within_range(values, divisor)
+            divisor = 1
+        if own.start < own.stop:
+            squares.append((self.checksum_of_one([values[own]], values.device) / divisor) ** 2)
+        if whole is not None:
+            divide(whole, divisor, whole)
+            return _nothing
+        if deferred:
+            return _Unpack(self, region, bucket, values, divisor)
+        self.unpack(region, bucket, values, divisor)
+        self.staging.give(values)
+        return _nothing
 
-    def _staged(self, region: Sequence[Tensor], bucket: Bucket, mean: Mean, staging: Staging) -> Transfer:
-        packer, tensors = self.packer(region, bucket)
-        with staging.buffer(bucket) as packed:
-            if mean.scale == 1:
-                packer.pack(tensors, packed, mean.included, mean.before)
-            else:
-                pack_scaled(region, bucket, mean, packed)
-            yield self.ensemble.all_reduce(packed, mean.operation)
-            if mean.scale == 1:
-                packer.unpack(tensors, packed, mean.after)
-            else:
-                divide_within_range(packed, mean.after)
-                packer.unpack(tensors, packed)
+    def _limit(self, region: Region) -> int:
+        on_cpu = all(tensor.is_cpu for tensor in outline(region))
+        return min(self.bucket_bytes, CPU_BYTES) if on_cpu else self.bucket_bytes
+
+    def _cut(self, region: Region, bucket_bytes: int) -> list[Bucket]:
+        tensors = outline(region)
+        return cut(tensors if self.ensemble.rows == 1 else [tensor[0] for tensor in tensors], bucket_bytes)
 
     def cut(self, regions: Sequence[R], bucket_bytes: int | None = None) -> Iterator[tuple[R, Bucket]]:
         """Yield every bucket with the region that it is cut from. ``bucket_bytes`` defaults to the transport's."""
         for region in regions:
-            tensors = [region.param] if isinstance(region, SplitRegion) else region
-            one_row = tensors if self.ensemble.rows == 1 else [tensor[0] for tensor in tensors]
-            for bucket in cut(one_row, self.bucket_bytes if bucket_bytes is None else bucket_bytes):
+            for bucket in self._cut(region, self.bucket_bytes if bucket_bytes is None else bucket_bytes):
                 yield region, bucket
-
-    def first_row(self, region: Region, bucket: Bucket, out: Tensor | None = None) -> Tensor:
-        """Return a copy of the bucket of the first replica held here, written to ``out`` if given."""
-        out = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) if out is None else out
-        if isinstance(region, SplitRegion):
-            return region.first(bucket, out)
-        packer, tensors = self.packer(region, bucket)
-        packer.pack(tensors, out, [True] + [False] * (self.ensemble.rows - 1))
-        return out
-
-    def mean_of_rows(self, region: Region, bucket: Bucket, out: Tensor) -> None:
-        """Write the mean of the bucket over the replicas held here to ``out``."""
-        if isinstance(region, SplitRegion):
-            if self.ensemble.rows == 1:
-                region.joined(bucket, out)
-                return
-            region, bucket = [region.joined(bucket)], replace(bucket, pieces=(Piece(0, 0, bucket.numel),))
-        packer, tensors = self.packer(region, bucket)
-        packer.pack(tensors, out, divisor=self.ensemble.rows)
-
-    def write(self, region: Region, bucket: Bucket, values: Tensor) -> None:
-        """Set the bucket to ``values``, 1-D, in all replicas held here."""
-        if isinstance(region, SplitRegion):
-            region.write(bucket, values)
-            return
-        packer, tensors = self.packer(region, bucket)
-        packer.unpack(tensors, values)
 
     def in_place(self, region: Region, bucket: Bucket) -> Tensor | None:
         """Return the bucket as a view of the tensor's own memory; None if it has to be packed or joined."""
         first = bucket.pieces[0]
-        if len(bucket.pieces) > 1 or self.ensemble.rows > 1:
+        if len(bucket.pieces) > 1 or self.ensemble.rows > 1 or isinstance(region, SplitRegion):
             return None
-        if isinstance(region, SplitRegion):
-            return region.kept_of(bucket)
-        if region[first.index].dtype != bucket.dtype:
-            return None
-        return region[first.index][first.start : first.stop]
+        tensor = region[first.index]
+        return tensor[first.start : first.stop] if tensor.dtype == bucket.dtype else None
 
-    def packer(self, region: Sequence[Tensor], bucket: Bucket) -> tuple[Pack, list[Tensor]]:
+    def pack(
+        self, region: Region, bucket: Bucket, out: Tensor, included: Sequence[bool] | None = None, divisor: float = 1.0
+    ) -> None:
+        """Write the sum of the bucket over the ``included`` rows, divided, to ``out``. Other rows are not read."""
+        if isinstance(region, SplitRegion):
+            if self.ensemble.rows == 1 and (included is None or included[0]):
+                region.read(bucket, out).div_(divisor)
+                return
+            region, bucket = [region.read(bucket)], replace(bucket, pieces=(Piece(0, 0, bucket.numel),))
+        if included is not None and not any(included):
+            out.zero_()
+        elif (pieces := self._large_pieces(region, bucket)) is not None:
+            for piece, span in zip(pieces, out.split([piece.numel() for piece in pieces]), strict=True):
+                divide(piece, divisor, span)
+        else:
+            packer, tensors = self._packer(region, bucket)
+            packer.pack(tensors, out, included, divisor)
+
+    def unpack(self, region: Region, bucket: Bucket, values: Tensor, divisor: float = 1.0) -> None:
+        """Set the bucket to ``values``, 1-D, divided, in all rows."""
+        if isinstance(region, SplitRegion):
+            region.write(values if divisor == 1 else values / divisor, bucket)
+        elif (pieces := self._large_pieces(region, bucket)) is not None:
+            for piece, span in zip(pieces, values.split([piece.numel() for piece in pieces]), strict=True):
+                divide(span, divisor, piece)
+        else:
+            packer, tensors = self._packer(region, bucket)
+            packer.unpack(tensors, values, divisor)
+
+    def first_row(self, region: Region, bucket: Bucket, out: Tensor | None = None) -> Tensor:
+        """Return a copy of the bucket of the first replica in this process, written to ``out`` if given."""
+        out = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) if out is None else out
+        if isinstance(region, SplitRegion):
+            return region.read_first(bucket, out)
+        self.pack(region, bucket, out, [True] + [False] * (self.ensemble.rows - 1))
+        return out
+
+    def _large_pieces(self, region: Sequence[Tensor], bucket: Bucket) -> list[Tensor] | None:
+        """Return the pieces of a bucket as views, if torch's own copies of CPU tensors are faster than a packing table.
+
+        They are if the pieces are large: 64 MB took 4 ms, with the table of the extension 10 to 12.
+        """
+        several = self.ensemble.rows > 1 or bucket.numel < LARGE * len(bucket.pieces)
+        if several or bucket.device.type != "cpu":
+            return None
+        pieces = [region[piece.index][piece.start : piece.stop] for piece in bucket.pieces]
+        plain = all(piece.dtype == bucket.dtype and not piece.is_inference() for piece in pieces)
+        return pieces if plain else None
+
+    def _packer(self, region: Sequence[Tensor], bucket: Bucket) -> tuple[Pack, list[Tensor]]:
         """Return the packer of a bucket and the tensors that it takes. Cached, because layouts recur at every sync."""
         first, last = bucket.pieces[0].index, bucket.pieces[-1].index
         tensors = list(region[first : last + 1])
-        key = (bucket, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
+        pieces = [Piece(piece.index - first, piece.start, piece.stop) for piece in bucket.pieces]
+        if len(tensors) == 1 and self.ensemble.rows == 1:  # buckets of equal size share a packer then
+            tensors, pieces = [tensors[0][pieces[0].start : pieces[0].stop]], [Piece(0, 0, bucket.numel)]
+        numels = tuple(tensor.numel() // self.ensemble.rows for tensor in tensors)
+        key = (bucket.device, bucket.dtype, tuple(pieces), numels)
         if key not in self._packs:
             if len(self._packs) == MOST_PACKS:
                 self._packs.clear()
-            pieces = [type(piece)(piece.index - first, piece.start, piece.stop) for piece in bucket.pieces]
-            numels = [tensor.numel() // self.ensemble.rows for tensor in tensors]
             self._packs[key] = Pack(
                 numels, pieces, bucket.device, bucket.dtype, rows=self.ensemble.rows, backend=self.backend
             )
         return self._packs[key], tensors
 
 
-def pack_scaled(region: Sequence[Tensor], bucket: Bucket, mean: Mean, packed: Tensor) -> None:
+class Staging:
+    """A pool of staging buffers."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}  # by address, because what is lent may be a part
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """Return a buffer of the bucket's size, dtype and device, for one transfer to use."""
+        fits = (each for each in self._free if (each.device, each.dtype) == (bucket.device, bucket.dtype))
+        buffer = next((each for each in fits if each.numel() >= bucket.numel), None)
+        if buffer is None:
+            with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+                buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self._free = [each for each in self._free if each is not buffer]
+        self._lent[buffer.data_ptr()] = buffer
+        return buffer[: bucket.numel]
+
+    @property
+    def lent(self) -> bool:
+        """Whether a buffer is in use."""
+        return bool(self._lent)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take back a buffer that is not in use any more."""
+        self._free.append(self._lent.pop(buffer.data_ptr()))
+
+
+@dataclass(frozen=True)
+class _Unpack:
+    """Write the sum of a bucket, divided, to its tensors."""
+
+    transport: Transport
+    region: Region
+    bucket: Bucket
+    packed: Tensor
+    divisor: float
+
+    def __call__(self) -> None:
+        self.transport.unpack(self.region, self.bucket, self.packed, self.divisor)
+
+
+def divide(values: Tensor, divisor: float, out: Tensor) -> None:
+    """Write ``values`` / ``divisor`` to ``out``; a product has the same bits where the divisor is a power of two."""
+    if divisor == 1:
+        out.copy_(values)
+    elif math.frexp(divisor)[0] == 0.5:
+        torch.mul(values, 1 / divisor, out=out)
+    else:
+        torch.div(values, divisor, out=out)
+
+
+def pack_scaled(region: Region, bucket: Bucket, mean: Mean, packed: Tensor) -> None:
     """Pack the sum of the included rows, each divided by the scale first. In plain torch: it is hardly ever needed."""
     packed.zero_()
     spans = packed.split([piece.stop - piece.start for piece in bucket.pieces])
     for piece, span in zip(bucket.pieces, spans, strict=True):
-        rows = region[piece.index].view(len(mean.included), -1)
+        if isinstance(region, SplitRegion):
+            rows = region.read(bucket).view(len(mean.included), -1)
+        else:
+            rows = region[piece.index].view(len(mean.included), -1)[:, piece.start : piece.stop]
         for row, taken in zip(rows, mean.included, strict=True):
             if taken:
-                span.add_(row[piece.start : piece.stop].to(packed.dtype) / mean.scale)
+                span.add_(row.to(packed.dtype) / mean.scale)
 
 
 def divide_within_range(values: Tensor, divisor: float) -> None:
@@ -248,37 +390,48 @@ def divide_within_range(values: Tensor, divisor: float) -> None:
     values.copy_(torch.where(finite, values.clamp(-most, most), values))
 
 
-def run_transfers(transfers: Iterable[tuple[Transfer, int]], in_flight: int = IN_FLIGHT) -> Cost:
-    """Run all transfers, at most ``in_flight`` at a time.
+def _nothing() -> None:
+    """Write nothing: it is written already."""
+
+
+def run_transfers(transfers: Iterable[tuple[Transfer, int]], writes: list[Write] | None = None) -> Cost:
+    """Run all transfers, at most ``IN_FLIGHT`` at a time.
 
     If one fails, the others that were started are waited for, so that nothing writes to their tensors any more. Then
     the error is raised.
 
     Args:
         transfers: every transfer with its bytes.
-        in_flight: how many run at the same time.
+        writes: if given, what has arrived is not written: the functions that do so are appended.
     """
     active: deque[tuple[Transfer, Collective]] = deque()
     size = collectives = 0
 
-    def advance() -> int:
-        """Finish the oldest collective, start the next one of its transfer, and return how many were started."""
+    def advance(transfer: Transfer) -> int:
+        """Run a transfer to its next collective, and return how many were started: one, or none at its end."""
+        try:
+            active.append((transfer, next(transfer)))
+        except StopIteration as end:
+            if writes is None:
+                end.value()
+            else:
+                writes.append(end.value)
+            return 0
+        return 1
+
+    def finish_oldest() -> int:
         transfer, work = active.popleft()
         work.wait()
-        following = next(transfer, None)
-        if following is None:
-            return 0
-        active.append((transfer, following))
-        return 1
+        return advance(transfer)
 
     try:
         for transfer, nbytes in transfers:
-            while len(active) == in_flight:
-                collectives += advance()
-            active.append((transfer, next(transfer)))
-            size, collectives = size + nbytes, collectives + 1
+            while len(active) == IN_FLIGHT:
+                collectives += finish_oldest()
+            collectives += advance(transfer)
+            size += nbytes
         while active:
-            collectives += advance()
+            collectives += finish_oldest()
     except BaseException:
         for transfer, work in active:
             with contextlib.suppress(Exception):
@@ -297,12 +450,15 @@ def take_first(ensemble: Ensemble, integers: Sequence[Tensor], included: NDArray
     parts = [tensor.view(torch.uint8) for tensor in own]
     packed = torch.cat([part.to(integers[0].device) for part in parts])
 
-    def transfer() -> Transfer:
-        yield ensemble.broadcast(packed, first)
+    def write() -> None:
         received = packed.split([part.numel() for part in parts])
         for tensor, part in zip(integers, received, strict=True):
             values = part.to(tensor.device).clone().view(tensor.dtype)  # a clone starts at an aligned address
             tensor.copy_((values.expand(rows, -1) if rows > 1 else values).reshape(tensor.shape))
+
+    def transfer() -> Transfer:
+        yield ensemble.broadcast(packed, first)
+        return write
 
     return transfer(), packed.nbytes
 
@@ -315,10 +471,13 @@ def take_largest(
     The counts travel on ``device``.
     """
     here = bool(included[held(ensemble)].any())
-    sent = (counts if here else torch.full_like(counts, -torch.inf)).to(device)
+    sent = (counts if here else torch.full_like(counts, -torch.inf)).to(device, copy=True)
+
+    def write() -> None:
+        counts.copy_(sent)
 
     def transfer() -> Transfer:
         yield ensemble.all_reduce(sent, "max")
-        counts.copy_(sent)
+        return write
 
     return transfer(), sent.nbytes

@@ -1,12 +1,12 @@
-"""The processes of a ``torch.distributed`` group as replicas, or as the shards of replicas."""
+"""The processes of a ``torch.distributed`` group as replicas, or as the shards of replicas; the default ensemble."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import datetime
+import os
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hdet_kernels.checks import spell
-from hdet_kernels.ensemble.protocol import Collective
-from hdet_kernels.ensemble.row_gather import gather_by_doubling, gather_by_sum
-from hdet_kernels.ensemble.started import Awaited, Done, Messages
+from hdet_kernels.ensemble.protocol import Collective, Done, Ensemble
+from hdet_kernels.ensemble.rows import SingleReplica
+from hdet_kernels.torch_internals import group_timeout, groups_known
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# Tags of messages between single processes: that of a gather, and those that trades take in turn. A training script
-# that sends messages on the same group usually has small ones.
-_GATHER_TAG = 2**28
-_FIRST_TRADE_TAG, _TRADE_TAGS = _GATHER_TAG + 1, 2**20
 
 
 class ProcessEnsemble:
@@ -73,13 +68,12 @@ class ProcessEnsemble:
         # By device: gloo serves all, NCCL only CUDA, and a default group on a GPU machine may have one for each.
         config = dist.get_backend_config(process_group)
         self.backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
-        self._timeout = _timeout(process_group)
+        self._timeout = group_timeout(process_group)
         # The threads of gloo let go of a collective's tensors some time after it is done. A thread that leaves a tensor
         # to Python alone needs the interpreter, and if that is ending, the process aborts. So the tensors of the latest
         # collective are held without Python too, and never let go once the process ends.
         self._kept: tuple[Tensor, ...] = ()
         _ENSEMBLES.add(self)
-        self._trades = 0
 
     def serves(self, device: torch.device) -> bool:
         return device.type in self.backends
@@ -109,28 +103,6 @@ class ProcessEnsemble:
         whole, part = gathered.view(-1), own.view(-1)
         return self._started(_all_gather(whole, part, group=self.group, async_op=True), part, whole)
 
-    def trades(self, device: torch.device) -> bool:
-        """Return whether tensors on ``device`` can be passed between single processes: those of a CPU over gloo."""
-        return device.type == "cpu" and self.backends.get("cpu") == "gloo"
-
-    def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
-        """Start to send a tensor to every process and to receive one from each; see :class:`.Trading`."""
-        self._trades += 1
-        # A late message of a failed trade is not taken for one of the next.
-        tag = _FIRST_TRADE_TAG + self._trades % _TRADE_TAGS
-        works: list[dist.Work | None] = []
-        for distance in range(1, self.processes):
-            source, target = (self.process - distance) % self.processes, (self.process + distance) % self.processes
-            if (place := received[source]) is not None and place.numel():
-                works.append(dist.irecv(place, group=self.group, group_src=source, tag=tag))
-            if (tensor := sent[target]) is not None and tensor.numel():
-                works.append(dist.isend(tensor, group=self.group, group_dst=target, tag=tag))
-        return Messages(works, _timeout(self.group))  # that of now: a message does not ask for it as a collective does
-
-    def confirm(self) -> None:
-        if self.shard_group is not None:
-            self._gathered(torch.zeros(1, device=self._gather_device()), self.shard_group, self.parts).cpu()
-
     def twin(self) -> ProcessEnsemble:
         group = self._again(self.group, self.overlap_group)
         return ProcessEnsemble(group, shard_group=self.shard_group and self._again(self.shard_group))
@@ -154,7 +126,7 @@ class ProcessEnsemble:
     @property
     def seconds(self) -> float | None:
         """The timeout that the group has now, in seconds, if it is known."""
-        timeout = _timeout(self.group)
+        timeout = group_timeout(self.group)
         return None if timeout is None else timeout.total_seconds()
 
     def _started(self, work: dist.Work | None, *tensors: Tensor) -> Collective:
@@ -177,16 +149,14 @@ class ProcessEnsemble:
                 )
             return given
         remedy = "call dist.new_group() on all ranks and pass the group as ProcessEnsemble(overlap_group=…)"
-        options: dict[str, Any] = {"timeout": _timeout(group), "backend": dist.get_backend_config(group)}
+        options: dict[str, Any] = {"timeout": group_timeout(group), "backend": dist.get_backend_config(group)}
         if ranks == list(range(dist.get_world_size())):
             made: dist.ProcessGroup = dist.new_group(ranks, **options)
             return made
         if ranks != sorted(ranks):
             raise RuntimeError(f"torch cannot make a second group of ranks that are not in order, {ranks}; {remedy}")
         # Only the members make the group, and torch names it by the number of groups that a process knows.
-        known = self._gathered(
-            torch.tensor([float(len(_known_groups()))], device=self._gather_device()), group, len(ranks)
-        )
+        known = self._gathered(torch.tensor([float(groups_known())], device=self._gather_device()), group, len(ranks))
         if (known != known[0]).any():
             raise RuntimeError(
                 f"an overlapped average needs a second process group, which torch cannot make for ranks {ranks}: they "
@@ -196,20 +166,10 @@ class ProcessEnsemble:
         return made
 
     def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
-        place = dist.get_rank(group)
-        if row.device.type != "cpu":
-            return gather_by_sum(row, place, count, lambda table: dist.all_reduce(table, group=group))
-
-        timeout = _timeout(group)
-
-        def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:
-            started = [
-                dist.irecv(received, group=group, group_src=source, tag=_GATHER_TAG),
-                dist.isend(sent, group=group, group_dst=to, tag=_GATHER_TAG),
-            ]
-            Messages(started, timeout).wait()
-
-        return gather_by_doubling(row, place, count, exchange)
+        """Return the rows of all processes of a group, [count, columns]."""
+        gathered = row.new_empty(count * row.numel())
+        self._started(_all_gather(gathered, row, group=group, async_op=True), row, gathered).wait()
+        return gathered.view(count, -1)
 
     def _gather_device(self) -> torch.device:
         return torch.device("cpu") if "cpu" in self.backends else torch.device("cuda", torch.cuda.current_device())
@@ -217,6 +177,45 @@ class ProcessEnsemble:
     def __repr__(self) -> str:
         shards = f", shard of {self.parts}" if self.parts > 1 else ""
         return f"ProcessEnsemble(replica {self.replica} of {self.size}{shards}, {self.backends})"
+
+
+class Awaited:
+    """A collective whose :meth:`wait` blocks the host until it has finished."""
+
+    def __init__(self, work: dist.Work, timeout: datetime.timedelta | None) -> None:
+        self._work, self._timeout = work, timeout
+
+    def wait(self) -> Any:
+        return self._work.wait() if self._timeout is None else self._work.wait(self._timeout)
+
+
+def default_ensemble() -> Ensemble:
+    """Return the default process group if it is initialised and has several processes, else a single replica."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return ProcessEnsemble()
+    return SingleReplica()
+
+
+def announced_size() -> int:
+    """Return the number of processes that the launcher of this one announced (``WORLD_SIZE``); 1 if none."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1
+
+
+def settled_ensemble(user: str) -> Ensemble:
+    """Return the default ensemble for ``user``, which needs to know at once who the replicas are.
+
+    Raises:
+        RuntimeError: if a launcher announced several processes and their group is not initialised yet.
+    """
+    size = announced_size()
+    if size > 1 and dist.is_available() and not dist.is_initialized():
+        raise RuntimeError(
+            f"{user}: WORLD_SIZE is {size} in the environment, but no process group is initialised, so that each "
+            "process would count as the only one; call torch.distributed.init_process_group() before, or pass "
+            "ensemble=hdet_kernels.ensemble.SingleReplica() if every process is to train for itself"
+        )
+    return default_ensemble()
 
 
 def _held(tensor: Tensor) -> Tensor:
@@ -262,15 +261,3 @@ def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup |
         f"the mesh must have one dimension, or two (replicate, shard), got {mesh.ndim}: pass a submesh, as in "
         "mesh['replicate', 'shard']"
     )
-
-
-def _known_groups() -> Any:
-    return dist.distributed_c10d._world.pg_names
-
-
-def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta | None:
-    known = dist.group.WORLD if group is None else group
-    devices = known._device_types if known is not None else []
-    options = [getattr(known._get_backend(device), "options", None) for device in devices]  # type: ignore[union-attr]
-    found = [option._timeout for option in options if option is not None]
-    return min(found) if found else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,13 @@ class Collective(Protocol):
 
         On a CPU the result is there when this returns. On a GPU the current stream waits for it.
         """
+
+
+class Done:
+    """A collective that has finished."""
+
+    def wait(self) -> None:
+        return None
 
 
 class Ensemble(Protocol):
@@ -72,31 +79,8 @@ class Ensemble(Protocol):
     def collect(self, gathered: Tensor, own: Tensor) -> Collective:
         """Start an all-gather of every process's ``own`` into the rows of ``gathered``."""
 
-    def confirm(self) -> None:
-        """Wait until all processes that hold parts of these replicas have called this.
-
-        It makes an average all or nothing: either all parts of a replica are averaged or none is.
-        """
-
     def twin(self) -> Ensemble:
         """Return the same replicas with process groups of their own, for collectives that run in the background."""
-
-
-@runtime_checkable
-class Trading(Protocol):
-    """An ensemble whose processes can also pass tensors to single other processes. Optional."""
-
-    process: int
-    processes: int
-
-    def trades(self, device: torch.device) -> bool:
-        """Return whether :meth:`trade` takes tensors on ``device``. The same on all processes."""
-
-    def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
-        """Start to send ``sent[p]`` to each other process p, and to receive ``received[p]`` from it. Collective.
-
-        The entries of this process are ignored. None, on both sides, and empty tensors are not sent.
-        """
 
 
 def held(ensemble: Ensemble) -> slice:

@@ -1,15 +1,49 @@
-"""Several replicas per process, as the rows of its tensors."""
+"""The replicas of one process: a single one, or several as the rows of its tensors."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hdet_kernels.checks import check_whole
-from hdet_kernels.ensemble.protocol import Collective, Ensemble, Trading, check_ensemble
-from hdet_kernels.ensemble.single import SingleReplica
+from hdet_kernels.ensemble.protocol import Collective, Done, Ensemble, check_ensemble
+
+
+class SingleReplica:
+    """One process with one replica: there is nothing to gather or to average."""
+
+    size = rows = parts = processes = 1
+    replica = part = process = rank = 0
+    talks = False
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows.detach().cpu().reshape(1, 1, -1)
+
+    def serves(self, device: torch.device) -> bool:
+        return True
+
+    def averages(self, device: torch.device) -> bool:
+        return True
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
+        return Done()
+
+    def broadcast(self, tensor: Tensor, replica: int) -> Collective:
+        return Done()
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
+        received.copy_(sent)
+        return Done()
+
+    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
+        gathered[0].copy_(own)
+        return Done()
+
+    def twin(self) -> SingleReplica:
+        return self
+
+    def __repr__(self) -> str:
+        return "SingleReplica()"
 
 
 class RowEnsemble:
@@ -53,17 +87,6 @@ class RowEnsemble:
 
     def collect(self, gathered: Tensor, own: Tensor) -> Collective:
         return self.among.collect(gathered, own)
-
-    def trades(self, device: torch.device) -> bool:
-        return isinstance(self.among, Trading) and self.among.trades(device)
-
-    def trade(self, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> Collective:
-        if not isinstance(self.among, Trading):
-            raise TypeError(f"{self.among} does not pass tensors between single processes")
-        return self.among.trade(sent, received)
-
-    def confirm(self) -> None:
-        return None
 
     def twin(self) -> RowEnsemble:
         return RowEnsemble(self.rows, self.among.twin())

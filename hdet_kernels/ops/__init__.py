@@ -10,7 +10,6 @@ The flow through this folder, for one optimizer step::
     rowwise       rowwise_adagrad_: row-wise Adagrad on an embedding table, for the rows that a gradient touches
     newton_schulz  orthogonalise_: Muon's orthogonalisation of many matrices
     pack          Pack: pieces of tensors to and from one staging buffer
-    pair_mean     PairMean: the mean of two replicas, written in one pass
     halves        read_halves, write_halves: split masters from their halves to float32 and back
     wire          Wire: the parts of a compressed average
         │

@@ -60,9 +60,3 @@ def wire_operators() -> tuple[Any, Any, Any]:
 def rowwise_adagrad(given: RowWiseArguments) -> None:
     """Update the rows of an embedding table that have a gradient."""
     torch.ops.hdet_kernels.rowwise_adagrad_(*given)
-
-
-def pair_mean_(table: PieceTable, matched: MatchedTensors, measured: int, received: Tensor, result: Tensor) -> None:
-    """Set the tensors to their means with ``received``; see :class:`~hdet_kernels.ops.pair_mean.PairMean`."""
-    places = table.point_at(matched)
-    torch.ops.hdet_kernels.pair_mean_(table.chunks, places, table.strides, measured, received, result)

@@ -71,7 +71,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "merge": fake_in_place,
     "decode": fake_in_place,
     "rowwise_adagrad_": fake_in_place,
-    "pair_mean_": fake_in_place,
     "join_halves": fake_in_place,
     "split_into_halves": fake_in_place,
 }

@@ -279,7 +279,7 @@ def _check_pending(cycle: Cycle, saved: CycleState, pending: PendingState) -> No
     outcome, correction = pending.outcome, pending.correction
     expect((outcome.kept or 0) <= step, f"{path}.outcome.kept", f"at most {step}", outcome.kept)
     path = f"{path}.correction"
-    payload = cycle.converger.tensors.payload(include_state=True, reads=True, bucket_bytes=cycle.converger.bucket_bytes)
+    payload = cycle.converger.tensors.payload(include_state=True, reads=True)
     _check_tensors(f"{path}.params", correction.params, [tuple(t.shape) for t in payload.outlines])
     buffers = [tuple(t.shape) for t in payload.buffers]
     _check_tensors(f"{path}.buffers", correction.buffers, buffers, finite=False)
@@ -319,8 +319,7 @@ def _check_converger(cycle: Cycle, saved: CycleState) -> None:
 
 def _check_compression(cycle: Cycle, saved: CompressionState, path: str, *, own_part: bool) -> None:
     """Raise ValueError unless the memory of the compression has the elements of one replica here."""
-    at_once = cycle.converger.bucket_bytes
-    payload = cycle.converger.tensors.payload(include_state=False, reads=True, bucket_bytes=at_once)
+    payload = cycle.converger.tensors.payload(include_state=False, reads=True)
     here = sum(t.numel() for t in payload.outlines if t.dtype != torch.float64) // cycle.ensemble.rows
     for name in ("consensus", "error", "shard_error"):
         tensors = getattr(saved, name)

@@ -33,7 +33,7 @@ from hdet_kernels.converge import (
     OverlappedAverage,
     Report,
 )
-from hdet_kernels.converge.averaging import handshake_cost
+from hdet_kernels.converge.handshake import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.schedule.arguments import GradientMode, Probe

@@ -20,8 +20,6 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (dist, "broadcast"),
     (dist, "all_to_all_single"),
     (processes, "_all_gather"),
-    (processes.ProcessEnsemble, "trade"),
-    (processes.ProcessEnsemble, "_gathered"),
 )
 
 

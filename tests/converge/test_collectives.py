@@ -34,7 +34,7 @@ class Wire:
         self.addresses: list[int] = []
         self.buffers: list[int] = []
         self._memory: set[int] = set()
-        for name in ("all_reduce", "broadcast", "all_to_all_single", "isend", "irecv"):
+        for name in ("all_reduce", "broadcast", "all_to_all_single"):
             setattr(dist, name, self._watched(name, getattr(dist, name)))
         of_processes = hk.ensemble.processes
         of_processes._all_gather = self._watched("all_gather", of_processes._all_gather)
@@ -104,34 +104,20 @@ def of_kind(result: dict[str, Any], wanted: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**20, 640, 100])
-def test_homed_parameters_are_sent_from_their_own_memory_and_nothing_arrives_there(bucket_bytes: int) -> None:
-    """A gather, then each bucket, in one message; at the end a confirmation."""
+def test_every_bucket_is_one_all_reduce_beside_the_parameters_between_two_gathers(bucket_bytes: int) -> None:
     for result in COUNTED[bucket_bytes, True]:
-        carried = bucket_bytes // 4 * 4
-        count = math.ceil(result["nbytes"] / carried)
-        assert {name for name, _ in result["calls"]} == {"isend", "irecv"}
-        row = (8 * len(COLUMNS), False)
-        (*first, row_sent), (*second, row_received) = (of_kind(result, kind)[::-1] for kind in ("isend", "irecv"))
-        assert row_sent == row_received == row, "the handshake comes first"
-        sent, received = first[::-1], second[::-1]
-        assert len(sent) == len(received) == count + 1
-        assert sum(nbytes for nbytes, inside in (*sent, *received) if not inside) + sum(
-            nbytes for nbytes, inside in sent if inside
-        ) == 2 * (result["nbytes"] + 8)
-        assert sum(inside for _, inside in sent) == count, "what others add up is read where it is"
-        assert not any(inside for _, inside in received)
-        assert sent[-1] == received[-1] == (8, False)
+        count = math.ceil(result["nbytes"] / (bucket_bytes // 4 * 4))
+        assert [name for name, _ in result["calls"]] == ["all_gather", *["all_reduce"] * count, "all_gather"]
+        assert sum(nbytes for nbytes, _ in of_kind(result, "all_reduce")) == result["nbytes"]
+        assert not any(result["inside"]), "what is received is not written before all have confirmed"
         assert result["recorded"] == (result["nbytes"] + 8 * len(COLUMNS), 1 + count)
 
 
-def test_state_travels_packed_behind_the_parameters() -> None:
+def test_state_travels_behind_the_parameters() -> None:
     for result in COUNTED[640, False]:
-        carried = math.ceil(result["nbytes"] / 640)
-        moments = math.ceil(2 * result["nbytes"] / 640)
-        _handshake, *sent = of_kind(result, "isend")
-        assert len(sent) == carried + moments + 1
-        assert sum(nbytes for nbytes, _ in sent) == 3 * result["nbytes"] + 8
-        assert sum(inside for _, inside in sent) == carried
+        reduced = of_kind(result, "all_reduce")
+        assert len(reduced) == math.ceil(result["nbytes"] / 640) + math.ceil(2 * result["nbytes"] / 640)
+        assert sum(nbytes for nbytes, _ in reduced) == 3 * result["nbytes"]
 
 
 def _integers(rank: int, model: str) -> dict[str, Any]:
@@ -145,22 +131,21 @@ def _integers(rank: int, model: str) -> dict[str, Any]:
         tracked.add_(7 * rank)
     wire.clear()
     trainer.train(1)
-    return {"calls": wire.names(), "tracked": int(tracked), "bytes": wire.calls[-1][1]}
+    return {"calls": wire.names(), "tracked": int(tracked), "bytes": wire.calls[-2][1]}
 
 
 def test_integers_are_sent_only_where_they_differ() -> None:
     found = Cases(2, _integers, [("agrees",), ("differs",)])
     for result in found[("agrees",)]:
-        assert result["calls"] == [*GATHER_OF_TWO, *BUCKET_OF_TWO], "parameters, state and statistics in one bucket"
+        assert result["calls"] == ONE_BUCKET, "parameters, state and statistics"
         assert result["tracked"] == 4
     for result in found[("differs",)]:
-        assert result["calls"] == [*GATHER_OF_TWO, *BUCKET_OF_TWO, "broadcast"]
+        assert result["calls"] == ["all_gather", "all_reduce", "broadcast", "all_gather"]
         assert (result["tracked"], result["bytes"]) == (4, 8), "rank 0's"
 
 
-#: The messages of a rank in a sync of two that has one bucket: the rows of the handshake, the values, the confirmation.
-GATHER_OF_TWO = ["irecv", "isend"]
-BUCKET_OF_TWO = ["irecv", "isend"] * 2
+#: The collectives of a sync that has one bucket: the rows of the handshake, the values, the confirmation.
+ONE_BUCKET = ["all_gather", "all_reduce", "all_gather"]
 
 
 def _compressed(rank: int) -> list[Any]:
@@ -178,10 +163,8 @@ def _compressed(rank: int) -> list[Any]:
 def test_a_compressed_bucket_takes_an_exchange_and_a_gather() -> None:
     buckets = 3  # of 4 · 1024 + 5 elements, 2 · 1024 in each
     for first, second in run_ranks(2, _compressed):
-        messages = 1 + buckets + 1
-        assert first == (["irecv"] * messages + ["isend"] * messages, 1 + buckets)
-        collectives = ["all_gather"] * buckets + ["all_to_all_single"] * buckets
-        assert second == ([*collectives, *GATHER_OF_TWO], 1 + 2 * buckets)
+        assert first == (["all_gather"] * 2 + ["all_reduce"] * buckets, 1 + buckets)
+        assert second == (["all_gather"] * (2 + buckets) + ["all_to_all_single"] * buckets, 1 + 2 * buckets)
 
 
 # Memory
@@ -211,19 +194,14 @@ def _allocated(rank: int, homed: bool, backup: bool) -> tuple[int, bool]:
 ALLOCATED = Cases(2, _allocated, [(True, False), (True, True), (False, False)])
 
 
-def test_homed_parameters_need_memory_for_the_means_alone() -> None:
-    for largest, right in ALLOCATED[True, False]:
-        assert right
-        assert largest == BUCKET, "given back after every average"
-    for largest, right in ALLOCATED[True, True]:
-        assert right
-        assert 0 < largest < BUCKET // 4, "the memory of the first average is kept"
-
-
-def test_without_a_backup_loose_parameters_need_staging_buffers_alone() -> None:
+def test_the_memory_of_an_average() -> None:
     for largest, right in ALLOCATED[False, False]:
         assert right
-        assert largest == BUCKET
+        assert largest == BUCKET, "staging buffers alone"
+    for backup in (True, False):  # the memory of the first average is kept; in place
+        for largest, right in ALLOCATED[True, backup]:
+            assert right
+            assert 0 < largest < BUCKET // 4
 
 
 def _staged(rank: int) -> dict[str, Any]:
@@ -231,7 +209,6 @@ def _staged(rank: int) -> dict[str, Any]:
     wire = Wire()
     params = [nn.Parameter(torch.full((100,), float(rank + i))) for i in range(24)]
     converger = Converger(params, ProcessEnsemble(), bucket_bytes=800, backup=False)
-    converger._averaging._trade = None  # as with tensors that gloo does not pass to single processes
     converger.converge(Report(step=0))
     for pack in converger._transport._packs.values():
         _note_packing(pack, wire)
@@ -252,13 +229,13 @@ def _note_packing(pack: Any, wire: Wire) -> None:
 
 def test_two_staging_buffers_take_turns() -> None:
     for result in run_ranks(2, _staged):
-        assert result["calls"] == GATHER_OF_TWO + ["all_reduce"] * 12
+        assert result["calls"] == ["all_gather", *["all_reduce"] * 12, "all_gather"]
         assert result["buffers"] == [1] + [2] * 11, "different ones until then"
         order = {event: place for place, event in enumerate(result["events"])}
-        for number in range(2, 13):
+        for number in range(1, 12):
             assert order["pack", number + 1] < order["wait all_reduce", number], "packed while the one before travels"
             assert order["start all_reduce", number + 1] < order["wait all_reduce", number]
-        for number in range(2, 12):
+        for number in range(1, 11):
             assert order["wait all_reduce", number] < order["pack", number + 2], "a third one has to wait"
 
 
@@ -326,4 +303,4 @@ def _stateless(rank: int, ours: bool) -> list[str]:
 def test_plain_sgd_has_no_state_to_bring_along() -> None:
     found = Cases(2, _stateless, [(False,), (True,)])
     for case in found.cases:
-        assert found[case] == [[*GATHER_OF_TWO, *BUCKET_OF_TWO]] * 2
+        assert found[case] == [ONE_BUCKET] * 2

@@ -583,15 +583,6 @@ def test_replicas_that_do_not_all_remember_the_consensus_average_in_full() -> No
     assert torch.equal(after0, (before0 + before1) / 2)
 
 
-def test_an_unknown_format_is_refused_by_name() -> None:
-    message = "compress must be one of None, 'bf16', 'int8', got 'fp8'"
-    param = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=message):
-        Converger([param], SingleReplica(), compress="fp8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=message):
-        hk.Averaging(compress="fp8")  # type: ignore[arg-type]
-
-
 def _alone(rank: int, talks: bool) -> list[Any]:
     ensemble = ProcessEnsemble() if talks else SingleReplica()
     options = {"compress": "int8", "ensemble": ensemble}

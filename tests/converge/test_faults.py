@@ -155,7 +155,7 @@ def check_refused(result: dict[str, Any]) -> None:
 
 
 def sabotage(number: int, act: Callable[[], None], instead: bool) -> None:
-    """Act in this process after its ``number``-th all_reduce or trade from now on is finished, or instead of it."""
+    """Act in this process after its ``number``-th all_reduce from now on is finished, or instead of it."""
     calls = itertools.count(1)
 
     def sabotaged(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +173,6 @@ def sabotage(number: int, act: Callable[[], None], instead: bool) -> None:
         return collective
 
     dist.all_reduce = sabotaged(dist.all_reduce)
-    hk.ProcessEnsemble.trade = sabotaged(hk.ProcessEnsemble.trade)  # type: ignore[method-assign]
 
 
 def end_process() -> None:

@@ -1,6 +1,8 @@
-"""The converger of an optimizer: of its flat buffers where it has some, and of its state where that has a mean."""
+"""The converger of an optimizer: its flat buffers where it has some, state that has a mean, and step counts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.converge import AverageRequest, Report, converger_of
+from hdet_kernels.converge.of_optimizer import StepCounts, averaged_state, why_not_averaged
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+from hdet_kernels.optim import FusedAdamW
 
 
 def test_a_fused_optimizer_is_averaged_in_its_buffers() -> None:
@@ -52,3 +56,84 @@ def test_state_without_a_mean_raises_where_it_is_needed() -> None:
 def test_an_unknown_option_raises() -> None:
     with pytest.raises(TypeError, match="compression"):
         converger_of(torch.optim.SGD([nn.Parameter(torch.ones(2))]), SingleReplica(), compression="bf16")
+
+
+def stepped(make: Any, *, skip: int | None = None, **options: Any) -> torch.optim.Optimizer:
+    """An optimizer of three parameters, one of them tied, after a step; parameter ``skip`` had no gradient."""
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer: torch.optim.Optimizer = make([{"params": [first]}, {"params": [second]}], lr=0.1, **options)
+    for index, param in enumerate((first, second)):
+        param.grad = None if index == skip else torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def test_state_of_torchs_optimizers_is_named_by_parameter() -> None:
+    optimizer = stepped(torch.optim.AdamW)
+    found = averaged_state(optimizer)
+    assert list(found) == ["0/exp_avg", "0/exp_avg_sq", "1/exp_avg", "1/exp_avg_sq"], "no step counts"
+    assert found["1/exp_avg"] is optimizer.state[optimizer.param_groups[1]["params"][0]]["exp_avg"]
+    assert list(averaged_state(stepped(torch.optim.AdamW, skip=0))) == ["1/exp_avg", "1/exp_avg_sq"]
+    assert averaged_state(stepped(torch.optim.SGD)) == {}
+    assert list(averaged_state(stepped(torch.optim.SGD, momentum=0.9))) == ["0/momentum_buffer", "1/momentum_buffer"]
+
+
+def test_fused_optimizers_give_flat_state() -> None:
+    optimizer = stepped(FusedAdamW)
+    found = averaged_state(optimizer)
+    assert found
+    assert all(isinstance(tensor, Tensor) and tensor.dim() == 1 for tensor in found.values())
+    assert why_not_averaged(optimizer) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({"codes": torch.ones(2, dtype=torch.int8)}, "'codes' of parameter 1 (SGD) is Tensor of torch.int8,"),
+        ({"history": [torch.ones(2)]}, "'history' of parameter 1 (SGD) is list of tensors,"),
+        ({"step": torch.tensor(1), "moment": torch.ones(2), "note": [1, 2], "empty": []}, None),
+    ],
+    ids=["codes", "list", "fine"],
+)
+def test_state_without_a_mean_is_named(state: dict[str, Any], found: str | None) -> None:
+    optimizer = stepped(torch.optim.SGD)
+    optimizer.state[optimizer.param_groups[1]["params"][0]] = state
+    message = why_not_averaged(optimizer)
+    if found is None:
+        assert message is None
+    else:
+        assert message is not None
+        assert message.startswith(f"the state {found} which has no mean: pass gradients='shared' if")
+        assert message.endswith("or averaging=hk.Averaging(state=False)")
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW], ids=["torch", "fused"])
+def test_step_counts_are_read_as_a_copy_and_written(make: Any) -> None:
+    optimizer = stepped(make)
+    counts = StepCounts(optimizer)
+    read = counts.read()
+    assert (read.dtype, read.device.type) == (torch.float32, "cpu")
+    assert set(read.tolist()) == {1.0}
+    read.fill_(7.0)
+    assert set(counts.read().tolist()) == {1.0}
+    counts.write(read)
+    assert set(counts.read().tolist()) == {7.0}
+    param = optimizer.param_groups[0]["params"][0]
+    assert float(optimizer.state[param]["step"]) == 7.0
+
+
+def test_counts_that_are_numbers_stay_numbers() -> None:
+    optimizer = stepped(torch.optim.SGD)
+    params = [group["params"][0] for group in optimizer.param_groups]
+    optimizer.state[params[1]] = {"step": 3}
+    counts = StepCounts(optimizer)
+    assert counts.read().tolist() == [3.0]
+    counts.write(torch.tensor([5.0]))
+    assert optimizer.state[params[1]] == {"step": 5}
+    assert type(optimizer.state[params[1]]["step"]) is int
+
+
+def test_an_optimizer_without_counts() -> None:
+    counts = StepCounts(stepped(torch.optim.SGD))
+    assert counts.read().numel() == 0
+    counts.write(torch.zeros(0))

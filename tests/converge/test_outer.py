@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import hdet_kernels as hk
 from hdet_kernels import Converger
 from hdet_kernels.converge import Report
-from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+from hdet_kernels.ensemble import RowEnsemble
 from tests.converge.rounding import EPS
 from tests.ranks import Cases, run_ranks
 from tests.training import batch, loss_of, network, same, with_averaging
@@ -413,20 +413,18 @@ def _breaks(rank: int, kind: str) -> tuple[list[bool], bool, bool]:
     before = torch.load(io.BytesIO(broken.save()), weights_only=True)
     ensemble = broken.scheduler.cycle.ensemble
     among = getattr(ensemble, "among", ensemble)
-    # Processes trade; the rows of a single one are averaged without.
-    name = "trade" if among.talks else "all_reduce"
-    calls, original = itertools.count(), getattr(among, name)
+    calls, original = itertools.count(), among.all_reduce
 
     def failing(*args: Any) -> Any:
         if next(calls) == 2:
             raise RuntimeError("the peer is gone")
         return original(*args)
 
-    setattr(among, name, failing)
+    among.all_reduce = failing
     with pytest.raises(RuntimeError, match="the peer is gone"):
         broken.scheduler.step(loss)
     after = torch.load(io.BytesIO(broken.save()), weights_only=True)
-    setattr(among, name, original)
+    among.all_reduce = original
     broken.scheduler.step(loss)
     unharmed = [same(a, b) for a, b in zip(before, after, strict=True)]
     outers = [r.scheduler.cycle.converger.outer_state_dict() for r in (broken, whole)]
@@ -560,32 +558,6 @@ def test_a_checkpoint_with_and_one_without_do_not_fit_each_other() -> None:
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": 0.0}, "lr must be a positive number, got 0.0"),
-        ({"lr": math.inf}, "lr must be a positive number, got inf"),
-        ({"momentum": 1.0}, r"momentum must lie between 0 and 1 \(excluded\), got 1.0"),
-        ({"momentum": -0.1}, r"momentum must lie between 0 and 1 \(excluded\), got -0.1"),
-        ({"nesterov": 1}, "nesterov must be True or False, got 1"),
-    ],
-    ids=str,
-)
-def test_bad_constants(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hk.Outer(**options)
-
-
-def test_what_does_not_go_together() -> None:
-    with pytest.raises(ValueError, match=r"outer=Outer\(lr=0.7.*needs all replicas at one place.*pass overlap_steps=0"):
-        Replicas(0, "loose", outer=hk.Outer(), overlap_steps=1)
-    with pytest.raises(TypeError, match=r"outer must be None or an hdet_kernels.Outer, .*got 0.7"):
-        Replicas(0, "loose", outer=0.7)
-    converger = Converger([torch.zeros(3)], SingleReplica(), outer=hk.Outer())
-    with pytest.raises(ValueError, match="pass overlap_steps=0"):
-        converger.start(Report(step=1))
 
 
 def _disagreeing(rank: int) -> str:

@@ -423,7 +423,7 @@ def test_training_does_not_wait_for_a_late_rank() -> None:
 def _slow_collective(rank: int) -> dict[int, list[bool]]:
     """Collectives of the second sync do not start before steps 8, 9 and 10 are made. By overlap_steps, for each of
     them, whether it ran in the main thread."""
-    original, traded = dist.all_reduce, hk.ProcessEnsemble.trade
+    original = dist.all_reduce
     in_main: dict[int, list[bool]] = {}
     for overlap_steps in (SYNC - 1, 0):
         replica = Replica(rank, "sgd homed", overlap_steps)
@@ -436,17 +436,12 @@ def _slow_collective(rank: int) -> dict[int, list[bool]]:
                 raise RuntimeError("training waits for the collective")
             return original(*args, **keywords)
 
-        def trade(*args: Any, k: int = overlap_steps) -> Any:
-            in_main.setdefault(k, []).append(threading.current_thread() is threading.main_thread())
-            return traded(*args)
-
-        dist.all_reduce, hk.ProcessEnsemble.trade = all_reduce, trade  # type: ignore[method-assign]
+        dist.all_reduce = all_reduce
         replica.train(3)
         went_on.set()
         dist.barrier()
-        dist.all_reduce = original if overlap_steps == 0 else all_reduce
         replica.train(1)
-        dist.all_reduce, hk.ProcessEnsemble.trade = original, traded  # type: ignore[method-assign]
+        dist.all_reduce = original
     return in_main
 
 
@@ -943,9 +938,9 @@ def test_differences_take_the_memory_of_the_averages() -> None:
     param, half = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     payload = ModelTensors([param, half], SingleReplica(), dict, None, tuple).payload(include_state=False)
     before, after = payload.copy(), payload.copy()
-    for tensor in after.all_params:
+    for tensor in after.outlines:
         tensor.add_(0.5)
-    averages = [tensor.data_ptr() for tensor in after.all_params]
+    averages = [tensor.data_ptr() for tensor in after.outlines]
     correction = Correction.between(before, after, sound=(True,), heal=False)
     assert [change.tolist() for change in correction.params] == [[0.5, 0.5], [0.5, 0.5]]
     assert [change.data_ptr() in averages for change in correction.params] == [True, False], "of bf16 it is float32"

@@ -1,7 +1,8 @@
-"""The payload: which tensors of a model are averaged, and how they are flattened, copied, restored and settled."""
+"""The payload: which tensors of a model are averaged, and how they are named, flattened, copied and written back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hdet_kernels.buckets import Buckets
-from hdet_kernels.converge.payload import ModelTensors, Payload
+from hdet_kernels.converge import payload as module
+from hdet_kernels.converge.payload import ModelTensors, Payload, all_names, plain_name, take_inventory
 from hdet_kernels.converge.plan import AverageRequest, Plan, decide
-from hdet_kernels.converge.split_region import SplitRegion
+from hdet_kernels.converge.split_masters import SplitRegion
 from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.converge.transport import Transport
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
@@ -69,8 +71,9 @@ def test_every_kind_of_tensor_has_its_place() -> None:
     assert payload.state["exp_avg"].data_ptr() == moment.data_ptr()
     assert payload.counts is not None
     assert payload.counts.tolist() == [3.0]
-    assert [tensor.numel() for tensor in payload.tensors] == [6, 4, 1, 2, 0], "masks are part of the layout"
-    assert not payload.homed
+    sizes = [tensor.numel() for tensor in payload.inventory.tensors]
+    assert sizes == [6, 4, 1, 2, 0], "masks are part of the layout"
+    assert not payload.inventory.in_buckets
     bare = tensors.payload(include_state=False)
     assert (bare.state, bare.counts) == ({}, None)
 
@@ -90,7 +93,7 @@ def test_the_layout_has_names_and_ties() -> None:
         if tie:
             second.data = first.data
         tensors = tensors_of([first, second], names=lambda: zip(names, [first, second], strict=False))
-        return tensors.payload(include_state=False).summary(Checksum(1, None), consensus=0.0, outer=0.0).layout
+        return tensors.payload(include_state=False).inventory.layout
 
     assert layout("ab") == layout("ab") == layout(["module.a", "_orig_mod.b"])
     assert len({layout("ab"), layout("ba"), layout(""), layout("ab", tie=True), layout("", tie=True)}) == 5
@@ -109,74 +112,47 @@ def test_parameters_in_buckets_are_regions_of_their_own_and_averaged_in_their_ma
     buckets.keep_masters(lambda dtype: dtype == torch.bfloat16)
     tensors = tensors_of(buckets)
     payload = tensors.payload(include_state=False)
-    assert payload.homed
+    assert payload.inventory.in_buckets
     assert addresses(payload.params) == [[full.data_ptr()] for full in buckets.full]
-    assert {tensor.dtype for tensor in payload.all_params} == {torch.float32}
-    for tensor in payload.all_params:
+    assert {tensor.dtype for tensor in payload.outlines} == {torch.float32}
+    for tensor in payload.outlines:
         tensor.fill_(1 + 2.0**-12)
-    tensors.settle(payload, counts=False)
+    tensors.write_back(payload, counts=False)
     assert params[1].tolist() == [1.0, 1.0], "the parameter is its master's rounding"
     assert params[0].tolist() == [1 + 2.0**-12] * 3
 
 
-def test_joined_masters_are_a_copy_which_is_written_when_the_average_is_settled() -> None:
-    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    buckets = Buckets([param])
-    buckets.keep_masters(lambda dtype: dtype == torch.bfloat16, split=True)
-    tensors = tensors_of(buckets)
-    payload = tensors.payload(include_state=False)
-    (full,) = payload.all_params
-    full.fill_(2.0)
-    assert param.tolist() == [1.0, 1.0, 1.0]
-    full.fill_(1 + 2.0**-12)
-    tensors.settle(payload, counts=False)
-    assert param.tolist() == [1.0, 1.0, 1.0]
-    assert (buckets.full[0][:3] == 1 + 2.0**-12).all()
-
-
-def test_a_copy_may_take_over_joined_masters_and_nothing_else() -> None:
-    plain, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    buckets = Buckets([plain, half])
-    buckets.keep_masters(lambda dtype: dtype == torch.bfloat16, split=True)
-    payload = tensors_of(buckets).payload(include_state=False)
-    own, taken = payload.copy(), payload.copy(takes_joined=True)
-    shared = [mine is theirs for mine, theirs in zip(taken.all_params, payload.all_params, strict=True)]
-    assert shared == [tensor.data_ptr() not in (plain.data_ptr(), half.data_ptr()) for tensor in payload.all_params]
-    assert sorted(shared) == [False, True]
-    assert not set(map(id, own.all_params)) & set(map(id, payload.all_params))
-    assert [tensor.tolist() for tensor in own.all_params] == [tensor.tolist() for tensor in taken.all_params]
-
-
-def test_regions_are_in_the_order_of_the_buckets_whether_masters_are_joined_or_not() -> None:
+def test_split_masters_are_regions_in_the_order_of_the_buckets() -> None:
     half, plain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), nn.Parameter(torch.ones(200))
     wide, empty = nn.Parameter(torch.ones(5, dtype=torch.float64)), nn.Parameter(torch.ones(0, dtype=torch.float16))
     buckets = Buckets([empty, half, plain, wide])
     buckets.keep_masters(lambda dtype: dtype == torch.bfloat16, split=True)
-    tensors = tensors_of(buckets)
-    joined = tensors.payload(include_state=False)
-    apart = tensors.payload(include_state=False, bucket_bytes=64)
-    assert [isinstance(region, SplitRegion) for region in apart.regions] == [True, False, False]
-    assert [tensor.shape for tensor in apart.outlines] == [tensor.shape for tensor in joined.all_params]
+    payload = tensors_of(buckets).payload(include_state=False)
+    assert [isinstance(region, SplitRegion) for region in payload.params] == [True, False, False]
+    copied = payload.copy()
+    assert [tensor.shape for tensor in copied.outlines] == [tensor.shape for tensor in payload.outlines]
+    assert copied.outlines[0].dtype == torch.float32, "joined"
     sizes = [
-        [bucket.numel for _, bucket in Transport(SingleReplica(), 64, None).cut(payload.compressible)]
-        for payload in (joined, apart)
+        [bucket.numel for _, bucket in Transport(SingleReplica(), 64, None).cut(each.compressible)]
+        for each in (payload, copied)
     ]
     assert sizes[0] == sizes[1]
-    assert sum(sizes[0]) < sum(map(Tensor.numel, apart.outlines)), "without float64"
+    assert sum(sizes[0]) < sum(map(Tensor.numel, payload.outlines)), "without float64"
 
 
 def test_tensors_with_gaps_are_averaged_in_a_copy_that_is_written_back() -> None:
     whole = torch.arange(12.0).view(3, 4)
     spectrum = torch.zeros(4, dtype=torch.complex64)
-    payload = tensors_of([whole[:, :2], spectrum[::2]]).payload(include_state=False)
-    columns, complex_ = payload.all_params
+    tensors = tensors_of([whole[:, :2], spectrum[::2]])
+    payload = tensors.payload(include_state=False)
+    columns, complex_ = payload.outlines
     assert columns.tolist() == [0.0, 1.0, 4.0, 5.0, 8.0, 9.0]
     assert complex_.shape == (4,), "pairs of reals"
     columns.zero_()
     complex_.fill_(1.0)
     assert whole[0, 0] == 0.0
     assert whole[1, 0] == 4.0, "a copy"
-    payload.put_back()
+    tensors.write_back(payload, counts=False)
     assert whole.tolist() == [[0, 0, 2, 3], [0, 0, 6, 7], [0, 0, 10, 11]]
     assert spectrum.tolist() == [1 + 1j, 0, 1 + 1j, 0]
 
@@ -185,10 +161,11 @@ def test_tensors_with_gaps_are_averaged_in_a_copy_that_is_written_back() -> None
 def test_rows_stay_apart(transposed: bool) -> None:
     tensor = torch.arange(12.0).view(2, 2, 3)
     tensor = tensor.transpose(1, 2) if transposed else tensor
-    payload = tensors_of([tensor], rows=2).payload(include_state=False)
-    assert payload.all_params[0].shape == (2, 6)
-    payload.all_params[0][1] = 0.0
-    payload.put_back()
+    tensors = tensors_of([tensor], rows=2)
+    payload = tensors.payload(include_state=False)
+    assert payload.outlines[0].shape == (2, 6)
+    payload.outlines[0][1] = 0.0
+    tensors.write_back(payload, counts=False)
     assert tensor[0].sum() == 15.0
     assert tensor[1].sum() == 0.0
 
@@ -231,40 +208,13 @@ def full_payload() -> tuple[Payload, dict[str, Tensor]]:
 def test_a_copy_has_memory_of_its_own() -> None:
     payload, own = full_payload()
     copied = payload.copy()
-    for tensor in (*copied.all_params, *copied.buffers, *copied.state.values(), *copied.integers, copied.counts):
+    for tensor in (*copied.outlines, *copied.buffers, *copied.state.values(), *copied.integers, copied.counts):
         assert tensor is not None
         tensor.zero_()
     assert all(tensor.all() for tensor in own.values())
     assert payload.counts is not None
     assert payload.counts.tolist() == [1.0]
     assert copied.gapped == []
-    assert addresses([copied.tensors]) == addresses([payload.tensors]), "the layout is that of the model"
-
-
-@pytest.mark.parametrize("same_integers", [True, False])
-def test_a_failure_restores_what_the_plan_changes(same_integers: bool) -> None:
-    payload, own = full_payload()
-
-    class Cable(BaseException):
-        pass
-
-    def fail() -> None:
-        with payload.restore_on_failure(planned(same_integers=same_integers), written_last=False):
-            for tensor in own.values():
-                tensor.zero_()
-            raise Cable
-
-    with pytest.raises(Cable):
-        fail()
-    assert [bool(own[name].all()) for name in ("param", "buffer", "state")] == [True] * 3
-    assert own["integer"].tolist() == [0 if same_integers else 5], "integers that are equal are not touched by a sync"
-
-
-def test_without_a_failure_nothing_is_restored() -> None:
-    payload, own = full_payload()
-    with payload.restore_on_failure(planned(), written_last=False):
-        own["param"].zero_()
-    assert not own["param"].any()
 
 
 def test_counts_are_written_on_request() -> None:
@@ -273,9 +223,9 @@ def test_counts_are_written_on_request() -> None:
     payload = tensors.payload(include_state=True)
     assert payload.counts is not None
     payload.counts.fill_(9.0)
-    tensors.settle(payload, counts=False)
+    tensors.write_back(payload, counts=False)
     assert counts.values.tolist() == [1.0, 2.0]
-    tensors.settle(payload, counts=True)
+    tensors.write_back(payload, counts=True)
     assert counts.values.tolist() == [9.0, 9.0]
 
 
@@ -286,13 +236,12 @@ def test_the_summary_tells_what_differs() -> None:
     checksum = Checksum(1, None)
 
     def summary(payload: Payload) -> Any:
-        return payload.summary(checksum, consensus=1.0, outer=2.0)
+        return payload.summary(checksum, consensus=1.0, outer=2.0, bucket_bytes=64)
 
     payload, own = full_payload()
     before = summary(payload)
     assert (before.consensus, before.outer) == (1.0, 2.0)
     assert before.describe("layout")["tensor 0"] == "parameter 0: float32 (2,) with strides (1,)"
-    assert before.describe("state")["m"] == "float32 (4,) with strides (1,)"
     fields = {"param": "checksum", "buffer": "rest", "state": "rest", "integer": "integers"}
     for name, field in fields.items():
         own[name].mul_(3)
@@ -306,6 +255,157 @@ def test_the_summary_tells_what_differs() -> None:
     bare = summary(tensors_of([own["param"]]).payload(include_state=False))
     assert (bare.state, bare.counts) == (0, 0)
     assert bare.layout != before.layout
+
+
+# The inventory: found once, and again as soon as a tensor or its layout is another one
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("0.weight", "0.weight"),
+        ("module.0.weight", "0.weight"),
+        ("module._orig_mod.block._checkpoint_wrapped_module.weight", "block.weight"),
+        ("_orig_mod.module.weight", "weight"),
+        ("module", "module"),
+        ("head.module.weight", "head.module.weight"),
+    ],
+)
+def test_what_wrappers_add_to_a_name_is_removed(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+def test_every_name_of_a_module() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2, bias=False))
+    module[2].weight = module[0].weight
+    assert [name for name, _ in all_names(module)] == [
+        "0.weight", "2.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked",
+    ]  # fmt: skip
+
+
+def test_every_memory_is_in_one_kind() -> None:
+    weight, mask, tracked = nn.Parameter(torch.ones(2)), torch.full((3,), torch.inf), torch.tensor(7)
+    view, mean = weight.detach().view(2), torch.ones(5)
+    kinds = {"parameter": [weight, nn.Parameter(torch.ones(0))], "master": [], "buffer": [view, mask, tracked, mean]}
+    found = take_inventory(kinds, [mask], lambda: [("layer.weight", weight)])
+    assert [found.params, found.masks, found.integers, found.buffers] == [[weight], [mask], [tracked], [mean]]
+    assert found.labels[:3] == ["parameter layer.weight", "parameter 1", "buffer 0"]
+    assert found.noted[2] == "buffer 0 tied to parameter layer.weight"
+    assert found.excused == {"buffer 1"}
+
+
+class Watched:
+    """A small model whose inventories are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, homed: bool) -> None:
+        self.taken = 0
+        self.params = [nn.Parameter(torch.full((2, 2), float(number))) for number in range(3)]
+        self.buffers: list[Tensor] = [torch.ones(2)]
+        self.state: dict[str, Tensor] = {"moment": torch.ones(3)}
+
+        def counted(*args: Any) -> Any:
+            self.taken += 1
+            return take_inventory(*args)
+
+        monkeypatch.setattr(module, "take_inventory", counted)
+        params = Buckets(self.params) if homed else self.params
+        sources = {"state": lambda: self.state, "buffers": lambda: self.buffers}
+        self.tensors = ModelTensors(params, SingleReplica(), counts=None, **sources)  # type: ignore[arg-type]
+
+    def layouts(self) -> tuple[int, int]:
+        """The hashes of the layouts that other processes would compare."""
+        payload = self.tensors.payload(include_state=True)
+        summary = payload.summary(Checksum(1, None), consensus=0.0, outer=0.0, bucket_bytes=64)
+        return payload.inventory.layout, summary.state
+
+    def values(self) -> list[float]:
+        """One element of every parameter, as it would be averaged."""
+        payload = self.tensors.payload(include_state=False)
+        flat = torch.cat([tensor.view(-1) for tensor in payload.outlines])
+        return [value for value in flat.unique().tolist() if value]
+
+
+def set_data(watched: Watched, number: int, data: Tensor) -> None:
+    watched.params[number].data = data
+
+
+def tie(watched: Watched) -> None:
+    set_data(watched, 1, watched.params[0].data)
+
+
+#: Changes after a sync, and whether processes must notice when only one of them has it.
+CHANGES: dict[str, tuple[Callable[[Watched], object], bool]] = {
+    "parameter replaced": (lambda w: set_data(w, 1, torch.full((2, 2), 5.0)), False),
+    "parameter transposed": (lambda w: set_data(w, 1, w.params[1].data.t()), True),
+    "parameters tied": (tie, True),
+    "buffer replaced": (lambda w: w.buffers.__setitem__(0, torch.zeros(2)), False),
+    "buffer of another shape": (lambda w: w.buffers.__setitem__(0, torch.zeros(3)), True),
+    "buffer added": (lambda w: w.buffers.append(torch.zeros(2)), True),
+    "buffer tied": (lambda w: w.buffers.append(w.params[2].detach()), True),
+}
+
+
+def test_nothing_is_found_twice_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for homed in (False, True):
+        watched = Watched(monkeypatch, homed=homed)
+        first = watched.layouts()
+        for param in watched.params:
+            param.data.mul_(2)
+        assert watched.layouts() == first
+        assert watched.taken == 1
+        assert watched.values() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_found_in_loose_parameters(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, homed=False)
+    before = watched.layouts()
+    make, noticed = CHANGES[change]
+    make(watched)
+    assert (watched.layouts() != before) == noticed
+    assert watched.taken == 2
+    assert watched.values() == {"parameter replaced": [2.0, 5.0], "parameters tied": [2.0]}.get(change, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("change", ["parameter replaced", "parameter transposed", "buffer replaced", "buffer added"])
+def test_every_change_is_found_in_buckets(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, homed=True)
+    before = watched.layouts()
+    make, noticed = CHANGES[change]
+    make(watched)
+    # Parameters come back to their slots, with their values.
+    assert (watched.layouts() != before) == (noticed and "buffer" in change)
+    assert watched.taken == 2
+    assert watched.values() == ([2.0, 5.0] if change == "parameter replaced" else [1.0, 2.0])
+    (flat,) = watched.tensors.buckets.flats if watched.tensors.buckets is not None else ()
+    inside = [flat.data_ptr() <= param.data_ptr() < flat.data_ptr() + flat.nbytes for param in watched.params]
+    assert all(inside)
+    assert watched.taken == 2
+
+
+def test_a_parameter_of_another_shape_is_refused_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, homed=True)
+    watched.layouts()
+    set_data(watched, 1, watched.params[1].data.view(4))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter 1 was torch\.float32"):
+            watched.layouts()
+
+
+def test_another_layout_of_the_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, homed=False)
+    hashes = [watched.layouts()[1], watched.layouts()[1]]
+    watched.state["moment"] = torch.ones(3)  # another tensor of the same layout
+    hashes.append(watched.layouts()[1])
+    assert len(set(hashes)) == 1
+    watched.state["moment"].data = torch.ones(4)
+    hashes.append(watched.layouts()[1])
+    watched.state["other"] = watched.state.pop("moment")
+    hashes.append(watched.layouts()[1])
+    watched.state.clear()
+    hashes.append(watched.layouts()[1])
+    assert len(set(hashes)) == 4
+    assert hashes[-1] == 0
 
 
 # What is refused

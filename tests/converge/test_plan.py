@@ -10,8 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-import hdet_kernels as hk
-from hdet_kernels.converge import AverageState, Averaging, Merge
+from hdet_kernels.converge import AverageState, Merge
 from hdet_kernels.converge.plan import AverageRequest, Plan, best, compared, decide
 from tests.converge.agreements import agreement
 
@@ -288,33 +287,3 @@ def test_local_gradients_are_an_error_where_shared_ones_are_needed() -> None:
     needs.check_gradients(agreement(shared=True))
     needs.check_gradients(agreement(shared=None))
     AverageRequest().check_gradients(agreement(shared=False))
-
-
-# What is refused
-
-
-def test_merge_is_mean_or_best() -> None:
-    assert get_args(Merge) == ("mean", "best")
-    for merge in ("mean", "best"):
-        Averaging(merge=merge)
-    Averaging(merge="mean", outer=hk.Outer(), compress="int8")
-    for given in ("worst", "", None, 1):
-        with pytest.raises(ValueError, match=r"^merge must be one of 'mean', 'best', got ") as error:
-            Averaging(merge=given)
-        assert str(error.value).endswith(f"got {given!r}")
-
-
-@pytest.mark.parametrize(
-    ("outer", "compress", "given"),
-    [
-        (None, "int8", "compress='int8'"),
-        (hk.Outer(), None, "outer=Outer(lr=0.7, momentum=0.9, nesterov=True)"),
-        (hk.Outer(), "bf16", "outer=Outer(lr=0.7, momentum=0.9, nesterov=True), compress='bf16'"),
-    ],
-)
-def test_a_copy_of_the_best_goes_with_no_other_average(outer: Any, compress: Any, given: str) -> None:
-    with pytest.raises(ValueError, match="merge='best' copies") as error:
-        Averaging(merge="best", outer=outer, compress=compress)
-    assert str(error.value) == (
-        f"merge='best' copies one replica as it is, got {given} with it: leave one of the two out"
-    )

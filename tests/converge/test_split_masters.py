@@ -7,7 +7,6 @@ import os
 import signal
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 import hdet_kernels as hk
 from bench.memory_tracker import MemoryTracker
 from hdet_kernels.converge import AverageRequest, Report, converger_of
-from hdet_kernels.converge.split_masters import SplitMasters
-from hdet_kernels.converge.summary import Checksum
-from hdet_kernels.converge.transport import Cost, Transport
-from hdet_kernels.ensemble import SingleReplica
+from hdet_kernels.converge.split_masters import SplitRegion
+from hdet_kernels.converge.transport import Transport
+from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 from hdet_kernels.split_master import read_split, split
 from tests.ranks import Cases, run_ranks
 from tests.training import same, with_averaging
@@ -157,20 +155,23 @@ def _tracked(rank: int) -> tuple[dict[str, tuple[int, int]], dict[str, bool]]:
     return bytes_of, right
 
 
-def test_over_gloo_an_average_takes_one_copy_of_the_masters() -> None:
+def test_a_backup_is_one_copy_of_the_masters_and_the_only_one() -> None:
     for bytes_of, right in run_ranks(2, _tracked):
         assert all(right.values()), right
+        # The block of a consensus has both halves of this replica beside those of the mean.
+        copies = {"consensus": (1, 0), "sync, True": (1, 1), "sync, False": (0, 0)}
         for phase, (peak, held) in bytes_of.items():
-            assert WHOLE <= peak < WHOLE + PART, phase
-            assert held < PART, phase
+            assert peak < copies[phase][0] * WHOLE + PART, phase
+            assert held < copies[phase][1] * WHOLE + PART, phase
 
 
-#: Options of a converger; the copies that it keeps from one average to the next; how many more an average takes, with
+#: Options of a converger; the copies that it keeps from one average to the next, a backup among them; how many more an
+#: average takes, with
 #: the messages; and what carries the parts.
 OPTIONS: dict[str, tuple[dict[str, Any], float, float, str]] = {
     "compressed": ({"compress": "int8", "backup": False}, 2.5, 0.3, "exchange"),
     "compressed, with backup": ({"compress": "int8"}, 2.5, 1.5 + 0.3, "exchange"),
-    "outer": ({"outer": hk.Outer()}, 2, 1, "trade"),
+    "outer": ({"outer": hk.Outer()}, 3, 1, "all_reduce"),
 }
 
 
@@ -228,30 +229,29 @@ def test_a_consensus_that_is_kept_needs_no_joined_masters_beside_it(name: str) -
         assert found["kept"] is (True if name == "compressed, with backup" else None)
 
 
-def _left_alone(rank: int, backup: bool) -> tuple[bool, str]:
+def _left_alone(rank: int) -> tuple[bool, str]:
     """Average; rank 1 ends itself after half of the parts. Return whether both halves are as before, and the error."""
     buckets = _split_buckets(rank)
     before = [halves.clone() for halves in buckets.split_masters[0]]
-    converger = hk.Converger(buckets, hk.ProcessEnsemble(), backup=backup, bucket_bytes=BUCKET)
+    converger = hk.Converger(buckets, hk.ProcessEnsemble(), bucket_bytes=BUCKET)
     if rank == 1:
-        original, count = dist.isend, [0]
+        original, count = dist.all_reduce, [0]
 
-        def isend(*args: Any, **keywords: Any) -> Any:
+        def all_reduce(*args: Any, **keywords: Any) -> Any:
             count[0] += 1
             if count[0] == WHOLE // BUCKET // 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **keywords)
 
-        dist.isend = isend
+        dist.all_reduce = all_reduce
     with pytest.raises(RuntimeError, match="rank 1 came and then gave no sign") as error:
         converger.converge(Report(step=1))
     return same(list(buckets.split_masters[0]), before), str(error.value)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backup", [True, False])
-def test_a_peer_that_dies_between_the_parts_leaves_all_of_them_as_they_were(backup: bool) -> None:
-    (unchanged, message), _ = run_ranks(2, _left_alone, backup, expect_dead=1)
+def test_a_peer_that_dies_between_the_parts_leaves_all_of_them_as_they_were() -> None:
+    (unchanged, message), _ = run_ranks(2, _left_alone, expect_dead=1)
     assert unchanged, message
 
 
@@ -272,34 +272,23 @@ def test_without_another_process_one_bucket_is_joined_at_a_time() -> None:
     assert tracker.held["sync"] < BUCKET
 
 
-# The parts
-
-
-def test_parts_are_averaged_and_written_at_once_or_later() -> None:
-    class Doubling(Transport):
-        def average(self, regions: Any, included: Any, *, rescaled: bool = False) -> Cost:
-            for region in regions:
-                for tensor in region:
-                    tensor.mul_(2)
-            return Cost(1, 1)
-
-    masters = torch.arange(1.0, 11.0) / 3
-    param, low = split(masters)
-    parts = SplitMasters([(param, low)], bucket_bytes=12)
-    assert [len(upper) for upper, _ in parts.parts()] == [3, 3, 3, 1]
-    checksum = parts.checksum(Checksum(1, None), torch.device("cpu"))
-    assert checksum.item() == pytest.approx(masters.double().norm().item(), rel=1e-12)
-    transport = Doubling(SingleReplica(), 12, None)
-    for deferred in (True, False):
-        before = read_split(param, low)
-        cost = parts.average(transport, None, np.array([True]), rescaled=False, deferred=deferred)
-        assert cost == Cost(4, 4)
-        assert same(read_split(param, low), before if deferred else 2 * before)
-        ((region,), (kept,)) = parts.regions, parts.kept
-        assert list(kept) == ([0, 3, 6, 9] if deferred else [])
-        seen = [transport.first_row(region, bucket) for _, bucket in transport.cut([region])]
-        assert same(torch.cat(seen), 2 * before), "what is kept is read instead"
-        parts.write_kept()
-        assert not kept
-        assert same(read_split(param, low), 2 * before)
-        assert parts.norm == pytest.approx(2 * before.double().norm().item(), rel=1e-12)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_buckets_are_those_of_the_joined_masters(rows: int) -> None:
+    joined = torch.arange(1.0, 8.0 * rows)[: 7 * rows].view(rows, 7) / 3
+    joined = joined if rows > 1 else joined[0]
+    region = SplitRegion(*split(joined))
+    transport = Transport(SingleReplica() if rows == 1 else RowEnsemble(rows), 12, None)
+    ours, plain = list(transport.cut([region])), list(transport.cut([[joined]]))
+    assert [bucket.numel for _, bucket in ours] == [3, 3, 1]
+    assert [bucket for _, bucket in ours] == [bucket for _, bucket in plain]
+    for (_, bucket), (tensors, _) in zip(ours, plain, strict=True):
+        assert transport.in_place(region, bucket) is None
+        assert same(transport.first_row(region, bucket), transport.first_row(tensors, bucket))
+        mean, expected = torch.empty(bucket.numel), torch.empty(bucket.numel)
+        for each, out in ((region, mean), (tensors, expected)):
+            transport.pack(each, bucket, out, divisor=rows)
+        assert same(mean, expected)
+        for each in (region, tensors):
+            transport.unpack(each, bucket, -mean, 0.5)
+    assert same(read_split(region.param, region.low), joined), "written in all rows"
+    assert same(torch.cat(list(region.parts(12)), dim=-1), joined)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench.cost_model import ROW_BYTES, exchanges
 from hdet_kernels.converge import Report
 from hdet_kernels.converge.converger import Converger
+from hdet_kernels.converge.handshake import COLUMNS
 from hdet_kernels.ensemble import ProcessEnsemble
 from tests.threaded_ranks import run_threads
 
@@ -42,10 +42,7 @@ def check_converge(ranks: int) -> None:
     mean = float(np.float32(sum(healthy)) / np.float32(len(healthy)))
     losses = np.array([0.1 * rank for rank in range(ranks)])
     assert found == [([mean] * 3, [ODD], losses.tobytes())] * ranks, "every replica agrees"
-    expected = exchanges(ranks)
-    for sent in traffic.messages.values():
-        assert len(sent) == expected.outside == math.ceil(math.log2(ranks))
-        assert sum(size for _, size in sent) == ROW_BYTES * expected.rows_outside == ROW_BYTES * (ranks - 1)
+    assert traffic.gathered == [8 * len(COLUMNS), 8], "the handshake, and the confirmation"
     assert traffic.all_reduced == [3 * 4], "one all-reduce, of the parameters"
 
 

@@ -278,24 +278,24 @@ def _killed_shard(rank: int, after: int) -> tuple[str, bool]:
 
 
 def end_process_after(count: int) -> None:
-    """Kill this process once it has finished ``count`` more rounds of messages."""
+    """Kill this process once it has finished ``count`` more all-reduces."""
     if not count:
         os.kill(os.getpid(), signal.SIGKILL)
-    original, finished = hk.ProcessEnsemble.trade, []
+    original, finished = dist.all_reduce, []
 
-    def trade(*args: Any) -> Any:
-        work = original(*args)
+    def all_reduce(*args: Any, **keywords: Any) -> Any:
+        work = original(*args, **keywords)
         finished.append(work)
         if len(finished) == count:
             work.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return work
 
-    hk.ProcessEnsemble.trade = trade  # type: ignore[method-assign]
+    dist.all_reduce = all_reduce
 
 
 @pytest.mark.parametrize(
-    "after", [pytest.param(0, marks=pytest.mark.full, id="before"), pytest.param(2, id="after 2 rounds")]
+    "after", [pytest.param(0, marks=pytest.mark.full, id="before"), pytest.param(2, id="after 2 buckets")]
 )
 def test_a_killed_shard_leaves_no_replica_averaged_in_part(after: int) -> None:
     """Rank 3 takes part in the averages of ranks 1 and 3 alone; ranks 0 and 2 must not keep theirs."""

@@ -1,19 +1,23 @@
-"""The transport: buckets, the order of transfers, and the mean that they make; replicas are rows or threads here."""
+"""The transport: buckets, the order of transfers, and the mean that they make, also of huge values."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hdet_kernels import Buckets, Converger, ProcessEnsemble
 from hdet_kernels.buckets import cut
+from hdet_kernels.converge import Report
+from hdet_kernels.converge.plan import AverageRequest, decide
 from hdet_kernels.converge.transport import (
     IN_FLIGHT,
+    Averaged,
     Cost,
     Mean,
     Staging,
@@ -23,7 +27,9 @@ from hdet_kernels.converge.transport import (
     take_largest,
 )
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+from tests.converge.agreements import agreement
 from tests.converge.threads import ThreadEnsemble, run_threads
+from tests.ranks import Cases
 
 CPU = torch.device("cpu")
 
@@ -58,11 +64,12 @@ class Log:
             def wait(self) -> None:
                 log.note(f"{name}{self.number} ends")
 
-        def steps() -> Iterator[Noted]:
+        def steps() -> Generator[Noted, None, Callable[[], None]]:
             try:
                 for number in range(collectives):
                     log.note(f"{name}{number} starts")
                     yield Noted(number)
+                return lambda: log.events.append(f"{name} written")
             finally:
                 log.events.append(f"{name} closed")
 
@@ -75,8 +82,24 @@ def test_two_transfers_run_at_a_time() -> None:
     assert IN_FLIGHT == 2
     assert cost == Cost(60, 3)
     assert log.events == [
-        "a0 starts", "b0 starts", "a0 ends", "a closed", "c0 starts", "b0 ends", "b closed", "c0 ends", "c closed",
+        "a0 starts", "b0 starts", "a0 ends", "a closed", "a written", "c0 starts", "b0 ends", "b closed", "b written",
+        "c0 ends", "c closed", "c written",
     ]  # fmt: skip
+
+
+def test_writes_can_be_deferred_and_are_completed_even_if_they_are_interrupted() -> None:
+    log, writes = Log(), list[Any]()
+    run_transfers([(log.transfer(name), 1) for name in "ab"], writes)
+    assert not any("written" in event for event in log.events)
+
+    def interrupted() -> None:
+        log.events.append("interrupted")
+        if log.events.count("interrupted") == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Transport(SingleReplica(), 8, None).write([writes[0], interrupted, writes[1]])
+    assert log.events[-4:] == ["b written", "interrupted", "a written", "interrupted"]
 
 
 def test_the_second_collective_of_a_transfer_starts_when_its_first_has_ended() -> None:
@@ -84,7 +107,14 @@ def test_the_second_collective_of_a_transfer_starts_when_its_first_has_ended() -
     assert run_transfers([(log.transfer("a", 2), 1), (log.transfer("b", 2), 1)]) == Cost(2, 4)
     for name in "ab":
         own = [event for event in log.events if event.startswith(name)]
-        assert own == [f"{name}0 starts", f"{name}0 ends", f"{name}1 starts", f"{name}1 ends", f"{name} closed"]
+        assert own == [
+            f"{name}0 starts",
+            f"{name}0 ends",
+            f"{name}1 starts",
+            f"{name}1 ends",
+            f"{name} closed",
+            f"{name} written",
+        ]
 
 
 def test_nothing_to_do_costs_nothing() -> None:
@@ -121,16 +151,15 @@ def test_staging_buffers_are_used_again_where_they_fit() -> None:
         cut([torch.ones(3)])[0],
         cut([torch.ones(2, dtype=torch.float64)])[0],
     )
-    with staging.buffer(large) as first:
-        assert first.shape == (8,)
-        with staging.buffer(small) as second:
-            assert second.data_ptr() != first.data_ptr(), "lent"
-            assert second.shape == (3,)
-    with staging.buffer(small) as again:
-        assert again.shape == (3,)
-        assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
-    with staging.buffer(double) as other:
-        assert other.dtype == torch.float64
+    first, second = staging.take(large), staging.take(small)
+    assert (first.shape, second.shape) == ((8,), (3,))
+    assert second.data_ptr() != first.data_ptr(), "lent"
+    staging.give(first)
+    again = staging.take(small)
+    assert (again.data_ptr(), again.shape) == (first.data_ptr(), (3,))
+    staging.give(again)
+    assert staging.take(large).data_ptr() == first.data_ptr(), "all of it"
+    assert staging.take(double).dtype == torch.float64
 
 
 # The mean
@@ -166,7 +195,7 @@ def test_tensors_become_their_mean_over_the_included(included: list[bool], bucke
         own = values(ensemble.replica)
         if not included[ensemble.replica]:
             own[0][2] = torch.nan
-        return own, Transport(ensemble, bucket_bytes, None).average([[own[0]], [own[1]]], np.array(included))
+        return own, Transport(ensemble, bucket_bytes, None).average([[own[0]], [own[1]]], np.array(included)).cost
 
     chosen = [replica for replica in range(3) if included[replica]]
     mean = sum(chosen) / len(chosen)
@@ -180,14 +209,14 @@ def test_tensors_become_their_mean_over_the_included(included: list[bool], bucke
 
 def test_rows_become_their_mean_without_a_collective() -> None:
     tensor = torch.tensor([[1.0, 2.0], [3.0, 6.0], [torch.nan, 0.0]])
-    cost = Transport(RowEnsemble(3), 4, None).average([[tensor]], np.array([True, True, False]))
+    averaged = Transport(RowEnsemble(3), 4, None).average([[tensor]], np.array([True, True, False]), measured=1)
     assert tensor.tolist() == [[2.0, 4.0]] * 3
-    assert cost == Cost()
+    assert averaged == Averaged(Cost(), 20.0)
 
 
 def test_one_replica_alone_is_left_as_it_is() -> None:
     tensor = torch.tensor([torch.nan])
-    assert Transport(SingleReplica(), 4, None).average([[tensor]], np.array([True])) == Cost()
+    assert Transport(SingleReplica(), 4, None).average([[tensor]], np.array([True])).cost == Cost()
     assert tensor.isnan().all()
 
 
@@ -226,7 +255,7 @@ def test_packers_are_cached_and_their_number_is_limited(monkeypatch: pytest.Monk
     for size in (1, 2, 1, 3):
         region = [torch.ones(size), torch.ones(1)]
         ((_, bucket),) = transport.cut([region])
-        packers.append(transport.packer(region, bucket)[0])
+        packers.append(transport._packer(region, bucket)[0])
     assert packers[0] is packers[2]
     assert len(transport._packs) == 1, "cleared when a third layout came"
 
@@ -266,3 +295,87 @@ def test_checksums_of_what_exists_once() -> None:
     assert transport.checksum([torch.tensor([[3.0], [4.0]])], CPU).tolist() == [3.0, 4.0]
     assert float(transport.checksum_of_one([torch.tensor([3.0, 4.0])], CPU)) == 5.0
     assert list(itertools.chain(transport.cut([]))) == []
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def huge(dtype: torch.dtype) -> float:
+    return {torch.float64: 1.5e308, torch.float16: 6e4}.get(dtype, 2e38)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_mean_of_finite_rows_is_finite(name: str, device: str) -> None:
+    dtype = DTYPES[name]
+    largest = torch.finfo(dtype).max
+    for count in range(2, 12):
+        rows = torch.tensor([[largest, -largest, 3.0]] * count, dtype=dtype, device=device)
+        rows[0, 2] = 3.0 + count
+        expected = torch.tensor([[largest, -largest, 4.0]] * count, dtype=dtype)
+        Transport(RowEnsemble(count), 8, None).average([[rows]], np.ones(count, dtype=bool), rescaled=True)
+        torch.testing.assert_close(rows.cpu(), expected)
+
+
+def test_rescaled_means_are_bit_for_bit_those_of_a_plain_sum() -> None:
+    for count in (2, 3, 5, 8):
+        plain = torch.randn(count, 1000) * torch.logspace(-20, 20, 1000)
+        rescaled = plain.clone()
+        included = np.arange(count) != 1 if count > 2 else np.ones(count, dtype=bool)
+        for tensor, choice in ((plain, False), (rescaled, True)):
+            Transport(RowEnsemble(count), 2**20, None).average([[tensor]], included, rescaled=choice)
+        assert torch.equal(plain, rescaled)
+
+
+def test_huge_values_are_rescaled_and_travel_in_full() -> None:
+    plan = decide(agreement(may_overflow=True), AverageRequest(), merge="mean", compresses=True)
+    assert (plan.rescaled, plan.compressed, plan.remembered) == (True, False, True)
+    assert not decide(agreement(), AverageRequest(), merge="mean", compresses=True).rescaled
+
+
+def _averaged(rank: int, dtype: str, homed: bool, rows: int, compress: Any) -> tuple[list[Any], list[bool]]:
+    """Average twice: ordinary values, then huge ones with one that tells the replicas apart."""
+    kind = DTYPES[dtype]
+    ensemble = RowEnsemble(rows, ProcessEnsemble()) if rows > 1 else ProcessEnsemble()
+    shape = (rows, 2) if rows > 1 else (2,)
+    params = [nn.Parameter(torch.zeros(shape, dtype=kind)), nn.Parameter(torch.ones(shape, dtype=kind))]
+    converger = Converger(Buckets(params) if homed else params, ensemble, compress=compress)
+    converger.converge(Report(step=1))
+    with torch.no_grad():
+        params[0].fill_(huge(kind))
+        params[1].fill_(-huge(kind))
+        params[1][..., 1] = float(rank)
+    outcome = converger.converge(Report(step=2))
+    return [param.tolist() for param in params], outcome.healthy.tolist()
+
+
+OVER_RANKS = Cases(
+    3,
+    _averaged,
+    [
+        ("fp32", True, 1, None),
+        ("fp32", False, 1, None),
+        ("fp32", False, 2, None),
+        ("fp32", False, 2, "int8"),
+        ("fp32", True, 1, "bf16"),
+        ("bf16", False, 1, None),
+        ("fp16", False, 2, None),
+        ("fp64", False, 1, None),
+    ],
+)
+
+
+@pytest.mark.parametrize(("dtype", "homed", "rows", "compress"), OVER_RANKS.params())
+def test_the_mean_of_huge_finite_replicas_is_finite(dtype: str, homed: bool, rows: int, compress: Any) -> None:
+    kind = DTYPES[dtype]
+    large = torch.tensor(huge(kind), dtype=kind).item()
+    for values, healthy in OVER_RANKS[dtype, homed, rows, compress]:
+        expected = [[large, large], [-large, 1.0]]
+        assert values == (expected if rows == 1 else [[each] * rows for each in expected])
+        assert healthy == [True] * 3 * rows
+
+
+def test_one_replica_alone_keeps_huge_values() -> None:
+    param = nn.Parameter(torch.tensor([3e38]))
+    Converger([param], SingleReplica()).converge(Report(step=1))
+    assert param.item() == torch.tensor(3e38).item()

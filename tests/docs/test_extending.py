@@ -9,7 +9,7 @@ import pytest
 
 from bench import suites
 from hdet_kernels.controller.protocol import Controller, UndoingController
-from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble, SingleReplica, Trading
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble, SingleReplica
 from tests.docs.pages import ROOT
 
 TEXT = (ROOT / "docs" / "extending.md").read_text()
@@ -110,8 +110,8 @@ def test_the_methods_of_a_controller_are_all_of_them() -> None:
 
 
 def test_the_attributes_and_methods_of_an_ensemble_are_all_of_them() -> None:
-    members = {name for kind in (Ensemble, Trading) for name in vars(kind) if not name.startswith("_")}
-    assert first_column("An ensemble") == members | set(Ensemble.__annotations__) | set(Trading.__annotations__)
+    members = {name for name in vars(Ensemble) if not name.startswith("_")}
+    assert first_column("An ensemble") == members | set(Ensemble.__annotations__)
 
 
 @pytest.mark.parametrize("kind", [SingleReplica, ProcessEnsemble, RowEnsemble])

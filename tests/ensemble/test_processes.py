@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hdet_kernels.ensemble import ProcessEnsemble, RowEnsemble, default_ensemble, held, processes
+import hdet_kernels as hk
+from hdet_kernels.ensemble import (
+    ProcessEnsemble,
+    RowEnsemble,
+    SingleReplica,
+    announced_size,
+    default_ensemble,
+    held,
+    processes,
+)
 from tests.ensemble.places import ALONE, place
 from tests.ranks import run_ranks
 
@@ -37,7 +46,6 @@ def _collectives(ensemble: Any, rank: int) -> dict[str, Any]:
     ensemble.broadcast(copied, ensemble.size - 1).wait()
     ensemble.exchange(received, torch.tensor([[10.0 * rank], [10.0 * rank + 1]])).wait()
     ensemble.collect(gathered, torch.tensor([float(rank)])).wait()
-    ensemble.confirm()
     return {
         "sum": reduced("sum"), "max": reduced("max"), "copied": copied.item(), "received": received.view(-1).tolist(),
         "gathered": gathered.view(-1).tolist(),
@@ -168,7 +176,6 @@ def _four(rank: int) -> tuple[dict[str, Any], list[list[list[float]]], list[int]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     ensemble = ProcessEnsemble(mesh)
     gathered: Tensor = ensemble.gather(torch.tensor([[float(rank)]]))
-    ensemble.confirm()
     with pytest.raises(ValueError, match="overlap_group has ranks") as error:
         ProcessEnsemble(mesh["replicate"], overlap_group=dist.group.WORLD).twin()
     return place(ensemble), gathered.tolist(), ensemble.ranks(), str(error.value)
@@ -182,3 +189,33 @@ def test_shards_of_two_replicas() -> None:
         assert gathered == [[[0.0], [1.0]], [[2.0], [3.0]]], "by replica and part"
         assert ranks == [part, 2 + part]
         assert f"overlap_group has ranks [0, 1, 2, 3], process_group has [{part}, {2 + part}]: pass" in message
+
+
+# The ensemble where none is given
+
+
+def test_one_replica_without_a_process_group() -> None:
+    assert isinstance(default_ensemble(), SingleReplica)
+
+
+@pytest.mark.parametrize(("text", "size"), [("", 1), ("1", 1), ("8", 8), ("many", 1), ("-2", 1)])
+def test_the_announced_size(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", text)
+    assert announced_size() == size
+
+
+@pytest.mark.parametrize("build", [lambda m: hk.ReplicaStack(m, 2), lambda m: hk.warm_noisy_init_(m.parameters())])
+def test_what_needs_the_processes_at_once_raises_before_they_have_a_group(
+    build: Callable[[nn.Module], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4 .* call torch.distributed.init_process_group\(\) before"):
+        build(model)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_process_that_trains_for_itself_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert hk.ReplicaStack(nn.Linear(2, 1), 2, ensemble=SingleReplica()).ensemble.size == 2

@@ -1,4 +1,4 @@
-"""Distributed tensors in one process: what a part is, how it is divided, and the norm of parts."""
+"""Distributed tensors in one process: parts, how they are divided, norms of parts, and what FSDP gathers from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -17,6 +19,8 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.sharded import (
     distributed_like,
     divided_along,
+    drop_gathered,
+    gathered_shards,
     gradient_parts,
     is_distributed,
     norm_over_meshes,
@@ -135,3 +139,40 @@ def test_state_of_parameters_that_fsdp_offloads_is_where_they_are(mesh: DeviceMe
     again.load_state_dict(saved)
     (loaded,) = again.state.values()
     assert torch.equal(part_of(loaded["exp_avg"]), part_of(state))
+
+
+# The memory from which FSDP gathers
+
+
+def test_fsdp_gathers_what_lies_in_the_buckets(mesh: DeviceMesh) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    for part in (module[0], module):
+        fully_shard(part, mesh=mesh)
+    params = list(module.parameters())
+    shards = gathered_shards(params)
+    assert sorted(shards) == sorted(map(id, params))
+    assert [shards[id(param)].padded for param in params] == [6, 2, 2, 1]
+    assert not any(shard.pinned for shard in shards.values())
+    buckets = Buckets(params)
+    for value in (0.25, 1.25):  # before and after FSDP's first forward pass, which looks at the memory
+        buckets.flats[0].fill_(value)
+        drop_gathered(params)  # the forward pass before leaves the parameters of the root gathered
+        assert module(torch.ones(1, 3)).item() == pytest.approx(2 * value * (4 * value) + value)
+    assert buckets.moved() == []
+
+
+def test_other_distributed_parameters_have_no_record(mesh: DeviceMesh) -> None:
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)]))
+    assert gathered_shards([param, nn.Parameter(torch.ones(2))]) == {}
+
+
+def test_another_version_of_torch_is_an_error_before_anything_is_moved(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Linear(2, 2)
+    fully_shard(module, mesh=mesh)
+    address = module.weight._local_tensor.data_ptr()
+    monkeypatch.delattr(_composable_state, "_module_state_mapping")
+    with pytest.raises(RuntimeError, match=r"torch .* does not keep sharded parameters .* use torch 2.11"):
+        hk.FusedAdamW(module.parameters())
+    assert module.weight._local_tensor.data_ptr() == address

@@ -1,4 +1,4 @@
-"""Distributed tensors (DTensors) as an optimizer sees them: the part of this process, and sums over the mesh.
+"""Parameters that several processes hold together: the part of a DTensor in this process, and sums over the mesh.
 
 ``torch.distributed.tensor`` is not imported here. Before someone else imports it, no tensor is distributed.
 """
@@ -8,18 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdet_kernels.torch_internals import ShardRecord, distribution, fsdp_groups, local_part, set_local_part
+
 #: Dimensions of device meshes along which a parameter is divided, as pairs of a mesh and the number of a dimension.
 #: None for a tensor that is not distributed; empty for one that every process has in full.
 Divided = tuple[tuple[Any, int], ...] | None
-
-_part = attrgetter("_local_tensor")
-_spec = attrgetter("_spec")
 
 
 def is_distributed(tensor: object) -> bool:
@@ -30,7 +29,7 @@ def is_distributed(tensor: object) -> bool:
 
 def part_of(tensor: Tensor) -> Tensor:
     """Return this process's part of a distributed tensor, the object itself; any other tensor unchanged."""
-    return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return local_part(tensor) if is_distributed(tensor) else tensor
 
 
 def parts_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Iterable[Tensor]]:
@@ -38,7 +37,7 @@ def parts_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Iterable
     count = sum(map(is_distributed, tensors))
     if count == 0:
         return _unchanged
-    return partial(map, _part if count == len(tensors) else part_of)
+    return partial(map, local_part if count == len(tensors) else part_of)
 
 
 def _unchanged(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -66,7 +65,7 @@ def distributed_like(param: Tensor, part: Tensor) -> Tensor:
         if part.device.type != param.device_mesh.device_type:  # type: ignore[attr-defined]
             # Offloaded to the CPU by FSDP. ``from_local`` would copy the part to the device of the mesh.
             offloaded = torch.empty_like(param, dtype=part.dtype)
-            offloaded._local_tensor = part  # type: ignore[attr-defined]
+            set_local_part(offloaded, part)
             return offloaded
         made: Tensor = api.DTensor.from_local(
             part,
@@ -118,8 +117,8 @@ def gradient_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> 
     """Return this process's part of the gradient of each distributed parameter, None where there is none."""
     # The usual case takes no Python statement for each tensor: FSDP's gradients have the very specs of the parameters.
     try:
-        parts = list(map(_part, grads))
-        if all(map(is_, map(_spec, grads), map(_spec, params))) and set(map(type, parts)) == {Tensor}:
+        parts: list[Tensor | None] = list(map(local_part, grads))
+        if all(map(is_, map(distribution, grads), map(distribution, params))) and set(map(type, parts)) == {Tensor}:
             return parts
     except AttributeError:  # one of them is None
         pass
@@ -155,3 +154,35 @@ def norm_over_meshes(norms: Iterable[tuple[Tensor, Divided]]) -> Tensor:
             torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
         totals.append(total.to(device))
     return torch.stack(totals).sum(dim=0).sqrt()
+
+
+def gathered_shards(params: Sequence[Tensor]) -> dict[int, ShardRecord]:
+    """Return FSDP's record of each parameter that it shards, by the ``id`` of the parameter.
+
+    FSDP2 (``fully_shard``) keeps the shard of a parameter as a DTensor, and a second tensor over the same memory: flat,
+    and padded to the length of the largest shard. That one is sent when the parameter is gathered, so both must move
+    together.
+
+    Raises:
+        RuntimeError: if this version of torch keeps its records elsewhere.
+    """
+    wanted = set(map(id, params))
+    records = [record for group in _groups_of(params) for record in group.records]
+    return {id(record.param): record for record in records if id(record.param) in wanted}
+
+
+def drop_gathered(params: Sequence[Tensor]) -> None:
+    """Have FSDP gather parameters anew at the next forward pass, because their shards were written.
+
+    A forward pass without a backward pass leaves the parameters of the root module gathered, and the next one would
+    use these: after an evaluation, the values from before an average.
+    """
+    for group in _groups_of(params):
+        group.reshard()
+
+
+def _groups_of(params: Sequence[Tensor]) -> list[Any]:
+    """Return FSDP's groups that have one of ``params``."""
+    wanted = {id(param) for param in params if is_distributed(param)}
+    groups = fsdp_groups() if wanted else []
+    return [group for group in groups if any(id(record.param) in wanted for record in group.records)]

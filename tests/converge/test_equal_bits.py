@@ -1,0 +1,39 @@
+"""All ranks get the same bits from torch's own collectives over gloo: averages rely on it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Cases
+
+# Sizes below, at and above the segments that gloo cuts a tensor into; odd ones divide by no number of ranks.
+SIZES = (1, 3, 1023, 100_003, 1_000_003)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
+
+
+def reduced(rank: int, dtype: torch.dtype) -> list[bytes]:
+    """Return hashes of sums and of largest values, of numbers so different that the order of summation shows."""
+    found = []
+    for size in SIZES:
+        generator = torch.Generator().manual_seed(100 * size + rank)
+        values = torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 4, (size,), generator=generator)
+        for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            tensor = (values.abs() * 7 if not dtype.is_floating_point else values).clamp(-60000, 60000).to(dtype)
+            dist.all_reduce(tensor, op=operation)
+            found.append(hashlib.blake2b(tensor.view(torch.uint8).numpy().tobytes()).digest())
+    return found
+
+
+RANKS = {n: Cases(n, reduced, [(dtype,) for dtype in DTYPES]) for n in (2, 3, 4)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_all_reduce_has_equal_bits_on_all_ranks(ranks: int, dtype: torch.dtype) -> None:
+    first, *others = RANKS[ranks][(dtype,)]
+    assert all(other == first for other in others)
+    assert len(set(first)) == 2 * len(SIZES)
