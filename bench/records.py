@@ -52,16 +52,6 @@ def records(found: Iterable[Entry]) -> list[dict[str, Any]]:
     return list({id(entry["record"]): entry["record"] for entry in found}.values())
 
 
-def sources(found: Sequence[Entry]) -> str:
-    """Describe the machines and commands that the entries come from."""
-    return " ".join(source(record, device_of(found[0])) for record in records(found))
-
-
-def source(record: dict[str, Any], device: str) -> str:
-    """Describe the machine and the command of a record."""
-    return f"{machine(record, device)}. `{record['machine_info']['command']}`"
-
-
 def machine(record: dict[str, Any], device: str) -> str:
     """Describe the machine of a record: device, driver, clock, torch, date, and copy bandwidth if measured."""
     known, info = record.get("yardsticks", {}).get(device, {}), record["machine_info"]

@@ -39,12 +39,10 @@ class Yardstick:
     Args:
         best: The learning rate with the lowest mean loss over all seeds.
         losses: By seed, the loss at the learning rate that the seeds of the other parity choose.
-        at_the_end: Whether the best learning rate is the lowest or the highest of the grid.
     """
 
     best: float
     losses: dict[int, float]
-    at_the_end: bool
 
     @cached_property
     def mean(self) -> float:
@@ -60,11 +58,6 @@ class Yardstick:
         """Return the standard deviation in percent of the mean."""
         return 100 * self.deviation / self.mean
 
-    @property
-    def error(self) -> float:
-        """Return the standard error of the mean."""
-        return self.deviation / math.sqrt(len(self.losses))
-
 
 def yardsticks(records: Iterable[Record]) -> dict[str, Yardstick]:
     """Return the yardstick of every task that has plain runs on a grid; the finer grid is used where there is one.
@@ -76,8 +69,7 @@ def yardsticks(records: Iterable[Record]) -> dict[str, Yardstick]:
         if record["kind"] in ("grid", "near") and "val" in record:
             grid = (coarse if record["kind"] == "grid" else near).setdefault(record["task"], {})
             grid.setdefault(_digits(record["lr"]), {})[record["seed"]] = record["val"]
-    finest = coarse | near
-    return {task: measured(grid, coarse.get(task, grid)) for task, grid in finest.items() if _usable(grid)}
+    return {task: measured(grid) for task, grid in (coarse | near).items() if _usable(grid)}
 
 
 def best_rates(records: Iterable[Record]) -> dict[str, float]:
@@ -85,8 +77,8 @@ def best_rates(records: Iterable[Record]) -> dict[str, float]:
     return {task: found.best for task, found in yardsticks(records).items()}
 
 
-def measured(grid: Grid, coarse: Grid) -> Yardstick:
-    """Return the yardstick by ``grid``; ``coarse`` is the grid that was made first."""
+def measured(grid: Grid) -> Yardstick:
+    """Return the yardstick by a grid."""
     grid = _usable(grid)
     best = _best(grid)
     losses: dict[int, float] = {}
@@ -94,8 +86,7 @@ def measured(grid: Grid, coarse: Grid) -> Yardstick:
         judges = {lr: _of_parity(found, parity) for lr, found in grid.items()}
         chosen = _best(judges) if all(judges.values()) else best
         losses |= _of_parity(grid[chosen], 1 - parity)
-    every = grid.keys() | coarse.keys()
-    return Yardstick(best, losses, len(every) > 1 and best in (min(every), max(every)))
+    return Yardstick(best, losses)
 
 
 def _usable(grid: Grid) -> Grid:

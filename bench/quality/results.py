@@ -65,7 +65,7 @@ def same(found: object, wanted: object) -> bool:
     return found == wanted
 
 
-# Time series of a run; they are written only where a plot needs them.
+# Time series of a run, which are not written.
 TIME_SERIES = ("curve", "rates", "values")
 
 
@@ -108,20 +108,16 @@ class Report:
         ]
 
     def plain(self) -> dict[str, Any]:
-        """Return the content as plain types: floats with five digits, and time series only where a plot needs them."""
+        """Return the content as plain types: floats with five digits, without time series."""
         records = [
             {
                 key: value
                 for key, value in (record.get("spec", {}) | record).items()  # a failed run has but its spec
-                if key != "spec" and (key not in TIME_SERIES or record["kind"] == "paper")
+                if key != "spec" and key not in TIME_SERIES
             }
             for record in self.records
         ]
         return {**asdict(self), "records": _rounded(records)}
-
-    def losses(self, **wanted: object) -> list[float]:
-        """Return the validation losses of the runs with these entries."""
-        return [record["val"] for record in select(self.records, **wanted)]
 
 
 def joined(reports: Sequence[Report]) -> Report:
