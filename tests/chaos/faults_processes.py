@@ -143,7 +143,7 @@ FAULTS = [
 
 #: Collectives that raise on every rank: nothing has changed, and the next try succeeds.
 RAISING: dict[str, tuple[Callable[[Scene], None], str]] = {
-    "handshake": (first_of(CABLE, "_gathered"), ""),
+    "handshake": (first_of(CABLE, "_all_gather"), ""),
     "an all-reduce": (first_of(CABLE, "all_reduce"), ""),
     "an all-to-all": (first_of(CABLE, "all_to_all_single"), "compress"),
     "a collective": (at_collective("middle", ABORTED), ""),
@@ -152,7 +152,7 @@ RAISING: dict[str, tuple[Callable[[Scene], None], str]] = {
 }
 
 COLLECTIVES = [
-    lost("handshake raises, and the process ends", "sync", first_of(CABLE, "_gathered"), late=True),
+    lost("handshake raises, and the process ends", "sync", first_of(CABLE, "_all_gather"), late=True),
     lost("a collective raises, and the process ends", "sync", at_collective("middle", ABORTED), late=True,
          message="{who}: NCCL communicator|{who} did not come"),
     lost("the last collective raises, and the process ends", "sync", at_collective("last", RESET), late=True),
