@@ -1,10 +1,13 @@
-"""The arguments of the schedulers: what is accepted, and exceptions as torch's. ``tests/bad_input`` has the others."""
+"""The arguments of the schedulers: what is accepted, and defaults. ``tests/bad_input`` has what is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
+import math
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -12,10 +15,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim import Adam
+from torch.optim import lr_scheduler as schedules
+from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet_kernels as hk
-from hdet_kernels.schedule.arguments import Options, check_no_epoch
+from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+from hdet_kernels.schedule.arguments import Options
+from hdet_kernels.schedule.build import ensemble_of, gradients_of
+from tests.schedule.cases import Place, adam, parameters
+from tests.training import network, same, with_averaging
 
 DEFAULTS = {field.name: field.default for field in fields(Options)}
 
@@ -58,10 +67,19 @@ def test_what_torch_takes_gives_the_same_schedule(given: dict[str, Any]) -> None
 def test_plain_numbers_are_kept() -> None:
     """Numbers of numpy in a state_dict would not load under ``weights_only=True``."""
     given: dict[str, Any] = {"spread": np.float32(0.5), "seed": np.int64(3), "sync_every": np.uint8(2)}
+    explored = hk.Explore(
+        "weight_decay", base=np.float32(0.1), spread=np.float64(0.5), bounds=(np.float32(0), np.int64(1))
+    )
     options = Options(**given)
     assert [(type(value), value) for value in map(vars(options).get, given)] == [(float, 0.5), (int, 3), (int, 2)]
     scheduler = hk.HDETOneCycleLR(
-        optimizer(), np.array([0.5]), np.int64(7), pct_start=np.float64(0.25), base_momentum=np.float32(0.5), **given
+        optimizer(),
+        np.array([0.5]),
+        np.int64(7),
+        pct_start=np.float64(0.25),
+        base_momentum=np.float32(0.5),
+        **given,
+        explore=[explored],
     )
     file = io.BytesIO()
     torch.save(scheduler.state_dict(), file)
@@ -86,27 +104,6 @@ def test_arguments_begin_with_torchs_in_torchs_order() -> None:
     theirs = list(inspect.signature(OneCycleLR).parameters.values())
     ours = list(inspect.signature(hk.HDETOneCycleLR).parameters.values())
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
-
-
-def one_cycle(optimizer: Any, **options: Any) -> Any:
-    return hk.HDETOneCycleLR(optimizer, 0.1, 10, **options)
-
-
-def wrapped(optimizer: Any, **options: Any) -> Any:
-    return hk.HDETScheduler(CosineAnnealingLR(optimizer, 10), **options)
-
-
-@pytest.mark.parametrize(("make", "name"), [(one_cycle, "HDETOneCycleLR"), (wrapped, "HDETScheduler")])
-def test_a_keyword_that_does_not_exist_raises_with_the_one_that_was_meant(make: Any, name: str) -> None:
-    given = optimizer()
-    for typo, meant in {"sync_evry": "'sync_every'", "autolr": "'auto_lr'", "xyzzy": ", ".join(DEFAULTS)}.items():
-        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected .* '{typo}'; .* {meant}\??$"):
-            make(given, **{typo: 3})
-    for old, field in {"compress": "compress", "average_state": "state", "average_buffers": "buffers"}.items():
-        with pytest.raises(TypeError, match=rf"'{old}'; pass averaging=hk.Averaging\({field}=…\)$"):
-            make(given, **{old: None})
-    if make is one_cycle:
-        assert set(given.param_groups[0]) == set(optimizer().param_groups[0])
 
 
 @pytest.mark.parametrize("name", ["momentum", "betas[0]"])
@@ -157,8 +154,156 @@ def test_a_refused_constructor_leaves_tensors_and_step_alone() -> None:
     assert set(given.param_groups[0]) == set(optimizer().param_groups[0])
 
 
-def test_an_epoch_is_no_loss() -> None:
-    for loss in (None, 1.0, torch.tensor(1), np.float64(1)):
-        check_no_epoch(loss)
-    with pytest.raises(TypeError, match=r"step\(3\) looks like torch's step\(epoch\)"):
-        check_no_epoch(3)
+@pytest.mark.parametrize(
+    ("total", "expected"), [(1, 1), (10, 1), (100, 2), (1000, 25), (40_000, 1000), (10**6, 1000)], ids=str
+)
+def test_default_sync_interval_is_a_fortieth_of_the_run_with_local_gradients(total: int, expected: int) -> None:
+    """Training losses of replicas that see other examples are compared."""
+    assert hk.HDETOneCycleLR(adam(), 0.1, total, gradients="local").sync_every == expected
+
+
+@pytest.mark.parametrize(("total", "expected"), [(1, 1), (100, 1), (1000, 12), (80_000, 1000), (10**6, 1000)], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"gradients": "local", "probe": lambda: torch.tensor(1.0)}], ids=["auto", "probe"]
+)
+def test_half_of_that_if_no_training_losses_compare_learning_rates(
+    total: int, expected: int, more: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"cycle_momentum": False, **more}
+    rates = hk.Explore("lr", spread=0.5)
+    assert hk.HDETOneCycleLR(adam(), 0.1, total, **options).sync_every == expected
+    assert hk.HDETOneCycleLR(adam(), 0.1, total, explore=[rates], **options).sync_every == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"), [(1, 1), (9, 1), (100, 10), (300, 30), (1000, 30), (1600, 40), (10**6, 1000)], ids=str
+)
+def test_other_scalars_need_30_steps_or_a_tenth_of_the_run(total: int, expected: int) -> None:
+    rates, decay = hk.Explore("lr", spread=0.5), hk.Explore("weight_decay", base=0.1)
+    for probe in (None, lambda: torch.tensor(1.0)):
+        assert hk.HDETOneCycleLR(adam(), 0.1, total, explore=[rates, decay], probe=probe).sync_every == expected
+
+
+@pytest.mark.parametrize("pct_start", [0.1, 0.3, 0.55])
+def test_the_peak_of_a_wrapped_onecycle_is_known(pct_start: float) -> None:
+    base = schedules.OneCycleLR(adam(), 0.1, total_steps=200, pct_start=pct_start)
+    assert hk.HDETScheduler(base).cycle.run.peak == pytest.approx(pct_start)
+
+
+def test_a_softmax_controller_warns_if_the_floor_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    controller = hk.SoftmaxController(warmup_steps=10)
+    hk.HDETScheduler(schedules.CosineAnnealingLR(adam(), 40), auto_lr=controller)
+    assert "the learning rate will not decay; pass decay= as a number" in caplog.text
+    caplog.clear()
+    hk.HDETOneCycleLR(adam(), 0.1, 40, auto_lr=controller)
+    assert "decay" not in caplog.text
+
+
+def test_a_controller_whose_part_of_the_run_has_no_sync_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    controller = hk.RegressionController(start_at=0.1, stop_at=0.2)
+    hk.HDETOneCycleLR(adam(), 0.1, 100, sync_every=30, auto_lr=controller, ensemble=Place(4, 0))
+    assert "no sync falls into the part of the run in which RegressionController acts (sync_every=30" in caplog.text
+
+
+def test_the_run_of_the_controller_has_facts_and_wishes() -> None:
+    optimizer = Adam([{"params": [p]} for p in parameters()], lr=1.0)
+    optimizer.param_groups[1]["weight_decay"] = 0.1
+    scheduler = hk.HDETOneCycleLR(
+        optimizer,
+        [0.3, 0.0],
+        200,
+        sync_every=16,
+        probe=lambda: 1.0,
+        explore=[hk.Explore("weight_decay", groups=[1], bounds=(0.05, 0.4))],
+        ensemble=Place(4, 1),
+    )
+    run = scheduler.cycle.run
+    assert (run.total_steps, run.sync_every, run.peak, run.end) == (200, 16, 0.3, 0.0)
+    assert run.peaks == (0.3, None, None), "a frozen group and weight decay have no peak"
+    assert run.floors == (pytest.approx(0.3 / 25 / 1e4), 0.0, None)
+    assert run.reach[2] == (pytest.approx(math.log(0.5)), pytest.approx(math.log(4.0)))
+    assert (run.probed, run.others, run.early, run.in_pairs) == (True, True, (), True)
+    assert run.departs == ((0, 48), (48, 176), (48, 176))
+
+
+class Counting(hk.SoftmaxController):
+    """A controller that counts how often it is asked."""
+
+    asked = 0
+
+    def active(self, run: Any, step: int) -> bool:
+        type(self).asked += 1
+        return super().active(run, step)
+
+
+@pytest.mark.parametrize("warmup", [10**9, 9_999_000], ids=["never active", "active at the end"])
+def test_a_run_of_ten_million_syncs_is_not_walked_through(warmup: int, caplog: pytest.LogCaptureFixture) -> None:
+    Counting.asked = 0
+    hk.HDETOneCycleLR(adam(), 0.1, 10**7, sync_every=1, ensemble=Place(4), auto_lr=Counting(warmup_steps=warmup))
+    assert Counting.asked <= 10_002
+    assert ("no sync falls into the part of the run" in caplog.text) is (warmup == 10**9)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "meta": lambda: torch.device("meta"),
+    "float64": lambda: default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("options", [{}, {"outer": hk.Outer()}, {"auto_lr": hk.HypergradientController()}], ids=str)
+def test_default_devices_and_dtypes_do_not_reach_inside(context: str, options: dict[str, Any]) -> None:
+    def train(around: Callable[[], Any]) -> list[Any]:
+        param = torch.nn.Parameter(torch.ones(5))
+        optimizer = hk.FusedAdamW([param], lr=0.1)
+        with around():
+            scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=2, ensemble=Place(2), **with_averaging(options))
+        for _ in range(4):
+            param.grad = torch.full((5,), 0.5)
+            optimizer.step()
+            with around():
+                scheduler.step(1.0)
+        with around():
+            with scheduler.consensus():
+                pass
+            scheduler.converge()
+            scheduler.load_state_dict(scheduler.state_dict())
+        return [param.detach().clone(), scheduler.get_last_lr(), scheduler.cycle.window.state_dict()]
+
+    assert same(train(CONTEXTS[context]), train(contextlib.nullcontext))
+
+
+@pytest.mark.parametrize(("trust", "told"), [(3.0, False), (10, False), (11, True), (None, True)])
+def test_who_hardly_trusts_the_learning_rate_is_told_of_scouting(
+    trust: float | None, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = hk.ReplicaStack(torch.nn.Linear(2, 1), 2)
+    with caplog.at_level("INFO", logger="hdet_kernels"):
+        hk.HDETOneCycleLR(hk.FusedAdamW(stack.parameters()), 0.1, 1000, ensemble=stack.ensemble, trust=trust)
+    assert ("max_lr=None" in caplog.text) is told
+
+
+def test_one_replica_where_none_are_given_and_otherwise_those() -> None:
+    """Parameters that are sharded over a mesh are in ``tests/converge/test_topologies.py``."""
+    groups, given = adam().param_groups, RowEnsemble(2)
+    assert isinstance(ensemble_of(groups, None), SingleReplica)
+    assert ensemble_of(groups, given) is given
+
+
+def test_a_stack_knows_its_gradients() -> None:
+    assert gradients_of(adam(), SingleReplica(), "auto") == "auto"
+    for gradients in ("shared", "local"):
+        stack = hk.ReplicaStack(network(), 2, gradients=gradients)
+        optimizer = hk.FusedAdamW(stack.parameters())
+        assert gradients_of(optimizer, stack.ensemble, "auto") == gradients
+        hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=stack, gradients=gradients)

@@ -1,4 +1,4 @@
-"""Steps of a cycle in one process: losses, the end of the run, and errors that change nothing."""
+"""Steps and syncs of a cycle in one process: losses, the end of the run, and errors that change nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from torch import Tensor
 from torch.optim import Adam
 
 import hdet_kernels as hk
+from hdet_kernels.converge import Correction, Outcome, OverlappedAverage
+from hdet_kernels.fanout.spread import Placement
+from hdet_kernels.schedule.cycle import Overlapping
 from tests.schedule.cases import Place, adam, advance, groups_of, parameters
+from tests.training import same
 
 
 def test_the_last_step_averages_and_no_step_follows() -> None:
@@ -66,34 +70,6 @@ def test_no_loss_is_needed_if_nothing_reads_it(options: dict[str, Any]) -> None:
     for _ in range(10):
         advance(optimizer, scheduler)
     assert scheduler.last_epoch == 10
-
-
-@pytest.mark.parametrize(
-    ("loss", "error"),
-    [
-        (torch.ones(3), ValueError),
-        (torch.ones(1, dtype=torch.complex64), TypeError),
-        ("1.0", TypeError),
-        ([1.0], TypeError),
-    ],
-    ids=["vector", "complex", "text", "list"],
-)
-def test_a_loss_that_is_not_a_scalar_raises_and_changes_nothing(loss: Any, error: type[Exception]) -> None:
-    optimizer = adam()
-    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, sync_every=1)
-    with pytest.raises(error, match="the loss must be"):
-        scheduler.step(loss)
-    assert scheduler.last_epoch == 0
-    assert scheduler.cycle.window.count == 0
-    assert not scheduler.history
-
-
-def test_a_parameter_group_added_later_raises() -> None:
-    optimizer = adam()
-    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10)
-    optimizer.add_param_group({"params": parameters((2,))})
-    with pytest.raises(RuntimeError, match="2 parameter groups, the scheduler was built for 1"):
-        scheduler.step(1.0)
 
 
 def test_gradient_accumulation_and_gradscaler() -> None:
@@ -168,16 +144,6 @@ def test_a_deleted_scheduler_leaves_the_optimizer_alone() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.77
 
 
-def test_cycles_are_numbered_from_zero() -> None:
-    optimizer = adam()
-    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, sync_every=4, auto_lr=False)
-    numbers = []
-    for _ in range(10):
-        numbers.append(scheduler.cycle.number)
-        advance(optimizer, scheduler)
-    assert numbers == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
-
-
 def test_the_first_step_of_the_optimizer_starts_the_cycle() -> None:
     optimizer = adam()
     scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, auto_lr=False)
@@ -186,20 +152,117 @@ def test_the_first_step_of_the_optimizer_starts_the_cycle() -> None:
     assert scheduler.cycle.started
 
 
-def test_consensus_is_marked_and_unmarked() -> None:
-    scheduler = hk.HDETOneCycleLR(adam(), 0.1, 10, auto_lr=False)
-    with scheduler.consensus():
-        assert scheduler.cycle.in_consensus
-        with pytest.raises(RuntimeError, match=r"scheduler.step\(\) inside scheduler.consensus\(\)"):
-            scheduler.step()
-    assert not scheduler.cycle.in_consensus
-    with pytest.raises(ZeroDivisionError), scheduler.consensus():
-        raise ZeroDivisionError
-    assert not scheduler.cycle.in_consensus
-
-
 def test_best_of_replicas_needs_losses() -> None:
     optimizer = adam()
     scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, auto_lr=False, averaging=hk.Averaging(merge="best"))
     with pytest.raises(RuntimeError, match=r"merge='best' .* none was recorded: .*scheduler.step\(loss\).*probe="):
         advance(optimizer, scheduler)
+
+
+def test_a_nan_loss_raises_at_the_sync_and_changes_nothing() -> None:
+    optimizer = adam()
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 10, sync_every=2)
+    advance(optimizer, scheduler, 1.0)
+    optimizer.step()
+    params = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    before = groups_of(optimizer), scheduler.state_dict()
+    with pytest.raises(RuntimeError, match=r"no replica is sound at step 2; not finite: the loss on rank 0"):
+        scheduler.step(math.nan)
+    assert (groups_of(optimizer), scheduler.state_dict()) == before
+    for now, then in zip(optimizer.param_groups[0]["params"], params, strict=True):
+        assert torch.equal(now, then)
+    scheduler.step(1.0)
+    assert scheduler.last_epoch == 2
+
+
+def test_a_probe_that_raises_is_the_cause_of_the_error() -> None:
+    optimizer = adam()
+    controller = hk.RegressionController(start_at=0.01)
+    scheduler = hk.HDETOneCycleLR(
+        optimizer, 0.1, 40, sync_every=2, probe=lambda: 1 / 0, auto_lr=controller, ensemble=Place(4, 0)
+    )
+    advance(optimizer, scheduler)
+    with pytest.raises(RuntimeError) as error:
+        advance(optimizer, scheduler)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert scheduler.last_epoch == 1
+
+
+def test_a_controller_that_acts_from_a_later_sync_on_has_slopes_then() -> None:
+    """The hypergradient controller begins at 5 % of the run, four cycles of the default length."""
+    optimizer = adam()
+    scheduler = hk.HDETOneCycleLR(optimizer, 1e-4, 160, auto_lr=hk.HypergradientController())
+    for _ in range(60):
+        advance(optimizer, scheduler)
+    displacement = scheduler.cycle.displacement
+    assert displacement is not None
+    assert displacement.ended, "nothing is measured after the last sync at which it acts"
+    assert scheduler.cycle.spread.controller_state["updates"][0] > 10
+
+
+CORRECTION = Correction(
+    sound=(True,),
+    heal=False,
+    has_state=False,
+    params=[torch.tensor([3.0, -1.0])],
+    buffers=[],
+    buffers_before=[],
+    state={},
+    state_before={},
+    integers=[],
+    counts=None,
+)
+OUTCOME = Outcome(
+    losses=np.array([1.5, np.nan]),
+    probes=np.array([0.5, 0.25]),
+    healthy=np.array([True, False]),
+    shared=None,
+    bytes=400,
+    collectives=2,
+    seconds=0.125,
+    distance=0.25,
+)
+
+
+def finished() -> tuple[Correction, Outcome]:
+    return CORRECTION, OUTCOME
+
+
+def failed() -> tuple[Correction, Outcome]:
+    raise RuntimeError("a peer died")
+
+
+def under_way(average: OverlappedAverage[Outcome]) -> Overlapping:
+    base = np.array([0.1, 0.2])
+    placed = Placement(base, base[:, None] * [[0.7, 1.3], [1.0, 1.0]], np.array([[0.7, 1.3], [1.0, 1.0]]))
+    return Overlapping(12, 15, placed, True, average)
+
+
+def test_it_is_saved_with_its_result_as_plain_values() -> None:
+    state = under_way(OverlappedAverage(finished, None)).state_dict(in_consensus=False)
+    assert state is not None
+    assert (state["step"], state["due"], state["acting"]) == (12, 15, True)
+    assert same(state["correction"], CORRECTION.state_dict())
+    assert state["placed"]["values"] == [pytest.approx([0.07, 0.13]), [0.2, 0.2]]
+    expected = {"shared": None, "bytes": 400, "collectives": 2, "seconds": 0.125, "kept": None, "distance": 0.25}
+    expected |= {"losses": [1.5, float("nan")], "probes": [0.5, 0.25], "healthy": [True, False]}
+    assert same(state["outcome"], expected)
+
+
+def test_parameters_that_are_the_average_already_need_no_correction() -> None:
+    state = under_way(OverlappedAverage(finished, None)).state_dict(in_consensus=True)
+    assert state is not None
+    assert state["correction"]["params"][0].tolist() == [0.0, 0.0]
+
+
+def test_a_failed_average_is_not_saved() -> None:
+    assert under_way(OverlappedAverage(failed, None)).state_dict(in_consensus=False) is None
+
+
+def test_it_is_restored_as_it_was() -> None:
+    state = under_way(OverlappedAverage(finished, None)).state_dict(in_consensus=False)
+    assert state is not None
+    again = Overlapping.of(state)
+    assert same(again.state_dict(in_consensus=False), state)
+    assert again.average.wait()[1].healthy.dtype == bool
+    assert again.placed.applied.shape == (2, 2)

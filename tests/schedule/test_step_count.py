@@ -115,30 +115,17 @@ def test_scheduler_steps_before_the_first_optimizer_step_and_without_any_pass() 
         scheduler.step()
 
 
-def test_optimizer_steps_without_scheduler_steps_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [([MOST_BEHIND + 1] * 4, 1), ([2] * 4 * MOST_BEHIND, 1), ([2, 1, 1, 1, 1] * 40, 0)],
+    ids=["epochs", "two each", "now and then"],
+)
+def test_optimizer_steps_without_scheduler_steps_are_said_once(
+    counts: list[int], said: int, caplog: pytest.LogCaptureFixture
+) -> None:
     optimizer = adam()
-    scheduler = one_cycle(optimizer)
-    for epoch in range(4):
-        for _ in range(MOST_BEHIND + 1):
-            assert ("once after each optimizer.step()" in caplog.text) is (epoch > 0)
-            backward(optimizer)
-            optimizer.step()
-        scheduler.step(1.0)
-    assert caplog.text.count("in Lightning, interval='step'") == 1
-
-
-def test_a_few_optimizer_steps_to_a_scheduler_step_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = adam()
-    scheduler = one_cycle(optimizer)
-    train(optimizer, scheduler, *[2] * 4 * MOST_BEHIND)
-    assert caplog.text.count("the optimizer made 32 steps more than the scheduler") == 1
-
-
-def test_one_optimizer_step_too_many_now_and_then_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = adam()
-    scheduler = one_cycle(optimizer)
-    train(optimizer, scheduler, *[2, 1, 1, 1, 1] * 40)
-    assert "once after each" not in caplog.text
+    train(optimizer, one_cycle(optimizer), *counts)
+    assert caplog.text.count("once after each optimizer.step()") == said
 
 
 def test_a_loaded_run_counts_anew() -> None:
