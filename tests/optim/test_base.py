@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hdet_kernels.optim import FusedAdamW, FusedSGD
-from tests.ops.cases import QUICK
+from hdet_kernels.optim import FusedAdam, FusedAdamW, FusedLion, FusedSGD
+from tests.ops.cases import BACKENDS, QUICK
 from tests.optim.cases import (
+    DTYPES,
     PAIRS,
     QUICK_PAIRS,
+    assert_as_accurate_as_torch,
     assert_close,
     assert_equal,
+    choose,
     choose_backends,
     fused_optimizer,
     give_gradients,
@@ -182,36 +187,119 @@ def test_names_of_parameters_are_kept() -> None:
 
 
 def test_refusals_leave_everything_untouched() -> None:
+    """Of what ``tests/bad_input`` has no row for."""
     params = parameters()
     optimizer = FusedAdamW(params)
     run(optimizer, params, [0])
     before = [tensor.clone() for tensor in (*params, *optimizer.state_flats().values())]
     give_gradients(params, seed=1)
     params[0].grad = torch.ones(3, 5).to_sparse()
-    with pytest.raises(RuntimeError, match=r"sparse=False"):
+    with pytest.raises(RuntimeError, match="sparse=False"):
         optimizer.step()
-    shared = params[0].detach().view(-1)
-    for group, message in (
-        ({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]}, "view_as_real"),
-        ({"params": [nn.Parameter(torch.ones(2)[::2].expand(3))]}, "contiguous"),
-        ({"params": [nn.Parameter(torch.ones(2))], "lr": -1.0}, "lr must be .* got -1.0"),
-        ({"params": [nn.Parameter(shared)]}, "tied parameters must be in one group"),
-        ({"params": [params[0]]}, "more than one parameter group"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optimizer.add_param_group(group)
-    other = optimizer.state_dict()
-    other["state"] = {0: {"exp_avg": torch.ones(7), "exp_avg_sq": torch.ones(7), "step": torch.tensor(1.0)}}
-    with pytest.raises(ValueError, match=r"exp_avg.*\(7,\).*\(3, 5\)"):
-        optimizer.load_state_dict(other)
+    with pytest.raises(ValueError, match="tied parameters"):
+        optimizer.add_param_group({"params": [nn.Parameter(params[0].detach().view(-1))]})
     assert len(optimizer.param_groups) == 1
     assert_equal((*params, *optimizer.state_flats().values()), before)
     params[0].grad = None
     optimizer.step()
 
 
-def test_no_parameters_and_unknown_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="empty parameter list"):
-        FusedAdamW([])
-    with pytest.raises(TypeError, match="fused"):
-        FusedAdamW([nn.Parameter(torch.ones(1))], fused=True)  # type: ignore[call-arg]
+@pytest.mark.parametrize("dtype", choose(DTYPES, "fp32"))
+@pytest.mark.parametrize(
+    ("backend", "name"), with_backends(QUICK, PAIRS, itertools.product(("torch-cpu", "cpp-cpu"), PAIRS))
+)
+def test_error_is_at_most_twice_that_of_torch(backend: tuple[str, str], name: str, dtype: str) -> None:
+    assert_as_accurate_as_torch(backend, name, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("backend", choose_backends(BACKENDS, "torch-cpu", "cpp-cpu"))
+def test_lion_follows_its_equations(backend: tuple[str, str]) -> None:
+    where, device = backend
+    lr, (beta1, beta2), decay = 0.01, (0.9, 0.99), 0.1
+    params = parameters(torch.float64, device)
+    expected = [param.detach().cpu().clone() for param in params]
+    moments = [torch.zeros_like(param) for param in expected]
+    optimizer = FusedLion(params, lr, (beta1, beta2), decay, backend=where)
+    for seed in range(4):
+        give_gradients(params, seed=seed)
+        for theta, m, param in zip(expected, moments, params, strict=True):
+            assert param.grad is not None
+            g = param.grad.cpu()
+            theta.mul_(1 - lr * decay).sub_(lr * torch.sign(beta1 * m + (1 - beta1) * g))
+            m.mul_(beta2).add_((1 - beta2) * g)
+        optimizer.step()
+    for param, theta, m in zip(params, expected, moments, strict=True):
+        torch.testing.assert_close(param.detach().cpu(), theta, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(optimizer.state[param]["exp_avg"].cpu(), m, rtol=1e-14, atol=1e-14)
+
+
+def test_momentum_that_a_scheduler_turns_on_and_off() -> None:
+    ours, theirs = parameters(), parameters()
+    fused, torchs = FusedSGD(ours, 0.1, dampening=0.5), torch.optim.SGD(theirs, 0.1, dampening=0.5, foreach=False)
+    for seed, momentum in enumerate((0.0, 0.9, 0.0, 0.8)):
+        for target, params in ((fused, ours), (torchs, theirs)):
+            target.param_groups[0]["momentum"] = momentum
+            run(target, params, [seed])
+        assert shapes_of(fused.state_dict()["state"]) == shapes_of(torchs.state_dict()["state"])
+    assert_close(ours, theirs)
+
+
+def test_state_in_8_bits_refuses_amsgrad_from_a_group_a_checkpoint_and_a_state() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params, state_dtype="int8")
+    run(optimizer, params, [0])
+    source = FusedAdamW(parameters(), amsgrad=True)
+    run(source, source.param_groups[0]["params"], [0])
+    saved = source.state_dict()
+    with pytest.raises(ValueError, match="amsgrad=True needs state_dtype"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["amsgrad"] = False
+    with pytest.raises(ValueError, match="does not know max_exp_avg_sq"):
+        optimizer.load_state_dict(saved)
+    coded = optimizer.state_dict()
+    coded["state"][0]["exp_avg_sq_scale"] = -coded["state"][0]["exp_avg_sq_scale"]  # as shares of a maximum had
+    with pytest.raises(ValueError, match="exp_avg_sq in 8 bits"):
+        optimizer.load_state_dict(coded)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad=True needs state_dtype"):
+        run(optimizer, params, [1])
+
+
+def test_a_state_dict_with_the_other_kind_of_weight_decay_is_refused() -> None:
+    params = parameters()
+    with pytest.raises(ValueError, match="decoupled_weight_decay=True"):
+        FusedAdam(params).load_state_dict(torch.optim.AdamW(params).state_dict())
+    with pytest.raises(ValueError, match="decoupled_weight_decay=False"):
+        FusedAdamW(params).load_state_dict(torch.optim.Adam(params).state_dict())
+
+
+def test_hooks_run_and_the_profiler_sees_the_step() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params)
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("save"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["save", "loaded"]
+    calls.clear()
+    own = [
+        optimizer.register_step_pre_hook(lambda *_: calls.append("own before")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("own after")),
+    ]
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    try:
+        run(optimizer, params, range(1))
+    finally:
+        for handle in (*handles, *own):
+            handle.remove()
+    assert sorted(calls[:2]) == ["before", "own before"]
+    assert sorted(calls[2:]) == ["after", "own after"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(optimizer, params, range(1, 2))
+    assert len(calls) == 4, "the hooks were removed"
+    seen = {event.key for event in profile.key_averages()}
+    assert "Optimizer.step#FusedAdamW.step" in seen
+    assert any(key.startswith("hdet_kernels::") for key in seen), "the operator"

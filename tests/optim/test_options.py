@@ -1,4 +1,4 @@
-"""Options of precision, gradients and backend that all fused optimizers share."""
+"""Options of all fused optimizers: which are refused beside those of ``tests/bad_input``, and when they are read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hdet_kernels.optim import FusedAdamW
+from hdet_kernels.ops.table import HyperTable
+from hdet_kernels.optim import FusedAdamW, FusedSGD
 from hdet_kernels.optim.options import Options
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.mark.parametrize(
@@ -25,51 +28,78 @@ from hdet_kernels.optim.options import Options
 )
 def test_which_parameters_have_masters(options: dict[str, Any], masters: bool) -> None:
     made = Options(**options)
-    assert [made.has_master(dtype) for dtype in (torch.bfloat16, torch.float16)] == [masters] * 2
-    assert not any(made.has_master(dtype) for dtype in (torch.float32, torch.float64))
+    assert [made.has_master(dtype) for dtype in (BF16, FP16)] == [masters] * 2
+    assert not any(made.has_master(dtype) for dtype in (FP32, FP64))
 
 
 def test_dtype_of_the_state() -> None:
-    for given in (torch.float32, torch.bfloat16):
+    for given in (FP32, BF16):
         made = Options(state_dtype=given)
-        assert [made.state_dtype_for(dtype) for dtype in (torch.float32, torch.bfloat16)] == [given] * 2
-        assert made.state_dtype_for(torch.float64) == torch.float64
+        assert [made.state_dtype_for(dtype) for dtype in (FP32, BF16, FP64)] == [given, given, FP64]
     for spelled in ("int8", torch.int8):
         made = Options(state_dtype=spelled)
         assert made == Options(state_dtype=torch.int8)
         assert made.rounds_stochastically
-        assert [made.state_dtype_for(dtype) for dtype in (torch.float32, torch.bfloat16)] == [torch.uint8] * 2
+        assert [made.state_dtype_for(dtype) for dtype in (FP32, BF16)] == [torch.uint8] * 2
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options", "message"),
+    ("dtype", "options", "argument"),
     [
-        (torch.bfloat16, {"master_weights": True, "stochastic_rounding": True}, "exclude each other.*choose one"),
-        (torch.float16, {"stochastic_rounding": True}, "parameter 0 is torch.float16.*bfloat16"),
-        (torch.float16, {"state_dtype": torch.bfloat16}, "parameter 0 is torch.float16, whose state"),
-        (torch.float64, {"state_dtype": torch.bfloat16}, "parameter 0 is torch.float64, whose state"),
-        (torch.float32, {"state_dtype": torch.float16}, 'state_dtype must be torch.float32, torch.bfloat16 or "int8"'),
-        (torch.float64, {"state_dtype": "int8"}, "parameter 0 is torch.float64, whose state cannot be int8"),
-        (torch.float16, {"state_dtype": "int8"}, "parameter 0 is torch.float16, whose state cannot be int8"),
-        (torch.float32, {"gradients": "flat"}, "gradients must be one of 'autograd', 'fixed', got 'flat'"),
-        (torch.float32, {"master_weights": "yes"}, 'master_weights must be True, False, "split" or None to choose'),
-        (torch.bfloat16, {"master_weights": "split", "stochastic_rounding": True}, "'split' and .*exclude each other"),
-        (torch.float32, {"stochastic_rounding": None}, "stochastic_rounding must be True or False, got None"),
+        (FP32, {"lr": torch.tensor(1j)}, "lr"),
+        (FP32, {"lr": 10**400}, "lr"),
+        (FP32, {"max_grad_norm": 10**400}, "max_grad_norm"),
+        (FP32, {"amsgrad": torch.ones(2)}, "amsgrad"),
+        (FP32, {"amsgrad": True, "state_dtype": "int8"}, "amsgrad"),
+        (FP32, {"advance_versions": None}, "advance_versions"),
+        (FP32, {"stochastic_rounding": None}, "stochastic_rounding"),
+        (BF16, {"master_weights": "split", "stochastic_rounding": True}, "stochastic_rounding"),
+        *((dtype, {"state_dtype": state}, "parameter 0") for dtype in (FP16, FP64) for state in (BF16, "int8")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_bad_options_are_refused_before_anything_moves(
-    dtype: torch.dtype, options: dict[str, Any], message: str
+    dtype: torch.dtype, options: dict[str, Any], argument: str
 ) -> None:
     param = nn.Parameter(torch.ones(3, dtype=dtype))
     address = param.data_ptr()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=argument):
         FusedAdamW([param], **options)
     assert param.data_ptr() == address
 
 
+@pytest.mark.parametrize("params", [3, nn.Linear(2, 2), [{}], [{"params": None}]], ids=str)
+def test_parameters_that_are_none(params: Any) -> None:
+    with pytest.raises(TypeError, match=r"model.parameters\(\)"):
+        FusedAdamW(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("lr", "x"), ("betas", 0.9), ("weight_decay", None), ("amsgrad", "no")),
+        *(("rounding_seed", seed) for seed in (-1, 2**32, 1.5, "x", None)),
+    ],
+)
+def test_a_group_that_is_edited_badly_is_refused_at_the_step(name: str, value: Any) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = FusedAdamW([param], stochastic_rounding=True)
+    param.grad = torch.ones_like(param)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+
+
+def test_numbers_on_an_accelerator_are_not_read() -> None:
+    """Groups are checked again when one changed, also while a CUDA graph is captured."""
+    optimizer = FusedSGD([nn.Parameter(torch.ones(1))], momentum=0.9, nesterov=True)
+    unread = torch.empty((), device="meta")
+    optimizer.check_group({**optimizer.defaults, "lr": unread, "momentum": unread})
+
+
 def test_float32_and_float64_parameters_have_no_master() -> None:
-    for dtype in (torch.float32, torch.float64):
+    for dtype in (FP32, FP64):
         param = nn.Parameter(torch.ones(3, dtype=dtype))
         optimizer = FusedAdamW([param], master_weights=True)
         param.grad = torch.ones_like(param)
@@ -79,12 +109,12 @@ def test_float32_and_float64_parameters_have_no_master() -> None:
 
 
 @pytest.mark.parametrize("option", [{"master_weights": "split"}, {"stochastic_rounding": True}], ids=str)
-def test_an_option_without_effect_is_told_once(option: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    for dtype, state, told in (
-        (torch.float32, torch.float32, True),
-        (torch.bfloat16, torch.float32, False),
-        (torch.float32, torch.bfloat16, "split" in option.values()),
-        (torch.float32, "int8", True),
+def test_an_option_without_effect_is_warned_of_once(option: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    for dtype, state, warned in (
+        (FP32, FP32, True),
+        (BF16, FP32, False),
+        (FP32, BF16, "split" in option.values()),
+        (FP32, "int8", True),
     ):
         caplog.clear()
         module = nn.Linear(3, 2)
@@ -93,4 +123,31 @@ def test_an_option_without_effect_is_told_once(option: dict[str, Any], caplog: p
         for _ in range(2):
             module(torch.ones(4, 3, dtype=dtype)).sum().backward()
             optimizer.step()
-        assert ["has no effect: the parameters are torch.float32" in text for text in caplog.messages] == [True] * told
+        assert [next(iter(option)) in text for text in caplog.messages] == [True] * warned
+
+
+def test_lists_are_frozen_and_tensors_that_change_in_place_are_read_again() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = FusedAdamW([param], lr=0.5, betas=[0.9, 0.99], weight_decay=0.0)  # type: ignore[arg-type]
+    assert isinstance(optimizer.param_groups[0]["betas"], tuple)
+    rate = torch.tensor(0.5)
+    for expected in (-0.5, -1.0, -3.0):
+        param.grad = torch.ones(2)
+        optimizer.step()
+        torch.testing.assert_close(param.detach(), torch.full((2,), expected))
+        optimizer.param_groups[0]["lr"] = rate  # of the same value, then of another
+        rate.fill_(0.5 if expected > -1.0 else 2.0)
+
+
+def test_the_table_is_written_only_after_a_change_and_once_for_all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[Any] = []
+    write = HyperTable.write
+    monkeypatch.setattr(HyperTable, "write", lambda table, rows: (writes.append(rows), write(table, rows))[1])
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (FP32, FP64)]
+    optimizer = FusedSGD([{"params": [param]} for param in params], lr=0.5)
+    for rate, momentum, count in ((0.5, 0, 1), (0.5, 0, 1), (0.25, 0, 2), (0.25, 0, 2), (0.25, 0.9, 3), (0.25, 0.9, 3)):
+        optimizer.param_groups[1] |= {"lr": rate, "momentum": momentum}
+        optimizer.write_hyperparameters()
+        assert len(writes) == count
+    assert [row["lr"] for row in writes[-1]] == [0.5, 0.25]
+    assert [row["momentum"] for row in writes[-1]] == [0, 0.9]

@@ -9,38 +9,8 @@ import torch
 from torch import nn
 
 from hdet_kernels.optim import FusedAdamW, FusedSGD
-from hdet_kernels.optim.watch import ParameterWatch
 from tests.ops.cases import BACKENDS
 from tests.optim.cases import assert_equal, choose_backends, many_parameters, parameters, run
-
-
-class TestParameterWatch:
-    def test_moved_parameters(self) -> None:
-        params = many_parameters(3)
-        watch = ParameterWatch([{"params": params}], params)
-        assert not watch.moved()
-        params[1].data = params[1].data.clone()
-        assert watch.moved()
-        watch.remember_addresses()
-        assert not watch.moved()
-
-    def test_lists_that_changed(self) -> None:
-        params = many_parameters(3)
-        groups = [{"params": params[:2]}, {"params": params[2:]}]
-        watch = ParameterWatch(groups, params)
-        assert not watch.regrouped(groups, lists_only=False)
-        assert watch.regrouped(groups[:1], lists_only=True)
-        assert watch.regrouped([groups[0], {"params": params[2:]}], lists_only=True), "another list object"
-        groups[0]["params"].append(params[2])
-        assert watch.regrouped(groups, lists_only=True)
-
-    def test_a_parameter_that_was_exchanged_within_a_list(self) -> None:
-        params = many_parameters(3)
-        groups = [{"params": params}]
-        watch = ParameterWatch(groups, tuple(params))
-        params[1] = nn.Parameter(torch.zeros(4))
-        assert watch.regrouped(groups, lists_only=False)
-        assert not watch.regrouped(groups, lists_only=True)
 
 
 @pytest.mark.parametrize("backend", choose_backends(BACKENDS, "torch-cpu", "cpp-cpu"))

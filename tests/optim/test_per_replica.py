@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.ops.chunks import ChunkTable
+from hdet_kernels.optim import FusedOptimizer
 from hdet_kernels.optim.group_entries import replica_groups, shares_moments, write_per_replica
 from hdet_kernels.optim.loading import fit_state
 from hdet_kernels.stack import StackedParameter
 from tests.ops.cases import available
-from tests.optim.cases import choose, with_backends
+from tests.optim.cases import choose, fused_optimizer, parameters, with_backends
 
 BACKENDS = [available(*pair) for pair in (("torch", "cpu"), ("cpp", "cpu"), ("cuda", "cuda"), ("triton", "cuda"))]
 #: Pairs of a backend and an optimizer that ``make test`` runs.
@@ -297,16 +298,6 @@ def test_different_gradients_in_a_stack_that_shares_one_are_refused() -> None:
     assert all(map(torch.equal, params, before))
 
 
-def test_stacks_and_plain_parameters_in_one_optimizer_are_refused() -> None:
-    with pytest.raises(ValueError, match="parameter 0 is a stack of 3 replicas and parameter 6 a plain one"):
-        hk.FusedAdamW([*stacked_params(True), *plain_params()])
-
-
-def test_fixed_gradients_of_a_stack_are_refused() -> None:
-    with pytest.raises(ValueError, match=r'parameter 0 is a stack of 3 replicas, and gradients="fixed"'):
-        hk.FusedAdamW(stacked_params(True), gradients="fixed")
-
-
 def test_values_for_another_number_of_replicas_are_refused() -> None:
     params = stacked_params(True)
     optimizer = hk.FusedAdamW(params)
@@ -317,23 +308,7 @@ def test_values_for_another_number_of_replicas_are_refused() -> None:
         optimizer.step()
 
 
-def test_the_state_of_another_model_is_refused() -> None:
-    params = stacked_params(True)
-    optimizer = hk.FusedAdamW(params)
-    other = hk.FusedAdamW([nn.Parameter(torch.ones(7, 7)) for _ in params])
-    for param in other.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    other.step()
-    with pytest.raises(ValueError, match=r"exp_avg of shape \(7, 7\), its parameter has \(3, 3, 5\)"):
-        optimizer.load_state_dict(other.state_dict())
-
-
 class TestReplicaGroups:
-    def test_without_per_replica_values_all_see_the_group(self) -> None:
-        group = {"lr": 0.1}
-        assert replica_groups(group, None) == [group]
-        assert all(each is group for each in replica_groups(group, 3))
-
     def test_each_replica_sees_its_own_values(self) -> None:
         group: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99)}
         write_per_replica(group, "lr", 0.1, (0.05, 0.2))
@@ -358,18 +333,16 @@ class TestReplicaGroups:
         ("adamw", {"max_grad_norm": 1.0}, False),
         ("sgd", {"momentum": 0.5}, False),
         ("sgd", {"lr": 0.5}, True),
+        *((rule, {"common": {"weight_decay": 0.1}}, False) for rule in ("sgd", "adam", "adagrad")),
     ],
     ids=str,
 )
-def test_which_replicas_share_moments(rule: str, change: dict[str, float], shares: bool) -> None:
+def test_which_replicas_share_moments(rule: str, change: dict[str, Any], shares: bool) -> None:
+    """By what differs for the second replica, or is common to both: weight decay that acts on the moments."""
     row = {"lr": 0.1, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99, "momentum": 0.9, "max_grad_norm": 0.0}
-    assert shares_moments(rule, [row, row | change], 1) == shares
-
-
-@pytest.mark.parametrize("rule", ["sgd", "adam", "adagrad"])
-def test_weight_decay_that_acts_on_the_moments_separates_them(rule: str) -> None:
-    row = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
-    assert not shares_moments(rule, [row, row], 1)
+    row |= change.get("common", {})
+    other = row | {name: value for name, value in change.items() if name != "common"}
+    assert shares_moments(rule, [row, other], 1) == shares
 
 
 def test_state_of_another_number_of_replicas_becomes_their_mean() -> None:
@@ -380,3 +353,36 @@ def test_state_of_another_number_of_replicas_becomes_their_mean() -> None:
     assert fitted["step"].item() == 5.0
     kept = {"step": torch.ones(3), "exp_avg": torch.ones(3, 2)}
     assert all(fit_state(kept, param)[name] is value for name, value in kept.items())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adagrad", "lion"])
+def test_replicas_can_have_states_of_their_own_for_a_while(name: str) -> None:
+    """Separated and shared again, the state is that of the first replica, and the next steps are those of sharing."""
+
+    def trained(steps: int, *, apart: bool) -> tuple[list[StackedParameter], FusedOptimizer]:
+        params = [StackedParameter(param.detach().repeat(3, *[1] * param.dim())) for param in parameters()]
+        optimizer = fused_optimizer(name, params, weight_decay=0.0)
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            for param in params:
+                param.grad = torch.randn(param.shape[1:], generator=generator).expand_as(param)
+            if apart and step == 1:
+                optimizer.separate_state()
+                optimizer.separate_state()  # nothing more
+                assert not optimizer.shares_state
+                optimizer.share_state()
+            optimizer.step()
+        return params, optimizer
+
+    (ours, optimizer), (expected, other) = trained(3, apart=True), trained(3, apart=False)
+    assert optimizer.shares_state
+    assert other.shares_state
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_plain_parameters_have_no_state_to_share() -> None:
+    optimizer = fused_optimizer("adamw", parameters())
+    optimizer.separate_state()
+    optimizer.share_state()
+    assert not optimizer.shares_state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,11 +17,29 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn import functional as F
 
 import hdet_kernels as hk
-from tests.optim.tied_net import Net
 from tests.training import same
 
 # Both warn that there is one process only.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Net(nn.Module):
+    """A model with tied weights, a BatchNorm with buffers, a frozen, an empty and a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.frozen(self.hidden(self.embed(tokens))) * self.scale + self.nothing.sum())
+        return self.head(hidden)  # type: ignore[no-any-return]
 
 
 class Images(nn.Module):
@@ -236,3 +256,85 @@ def test_every_tensor_is_saved_and_loaded(saver: Callable[[Pair, Pair, Path], bo
     for each in (pair, other):
         train(*each, 2)
     assert same(pair[0].state_dict(), other[0].state_dict())
+
+
+# Files of parts, and their sizes
+
+#: A value that only one parameter has, to be looked for in files.
+MARK = 123456.789
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
+@pytest.mark.parametrize("gradients", ["autograd", "fixed"])
+def test_a_part_of_a_model_is_saved_without_the_rest(gradients: Any, device: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(512, 512)).to(device)
+    optimizer = hk.FusedAdamW(model.parameters(), gradients=gradients)
+    with torch.no_grad():
+        model[1].weight.fill_(MARK)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    mark = model[1].weight.detach()[0, 0].cpu().numpy().tobytes()
+    first = list(model[0].parameters())
+    parts = {
+        "a module": model[0],
+        "its state_dict": model[0].state_dict(),
+        "a parameter": first[0],
+        "state": [optimizer.state[param] for param in first],
+        "gradients": [param.grad for param in first],
+    }
+    for what, part in parts.items():
+        written = saved(part)
+        assert len(written) < 10_000, what
+        assert mark not in written, what
+    assert mark in saved(model)
+
+
+def test_the_file_of_a_whole_model_is_as_large_as_its_tensors() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    plain, before = copy.deepcopy(model), len(saved(model.state_dict()))
+    optimizer = hk.FusedAdamW(model.parameters())
+    assert len(saved(model.state_dict())) == before
+    usual = torch.optim.AdamW(plain.parameters())
+    for each in (model, plain):
+        each(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    usual.step()
+    assert len(saved(optimizer.state_dict())) < 1.01 * len(saved(usual.state_dict()))
+
+
+def test_tied_parameters_stay_tied_through_a_file() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    twin = nn.Parameter(weight.data)  # another object on the same memory
+    hk.FusedAdamW([weight, nn.Parameter(torch.ones(2)), twin])
+    assert twin.data_ptr() == weight.data_ptr()
+    loaded = torch.load(io.BytesIO(saved([weight, twin])), weights_only=True)
+    assert loaded[0].data_ptr() == loaded[1].data_ptr()
+
+
+def test_a_stack_and_its_optimizer_are_saved_without_gaps() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(256, 256))
+    stack = hk.ReplicaStack(model, 3, gradients="local")
+    optimizer = hk.FusedAdamW(stack.parameters())
+    for param in stack.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    first = next(stack.parameters())
+    assert len(saved(stack.state_dict()["0.weight"])) < 10_000
+    assert len(saved(first)) < 10_000
+    state = optimizer.state_dict()["state"]
+    assert len(saved(state[0])) < 10_000
+    assert torch.equal(state[0]["exp_avg"], optimizer.state[first]["exp_avg"])
+    tensors = [tensor for tensor in stack.state_dict().values() if isinstance(tensor, Tensor)]
+    tensors += [tensor for entry in state.values() for tensor in entry.values()]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+    optimizer.state[first]["exp_avg"].fill_(MARK)
+    assert (optimizer.state_flats()["0/exp_avg"] == MARK).sum() == first.numel(), "the state itself is in the buffer"

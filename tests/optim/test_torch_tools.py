@@ -1,13 +1,16 @@
 """What torch offers around an optimizer, with 8-bit state, split masters, stochastic rounding, Muon and tables.
 
-Attention under autocast, compiled models, gradient scalers, averaged models, added groups, copies and conversions.
+Attention under autocast, compiled models, gradient scalers, averaged models, added groups, copies and conversions,
+and other default devices and dtypes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,7 +21,18 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 import hdet_kernels as hk
-from tests.optim.cases import choose, saved_and_loaded
+from hdet_kernels.optim import FusedAdamW
+from tests.ops.cases import QUICK
+from tests.optim.cases import (
+    assert_equal,
+    choose,
+    fused_optimizer,
+    give_gradients,
+    parameters,
+    run,
+    saved_and_loaded,
+    with_backends,
+)
 from tests.training import same
 
 # torch warns that processors without bf16 take another way.
@@ -74,7 +88,7 @@ KINDS: dict[str, tuple[type[nn.Module], torch.dtype, Callable[..., Any]]] = {
     "tables": (Tables, torch.float32, partial(hk.FusedRowWiseAdagrad, eps=1e-4)),
     "tables, rounded": (Tables, BF16, partial(hk.FusedRowWiseAdagrad, eps=1e-4, stochastic_rounding=True)),
 }
-QUICK = ("int8", "muon, split, int8", "tables, rounded")
+QUICK_KINDS = ("int8", "muon, split, int8", "tables, rounded")
 LAYERS = [kind for kind, (model, _, _) in KINDS.items() if model is Attention]
 
 Run = tuple[nn.Module, Any]
@@ -109,8 +123,8 @@ def train(module: Callable[[Tensor], Tensor], optimizer: Any, steps: Iterable[in
     return losses
 
 
-def everything(run: Run) -> Any:
-    return run[0].state_dict(), run[1].state_dict()
+def everything(pair: Run) -> Any:
+    return pair[0].state_dict(), pair[1].state_dict()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,21 +142,12 @@ def test_training_resuming_and_copies(kind: str) -> None:
     for param in (param for group in alone.param_groups for param in group["params"]):
         param.grad = torch.ones_like(param)
     alone.step()  # of its own copies of the parameters
-    for run in runs:
-        train(*run, range(6, 8))
-    assert [same(everything(run), everything(whole)) for run in runs[1:]] == [True] * 3
+    for each in runs:
+        train(*each, range(6, 8))
+    assert [same(everything(each), everything(whole)) for each in runs[1:]] == [True] * 3
 
 
-def test_float32_state_has_the_losses_of_torch() -> None:
-    losses = []
-    for make in (hk.FusedAdamW, torch.optim.AdamW):
-        torch.manual_seed(0)
-        module = Attention()
-        losses.append(train(module, make(module.parameters(), lr=0.01), range(6)))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", choose(LAYERS, *QUICK))
+@pytest.mark.parametrize("kind", choose(LAYERS, *QUICK_KINDS))
 @pytest.mark.parametrize("gradients", ["shared", pytest.param("local", marks=pytest.mark.full)])
 def test_a_stack_of_attention_under_autocast(kind: str, gradients: Any) -> None:
     torch.manual_seed(0)
@@ -167,13 +172,13 @@ def test_a_compiled_model(kind: str) -> None:
     assert same(everything(compiled), everything(plain))
 
 
-@pytest.mark.parametrize("kind", choose(KINDS, *QUICK))
+@pytest.mark.parametrize("kind", choose(KINDS, *QUICK_KINDS))
 def test_a_gradient_scaler_leaves_the_numbers_and_skips_steps(kind: str) -> None:
     plain, scaled, clipped = (begin(kind) for _ in range(3))
     train(*plain, range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for run, unscale in ((scaled, False), (clipped, True)):
-        module, optimizer = run
+    for each, unscale in ((scaled, False), (clipped, True)):
+        module, optimizer = each
         for step in range(2):
             optimizer.zero_grad()
             scaler.scale(loss_of(module, tokens(step))).backward()
@@ -181,7 +186,7 @@ def test_a_gradient_scaler_leaves_the_numbers_and_skips_steps(kind: str) -> None
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-        assert same(everything(run), everything(plain))
+        assert same(everything(each), everything(plain))
     before = copy.deepcopy(everything(scaled))
     scaler.scale(loss_of(scaled[0], tokens(2)) * torch.inf).backward()
     scaler.step(scaled[1])
@@ -190,12 +195,11 @@ def test_a_gradient_scaler_leaves_the_numbers_and_skips_steps(kind: str) -> None
     assert scaler.get_scale() == 512
 
 
-@pytest.mark.parametrize("kind", choose(KINDS, *QUICK))
+@pytest.mark.parametrize("kind", choose(KINDS, *QUICK_KINDS))
 def test_an_averaged_model_and_an_added_group_change_nothing(kind: str) -> None:
-    plain, run = begin(kind), begin(kind)
+    plain, (module, optimizer) = begin(kind), begin(kind)
     train(*plain, range(4))
-    train(*run, range(2))
-    module, optimizer = run
+    train(module, optimizer, range(2))
     average = AveragedModel(module, multi_avg_fn=lambda mean, now, _: torch._foreach_lerp_(mean, now, 0.5))
     first = copy.deepcopy(module.state_dict())
     average.update_parameters(module)
@@ -213,7 +217,7 @@ def test_an_averaged_model_and_an_added_group_change_nothing(kind: str) -> None:
     assert not torch.equal(added.weight, start)
 
 
-@pytest.mark.parametrize("kind", choose(KINDS, *QUICK))
+@pytest.mark.parametrize("kind", choose(KINDS, *QUICK_KINDS))
 def test_a_model_is_converted_before_the_first_step_and_not_later(kind: str) -> None:
     dtype = KINDS[kind][1]
     other = torch.float32 if dtype == BF16 else BF16
@@ -229,3 +233,98 @@ def test_a_model_is_converted_before_the_first_step_and_not_later(kind: str) -> 
     late[0].to(dtype)
     assert same(late[1].state_dict()["state"], saved["state"])
     train(*late, range(1, 2))
+
+
+def trained(compiler: str | None, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    call = net if compiler is None else torch.compile(net, backend=compiler)
+    optimizer = FusedAdamW(net.parameters(), lr=0.1, **options)
+    for step in range(4):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        call(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("gradients", ["autograd", "fixed"])
+@pytest.mark.parametrize("compiler", choose(["aot_eager", "inductor"], "aot_eager"))
+def test_a_compiled_model_trains_as_an_eager_one(compiler: str, gradients: str) -> None:
+    for compiled, eager in zip(trained(compiler, gradients=gradients), trained(None), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_the_optimizer_may_be_inside_a_compiled_training_step() -> None:
+    def weights(compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 2)
+        optimizer = FusedAdamW(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        call = torch.compile(step, backend="aot_eager") if compiled else step
+        for seed in range(3):
+            call(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)))
+        return [param.detach() for param in net.parameters()]
+
+    for compiled, eager in zip(weights(True), weights(False), strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@contextlib.contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "meta": lambda: torch.device("meta"),
+    "default-meta": lambda: default_device("meta"),
+    "float64": lambda: default_dtype(torch.float64),
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    with_backends(QUICK, ["adamw", "sgd-momentum", "adagrad"], [("cpp-cpu", "adamw"), ("torch-cpu", "sgd-momentum")]),
+)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+)
+def test_the_context_makes_no_difference(context: str, backend: tuple[str, str], name: str, dtype: torch.dtype) -> None:
+    where, device = backend
+    plain, params = parameters(dtype, device), parameters(dtype, device)
+    usual = fused_optimizer(name, plain, backend=where, max_grad_norm=1.0)
+    run(usual, plain, range(4))
+    give_gradients(params, seed=0)
+    with CONTEXTS[context]():
+        optimizer = fused_optimizer(name, params, backend=where, max_grad_norm=1.0)
+        optimizer.step()
+    run(optimizer, params, [1])
+    copies = [param.detach().clone().requires_grad_() for param in params]
+    again = fused_optimizer(name, copies, backend=where, max_grad_norm=1.0)
+    with CONTEXTS[context]():
+        again.load_state_dict(optimizer.state_dict())
+    for target, own in ((optimizer, params), (again, copies)):
+        run(target, own, range(2, 4))
+        assert_equal(own, plain)
