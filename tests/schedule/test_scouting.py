@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import io
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -107,8 +108,7 @@ def test_a_run_resumes_anywhere_bit_for_bit(at: int, options: dict[str, Any]) ->
     saved = whole.saved()
     whole.train(STEPS - at)
     resumed = StackRun(**options)
-    if at == 13:
-        resumed.train(2)  # one that has begun otherwise goes on as the saved one too
+    resumed.train(0 if at == PHASE + 7 else 2 if at == 13 else STEPS)  # where it is does not matter
     resumed.load(saved)
     resumed.train(STEPS - at)
     assert same(resumed.tensors(), whole.tensors())
@@ -145,20 +145,6 @@ def test_the_scheduler_may_be_built_after_the_optimizer_was_loaded(at: int) -> N
     assert same(resumed.tensors(), whole.tensors())
 
 
-@pytest.mark.full
-def test_a_run_that_has_gone_on_returns_to_a_checkpoint_of_the_phase() -> None:
-    run = StackRun()
-    run.train(8)
-    saved = run.saved()
-    run.train(STEPS - 8)
-    whole, found = run.tensors(), run.scheduler.scouted
-    run.load(saved)
-    assert run.scheduler.scouted is None
-    run.train(STEPS - 8)
-    assert same(run.tensors(), whole)
-    assert run.scheduler.scouted == found
-
-
 def test_a_diverged_candidate_is_worst_and_leaves_no_trace() -> None:
     wild = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-4, highest=1e12)
     run = StackRun(make_optimizer=SGD, scout=wild)
@@ -193,16 +179,6 @@ def test_a_probe_that_raises_is_reported() -> None:
 
     with pytest.raises(RuntimeError, match=r"probe\(\) raised on replicas \[0, 1, 2, 3\]"):
         StackRun(probe=probe).train(1)
-
-
-def test_what_it_costs_and_finds_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hdet_kernels"):
-        run = StackRun()
-        run.train(PHASE)
-    text = "\n".join(caplog.messages)
-    assert "20 of 50 steps (40 %), in rounds of 5 and 15 steps" in text
-    assert "the run is the other 30 steps" in text
-    assert f"step {PHASE}: the peak learning rate is {run.scheduler.scouted:.3g}" in text
 
 
 def test_a_round_that_says_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -275,22 +251,19 @@ def test_without_losses_it_says_so() -> None:
         run.scheduler.step()
 
 
-def test_a_second_scheduler_in_the_phase_finds_the_stack_as_it_was() -> None:
+@pytest.mark.parametrize("again", [True, False], ids=["a second scheduler", "released"])
+def test_whoever_follows_the_phase_finds_the_stack_as_it_was(again: bool) -> None:
     run = StackRun()
     run.train(3)
-    hk.HDETOneCycleLR(run.optimizer, 0.01, 100, ensemble=run.stack.ensemble)
+    if again:
+        hk.HDETOneCycleLR(run.optimizer, 0.01, 100, ensemble=run.stack.ensemble)
+        with pytest.raises(RuntimeError, match="the optimizer has another HDET scheduler now"):
+            run.train(1)
+    else:
+        hk.schedule.release(run.optimizer)
+        assert all("per_replica" not in group for group in run.optimizer.param_groups)
     assert next(run.stack.parameters()).shares_gradient
     assert run.optimizer.shares_state
-    with pytest.raises(RuntimeError, match="the optimizer has another HDET scheduler now"):
-        run.train(1)
-
-
-def test_a_released_optimizer_has_its_own_learning_rates_again() -> None:
-    run = StackRun()
-    run.train(3)
-    hk.schedule.release(run.optimizer)
-    assert next(run.stack.parameters()).shares_gradient
-    assert all("per_replica" not in group for group in run.optimizer.param_groups)
 
 
 @pytest.mark.parametrize(
@@ -479,3 +452,133 @@ def test_sharded_replicas_differ_unless_fsdp_averages_them() -> None:
     assert all(back for _, back, _ in results)
     assert len({found for *_, found in results}) == 1
     assert results[0][2] is not None
+
+
+def test_the_schedule_is_that_of_the_run_which_begins_after_the_phase() -> None:
+    run = StackRun()
+    seen = [(run.scheduler.last_epoch, run.scheduler.total_steps)]
+    for _ in range(STEPS):
+        run.train(1)
+        seen.append((run.scheduler.last_epoch, run.scheduler.total_steps))
+    assert seen == [*[(0, RUN)] * PHASE, *((step, RUN) for step in range(RUN + 1))]
+
+
+def test_learning_rates_that_are_tensors_stay_the_same_objects() -> None:
+    rate = torch.tensor(0.01)
+    run = StackRun(make_optimizer=lambda groups, lr: hk.FusedAdamW(groups, lr=rate))
+    run.train(PHASE + 1)
+    assert run.optimizer.param_groups[0]["lr"] is rate
+    assert run.scheduler.scouted is not None
+
+
+def test_epochs_count_for_the_length_of_a_run() -> None:
+    stack = hk.ReplicaStack(torch.nn.Linear(2, 1), REPLICAS)
+    optimizer = hk.FusedAdamW(stack.parameters())
+    scheduler = hk.HDETOneCycleLR(optimizer, None, epochs=5, steps_per_epoch=10, ensemble=stack.ensemble, scout=QUICK)
+    assert scheduler.cycle.run.total_steps == RUN
+    assert scheduler.cycle.before == PHASE
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        pytest.param(3, PHASE + 2, id="phase to run", marks=pytest.mark.full),
+        pytest.param(3, 8, id="phase to phase"),
+        pytest.param(PHASE + 2, 3, id="run to phase", marks=pytest.mark.full),
+        pytest.param(PHASE + 2, PHASE + 5, id="run to run", marks=pytest.mark.full),
+    ],
+)
+def test_a_refused_setter_leaves_the_scheduler_as_it_was(here: int, there: int) -> None:
+    """Loading raises in the middle, in a setter of the user: everything is as before, and goes on."""
+    refuses = False
+
+    def setter(values: object) -> None:
+        if refuses:
+            raise OSError("no")
+
+    def made(steps: int) -> StackRun:
+        explore = [hk.Explore("dropout", spread=0.1, base=0.1, apply=setter)]
+        run = StackRun(gradients="local", explore=explore)
+        run.train(steps)
+        return run
+
+    state = made(there).saved()["scheduler"]
+    run, whole = made(here), made(here)
+    refuses = True
+    with pytest.raises(OSError, match="no"):
+        run.scheduler.load_state_dict(state)
+    refuses = False
+    assert same(run.saved(), whole.saved())
+    run.train(STEPS - here)
+    whole.train(STEPS - here)
+    assert same(run.tensors(), whole.tensors())
+    assert run.scheduler.scouted == whole.scheduler.scouted
+
+
+def test_a_checkpoint_is_plain_values_and_tensors() -> None:
+    run = StackRun()
+    run.train(3)
+    file = io.BytesIO()
+    torch.save(run.scheduler.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert loaded["scout"][0].keys() == {"config", "ratios", "found", "phase"}
+    other = StackRun()
+    other.scheduler.load_state_dict(loaded)
+    assert same(other.scheduler.state_dict()["scout"], run.scheduler.state_dict()["scout"])
+
+
+def change(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def changed(state: Any) -> None:
+        for name in path[:-1]:
+            state = state[name]
+        state[path[-1]] = value
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (change("scout", value=None), "made with a learning rate, this scheduler has max_lr=None"),
+        (change("scout", 0, "config", "total_steps", value=51), "made with total_steps=51, this scheduler has 50"),
+        (change("scout", 0, "config", value=None), "made with scout=None"),
+        (change("scout", 0, "found", value=0.1), "scout.found and scout.phase exclude each other"),
+        (change("scout", 0, "ratios", value=[1.0]), "scout.ratios"),
+        (change("scout", 0, "phase", "round", value=2), "scout.phase.round"),
+        (change("scout", 0, "phase", "step", value=5), "scout.phase.step"),
+        (change("scout", 0, "phase", "bracket", value=[0.0]), "scout.phase.bracket"),
+        (change("scout", 0, "phase", "start", value=None), "scout.phase.start"),
+        (change("scout", 0, "phase", "start", "params", value=[torch.zeros(3)]), "resume with the model"),
+        (
+            change("scout", 0, "phase", "start", "state", value={"0/step": torch.zeros(3)}),
+            "start.state.0/step has 3 elements",
+        ),
+        (change("scout", 0, "phase", "losses", "tail", "count", value=-1), "scout.phase.losses.tail.count"),
+        (change("scout", 0, "phase", "replicas", value=[2, 0, 2, 0]), "load on every process its own file"),
+        (change("scout", 0, "phase", "more", value=1), "scout.phase.more"),
+        (change("last_epoch", value=2), "scheduler.last_epoch"),
+        (change("total_steps", value=50), "scheduler.total_steps"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage: Any, text: str) -> None:
+    run = StackRun()
+    run.train(3)
+    state = run.saved()["scheduler"]
+    damage(state)
+    other = StackRun()
+    other.train(1)
+    before = other.saved()
+    with pytest.raises(ValueError, match=text.replace("[", r"\[")):
+        other.scheduler.load_state_dict(state)
+    assert same(other.saved(), before)
+
+
+def test_runs_with_and_without_a_learning_rate_do_not_load_each_other() -> None:
+    found, given = StackRun(), StackRun(0.01)
+    found.train(PHASE)
+    with pytest.raises(ValueError, match="made with max_lr=None, this scheduler has max_lr=one"):
+        given.scheduler.load_state_dict(found.scheduler.state_dict())
+    other = StackRun(scout=hk.ScoutSettings(share=0.4, fewest=4, shift=0.5))
+    with pytest.raises(ValueError, match=r"made with scout\.highest=1.0, this scheduler has 10.0"):
+        other.scheduler.load_state_dict(found.scheduler.state_dict())
