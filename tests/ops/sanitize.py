@@ -13,8 +13,7 @@ import torch
 from hdet_kernels import ops
 from hdet_kernels.ops.wire import FORMATS, Wire
 from tests.ops import pack_cases
-from tests.ops.cases import PRECISIONS, RULES, case_of, make_table
-from tests.ops.stacked_cases import replicas_of, rows_for, stacked
+from tests.ops.cases import PRECISIONS, RULES, case_of, make_table, replicas_of, rows_for, stacked
 
 SIZES = (2049, 33, 0, 1, 5000)
 

@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hdet_kernels.buckets import Piece
+from hdet_kernels.ops import STATES
+from hdet_kernels.ops.backends import implementation
+from hdet_kernels.ops.chunks import flat_gradients
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
-from hdet_kernels.ops.pack import MOST_ROWS
+from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
+from hdet_kernels.ops.torch.companding import first_scales
 from hdet_kernels.ops.wire import FORMATS, Wire
 from tests.ops.cases import (
     BACKENDS,
@@ -23,14 +28,6 @@ from tests.ops.cases import (
     available,
     make_case,
     make_table,
-)
-from tests.ops.operator_cases import (
-    norm_arguments,
-    pack_arguments,
-    pack_operators,
-    step_arguments,
-    step_operators,
-    step_tables,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +43,63 @@ STEPS = [
     pytest.param("lion", True, id="lion-bf16-master", marks=pytest.mark.full),
 ]
 EACH_FORMAT = [pytest.param("bf16", marks=pytest.mark.full), "int8"]
+
+
+def is_compiled(backend: str) -> bool:
+    return backend in ("cpp", "cuda")
+
+
+def step_operators(backend: str) -> tuple[Any, Any]:
+    """Return the operators of step and norm."""
+    if is_compiled(backend):
+        return torch.ops.hdet_kernels.step_.default, torch.ops.hdet_kernels.grad_norm.default
+    return implementation(backend, "step").STEP, implementation(backend, "reduce").NORM
+
+
+def step_arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
+    """Return the arguments of the step operator, with three ``scalars``."""
+    flats = [case.param, case.master, *[*case.states, None, None][:3], None, None, None, case.steps]
+    return [list(STATES).index(case.rule), *flats, table, *step_tables(case, backend), *scalars, False, 1]
+
+
+def step_tables(case: Case, backend: str) -> list[Any]:
+    """Return the arguments of the step operator between the hyperparameters and the scalars."""
+    grads = case.chunks.match(case.grads)
+    on_device = case.chunks.point_at(grads)
+    if backend == "torch":
+        spans = [slot.offset for slot in case.chunks.entries], first_scales(slot.numel for slot in case.chunks.entries)
+        return [case.chunks.slots, on_device, *spans, flat_gradients(grads)]
+    if is_compiled(backend):
+        scratch = torch.zeros(SCRATCH_BYTES * len(case.chunks.entries), dtype=torch.uint8, device=case.param.device)
+        return [case.chunks.slots, case.chunks.chunks, on_device, scratch]
+    from hdet_kernels.ops.triton.step import dtypes_of
+
+    return [case.chunks.slots, case.chunks.chunks, on_device, dtypes_of(grads)]
+
+
+def norm_arguments(case: Case, backend: str) -> list[Any]:
+    """Return the arguments of the norm operator."""
+    grads = case.chunks.match(case.grads)
+    return [case.chunks.chunks, flat_gradients(grads) if backend == "torch" else case.chunks.point_at(grads), 1]
+
+
+def pack_operators(backend: str) -> tuple[Any, Any]:
+    """Return the operators of packing and unpacking."""
+    if is_compiled(backend):
+        return torch.ops.hdet_kernels.pack.default, torch.ops.hdet_kernels.unpack.default
+    module = implementation(backend, "pack")
+    return module.PACK, module.UNPACK
+
+
+def pack_arguments(backend: str, device: str) -> tuple[list[Tensor], list[Any], list[Any]]:
+    """Return tensors of two rows, the arguments to pack them (both rows, over 3), and to unpack them (halved)."""
+    tensors = [torch.randn(2, 70, device=device).to(kind) for kind in (FP32, BF16)]
+    table = PieceTable([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], 2, tensors[0].device, FP32)
+    staging = torch.zeros(table.numel, device=device)
+    if backend == "torch":
+        return tensors, [tensors, *table.spans, 3, 3.0, staging], [tensors, *table.spans, 2.0, staging]
+    tables = [table.chunks, table.point_at(table.match(tensors)), table.strides]
+    return tensors, [*tables, 3, 3.0, staging], [*tables, 2, 2.0, staging]
 
 
 def small_case(name: str, device: str, *, master: bool = False) -> Case:
@@ -172,6 +226,7 @@ def cpp_arguments(case: Case, row: dict[str, float]) -> list[Any]:
 
 # By name: the position of an argument, the change that makes it wrong, and a part of the message.
 WRONG = {
+    "param dtype": (1, lambda value: value.nan_to_num().int(), "float32, float64, bfloat16 or float16"),
     "master": (2, lambda value: torch.ones(5), "master must have"),
     "state dtype": (3, lambda value: value.double(), "state has another dtype"),
     "state size": (3, lambda value: value[:-1], r"state must have \d+ elements"),
@@ -229,15 +284,6 @@ def test_the_packing_operators_check_their_arguments(backend: tuple[str, str], w
     with pytest.raises(RuntimeError, match=message):
         getattr(torch.ops.hdet_kernels, name)(*given)
     assert all(map(torch.equal, tensors, before))
-
-
-@pytest.mark.parametrize("backend", [available("cpp", "cpu")])
-def test_the_operator_takes_floating_parameters_only(backend: tuple[str, str]) -> None:
-    case = make_case("sgd", (33,), torch.float32, backend[1], optional=False)
-    given = cpp_arguments(case, {"lr": 0.1})
-    given[1] = case.param.nan_to_num().to(torch.int32)
-    with pytest.raises(RuntimeError, match="float32, float64, bfloat16 or float16"):
-        torch.ops.hdet_kernels.step_(*given)
 
 
 @pytest.mark.parametrize("backend", [available("cpp", "cpu")])

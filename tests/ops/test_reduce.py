@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hdet_kernels import ops
 from hdet_kernels.ops.chunks import CHUNK
-from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, Case, available, make_case
-from tests.ops.stacked_cases import SIZES as SIZES_OF_A_ROW
+from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, SIZES_OF_A_ROW, Case, available, make_case
 
 DTYPES = {
     "fp32": (FP32, (FP32,)),

@@ -14,11 +14,14 @@ from hdet_kernels.ops.chunks import CHUNK, ChunkTable
 from tests.ops.cases import (
     BACKENDS,
     BF16,
+    COUPLED,
     FP32,
     FP64,
     PRECISIONS,
     RULES,
+    SIZES_OF_A_ROW,
     SOME_OR_EVERY,
+    alone,
     assert_as_accurate,
     assert_same,
     available,
@@ -26,9 +29,11 @@ from tests.ops.cases import (
     make_case,
     make_table,
     naming,
+    replicas_of,
+    rows_for,
     share,
+    stacked,
 )
-from tests.ops.stacked_cases import COUPLED, SIZES, alone, replicas_of, rows_for, stacked
 
 # For Triton's interpreter, which is slow: a whole block of every width, and one that lacks an element.
 INTERPRETED_SIZES = (1024 + 1, 1024 - 1)
@@ -59,7 +64,7 @@ def check_replicas(backend: tuple[str, str], name: str, kind: str, count: str) -
     """Assert that two steps of a stack are as accurate as those of each replica alone by plain torch."""
     where, device = backend
     rows, extra = REPLICAS[count]
-    sizes = INTERPRETED_SIZES if interpreted(backend) else SIZES
+    sizes = INTERPRETED_SIZES if interpreted(backend) else SIZES_OF_A_ROW
     got = stacked(replicas_of(name, PRECISIONS[kind], device, rows, extra, sizes))
     table = make_table(device, *rows_for(name, rows))
     for _ in range(2):
@@ -252,22 +257,17 @@ def arguments() -> dict[str, Any]:
     }
 
 
+#: A change to the arguments, and the argument that the message names.
 BAD: dict[str, tuple[Any, str]] = {
-    "no rows": (lambda given: {"rows": 0}, "rows must be at least 1, got 0"),
-    "other rows": (lambda given: {"rows": 3}, r"with rows=3 the parameters must be \[3, n\], got shape \(2, \d+\)"),
-    "flat parameters": (lambda given: {"param": given["param"].view(-1)}, r"must be \[2, n\], got shape \(\d+,\)"),
-    "one row": (lambda given: {"rows": 1}, r"with rows=1 the parameters must be \[1, n\]"),
-    "states of each": (
-        lambda given: {"states": [torch.zeros(given["param"].shape), *given["states"][1:]]},
-        r"exp_avg must be .* of shape \(\d+,\) .* got torch.float32 of shape \(2, \d+\)",
-    ),
-    "master of one": (lambda given: {"master": given["master"][0]}, r"master must be .* of shape \(2, \d+\)"),
-    "strided": (lambda given: {"master": given["master"].T.contiguous().T}, "master must be .* not contiguous"),
+    "no rows": (lambda given: {"rows": 0}, "rows"),
+    "other rows": (lambda given: {"rows": 3}, "rows=3 the parameters"),
+    "flat parameters": (lambda given: {"param": given["param"].view(-1)}, "parameters"),
+    "one row": (lambda given: {"rows": 1}, "rows=1 the parameters"),
+    "states of each": (lambda given: {"states": [torch.zeros(given["param"].shape), *given["states"][1:]]}, "exp_avg"),
+    "master of one": (lambda given: {"master": given["master"][0]}, "master"),
+    "strided": (lambda given: {"master": given["master"].T.contiguous().T}, "master"),
     "few rows": (lambda given: {"table": given["table"][:1]}, "at least 2 rows"),
-    "uneven rows": (
-        lambda given: {"table": given["table"].repeat(2, 1)[:3]},
-        "equally many rows for each of 2 replicas, got 3",
-    ),
+    "uneven rows": (lambda given: {"table": given["table"].repeat(2, 1)[:3]}, "rows for each of 2 replicas"),
 }
 
 

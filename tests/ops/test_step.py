@@ -285,15 +285,21 @@ def test_infinite_parameters_without_weight_decay_stay_infinite(backend: tuple[s
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adam_corrects_its_bias_however_near_to_one_the_betas_are(backend: tuple[str, str]) -> None:
+    """In Triton at later steps too: rounding βᵗ before subtracting it from 1 would leave eight digits."""
     where, device = backend
-    case = make_case("adam", (5,), FP64, device, optional=False)
-    before, (grad,), span = case.param.clone(), case.grads, case.span(0)
-    assert grad is not None
-    for state in case.states[:2]:
-        assert state is not None
-        state.zero_()
-    case.step(make_table(device, {"lr": 0.25, "beta1": 1 - 1e-7, "beta2": 1 - 1e-9, "eps": 1e-30}), where)
-    torch.testing.assert_close(before[span] - case.param[span], 0.25 * grad.sign(), rtol=1e-13, atol=0)
+    beta1, beta2 = 1 - 1e-7, 1 - 1e-9
+    for t in (1, 5) if where == "triton" else (1,):
+        case = make_case("adam", (5,), FP64, device, optional=False)
+        before, (grad,), span = case.param.clone(), case.grads, case.span(0)
+        assert grad is not None
+        for state in case.states[:2]:
+            assert state is not None
+            state.zero_()
+        case.steps.fill_(t - 1)
+        case.step(make_table(device, {"lr": 0.25, "beta1": beta1, "beta2": beta2, "eps": 1e-30}), where)
+        first, second = (math.expm1(t * math.log(beta)) / (beta - 1) for beta in (beta1, beta2))
+        update = 0.25 / first * second**0.5 * grad.sign()
+        torch.testing.assert_close(before[span] - case.param[span], update, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -338,33 +344,25 @@ def test_more_elements_than_32_bits_count(backend: tuple[str, str]) -> None:
     assert ops.grad_norm(chunks, grads, backend=where).item() == pytest.approx(count**0.5, rel=1e-12)
 
 
+#: A change to the arguments, and the argument that the message names.
 BAD: dict[str, tuple[Any, str]] = {
-    "rule": (lambda case: {"rule": "adamax"}, "unknown update rule 'adamax'"),
-    "states": (lambda case: {"states": case.states[:1]}, r"exp_avg_sq.*got 1"),
-    "missing state": (lambda case: {"states": [None, *case.states[1:]]}, "needs its state buffer 'exp_avg'"),
-    "short state": (lambda case: {"states": [case.param[:-1], *case.states[1:]]}, "exp_avg must be a contiguous"),
-    "fp16 state": (
-        lambda case: {"states": [state.half() for state in case.states]},
-        r"exp_avg must be .*float32 or torch\.bfloat16.*got torch\.float16",
-    ),
-    "states of two dtypes": (
-        lambda case: {"states": [case.states[0].to(BF16), *case.states[1:]]},
-        r"one dtype, got \[torch\.bfloat16, torch\.float32",
-    ),
-    "steps": (lambda case: {"steps": case.steps.double()}, "contiguous float32 counts"),
-    "columns": (lambda case: {"table": torch.zeros(1, 3).double()}, r"columns.*\(1, 3\)"),
+    "rule": (lambda case: {"rule": "adamax"}, "adamax"),
+    "states": (lambda case: {"states": case.states[:1]}, "exp_avg_sq"),
+    "missing state": (lambda case: {"states": [None, *case.states[1:]]}, "exp_avg"),
+    "short state": (lambda case: {"states": [case.param[:-1], *case.states[1:]]}, "exp_avg"),
+    "fp16 state": (lambda case: {"states": [state.half() for state in case.states]}, "exp_avg"),
+    "states of two dtypes": (lambda case: {"states": [case.states[0].to(BF16), *case.states[1:]]}, "one dtype"),
+    "steps": (lambda case: {"steps": case.steps.double()}, "float32 counts"),
+    "columns": (lambda case: {"table": torch.zeros(1, 3).double()}, "columns"),
     "rows": (lambda case: {"table": torch.zeros(0, len(COLUMNS)).double()}, "at least 1 rows"),
     "extent": (lambda case: {"param": case.param[:64], "states": [s[:64] for s in case.states]}, "reaches to element"),
-    "chunks": (lambda case: {"param": case.param.half()}, "parameters of torch.float32, got torch.float16"),
-    "master of fp32": (lambda case: {"master": case.param.clone()}, "only bf16 and fp16 parameters have a master"),
+    "chunks": (lambda case: {"param": case.param.half()}, "torch.float16"),
+    "master of fp32": (lambda case: {"master": case.param.clone()}, "master"),
     "both precisions": (
         lambda case: {"param": case.param.to(BF16), "master": case.param, "stochastic_rounding": True},
-        "bf16 parameters without master, got torch.bfloat16 with master",
+        "with master",
     ),
-    "stochastic fp16": (
-        lambda case: {"param": case.param.half(), "stochastic_rounding": True},
-        "bf16 parameters without master, got torch.float16 without master",
-    ),
+    "stochastic fp16": (lambda case: {"param": case.param.half(), "stochastic_rounding": True}, "without master"),
 }
 
 

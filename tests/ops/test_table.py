@@ -9,11 +9,15 @@ import torch
 from hdet_kernels.ops.table import COLUMNS, MOST_ARGUMENT_BYTES, HyperTable, Staged
 from tests.ops.cases import make_table
 
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable NVIDIA GPU"),
+]
+EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+@EACH_DEVICE
 def test_staged_values_are_written_only_when_they_changed(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch finds no usable NVIDIA GPU")
     staged = Staged((2, 2), torch.float64, torch.device(device))
     values = np.array([[1.0, 2.0], [3.0, 4.0]]).tobytes()
     assert staged.write(values)
@@ -27,10 +31,8 @@ def test_staged_values_are_written_only_when_they_changed(device: str) -> None:
     assert torch.stack(seen).tolist() == list(range(2000))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@EACH_DEVICE
 def test_a_tensor_learning_rate_follows_its_tensor(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch finds no usable NVIDIA GPU")
     table = HyperTable(2, torch.device(device))
     lr = torch.tensor([0.5], device=device)
     rows = [{"lr": lr, "eps": 1e-8}, {"lr": 0.25}]
@@ -56,26 +58,14 @@ def test_columns_that_are_left_out_become_zero() -> None:
         table.write([{"lr": 0.1}, {"lr": 0.1}])
 
 
-def test_the_host_knows_what_the_device_holds() -> None:
-    staged = Staged((2,), torch.int64, torch.device("cpu"))
-    values = np.array([3, 4]).tobytes()
-    assert not staged.holds(values)
-    staged.write(values)
-    assert staged.holds(values)
-    assert staged.settled
-    assert not staged.capturing
-    assert not staged.holds(np.array([3, 5]).tobytes())
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@EACH_DEVICE
 @pytest.mark.parametrize("count", [1, 496, 497, MOST_ARGUMENT_BYTES // 8, MOST_ARGUMENT_BYTES // 8 + 1, 20_000])
 def test_bytes_are_written_whatever_the_size(device: str, count: int) -> None:
     """On CUDA: of one launch, of two, of the most, and more, which are copied through pinned memory."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch finds no usable NVIDIA GPU")
     staged = Staged((count,), torch.int64, torch.device(device))
     for start in (0, 2**40, 0):
         values = np.arange(start, start + count).tobytes()
+        assert not staged.holds(values)
         assert staged.write(values)
         assert staged.holds(values)
         assert staged.tensor.tolist() == list(range(start, start + count))
