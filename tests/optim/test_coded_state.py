@@ -16,6 +16,7 @@ from hdet_kernels.optim import decoded_state_dict
 from hdet_kernels.optim.coded_state import decoded, decoded_entries, scale_name
 from hdet_kernels.schedule.undo.copies import reset_others, state_pairs, whole_state
 from tests.optim.cases import FUSED, PAIRS, fused_optimizer, parameters, run, saved_and_loaded, torch_optimizer
+from tests.training import same
 
 NAMES = ("sgd-momentum", "adam", "adamw", "adagrad", "lion")
 
@@ -29,13 +30,6 @@ def trained(name: str, steps: int = 3, **options: Any) -> tuple[list[nn.Paramete
 
 def entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
     return [optimizer.state[param] for group in optimizer.param_groups for param in group["params"]]
-
-
-def assert_same_entries(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) -> None:
-    for mine, other in zip(first, second, strict=True):
-        assert mine.keys() == other.keys()
-        for name, value in mine.items():
-            assert torch.equal(value, other[name]), name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,12 +104,12 @@ def test_codes_are_loaded_bit_for_bit_and_survive_a_new_group_and_a_copy() -> No
     before = copy.deepcopy(entries(source))
     target = fused_optimizer("adam", parameters(), state_dtype="int8")
     target.load_state_dict(saved_and_loaded(source.state_dict()))
-    assert_same_entries(entries(target), before)
+    assert same(entries(target), before)
     target.add_param_group({"params": [nn.Parameter(torch.ones(700))]})
-    assert_same_entries(entries(target)[: len(before)], before)
-    assert_same_entries(entries(copy.deepcopy(source)), before)
+    assert same(entries(target)[: len(before)], before)
+    assert same(entries(copy.deepcopy(source)), before)
     source.load_state_dict(source.state_dict())
-    assert_same_entries(entries(source), before)
+    assert same(entries(source), before)
 
 
 def test_codes_of_another_memory_order_are_encoded_anew() -> None:
@@ -150,7 +144,7 @@ def test_a_state_with_damaged_scales_is_refused() -> None:
         change(state_dict["state"][2])
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state_dict)
-        assert_same_entries(entries(optimizer), before)
+        assert same(entries(optimizer), before)
     optimizer.state[params[2]] = {"step": torch.tensor(1.0), "exp_avg": before[2]["exp_avg"]}
     with pytest.raises(KeyError, match="exp_avg_scale"):
         optimizer.state_dict()

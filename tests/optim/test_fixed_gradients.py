@@ -137,27 +137,6 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(net[0].parameters(), kept, strict=True)), "unfrozen later"
 
 
-def test_a_parameter_without_a_gradient_steps_with_zeros() -> None:
-    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = FusedAdamW([used, unused], lr=0.1, weight_decay=0.5, gradients="fixed")
-    used.sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(unused.detach(), torch.full((2,), 1 - 0.1 * 0.5))
-
-
-def test_a_model_that_moved_is_noticed() -> None:
-    plain, usual, net, optimizer = pair()
-    train(plain, usual, range(3))
-    train(net, optimizer, range(1))
-    for param in net.parameters():
-        param.data = param.data.clone()
-    train(net, optimizer, range(1, 3))
-    assert equal(plain, net)
-    net.double()
-    with pytest.raises(RuntimeError, match="before building the optimizer"):
-        optimizer.step()
-
-
 def drop_gradient(param: nn.Parameter) -> None:
     param.grad = None
 
@@ -194,11 +173,21 @@ def test_changing_a_part_of_the_model_is_an_error_within_a_round(change: Callabl
     assert [param.grad is not None and not param.grad.any() for param in params] == moves
 
 
-def test_replacing_the_memory_of_the_whole_model_is_repaired() -> None:
+def convert_and_back(net: nn.Module) -> None:
+    net.double().float()
+
+
+def move_parameters(net: nn.Module) -> None:
+    for param in net.parameters():
+        move(param)
+
+
+@pytest.mark.parametrize("change", [convert_and_back, move_parameters])
+def test_replacing_the_memory_of_the_whole_model_is_repaired(change: Callable[[nn.Module], None]) -> None:
     plain, usual, net, optimizer = pair()
     train(plain, usual, range(3))
     train(net, optimizer, range(1))
-    net.double().float()
+    change(net)
     train(net, optimizer, range(1, 3))
     assert equal(plain, net)
     assert all(param.grad is not None and not param.grad.any() for param in net.parameters())

@@ -1,4 +1,4 @@
-"""Numbers in parameter groups: read, written, replaced, and spread over replicas."""
+"""Numbers in parameter groups: read, written, replaced, spread over replicas, and which of them share moments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from hdet_kernels.optim.group_entries import (
     forget_per_replica,
     read_entry,
     replace_entry,
+    replica_groups,
+    shares_moments,
     split_key,
     write_entry,
     write_per_replica,
@@ -28,74 +30,38 @@ def test_a_key_has_a_name_and_an_index(key: str, parts: tuple[str, int | None]) 
     assert split_key(key) == parts
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [("lr", 0.1), ("betas[0]", 0.9), ("betas[1]", 0.99), ("steps", 7.0), ("weight_decay", 0.01)],
-)
-def test_read(key: str, expected: float) -> None:
-    value = read_entry(adam_group(), key)
-    assert type(value) is float
-    assert value == expected
+def test_read() -> None:
+    expected = {"lr": 0.1, "betas[0]": 0.9, "betas[1]": 0.99, "steps": 7.0, "weight_decay": 0.01}
+    values = {key: read_entry(adam_group(), key) for key in expected}
+    assert values == expected
+    assert {type(value) for value in values.values()} == {float}
+    for shape in ((), (1,)):
+        assert read_entry({"lr": torch.full(shape, 0.25)}, "lr") == 0.25
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_read_a_tensor(shape: tuple[int, ...]) -> None:
-    assert read_entry({"lr": torch.full(shape, 0.25)}, "lr") == 0.25
+@pytest.mark.parametrize("key", ["decay", "amsgrad", "betas", "betas[2]", "eps[0]", "several"])
+def test_reading_anything_but_a_number_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"'{key}'".replace("[", r"\[")):
+        read_entry(adam_group() | {"several": torch.zeros(2)}, key)
 
 
-def test_reading_a_tensor_of_several_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match="'lr' must be a number, the group holds"):
-        read_entry({"lr": torch.zeros(2)}, "lr")
-
-
-def test_write_a_number() -> None:
-    group = adam_group()
-    write_entry(group, "lr", 0.5)
-    assert group["lr"] == 0.5
-
-
-@pytest.mark.parametrize(("key", "expected"), [("betas[0]", (0.5, 0.99)), ("betas[1]", (0.9, 0.5))])
-def test_write_one_entry_of_a_tuple(key: str, expected: tuple[float, float]) -> None:
-    group = adam_group()
-    write_entry(group, key, 0.5)
-    assert group["betas"] == expected
-    assert isinstance(group["betas"], tuple)
-
-
-def test_a_tensor_is_filled_in_place() -> None:
-    rate = torch.tensor(0.1)
-    group = {"lr": rate}
-    write_entry(group, "lr", 0.5)
-    assert group["lr"] is rate
-    assert rate.item() == 0.5
-    write_entry(group, "lr", torch.tensor(0.25))
-    assert group["lr"] is rate
-    assert rate.item() == 0.25
-
-
-def test_a_tensor_in_a_tuple_is_filled_in_place() -> None:
+def test_numbers_are_written_and_tensors_filled_in_place() -> None:
     """torch's capturable Adam takes betas as tensors, and a captured graph reads those."""
-    first, second = torch.tensor(0.9), torch.tensor(0.99)
-    group = {"betas": (first, second)}
-    write_entry(group, "betas[1]", 0.5)
-    assert group["betas"][0] is first
-    assert group["betas"][1] is second
-    assert second.item() == 0.5
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("decay", "'decay' is not a key .* it has eps, lr, steps, weight_decay"),
-        ("amsgrad", "'amsgrad' must be a number, the group holds False"),
-        ("betas", "'betas' must be a number"),
-        ("betas[2]", r"'betas\[2\]' does not exist: the group holds betas=\(0.9, 0.99\)"),
-        ("eps[0]", r"'eps\[0\]' does not exist"),
-    ],
-)
-def test_reading_anything_but_a_number_is_refused(key: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_entry(adam_group(), key)
+    group = adam_group()
+    write_entry(group, "lr", 0.5)
+    write_entry(group, "betas[0]", 0.5)
+    assert (group["lr"], group["betas"]) == (0.5, (0.5, 0.99))
+    write_entry(group, "betas[1]", 0.75)
+    assert group["betas"] == (0.5, 0.75)
+    rate, first, second = torch.tensor(0.1), torch.tensor(0.9), torch.tensor(0.99)
+    held: dict[str, Any] = {"lr": rate, "betas": (first, second)}
+    for value in (0.5, torch.tensor(0.25)):
+        write_entry(held, "lr", value)
+        write_entry(held, "betas[1]", value)
+        assert rate.item() == second.item() == float(value)
+    assert held["lr"] is rate
+    assert held["betas"][0] is first
+    assert held["betas"][1] is second
 
 
 def test_replacing_leaves_the_tensor_that_was_there_alone() -> None:
@@ -107,12 +73,17 @@ def test_replacing_leaves_the_tensor_that_was_there_alone() -> None:
     assert (first.item(), second.item()) == (pytest.approx(0.9), pytest.approx(0.99))
 
 
-def test_values_of_replicas_are_written_with_the_number_they_are_spread_around() -> None:
+def test_each_replica_sees_the_values_written_for_it() -> None:
     group = adam_group()
     write_per_replica(group, "lr", 0.1, (0.05, 0.2))
     write_per_replica(group, "betas[1]", 0.99, (0.98, 0.995))
     assert group[PER_REPLICA] == {"lr": (0.05, 0.2), "betas[1]": (0.98, 0.995)}
     assert group[PER_REPLICA_BASE] == {"lr": 0.1, "betas[1]": 0.99}
+    seen = replica_groups(group, 2)
+    assert [(each["lr"], each["betas"]) for each in seen] == [(0.05, (0.9, 0.98)), (0.2, (0.9, 0.995))]
+    assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.99))
+    group["lr"] = 0.3  # written since then: it applies to all
+    assert [each["lr"] for each in replica_groups(group, 2)] == [0.3, 0.3]
 
 
 @pytest.mark.parametrize(("held", "base"), [(torch.tensor(0.1), 0.1), (0.1, torch.tensor(0.1))], ids=["held", "base"])
@@ -130,3 +101,24 @@ def test_forgetting_keeps_values_that_the_user_wrote() -> None:
     assert PER_REPLICA not in groups[0]
     assert groups[1][PER_REPLICA] == {"eps": (1e-8, 1e-6)}
     assert not any(PER_REPLICA_BASE in group for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "shares"),
+    [
+        ("adamw", {}, True),
+        ("adamw", {"lr": 0.5, "weight_decay": 0.5}, True),
+        ("adamw", {"beta1": 0.5}, False),
+        ("adamw", {"max_grad_norm": 1.0}, False),
+        ("sgd", {"momentum": 0.5}, False),
+        ("sgd", {"lr": 0.5}, True),
+        *((rule, {"common": {"weight_decay": 0.1}}, False) for rule in ("sgd", "adam", "adagrad")),
+    ],
+    ids=str,
+)
+def test_which_replicas_share_moments(rule: str, change: dict[str, Any], shares: bool) -> None:
+    """By what differs for the second replica, or is common to both: weight decay that acts on the moments."""
+    row = {"lr": 0.1, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99, "momentum": 0.9, "max_grad_norm": 0.0}
+    row |= change.get("common", {})
+    other = row | {name: value for name, value in change.items() if name != "common"}
+    assert shares_moments(rule, [row, other], 1) == shares

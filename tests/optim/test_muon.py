@@ -519,39 +519,3 @@ def test_zero_redundancy_runs_it_with_groups_that_say_what_trains_them() -> None
     for alone, ours in run_ranks(2, _in_zero):
         for mine, expected in zip(ours, alone, strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-
-
-def final_loss(make: Any) -> float:
-    """Train a small classifier of 16 noisy directions and return its loss on all data."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(256, 16, generator=generator)
-    targets = (inputs @ torch.randn(16, 8, generator=generator)).tanh().argmax(1)
-    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
-    with torch.no_grad():
-        for param in net.parameters():
-            param.copy_(0.2 * torch.randn(param.shape, generator=generator))
-    optimizers = make(net)
-    for step in range(40):
-        batch = slice(64 * (step % 4), 64 * (step % 4) + 64)
-        loss = nn.functional.cross_entropy(net(inputs[batch]), targets[batch])
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return nn.functional.cross_entropy(net(inputs), targets).item()
-
-
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on CPUs without products of bfloat16
-def test_it_learns_as_torch_does() -> None:
-    def by_torch(net: nn.Module) -> list[torch.optim.Optimizer]:
-        matrices = [param for param in net.parameters() if param.dim() == 2]
-        rest = [param for param in net.parameters() if param.dim() != 2]
-        return [torch.optim.Muon(matrices, LR), torch.optim.AdamW(rest, 0.01)]
-
-    theirs = final_loss(by_torch)
-    ours = final_loss(lambda net: [hk.FusedMuon(net.parameters(), LR, adamw_lr=0.01)])
-    normed = final_loss(lambda net: [hk.FusedMuon(net.parameters(), LR, adamw_lr=0.01, normuon=True)])
-    assert theirs < 1.0, "the task is being learned, from 2.1 on"
-    assert ours <= 1.03 * theirs + 0.005
-    assert normed <= 1.5 * theirs + 0.01

@@ -80,18 +80,6 @@ def test_a_model_that_is_moved_before_the_first_step_is_followed(
     assert_equal(list(models[0].parameters()), list(models[1].parameters()))
 
 
-def test_a_model_that_is_moved_before_and_again_to_where_it_is_trains() -> None:
-    """Lightning moves a model before it asks for optimizers; ``to()`` its own device leaves it in place."""
-    model = nn.Linear(3, 2).double().to("cpu", torch.float32)
-    optimizer = FusedAdamW(model.parameters(), lr=0.1)
-    model.to("cpu", torch.float32)
-    before = model.weight.detach().clone()
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert not optimizer.buckets.moved()
-    assert (model.weight != before).all()
-
-
 def test_one_moved_parameter_among_many_is_noticed_at_the_next_step() -> None:
     params = many_parameters(1500)
     optimizer = FusedSGD(params, lr=1.0)

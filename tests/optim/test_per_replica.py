@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import hdet_kernels as hk
 from hdet_kernels.ops.chunks import ChunkTable
 from hdet_kernels.optim import FusedOptimizer
-from hdet_kernels.optim.group_entries import replica_groups, shares_moments, write_per_replica
 from hdet_kernels.optim.loading import fit_state
 from hdet_kernels.stack import StackedParameter
 from tests.ops.cases import available
@@ -306,43 +305,6 @@ def test_values_for_another_number_of_replicas_are_refused() -> None:
         param.grad = torch.ones(param.shape[1:]).expand_as(param)
     with pytest.raises(ValueError, match=r"2 values of 'lr' in 'per_replica', .* a stack of 3 replicas"):
         optimizer.step()
-
-
-class TestReplicaGroups:
-    def test_each_replica_sees_its_own_values(self) -> None:
-        group: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99)}
-        write_per_replica(group, "lr", 0.1, (0.05, 0.2))
-        write_per_replica(group, "betas[1]", 0.99, (0.98, 0.995))
-        seen = replica_groups(group, 2)
-        assert [(each["lr"], each["betas"]) for each in seen] == [(0.05, (0.9, 0.98)), (0.2, (0.9, 0.995))]
-        assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.99))
-
-    def test_a_number_written_to_the_group_since_then_applies_to_all(self) -> None:
-        group: dict[str, Any] = {"lr": 0.1}
-        write_per_replica(group, "lr", 0.1, (0.05, 0.2))
-        group["lr"] = 0.3
-        assert [each["lr"] for each in replica_groups(group, 2)] == [0.3, 0.3]
-
-
-@pytest.mark.parametrize(
-    ("rule", "change", "shares"),
-    [
-        ("adamw", {}, True),
-        ("adamw", {"lr": 0.5, "weight_decay": 0.5}, True),
-        ("adamw", {"beta1": 0.5}, False),
-        ("adamw", {"max_grad_norm": 1.0}, False),
-        ("sgd", {"momentum": 0.5}, False),
-        ("sgd", {"lr": 0.5}, True),
-        *((rule, {"common": {"weight_decay": 0.1}}, False) for rule in ("sgd", "adam", "adagrad")),
-    ],
-    ids=str,
-)
-def test_which_replicas_share_moments(rule: str, change: dict[str, Any], shares: bool) -> None:
-    """By what differs for the second replica, or is common to both: weight decay that acts on the moments."""
-    row = {"lr": 0.1, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99, "momentum": 0.9, "max_grad_norm": 0.0}
-    row |= change.get("common", {})
-    other = row | {name: value for name, value in change.items() if name != "common"}
-    assert shares_moments(rule, [row, other], 1) == shares
 
 
 def test_state_of_another_number_of_replicas_becomes_their_mean() -> None:

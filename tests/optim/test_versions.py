@@ -46,25 +46,25 @@ def test_versions_count_the_steps(backend: tuple[str, str]) -> None:
     assert [param._version - start for param, start in zip(params, before, strict=True)] == [2, 2, 0, 2, 2, 2]
 
 
-def test_fixed_gradients() -> None:
+def test_fixed_gradients_tied_parameters_and_inference_mode() -> None:
     param, loss = recorded()
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    optimizer = hk.FusedSGD([param, frozen], gradients="fixed")
+    fixed = hk.FusedSGD([param, frozen], gradients="fixed")
     version = frozen._version
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=STALE):
-        loss.backward()
+    other, its_loss = recorded()
+    twin = nn.Parameter(other.data)
+    twin.grad, other.grad = torch.ones(3), None
+    tied = hk.FusedSGD([other, twin])
+    last, last_loss = recorded()
+    fixed.step()
+    tied.step()
+    inferring = hk.FusedAdamW([last])
+    with torch.inference_mode():
+        inferring.step()
+    for each in (loss, its_loss, last_loss):
+        with pytest.raises(RuntimeError, match=STALE):
+            each.backward()
     assert frozen._version == version
-
-
-def test_all_of_several_tied_parameters() -> None:
-    param, loss = recorded()
-    twin = nn.Parameter(param.data)
-    twin.grad = torch.ones(3)
-    param.grad = None
-    hk.FusedSGD([param, twin]).step()
-    with pytest.raises(RuntimeError, match=STALE):
-        loss.backward()
 
 
 def test_the_option_is_off() -> None:
@@ -73,15 +73,6 @@ def test_the_option_is_off() -> None:
     optimizer.step()
     loss.backward()
     assert torch.equal(param.grad, torch.ones(3)), "1 + 2 · 0: from the new values"  # type: ignore[arg-type]
-
-
-def test_in_inference_mode() -> None:
-    param, loss = recorded()
-    optimizer = hk.FusedAdamW([param])
-    with torch.inference_mode():
-        optimizer.step()
-    with pytest.raises(RuntimeError, match=STALE):
-        loss.backward()
 
 
 def converge(scheduler: hk.HDETOneCycleLR) -> None:
