@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, Mu
 import hdet_kernels as hk
 from hdet_kernels.optim import FusedAdamW
 from tests.ranks import run_ranks
-from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, result
-from tests.schedule.distributed import Logged, entries, loaded
+from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, Logged, entries, loaded, result
 from tests.schedule.scout_runs import PHASE, ROUNDS, RankRun, StackRun
 from tests.schedule.undo_runs import SOUND_THEN_BROKEN, Scripted, Undoable
 from tests.schedule.undo_runs import SYNC as UNDO_SYNC

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import math
 import weakref
 from fractions import Fraction
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 import hdet_kernels as hk
 from hdet_kernels.schedule.losses import EqualLosses, LossWindow
 from tests.ranks import Cases
+from tests.schedule.checkpoints import Logged
 from tests.training import Trainer
 
 PROPERTY = settings(deadline=None, max_examples=60)
@@ -254,25 +254,17 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _equal_warnings(rank: int, reduced: str, options: dict[str, Any]) -> list[str]:
-    lines: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Collect()
-    logging.getLogger("hdet_kernels").addHandler(handler)
     trainer = Trainer(rank, total_steps=40, sync_every=4, spread=0.5, **options)
-    for _ in range(16):
-        trainer.optimizer.zero_grad()
-        loss = trainer.loss()
-        loss.backward()
-        trainer.optimizer.step()
-        loss = loss.detach()
-        if reduced == "reduced":
-            dist.all_reduce(loss)
-        trainer.scheduler.step(loss / 2)
-    logging.getLogger("hdet_kernels").removeHandler(handler)
+    with Logged() as lines:
+        for _ in range(16):
+            trainer.optimizer.zero_grad()
+            loss = trainer.loss()
+            loss.backward()
+            trainer.optimizer.step()
+            loss = loss.detach()
+            if reduced == "reduced":
+                dist.all_reduce(loss)
+            trainer.scheduler.step(loss / 2)
     return [line for line in lines if "equal to the last bit" in line]
 
 

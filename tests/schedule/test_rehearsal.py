@@ -18,23 +18,11 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 import hdet_kernels as hk
-from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.schedule.build import LONGEST, rehearse
+from tests.schedule.cases import Place
 
 TOTAL = 40
 PEAK = 0.1
-
-
-class Two(SingleReplica):
-    """The first of two replicas that are equal at every sync."""
-
-    size = processes = 2
-
-    def averages(self, device: torch.device) -> bool:
-        return True
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows.reshape(1, 1, -1).repeat(2, 1, 1)
 
 
 def sequential(optimizer: Optimizer) -> schedules.LRScheduler:
@@ -59,7 +47,6 @@ SCHEDULES: dict[str, tuple[Callable[[Optimizer], schedules.LRScheduler], float, 
     "sequential": (sequential, 1.0, 0.2 + 0.8 * (1 + math.cos(math.pi * 35 / 36)) / 2),
     "chained": (chained, 1.0, 0.1),
 }
-each = pytest.mark.parametrize(("make", "highest", "last"), SCHEDULES.values(), ids=SCHEDULES)
 
 
 def weights() -> list[nn.Parameter]:
@@ -78,26 +65,19 @@ def everything(optimizer: Optimizer, scheduler: schedules.LRScheduler) -> Any:
 
 
 @pytest.mark.parametrize("lr", [PEAK, torch.tensor(PEAK)], ids=["float", "tensor"])
-@each
-def test_finds_peak_and_end(make: Any, highest: float, last: float, lr: Any) -> None:
-    _, scheduler = built(make, copy.deepcopy(lr))
-    found = rehearse(scheduler, TOTAL)
-    assert found is not None
-    rel = 1e-5 if isinstance(lr, Tensor) else 1e-9  # fp32 tensors are multiplied step by step
-    assert found.highest == pytest.approx([PEAK * highest] * 2, rel=rel)
-    assert found.end == pytest.approx(last / highest, rel=rel)
-
-
-@pytest.mark.parametrize("lr", [PEAK, torch.tensor(PEAK)], ids=["float", "tensor"])
-@each
-def test_optimizer_and_schedule_are_unchanged(make: Any, highest: float, last: float, lr: Any) -> None:
+@pytest.mark.parametrize(("make", "highest", "last"), SCHEDULES.values(), ids=SCHEDULES)
+def test_peak_and_end_are_found_and_nothing_changes(make: Any, highest: float, last: float, lr: Any) -> None:
     optimizer, scheduler = built(make, copy.deepcopy(lr))
     plain, reference = built(make, copy.deepcopy(lr))
     rates = [group["lr"] for group in optimizer.param_groups]
     before = everything(optimizer, scheduler)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rehearse(scheduler, TOTAL)
+        found = rehearse(scheduler, TOTAL)
+    assert found is not None
+    rel = 1e-5 if isinstance(lr, Tensor) else 1e-9  # fp32 tensors are multiplied step by step
+    assert found.highest == pytest.approx([PEAK * highest] * 2, rel=rel)
+    assert found.end == pytest.approx(last / highest, rel=rel)
     assert everything(optimizer, scheduler) == before
     assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
     for _ in range(TOTAL - 1):
@@ -105,6 +85,11 @@ def test_optimizer_and_schedule_are_unchanged(make: Any, highest: float, last: f
             pair[0].step()
             pair[1].step()
         assert [float(g["lr"]) for g in optimizer.param_groups] == [float(g["lr"]) for g in plain.param_groups]
+    run = hk.HDETScheduler(
+        built(make, copy.deepcopy(lr))[1], total_steps=TOTAL, ensemble=Place(2), tie_groups=False
+    ).cycle.run
+    assert run.peaks == pytest.approx([PEAK * highest] * 2, rel=rel)
+    assert run.end == pytest.approx(last / highest, rel=rel)
 
 
 def test_random_generators_are_unchanged() -> None:
@@ -139,30 +124,24 @@ def test_finds_when_the_peak_is_reached(make: Any, peak: float) -> None:
     assert found is not None
     assert found.peak == peak
     if not isinstance(scheduler, schedules.OneCycleLR):
-        assert hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two()).cycle.run.peak == peak
+        assert hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Place(2)).cycle.run.peak == peak
 
 
-def test_the_first_group_to_peak_counts() -> None:
-    optimizer = SGD([{"params": [p], "lr": lr} for p, lr in zip(weights(), (0.1, 0.3), strict=True)])
-    found = rehearse(schedules.LambdaLR(optimizer, [lambda t: min(t / 8, 1.0), lambda t: t / TOTAL]), TOTAL)
+@pytest.mark.parametrize(
+    ("rates", "shapes", "expected"),
+    [
+        ((0.1, 0.3), (lambda t: min(t / 8, 1.0), lambda t: t / TOTAL), ((0.1, 0.3 * 39 / 40), 1.0, 8 / TOTAL)),
+        ((0.1, 0.3), (lambda t: 1.0, lambda t: 1 - t / TOTAL), ((0.1, 0.3), (1 + 1 / TOTAL) / 2, 0.0)),
+        ((0.0, 0.3), (lambda t: 1.0, lambda t: 1.0), ((0.0, 0.3), 1.0, 0.0)),
+    ],
+    ids=["the first to peak counts", "ends count alike", "a frozen one does not count"],
+)
+def test_groups_of_their_own_shape(rates: Any, shapes: Any, expected: tuple[Any, float, float]) -> None:
+    optimizer = SGD([{"params": [p], "lr": lr} for p, lr in zip(weights(), rates, strict=True)])
+    found = rehearse(schedules.LambdaLR(optimizer, list(shapes)), TOTAL)
     assert found is not None
-    assert found.peak == 8 / TOTAL
-
-
-def test_groups_with_different_ends_count_alike() -> None:
-    optimizer = SGD([{"params": [p], "lr": lr} for p, lr in zip(weights(), (0.1, 0.3), strict=True)])
-    scheduler = schedules.LambdaLR(optimizer, [lambda t: 1.0, lambda t: 1 - t / TOTAL])
-    found = rehearse(scheduler, TOTAL)
-    assert found is not None
-    assert found.highest == pytest.approx([0.1, 0.3])
-    assert found.end == pytest.approx((1 + 1 / TOTAL) / 2)
-
-
-def test_a_frozen_group_does_not_count() -> None:
-    optimizer = SGD([{"params": [p], "lr": lr} for p, lr in zip(weights(), (0.0, 0.3), strict=True)])
-    found = rehearse(schedules.ConstantLR(optimizer, 1.0, 0), TOTAL)
-    assert found is not None
-    assert (found.highest, found.end) == ((0.0, 0.3), 1.0)
+    assert found.highest == pytest.approx(expected[0])
+    assert (found.end, found.peak) == pytest.approx(expected[1:])
 
 
 def test_a_schedule_in_its_middle_is_played_from_there() -> None:
@@ -185,8 +164,8 @@ def test_a_schedule_that_cannot_be_copied_counts_as_annealing(caplog: pytest.Log
     optimizer, scheduler = built(lambda o: NoCopy(o, 1.0, 0))
     with caplog.at_level(logging.INFO, "hdet_kernels"):
         assert rehearse(scheduler, TOTAL) is None
-    assert "NoCopy cannot be played ahead (holds a socket): taken as one that anneals" in caplog.text
-    run = hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two(), tie_groups=False).cycle.run
+    assert "NoCopy cannot be played ahead" in caplog.text
+    run = hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Place(2), tie_groups=False).cycle.run
     assert (run.end, run.peaks) == (0.0, (PEAK, PEAK))
     assert optimizer.param_groups[0]["initial_lr"] == PEAK
 
@@ -228,7 +207,7 @@ def test_is_played_only_for_a_controller_that_can_move_a_learning_rate(options: 
     _, scheduler = built(counting(calls))
     calls.clear()
     run = hk.HDETScheduler(
-        scheduler, **{"total_steps": TOTAL, "ensemble": Two(), "tie_groups": False, **options}
+        scheduler, **{"total_steps": TOTAL, "ensemble": Place(2), "tie_groups": False, **options}
     ).cycle.run
     assert bool(calls) is plays
     assert run.end == (1.0 if plays else 0.0)
@@ -236,18 +215,10 @@ def test_is_played_only_for_a_controller_that_can_move_a_learning_rate(options: 
     assert plays or not any(run.peaks)
 
 
-@each
-def test_the_controller_gets_peaks_and_end(make: Any, highest: float, last: float) -> None:
-    _, scheduler = built(make)
-    run = hk.HDETScheduler(scheduler, total_steps=TOTAL, ensemble=Two(), tie_groups=False).cycle.run
-    assert run.peaks == pytest.approx([PEAK * highest] * 2)
-    assert run.end == pytest.approx(last / highest)
-
-
 def test_onecyclelr_anneals_to_nothing() -> None:
     _, scheduler = built(lambda o: schedules.OneCycleLR(o, 0.3, TOTAL))
-    wrapped = hk.HDETScheduler(scheduler, ensemble=Two(), tie_groups=False).cycle.run
-    own = hk.HDETOneCycleLR(built(lambda o: None)[0], 0.3, TOTAL, ensemble=Two(), tie_groups=False).cycle.run  # type: ignore[arg-type,return-value]
+    wrapped = hk.HDETScheduler(scheduler, ensemble=Place(2), tie_groups=False).cycle.run
+    own = hk.HDETOneCycleLR(built(lambda o: None)[0], 0.3, TOTAL, ensemble=Place(2), tie_groups=False).cycle.run  # type: ignore[arg-type,return-value]
     assert (own.end, own.peaks) == (wrapped.end, wrapped.peaks) == (0.0, (0.3, 0.3))
 
 

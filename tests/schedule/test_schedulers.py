@@ -179,18 +179,10 @@ def test_a_wrapped_onecycle_refuses_steps_past_its_end() -> None:
     assert (groups_of(optimizer), scheduler.last_epoch) == before
 
 
-def test_wrong_optimizers_and_schedulers_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got 3"):
-        hk.HDETOneCycleLR(3, 0.1, 10)  # type: ignore[arg-type]
+def test_an_optimizer_without_parameters_is_refused() -> None:
     empty = Adam([{"params": []}], lr=0.1)
     with pytest.raises(ValueError, match="no parameters to average"):
         hk.HDETOneCycleLR(empty, 0.1, 10)
-    with pytest.raises(TypeError, match="wraps a torch LRScheduler, got an Adam"):
-        hk.HDETScheduler(adam())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="ReduceLROnPlateau decides by a metric"):
-        hk.HDETScheduler(schedules.ReduceLROnPlateau(adam()))
-    with pytest.raises(TypeError, match="has a cycle of its own"):
-        hk.HDETScheduler(hk.HDETOneCycleLR(adam(), 0.1, 10))
 
 
 def test_bounds_of_a_tensor_learning_rate_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hdet_kernels as hk
 from tests.ranks import run_ranks
-from tests.schedule.distributed import entries, loaded
+from tests.schedule.checkpoints import entries, loaded
 from tests.schedule.undo_runs import SOUND_THEN_BROKEN, Scripted
 from tests.training import batch, loss_of, network, same, with_averaging
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import pickle
 from typing import Any
 
@@ -16,15 +15,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hdet_kernels as hk
 from hdet_kernels.controller.protocol import Run
-from hdet_kernels.schedule.schedulers import WithCycle
 from tests.ranks import Cases, run_ranks
+from tests.schedule.checkpoints import Logged
 from tests.schedule.scout_runs import PHASE, QUICK, REPLICAS, RUN, StackRun
 from tests.training import Trainer, batch, loss_of, network, same
-
-
-def test_a_scheduler_that_is_being_built_has_no_cycle() -> None:
-    with pytest.raises(RuntimeError, match="still being built"):
-        _ = WithCycle().cycle
 
 
 def test_a_scheduler_is_neither_copied_nor_pickled() -> None:
@@ -118,13 +112,9 @@ def _loads_of_another(rank: int, how: str) -> list[str]:
             states = [trainer.scheduler.state_dict()]
     if how != "own":
         dist.broadcast_object_list(states, src=0)
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hdet_kernels").addHandler(handler)
     other = Trainer(rank, auto_lr=False, total_steps=20)
-    other.scheduler.load_state_dict(states[0])
-    logging.getLogger("hdet_kernels").removeHandler(handler)
+    with Logged() as texts:
+        other.scheduler.load_state_dict(states[0])
     assert other.scheduler.in_sync is (how in ("converged", "consensus"))
     return texts
 
