@@ -361,8 +361,7 @@ def _full(rank: int) -> dict[str, Any]:
         pair = [(module, make(module.parameters(), **options)), (twin, theirs(twin.parameters(), **options))]
         rules[rule] = [(torch.tensor(train(each, own, rank, range(4))), *numbers(each, own)) for each, own in pair]
     return {
-        "twins": {case: _twins(rank, mesh["fsdp"], *case[:2], gradients=case[2]) for case in TWINS}
-        | {"split": _twins(rank, mesh["fsdp"], "adamw", torch.bfloat16, master_weights="split")},
+        "twins": {case: _twins(rank, mesh["fsdp"], *case[:2], gradients=case[2]) for case in TWINS},
         "rules": rules,
         "late": _beside_torch(rank, mesh["hsdp"], late=True, reshard_after_forward=False),
         "mixed": _beside_torch(rank, mesh["hsdp"], late=False, mp_policy=MIXED),

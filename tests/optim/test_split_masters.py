@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import hdet_kernels as hk
 from hdet_kernels.split_master import joined, split
 from hdet_kernels.stack import StackedParameter
+from hdet_kernels.tensors import local
 from tests.ops.cases import QUICK
 from tests.optim.cases import FUSED, fused_optimizer, parameters, run, saved_and_loaded, torch_optimizer, with_backends
+from tests.optim.sharded_net import meshes, network, shard, train
+from tests.ranks import run_ranks
 from tests.schedule.undo_runs import OPTIMIZERS, SOUND_THEN_BROKEN, SYNC, Scripted, Undoable
 from tests.training import same
 
@@ -222,3 +230,34 @@ def test_a_return_to_the_last_sound_average_is_exact(monkeypatch: pytest.MonkeyP
     sound = broken.everything()
     assert "master_low" in sound["state"][0]
     assert same(broken.train(SYNC).everything(), sound)
+
+
+def _sharded(rank: int) -> dict[str, Any]:
+    """Train with copies and with split masters, and load the state as it is divided and as a whole."""
+    mesh = meshes()["fsdp"]
+    found: dict[str, Any] = {}
+    for kind in (True, "split"):
+        module = shard(network(BF16), mesh)
+        optimizer, resumed = (hk.FusedAdamW(module.parameters(), lr=0.05, master_weights=kind) for _ in range(2))
+        train(module, optimizer, rank, range(3))
+        own = [{name: local(value).clone() for name, value in optimizer.state[p].items()} for p in module.parameters()]
+        options = StateDictOptions(full_state_dict=True)
+        whole = get_optimizer_state_dict(module, optimizer, options=options)
+        resumed.load_state_dict(optimizer.state_dict())
+        for step in range(2):
+            if step == 1:
+                set_optimizer_state_dict(module, resumed, whole, options=options)
+            again = [{name: local(value) for name, value in resumed.state[p].items()} for p in module.parameters()]
+            assert same(again, own)
+        found[str(kind)] = [{**entry, "param": local(p)} for p, entry in zip(module.parameters(), own, strict=True)]
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_distributed_parameters_have_the_same_numbers() -> None:
+    for found in run_ranks(4, _sharded):
+        assert found["split"]
+        for ours, theirs in zip(found["split"], found["True"], strict=True):
+            assert torch.equal(joined(ours["param"], ours["master_low"]), theirs["master"])
+            assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
