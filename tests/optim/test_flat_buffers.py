@@ -1,4 +1,4 @@
-"""Flat groups: mixed dtypes, gradients in any layout, tied parameters."""
+"""Flat buffers: mixed dtypes, gradients in any layout, tied parameters, and state that is views of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hdet_kernels.optim import FusedAdam, FusedAdamW, FusedSGD
-from hdet_kernels.optim.state_views import saved_state
 from hdet_kernels.optim.watch import ITEMS_PER_STEP
 from tests.ops.cases import BACKENDS, available
 from tests.optim.cases import (
@@ -174,12 +173,3 @@ def test_an_incomplete_entry_is_refused_as_by_torch() -> None:
     optimizer.state[param] = {}
     run(optimizer, [param], [1])
     assert optimizer.state[param]["step"].item() == 1.0
-
-
-def test_entries_of_a_state_dict_hold_nothing_else() -> None:
-    flat, note = torch.zeros(6), object()
-    state = {"state": {0: {"sum": flat[:2], "note": note}, "own": 3}, "param_groups": []}
-    compacted = saved_state(state)
-    assert compacted["state"][0]["sum"].untyped_storage().nbytes() == 8
-    assert (compacted["state"][0]["note"], compacted["state"]["own"]) == (note, 3)
-    assert state["state"][0]["sum"].data_ptr() == flat.data_ptr(), "the given one is as it was"

@@ -98,16 +98,6 @@ def test_numbers_on_an_accelerator_are_not_read() -> None:
     optimizer.check_group({**optimizer.defaults, "lr": unread, "momentum": unread})
 
 
-def test_float32_and_float64_parameters_have_no_master() -> None:
-    for dtype in (FP32, FP64):
-        param = nn.Parameter(torch.ones(3, dtype=dtype))
-        optimizer = FusedAdamW([param], master_weights=True)
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
-        assert optimizer.state[param]["exp_avg"].dtype == dtype
-
-
 @pytest.mark.parametrize("option", [{"master_weights": "split"}, {"stochastic_rounding": True}], ids=str)
 def test_an_option_without_effect_is_warned_of_once(option: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     for dtype, state, warned in (
