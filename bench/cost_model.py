@@ -176,25 +176,6 @@ def control_row(replicas: int, network: Network, gpus: int = 1) -> float:
     return 2 * hops * (gpus if network.shared_line else 1)
 
 
-@dataclass(frozen=True)
-class Exchanges:
-    """The messages that a process sends in a gather by exchanges in pairs, and the rows in them: to other nodes, and
-    within its own."""
-
-    outside: int
-    inside: int
-    rows_outside: int
-    rows_inside: int
-
-
-def exchanges(replicas: int, together: int = 1) -> Exchanges:
-    """Return the messages of a gather over gloo, in nodes of ``together`` processes with consecutive numbers."""
-    near = math.gcd(replicas, together)
-    near &= -near  # as many as make whole pairs
-    inside = near.bit_length() - 1
-    return Exchanges(math.ceil(math.log2(replicas)) - inside, inside, replicas // near - 1, replicas - replicas // near)
-
-
 def converge(replicas: int, model: Model, network: Network, sync: Sync = PLAIN, gpu: Gpu = H200) -> Cost:
     """Return the cost of one sync."""
     if replicas == 1:
