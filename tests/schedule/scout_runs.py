@@ -22,16 +22,7 @@ PHASE, ROUNDS, RUN = 20, (5, 15), 30
 class StackRun:
     """A stack that is trained on the batches of its steps.
 
-    Args:
-        max_lr: None for a scouting phase.
-        steps: of the run, a scouting phase included.
-        first: number of the first batch.
-        make_optimizer: of the stacked parameters.
-        gradients: of the stack.
-        dtype, device: of the parameters.
-        replicas: in this process.
-        cuda_graphs: of the stack.
-        options: of the scheduler.
+    ``max_lr=None`` begins with a scouting phase, within ``steps``; ``first`` is the number of the first batch.
     """
 
     def __init__(
@@ -104,15 +95,7 @@ class StackRun:
 class RankRun:
     """One of several ranks under DDP, or without it.
 
-    Args:
-        rank: number of the rank, which decides its batches.
-        max_lr: None for a scouting phase.
-        steps: of the run, a scouting phase included.
-        first: number of the first batch.
-        ddp: False trains on local gradients.
-        tells: pass the model to the scheduler.
-        make_optimizer: of the parameters.
-        options: of the scheduler.
+    ``ddp=False`` trains on local gradients, and ``tells`` passes the model to the scheduler; the others as above.
     """
 
     def __init__(

@@ -326,26 +326,6 @@ def test_the_hypergradient_controller_refuses_local_gradients() -> None:
         run_ranks(2, _hypergradient, False)
 
 
-def _setter(rank: int) -> tuple[list[float], list[float]]:
-    trainer = Trainer(rank, ddp=False, auto_lr=False)
-    dropout = trainer.module.dropout
-    hyper = hk.Explore("dropout", spread=0.5, base=0.2, apply=lambda p: setattr(dropout, "p", p))
-    trainer.scheduler = hk.HDETOneCycleLR(
-        trainer.optimizer, 0.01, 12, sync_every=4, auto_lr=False, explore=[hyper], gradients="local"
-    )
-    seen: list[float] = []
-    trainer.train(12, before_step=lambda t: seen.append(dropout.p))
-    return seen, trainer.scheduler.history[1].values["dropout"]
-
-
-def test_a_user_setter_gets_this_replicas_value() -> None:
-    results = run_ranks(3, _setter)
-    for step in range(12):
-        np.testing.assert_allclose(sorted(seen[step] for seen, _ in results), [0.1, 0.2, 0.3])
-    for rank, (seen, values) in enumerate(results):
-        assert values[rank] == seen[4]
-
-
 def _subgroup(rank: int) -> tuple[int, list[float], Tensor]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     ensemble = hk.ProcessEnsemble(pairs[rank // 2])

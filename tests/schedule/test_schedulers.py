@@ -1,7 +1,8 @@
-"""The schedulers in one process: torch's schedule times the replica's multiplier, around any schedule."""
+"""The schedulers: torch's schedule times the multiplier of the replica, around any schedule; promises of auto_lr."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import lr_scheduler as schedules
 
 import hdet_kernels as hk
 from tests.schedule.cases import Place, adam, advance, groups_of, parameters
+from tests.training import batch, loss_of, network, same
 
 TOTAL = 37
 
@@ -108,7 +110,10 @@ def test_explored_scalars_are_spread_beside_the_learning_rate() -> None:
         assert optimizer.param_groups[0]["weight_decay"] == 0.2 * decay_at
         assert dropout.p == min(0.4 * dropout_at, 0.45)
         seen.add((decay_at, dropout_at))
+        applied = dropout.p
         advance(optimizer, scheduler)
+        if step % 4 == 3:
+            assert scheduler.history[-1].values["dropout"][2] == applied
     assert len(seen) > 2
 
 
@@ -208,3 +213,63 @@ def test_groups_that_lost_their_momenta_are_named_when_a_state_is_loaded() -> No
     del optimizer.param_groups[0]["base_momentum"]
     with pytest.raises(ValueError, match="parameter group 0 of the optimizer has no 'base_momentum'"):
         scheduler.load_state_dict(state)
+
+
+LONG, SYNC = 240, 6
+
+
+def train_stack(max_lr: float, steps: int = LONG, **options: Any) -> tuple[hk.HDETOneCycleLR, list[Tensor], Tensor]:
+    """Train four replicas on shared gradients; return the scheduler, the losses of all steps and the parameters."""
+    stack = hk.ReplicaStack(network(), 4, gradients="shared")
+    optimizer = hk.FusedAdamW(stack.parameters(), lr=0.01, backend="torch")
+    options = {"sync_every": SYNC, "cycle_momentum": False, **options}
+    scheduler = hk.HDETOneCycleLR(optimizer, max_lr, LONG, ensemble=stack.ensemble, **options)
+    losses = []
+    for step in range(steps):
+        losses.append(stack.backward(loss_of, *batch(0, step, size=64)).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(losses[-1])
+    return scheduler, losses, torch.cat([param.detach().reshape(-1) for param in stack.parameters()])
+
+
+def last_loss(losses: list[Tensor]) -> float:
+    return float(torch.stack(losses[-20:]).mean())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trust", [1.0, 3.0])
+def test_a_good_learning_rate_is_kept(trust: float) -> None:
+    """Bit for bit as without a controller: with trust=1 to the end, else until replicas stop to differ at the peak."""
+    scheduler, losses, parameters = train_stack(0.02, trust=trust)
+    _, plain, expected = train_stack(0.02, auto_lr=False)
+    assert scheduler.cycle.spread.controller_state["mu"] == [0.0]
+    same_until = LONG if trust == 1 else int(0.3 * LONG)
+    assert same(losses[: same_until + 1], plain[: same_until + 1])
+    assert torch.equal(parameters, expected) is (trust == 1)
+    assert last_loss(losses) < 1.1 * last_loss(plain)
+
+
+def test_full_trust_and_a_probe_are_as_without_a_controller() -> None:
+    def probe() -> float:
+        raise AssertionError("nothing is compared")
+
+    assert torch.equal(train_stack(0.02, 30, trust=1, probe=probe)[2], train_stack(0.02, 30, auto_lr=False)[2])
+
+
+def test_full_trust_leaves_the_learning_rate_beside_other_scalars() -> None:
+    # Weight decay is moved from 0.3 of the run on.
+    scheduler, *_ = train_stack(0.02, LONG // 2, trust=1, explore=[hk.Explore("weight_decay", spread=0.5)])
+    rate, decay = scheduler.cycle.spread.controller_state["mu"]
+    assert rate == 0.0
+    assert decay != 0.0
+
+
+@pytest.mark.full
+def test_what_is_a_hundred_times_too_high_is_undone_and_ends_better_than_plain() -> None:
+    scheduler, losses, _ = train_stack(2.0)
+    _, plain, _ = train_stack(2.0, auto_lr=False)
+    (mu,) = scheduler.cycle.spread.controller_state["mu"]
+    assert mu <= -math.log(3)
+    assert any(record.undone is not None for record in scheduler.history)
+    assert last_loss(losses) < last_loss(plain)
