@@ -57,6 +57,8 @@ def check_same_numbers(copies: torch.optim.Optimizer, ours: torch.optim.Optimize
 def test_training_is_that_with_copies(backend: tuple[str, str], name: str) -> None:
     where, device = backend
     for state in STATES.values():
+        if state == "int8" and "amsgrad" in name:  # refused
+            continue
         theirs, ours = parameters(BF16, device), parameters(BF16, device)
         options = {"backend": where, "state_dtype": state}
         copies = fused_optimizer(name, theirs, master_weights=True, **options)
