@@ -365,8 +365,8 @@ def divide(values: Tensor, divisor: float, out: Tensor) -> None:
         out.copy_(values)
     elif math.frexp(divisor)[0] == 0.5:
         torch.mul(values, 1 / divisor, out=out)
-    else:
-        torch.div(values, divisor, out=out)
+    else:  # by a tensor: on a GPU torch multiplies with the reciprocal of a number, and the kernels of ops divide
+        torch.div(values, torch.full((), divisor, dtype=values.dtype, device=values.device), out=out)
 
 
 def pack_scaled(region: Region, bucket: Bucket, mean: Mean, packed: Tensor) -> None:

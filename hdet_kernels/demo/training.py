@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.multiprocessing.spawn import ProcessContext, start_processes
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -168,10 +168,12 @@ def run_replicas(
             while not started.join(timeout=0.05):
                 receive()
             receive()
-        except BaseException:
+        except BaseException as error:
             for process in started.processes if started else ():
                 process.kill()
                 process.join()
+            if isinstance(error, ProcessException):  # what the ranks sent before one of them failed
+                receive()
             raise
     return [results[rank] for rank in range(replicas)]
 

@@ -33,6 +33,7 @@ def _functions(place: Any, names: str) -> set[Any]:
 # Functions that autocast computes in the lower precision and vmap decomposes.
 _LOWER = (
     _functions(F, "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu")
+    | _functions(F, "multi_head_attention_forward")
     | _functions(torch, "addmm baddbmm")
     | _functions(Tensor, "addmm baddbmm")
 )
@@ -84,12 +85,12 @@ class StackMode(TorchFunctionMode):
     def _heads(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Compute the heads by matrix products, which vmap knows: the mode does not see what ``func`` calls.
 
-        Autocast is off inside, since all arguments are in its precision already. On a GPU it would give the softmax
-        a result in fp32 of an input in bf16, and torch has no backward pass of that.
+        On accelerators autocast is off inside, since all arguments are in its precision already. There it would give
+        the softmax a result in fp32 of an input in bf16, and torch has no backward pass of that.
         """
         with sdpa_kernel(SDPBackend.MATH):
-            if not torch.is_autocast_enabled(self._kind):
-                return func(*args, **options)
+            if self._kind == "cpu" or not torch.is_autocast_enabled(self._kind):
+                return self._with_autocast(func, args, options)
             dtype = torch.get_autocast_dtype(self._kind)
             with torch.autocast(self._kind, enabled=False):
                 return self._call(func, args, options, dtype)
