@@ -33,7 +33,7 @@ from hdet_kernels.converge.payload import Counts, ModelTensors, Names, Payload
 from hdet_kernels.converge.plan import AverageRequest, Plan, decide
 from hdet_kernels.converge.settings import Averaging, Format, Merge, Outer
 from hdet_kernels.converge.summary import TensorSummary, describe_layout, keep_own
-from hdet_kernels.converge.transport import Cost, Transport, Write, run_transfers, take_first, take_largest
+from hdet_kernels.converge.transport import Cost, Staging, Transport, Write, run_transfers, take_first, take_largest
 from hdet_kernels.ensemble import Ensemble, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
@@ -225,6 +225,7 @@ class Converger:
             consensus = compression.consensus(transport, payload.compressible) or []
             norm = float(transport.checksum_of_one(consensus, payload.device))
         if compression is not None and plan.remembered:
+            transport.staging = Staging()  # differences will travel from here on, and need no buffers of that size
             healthy = bool(plan.healthy[held(ensemble)].all())
             compression.remember(transport, payload.compressible, keep_errors=healthy)
         return cost, norm
