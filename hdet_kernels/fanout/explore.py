@@ -103,7 +103,10 @@ def tied_groups(
 
 def peak_of(group: Group) -> float:
     """Return the peak of a group's schedule: OneCycleLR's, or the value that others begin or warm up to."""
-    return float(group[next(key for key in ("max_lr", "initial_lr", "lr") if key in group)])
+    key = next(key for key in ("max_lr", "initial_lr", "lr") if key in group)
+    value = group[key]
+    number = value.detach().reshape(()) if isinstance(value, Tensor) else value
+    return check_number(f"{key} of a parameter group", number, at_least=0, remedy="build the optimizer with another lr")
 
 
 def saved_ties(hyperparameters: object) -> list[tuple[int, ...]] | None:

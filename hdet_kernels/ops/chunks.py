@@ -132,7 +132,7 @@ class ChunkTable:
         A gradient that lies in another order than its parameter, or whose dtype the kernels do not read, is copied.
 
         Raises:
-            RuntimeError: If a gradient is sparse, was freed, or has another shape or device than its parameter.
+            RuntimeError: If a gradient is sparse, complex or freed, or has another shape or device than its parameter.
         """
         # (torch itself ensures that a gradient is on the device of its parameter, and has its shape.)
         for layout in self._likely_layouts if why_not() is None else ():
@@ -205,6 +205,11 @@ class ChunkTable:
         if grad.numel() and grad.data_ptr() == 0:
             raise RuntimeError(
                 f"the gradient of parameter {index}, of shape {slot.shape}, has no memory; it was freed before the step"
+            )
+        if grad.is_complex():
+            raise RuntimeError(
+                f"the gradient of parameter {index}, of shape {slot.shape}, is {grad.dtype}, and its parameter "
+                f"{self.dtype}: the imaginary part would be lost; give it a real gradient, as in gradient.real"
             )
         if grad.dtype in self._numbers and _same_order(slot, grad.stride()):
             return grad

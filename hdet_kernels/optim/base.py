@@ -33,6 +33,7 @@ from hdet_kernels.optim.loading import complete_groups, fit_state, loaded_throug
 from hdet_kernels.optim.options import (
     Options,
     check_max_grad_norm,
+    check_own_entries,
     check_param,
     check_params,
     check_seed,
@@ -309,6 +310,7 @@ class FusedOptimizer(Optimizer):
         try:
             group = self.param_groups[-1]
             freeze_betas(group)
+            check_own_entries(group)
             self.check_group(group)
             self._check_params(group)
             if hasattr(self, "_flat_groups"):
@@ -458,7 +460,7 @@ class HyperparameterWriter:
         values = list(map(self._values_of, groups))
         if len(values) == len(self._written) and all(map(_are_same, values, self._written)):
             return
-        if not _only_floats_changed(values, self._written):
+        if not _only_usual_floats_changed(values, self._written):
             self._write_all()
         elif values != self._written:  # as a schedule does at every step
             self._write_tables([self._table_row(group) for group in groups])
@@ -475,6 +477,7 @@ class HyperparameterWriter:
         if not has_tensors and values == self._written:
             return
         for group in groups:
+            check_own_entries(group)
             self.optimizer.check_group(group)
             check_seed(group.get(ROUNDING_SEED, 0))
         by_group = [replica_groups(group, self.replicas) for group in groups]
@@ -505,19 +508,24 @@ def _are_same(values: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     return len(values) == len(before) and all(map(is_, values, before))
 
 
-def _only_floats_changed(values: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
-    """Return whether every hyperparameter is the same object as before, or a float in the place of a float."""
+def _only_usual_floats_changed(values: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
+    """Return whether every hyperparameter is the same object as before, or a float in the place of a float.
+
+    A float between 0 and 1 is in the range of every hyperparameter. Others, and NaN, are to be checked.
+    """
     if len(values) != len(before):
         return False
     for group_values, earlier in zip(values, before, strict=True):
         if len(group_values) != len(earlier):
             return False
         for now, then in zip(group_values, earlier, strict=True):
-            if now is then or (type(now) is float and type(then) is float):
+            if now is then or (type(now) is float and type(then) is float and 0 < now < 1):
                 continue
             if not (type(now) is tuple and type(then) is tuple and len(now) == len(then)):
                 return False
-            if not all(type(value) is float for value in now + then):
+            if not all(type(value) is float for value in then):
+                return False
+            if not all(type(value) is float and 0 < value < 1 for value in now):
                 return False
     return True
 

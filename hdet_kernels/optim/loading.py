@@ -28,7 +28,7 @@ from hdet_kernels.optim.group_entries import (
     drop_values_of_other_stacks,
     freeze_betas,
 )
-from hdet_kernels.optim.options import check_seed
+from hdet_kernels.optim.options import check_own_entries, check_seed
 from hdet_kernels.optim.state_views import MASTER, MASTER_LOW, StatefulOptimizer
 from hdet_kernels.sharded import why_unlike
 from hdet_kernels.tensors import replicas_of
@@ -75,10 +75,12 @@ def check_state_dict(optimizer: StatefulOptimizer, state_dict: object) -> None:
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         return
     kind = type(optimizer).__name__
+    check_keys(state, groups)
     for number, (saved, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         _check_options(number, saved, optimizer.defaults, kind)
         group = optimizer.defaults | {name: value for name, value in saved.items() if name != "params"}
         freeze_betas(group)
+        check_own_entries(group)
         optimizer.check_group(group)
         check_seed(group.get(ROUNDING_SEED, 0))
         _check_per_replica(group)
@@ -91,6 +93,19 @@ def check_state_dict(optimizer: StatefulOptimizer, state_dict: object) -> None:
             if entries or optimizer.eager_state:
                 _check_names(where, entries, needed, optimizer.known_states(group), kind)
                 _check_values(where, entries, param, optimizer)
+
+
+def check_keys(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless every parameter has a key of its own, and every entry of the state a parameter."""
+    keys = [key for group in groups for key in group["params"]]
+    known = set(keys)
+    if len(known) < len(keys):
+        raise ValueError(f"the loaded state_dict lists a parameter twice in params: {keys!r:.200}; the file is damaged")
+    if lost := [key for key in state if key not in known]:
+        raise ValueError(
+            f"the loaded state_dict has state of the parameters {lost!r:.200}, its groups list params {keys!r:.200}: "
+            "what it has for them would be lost. Load an undamaged state_dict"
+        )
 
 
 def _check_options(number: int, saved: Mapping[str, Any], defaults: Mapping[str, Any], kind: str) -> None:

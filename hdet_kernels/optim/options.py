@@ -196,6 +196,15 @@ def check_flags(options: Mapping[str, Any], *names: str) -> None:
             raise ValueError(f"{name} must be True or False, got {options[name]!r}")
 
 
+def check_own_entries(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a parameter group has an option that an optimizer has once for all of its groups."""
+    if wrong := [name for name in SharedOptions.__annotations__ if name in group]:
+        raise ValueError(
+            f"a parameter group has {wrong[0]}={group[wrong[0]]!r}, which is one for all groups of an optimizer: pass "
+            f"it beside params, as in FusedAdamW(params, {wrong[0]}=…), or build an optimizer for each group"
+        )
+
+
 def check_seed(value: object) -> None:
     """Raise ValueError unless ``value`` is a seed of stochastic rounding: 32 bits without a sign."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:

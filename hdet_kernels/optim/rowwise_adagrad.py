@@ -16,8 +16,15 @@ from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.rowwise import arithmetic, row_gradient, rowwise_adagrad_
 from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.optim.group_entries import ROUNDING_SEED, Group
-from hdet_kernels.optim.loading import loaded_through, unwrap_tensors, wrap_tensors
-from hdet_kernels.optim.options import check_at_least_zero, check_flags, check_param, check_params, check_seed
+from hdet_kernels.optim.loading import check_keys, loaded_through, unwrap_tensors, wrap_tensors
+from hdet_kernels.optim.options import (
+    check_at_least_zero,
+    check_flags,
+    check_own_entries,
+    check_param,
+    check_params,
+    check_seed,
+)
 from hdet_kernels.optim.watch import ParameterWatch
 from hdet_kernels.sharded import is_distributed
 from hdet_kernels.tensors import own_storage, replicas_of
@@ -280,6 +287,7 @@ class FusedRowWiseAdagrad(Optimizer):
             state: Mapping[Any, Any] = given["state"]
         except (KeyError, TypeError) as error:
             raise ValueError("the state_dict must have state and param_groups, as state_dict() returns them") from error
+        check_keys(state, given["param_groups"])
         params = [param for group in self.param_groups for param in group["params"]]
         for index, (key, param) in enumerate(zip(keys, params, strict=False)):
             entry = state.get(key)
@@ -298,6 +306,7 @@ class FusedRowWiseAdagrad(Optimizer):
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
+    check_own_entries(group)
     check_flags(group, "decoupled_weight_decay", "maximize")
     check_at_least_zero(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
     check_seed(group.get(ROUNDING_SEED, 0))
@@ -310,6 +319,8 @@ def _checked(index: int, param: Tensor, grad: Tensor) -> Tensor:
             f"the gradient of parameter {index} is {tuple(grad.shape)} on {grad.device}; its parameter is "
             f"{tuple(param.shape)} on {param.device}"
         )
+    if grad.is_complex():
+        raise RuntimeError(f"the gradient of parameter {index} is {grad.dtype}; its parameter is {param.dtype}")
     if grad.is_sparse and grad.sparse_dim() != 1:
         raise RuntimeError(
             f"the gradient of parameter {index} has {grad.sparse_dim()} sparse dimensions, expected one, the rows, as "

@@ -23,6 +23,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet_kernels.buckets import Buckets
+from hdet_kernels.checks import check_steps
 from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.converge import Converger, converger_of
@@ -154,8 +155,8 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
 
 
 def _sync_every(total_steps: int | None, options: Options, explore: Sequence[Explore], gradients: GradientMode) -> int:
-    if total_steps is not None and total_steps < 1:
-        raise ValueError(f"total_steps must be at least 1, got {total_steps}")
+    if total_steps is not None:
+        check_steps("total_steps", total_steps)
     given = options.sync_every
     if given is not None:
         return given

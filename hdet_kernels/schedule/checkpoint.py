@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -384,12 +385,13 @@ def from_plain(kind: Any, value: Any, path: str, sizes: Sizes) -> Any:
 
 def _number(kind: type, value: Any, path: str, within: Within | None) -> Any:
     number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    finite = number and abs(value) <= sys.float_info.max  # a whole number may be beyond the range of floats
     if within is None:  # a loss, which may be NaN
-        expect(number, path, "a number", value)
+        expect(number and (finite or isinstance(value, float)), path, "a number", value)
         return value
     name, ends = "a whole number" if kind is int else "a finite number", [within.lowest, within.highest]
     bounds = "" if not any(map(math.isfinite, ends)) else f" from {ends[0]:g} to {ends[1]:g}"
-    fine = number and math.isfinite(value) and within.lowest <= value <= within.highest
+    fine = finite and within.lowest <= value <= within.highest
     expect(fine, path, name + bounds, value)
     return value
 

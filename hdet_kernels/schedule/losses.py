@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.checks import check_positive, spell
+from hdet_kernels.checks import MOST_STEPS, check_positive, spell
 from hdet_kernels.tensors import wide_dtype
 
 #: A number that may be NaN or infinite, as losses may.
@@ -121,13 +121,15 @@ def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
         raise TypeError(f"{what} must be a number or a scalar tensor, got {value!r}")
     try:
         return float(value)  # type: ignore[arg-type]
+    except OverflowError as error:
+        raise ValueError(f"{what} must be within the range of floats, got {spell(value)}") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} must be a number or a scalar tensor, got {type(value).__name__}") from error
 
 
 def checked_divisor(divided_by: float) -> float:
     """Return the number that a loss was divided by; raise unless it is positive."""
-    if type(divided_by) is int and divided_by > 0:
+    if type(divided_by) is int and 0 < divided_by <= MOST_STEPS:
         return divided_by  # most are, and every step of a run is checked
     remedy = "pass the number of micro-batches that the loss was divided by"
     return check_positive("divided_by", divided_by, remedy=remedy)
@@ -149,7 +151,7 @@ def _of_several(value: object, what: str, rows: int) -> Tensor:
             raise TypeError(f"{what} of a stack must be [{rows}] numbers, got {value!r}: {advice}")
         try:
             value = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"{what} of a stack must be [{rows}] numbers, got {spell(value)}: {advice}") from error
     if tuple(value.shape) != (rows,):
         raise ValueError(f"{what} of a stack must have shape [{rows}], got {list(value.shape)}: {advice}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -851,5 +852,5 @@ class HDETScheduler(WithCycle, LRScheduler):
 
 def _run_length(scheduler: LRScheduler) -> int | None:
     if isinstance(scheduler, CosineAnnealingLR):
-        return int(scheduler.T_max)
+        return int(scheduler.T_max) if scheduler.T_max < math.inf else None
     return getattr(scheduler, "total_steps", None)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hdet_kernels as hk
-from tests.bad_input.rows import BOTH, INF, NAN, NOT_NUMBERS, Entry, Row, named, refused
+from tests.bad_input.rows import BEYOND, BOTH, INF, NAN, NOT_NUMBERS, Entry, Row, named, refused
 
 #: Numbers of the optimizers, and values that they do not take.
 NUMBERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[Any, ...]]] = {
@@ -41,6 +41,17 @@ def limit(world: Any, max_grad_norm: Any) -> None:
     world.optimizer.max_grad_norm = max_grad_norm
 
 
+def stepped(world: Any, **entries: Any) -> None:
+    """Make a step with other entries in the first parameter group, which come back afterwards."""
+    group = world.optimizer.param_groups[0]
+    before = {name: group[name] for name in entries}
+    group.update(entries)
+    try:
+        world.optimizer.step()
+    finally:
+        group.update(before)
+
+
 def parameter(*shape: int, **options: Any) -> nn.Parameter:
     grad = options.pop("grad", True)
     return nn.Parameter(torch.ones(shape, **options), requires_grad=grad)
@@ -51,12 +62,15 @@ HALF_SHARED = [nn.Parameter(MEMORY[:4]), nn.Parameter(MEMORY[2:])]
 COMPLEX, META = parameter(2, dtype=torch.complex64), parameter(2, device="meta")
 WHOLE, HALF = parameter(2, dtype=torch.int32, grad=False), parameter(2, dtype=torch.float16)
 EXPANDED, TWICE = nn.Parameter(torch.ones(1).expand(4)), parameter(2)
+CLIPPED = [{"params": [parameter(3, 2)], "max_grad_norm": 1.0}]
 
 KEYWORDS: list[Row] = [
     *(
         row
         for name, (kind, values) in NUMBERS.items()
-        for row in refused(built(kind), name, BOTH, *KINDS, *values, *(() if name == "max_grad_norm" else (None,)))
+        for row in refused(
+            built(kind), name, BOTH, *KINDS, *values, *BEYOND, *(() if name == "max_grad_norm" else (None,))
+        )
     ),
     *named("Adam", refused(built(hk.FusedAdam), "betas", BOTH, *NO_BETAS)),
     *named("Lion", refused(built(hk.FusedLion), "betas", BOTH, *NO_BETAS)),
@@ -71,6 +85,11 @@ KEYWORDS: list[Row] = [
     *refused(built(), "stochastic_rounding", ValueError, True, master_weights=True),
     *refused(built(), "backend", BOTH, "cudnn", "", 3, ["torch"]),
     *refused(built(), "momentun", TypeError, 0.9),
+    *(
+        row
+        for kind in (hk.FusedAdamW, hk.FusedRowWiseAdagrad)
+        for row in named(kind.__name__, refused(built(kind), "params", ValueError, CLIPPED, argument="max_grad_norm"))
+    ),
 ]
 
 PARAMETERS: list[Row] = [
@@ -93,11 +112,16 @@ GROUPS: list[Row] = [
     *refused(group, "lr", BOTH, -1.0, "x"),
     *refused(group, "betas", ValueError, (0.9, 2.0)),
     *refused(group, "eps", ValueError, NAN),
+    *refused(group, "max_grad_norm", ValueError, 1.0, None),
+    *refused(group, "master_weights", ValueError, True),
+    *refused(group, "backend", ValueError, "torch"),
     *refused(group, "maximize", BOTH, "yes"),
     *refused(group, "params", ValueError, [META], argument="meta"),
     *refused(group, "params", ValueError, [COMPLEX], argument="complex64"),
     Row("params twice", lambda w: group(w, params=[w.model[0].weight]), ValueError, "parameter group"),
     Row("no dict", lambda w: w.optimizer.add_param_group([]), TypeError, "dict"),
+    *refused(stepped, "lr", ValueError, NAN, -1.0, INF, 10**400),
+    *refused(stepped, "betas", ValueError, (NAN, 0.9), (0.9, 1.5)),
     *refused(limit, "max_grad_norm", BOTH, 0, -1, NAN, "x", True, []),
 ]
 

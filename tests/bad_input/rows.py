@@ -15,6 +15,8 @@ Errors = type[BaseException] | tuple[type[BaseException], ...]
 Entry = Callable[..., object]
 
 NAN, INF = math.nan, math.inf
+#: Whole numbers beyond the range of floats.
+BEYOND = (10**400, -(10**400))
 BOTH = (TypeError, ValueError)
 
 #: 10⁹ elements that take the memory of one.

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import RowEnsemble
-from tests.bad_input.rows import BOTH, INF, NAN, Row, built, flags, method, named, number, optional, refused
+from tests.bad_input.rows import BEYOND, BOTH, INF, NAN, Row, built, flags, method, named, number, optional, refused
 from tests.schedule.undo_runs import Scripted
 
 #: Made here, because the generator that it is initialised with must not change during a call.
@@ -37,8 +37,8 @@ def on_stack(world: Any, **keywords: Any) -> object:
     return hk.HDETOneCycleLR(world.optimizer, **given)
 
 
-def plain_sgd() -> torch.optim.Optimizer:
-    return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+def plain_sgd(lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=lr)
 
 
 def wrapped(world: Any, **keywords: Any) -> object:
@@ -74,6 +74,9 @@ ARGUMENTS: list[Row] = [
     Row("an optimizer", lambda w: wrapped(w, base_scheduler=w.bare), TypeError, "LRScheduler"),
     Row("a metric", lambda w: hk.HDETScheduler(ReduceLROnPlateau(plain_sgd())), TypeError, "metric"),  # type: ignore[arg-type]
     Row("a cycle in a cycle", lambda w: hk.HDETScheduler(w.scheduler), TypeError, "cycle"),
+    *refused(wrapped, "base_scheduler", ValueError, CosineAnnealingLR(plain_sgd(), 10**400), argument="total_steps"),
+    *refused(wrapped, "base_scheduler", ValueError, CosineAnnealingLR(plain_sgd(), INF), argument="total_steps="),  # type: ignore[arg-type]
+    *refused(wrapped, "base_scheduler", ValueError, CosineAnnealingLR(plain_sgd(10**400), 10), argument="lr"),
     Row("no end", lambda w: hk.HDETScheduler(LambdaLR(plain_sgd(), float)), ValueError, "total_steps="),
     *named("HDETScheduler", optional(wrapped, "total_steps", 0, 10.5)),
     *named("HDETScheduler", refused(wrapped, "spread", ValueError, -1)),
@@ -150,7 +153,7 @@ NO_LOSS: dict[type[Exception], tuple[Any, ...]] = {
     ValueError: (torch.ones(2), torch.ones(0), torch.ones((), device="meta"), torch.ones(1).to_sparse()),
 }
 NO_LOSSES: dict[type[Exception], tuple[Any, ...]] = {
-    TypeError: (1.0, "ab", ["a", "b"], [None, None], torch.ones(2) * 1j, (loss for loss in [1.0, 1.0])),
+    TypeError: (1.0, "ab", ["a", "b"], [1.0, 10**400], [None, None], torch.ones(2) * 1j, (loss for loss in [1.0, 1.0])),
     ValueError: (torch.tensor(1.0), [1.0, 2.0, 3.0], torch.ones(2, 1), torch.ones(2, device="meta")),
 }
 
@@ -173,7 +176,8 @@ METHODS: list[Row] = [
         )
     ),
     *refused(record, "loss", TypeError, None),
-    *number(record, "divided_by", 0, -2, NAN, INF),
+    *refused(record, "loss", ValueError, *BEYOND),
+    *number(record, "divided_by", *BEYOND, 0, -2, NAN, INF),
     *refused(use_probe, "probe", TypeError, None, 1.0, "loss"),
     *refused(use_probe, "probe", RuntimeError, lambda: 1.0),
     *refused(step, "loss", TypeError, 0, 4, -1, 10**9, argument="step(epoch)"),

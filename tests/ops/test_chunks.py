@@ -159,6 +159,8 @@ def test_gradients_that_cannot_be_used_are_refused() -> None:
         table.match([torch.ones(4, 4)[::2, ::2]])
     with pytest.raises(RuntimeError, match=r"\(4,\) on meta; its parameter is \(4,\) on cpu"):
         table.match([torch.ones(4, device="meta")])
+    with pytest.raises(RuntimeError, match=r"complex64.*imaginary"):
+        table.match([torch.ones(4, dtype=torch.complex64)])
 
 
 def test_the_gradient_table_is_written_only_when_an_address_changed() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hdet_kernels.optim import FusedAdam, FusedAdamW, FusedLion, FusedSGD
+from hdet_kernels.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedRowWiseAdagrad, FusedSGD
 from tests.ops.cases import BACKENDS, QUICK
 from tests.optim.cases import (
     DTYPES,
@@ -178,6 +178,16 @@ def test_integer_gradients_are_used_as_numbers() -> None:
         param.grad = torch.tensor([1, 2, 3], dtype=width)
         FusedSGD([param], lr=1.0).step()
         assert param.tolist() == [0.0, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD, FusedMuon, FusedRowWiseAdagrad])
+def test_complex_gradients_of_real_parameters_are_refused_as_in_torch(kind: Any) -> None:
+    param = nn.Parameter(torch.ones(3, 2))
+    param.grad_dtype = None
+    param.grad = torch.full((3, 2), 1 + 1j)
+    with pytest.raises(RuntimeError, match=r"(?i)complex"):
+        kind([param], lr=1.0).step()
+    assert param.eq(1).all()
 
 
 def test_names_of_parameters_are_kept() -> None:
