@@ -43,6 +43,9 @@ log = logging.getLogger("hdet_kernels")
 #: The most syncs at which a controller is asked, when it is built, whether it will act: a run can have millions.
 MOST_LOOKS = 10_000
 
+#: Fewest syncs, until it stops, at which the default controller notices a learning rate that is far too high.
+FEWEST_LOOKS = 15
+
 #: Fewest steps of a cycle that explores scalars other than learning rates: the optimizer's moments remember them.
 FEWEST_STEPS = 30
 
@@ -116,7 +119,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
         run = controller.prepare(run)
         if controller.reads == "slopes":
             run = replace(run, slopes=True)
-        _check_controller_in(run, controller, options.average.overlap_steps, ensemble.size)
+        _check_controller_in(run, controller, options.average.overlap_steps)
     _offer_scouting(schedule, options, ensemble)
     model = stack if options.model is None else options.model
 
@@ -192,26 +195,57 @@ def _offer_scouting(schedule: ScheduleFacts, options: Options, ensemble: Ensembl
         log.info("trust=%s: with max_lr=None the first %d %% of the steps find a learning rate", trust, 100 * share)
 
 
-def _check_controller_in(run: Run, controller: Controller, overlap_steps: int, replicas: int) -> None:
-    """Raise if the run cannot give the controller what it reads; warn if no sync falls into its part of the run."""
-    # One replica has nothing to compare, whenever it syncs. That is said elsewhere.
-    if run.total_steps is not None and (replicas > 1 or controller.reads == "slopes"):
-        regular = range(run.sync_every, run.total_steps + 1, run.sync_every)
-        looked_at = regular[:: max(len(regular) // MOST_LOOKS, 1)]
-        if not any(controller.active(run, step) for step in itertools.chain(run.early, looked_at, regular[-1:])):
-            log.warning(
-                "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
-                "schedule will not be changed",
-                type(controller).__name__,
-                run.sync_every,
-                run.total_steps,
-            )
+def _check_controller_in(run: Run, controller: Controller, overlap_steps: int) -> None:
+    """Raise if the run cannot give the controller what it reads."""
     if controller.reads == "slopes" and run.gradients == "local":
         raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
     if controller.reads == "slopes" and overlap_steps:
         raise ValueError(
             f"{type(controller).__name__} needs the averaged parameters at the sync itself, got "
             f"overlap_steps={overlap_steps}: use overlap_steps=0, or the regression controller"
+        )
+
+
+def name_few_looks(cycle: Cycle, sync_every: int | None) -> None:
+    """Warn in the first process where the controller acts at too few syncs, or at none.
+
+    Args:
+        cycle: that of the run, not one of scouting.
+        sync_every: as the user gave it. What the package chose itself is not warned of: it is as short as it should be.
+    """
+    run, controller, total = cycle.run, cycle.spread.controller, cycle.run.total_steps
+    if controller is None or total is None or not cycle.first_process:
+        return
+    if cycle.ensemble.size == 1 and controller.reads == "losses":
+        return  # nothing to compare, whenever it syncs; that is said elsewhere
+    if isinstance(controller, RegressionController) and controller.trust != 1 and run.moves_rates:
+        first, last = controller.rate_steps(run)
+        looks, enough = run.syncs(first, last), max(int((last - first) / FEWEST_LOOKS), 1)
+        if sync_every is not None and sync_every > enough and looks < FEWEST_LOOKS:
+            log.warning(
+                "sync_every=%d of total_steps=%d: until step %d, where %s stops, there are %d syncs, and a learning "
+                "rate that is too high may not be noticed with fewer than %d: pass sync_every=%d or less, or leave it "
+                "out",
+                run.sync_every,
+                total,
+                last,
+                type(controller).__name__,
+                looks,
+                FEWEST_LOOKS,
+                enough,
+            )
+        return
+    if isinstance(controller, RegressionController) and not run.others:
+        return  # nothing that it may move, as the user wished
+    regular = range(run.sync_every, total + 1, run.sync_every)
+    looked_at = regular[:: max(len(regular) // MOST_LOOKS, 1)]
+    if not any(controller.active(run, step) for step in itertools.chain(run.early, looked_at, regular[-1:])):
+        log.warning(
+            "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
+            "schedule will not be changed",
+            type(controller).__name__,
+            run.sync_every,
+            total,
         )
 
 

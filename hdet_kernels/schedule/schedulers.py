@@ -55,6 +55,7 @@ from hdet_kernels.schedule.build import (
     built_state,
     ensemble_of,
     learning_rates,
+    name_few_looks,
     name_one_replica,
     rehearse,
     scheduled_now,
@@ -337,7 +338,9 @@ class WithCycle:
 
     def _announce(self) -> None:
         name_one_replica(self.cycle)
-        if self._phase is not None:
+        if self._phase is None:
+            name_few_looks(self.cycle, self._options.sync_every)
+        else:
             self._phase.announce()
 
     # Building the cycle again

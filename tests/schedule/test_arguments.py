@@ -199,10 +199,39 @@ def test_a_softmax_controller_warns_if_the_floor_is_unknown(caplog: pytest.LogCa
     assert "decay" not in caplog.text
 
 
-def test_a_controller_whose_part_of_the_run_has_no_sync_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    controller = hk.RegressionController(start_at=0.1, stop_at=0.2)
-    hk.HDETOneCycleLR(adam(), 0.1, 100, sync_every=30, auto_lr=controller, ensemble=Place(4, 0))
-    assert "no sync falls into the part of the run in which RegressionController acts (sync_every=30" in caplog.text
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"sync_every": 20}, 8),
+        ({"sync_every": 9}, 8),
+        ({"sync_every": 8}, None),
+        ({"sync_every": 400}, 8),
+        ({}, None),
+        ({"gradients": "local"}, None),  # its default has 12 syncs, which is what was found to be best
+        ({"sync_every": 20, "pct_start": 0.75}, None),
+        ({"sync_every": 20, "pct_start": 0.1}, 8),  # the controller acts for 30 % of the run at least
+        ({"sync_every": 20, "total_steps": 40}, 1),
+        ({"sync_every": 1, "total_steps": 40}, None),  # nothing shorter is possible
+        ({"sync_every": 30, "auto_lr": hk.RegressionController(start_at=0.1, stop_at=0.2)}, 2),
+        ({"sync_every": 20, "explore": [hk.Explore("lr", spread=0.3), hk.Explore("weight_decay", base=0.1)]}, 8),
+        ({"sync_every": 20, "trust": 1}, None),
+        ({"sync_every": 20, "auto_lr": False}, None),
+        ({"sync_every": 20, "spread": 0.0}, None),
+        ({"sync_every": 20, "replicas": 1}, None),
+        ({"sync_every": 20, "replica": 1}, None),  # the first process says it
+        ({"sync_every": 20, "max_lr": None}, None),
+    ],
+    ids=str,
+)
+def test_too_few_syncs_before_the_controller_stops_are_said_once(
+    options: dict[str, Any], remedy: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"max_lr": 0.1, "total_steps": 400, "replicas": 4, "replica": 0, **options}
+    place = Place(given.pop("replicas"), given.pop("replica"))
+    scheduler = hk.HDETOneCycleLR(adam(), ensemble=place, **given)
+    scheduler.use_probe(lambda: torch.tensor(1.0))  # builds the cycle again
+    said = re.findall(r"pass sync_every=(\d+) or less", caplog.text)
+    assert said == ([] if remedy is None else [str(remedy)])
 
 
 def test_the_run_of_the_controller_has_facts_and_wishes() -> None:
