@@ -1,16 +1,19 @@
 """HDET on one device: eight stacked replicas of a byte-level transformer learn the standard library's source.
 
-    python examples/one_device.py                       # a GPU if there is one, else the CPU
-    python examples/one_device.py --gradients local     # one gradient per replica instead of a shared one
+    pip install -c constraints.txt --no-build-isolation '.[demo]'
+    python examples/one_device.py                             # a GPU if there is one, else the CPU
+    python examples/one_device.py --gradients local           # one gradient per replica instead of a shared one
+    python examples/one_device.py --spread 0 --out plain      # plain OneCycleLR
 
-The given learning rate is about ten times too high, and HDET lowers it while training. At the end the script prints a
-table of the syncs and the held-out loss of the averaged model, and writes two plots: the losses, and the learning rate
-of every replica. Interrupt it and start it again with the same arguments: it continues from the last checkpoint.
+The learning rate is about ten times too high. HDET lowers it, and says so in the log. At the end the script prints the
+held-out loss of the averaged model, and writes two plots: the losses, and the learning rate of every replica. Interrupt
+it and start it again with the same arguments: it continues from the last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from pathlib import Path
 
@@ -20,8 +23,8 @@ import hdet_kernels as hk
 from hdet_kernels.demo.tasks import Batch, TextTask, loss_of
 
 
-def train(given: argparse.Namespace) -> tuple[float, list[hk.SyncRecord]]:
-    """Train a stack; return the held-out loss of the averaged model, and a record of every sync."""
+def train(given: argparse.Namespace) -> tuple[float, hk.HDETOneCycleLR]:
+    """Train a stack; return the held-out loss of the averaged model, and the scheduler."""
     task, device, replicas = TextTask(), torch.device(given.device), given.replicas
     torch.manual_seed(0)
     stack = hk.ReplicaStack(task.model().to(device), replicas, gradients=given.gradients)
@@ -36,7 +39,7 @@ def train(given: argparse.Namespace) -> tuple[float, list[hk.SyncRecord]]:
         optimizer,
         given.max_lr,
         total_steps=given.steps,
-        sync_every=max(2, given.steps // 20),
+        spread=given.spread,
         ensemble=stack.ensemble,
         probe=lambda: stack.losses(loss_of, probe, same_batch=True),
     )
@@ -64,7 +67,7 @@ def train(given: argparse.Namespace) -> tuple[float, list[hk.SyncRecord]]:
             os.replace(checkpoint.with_suffix(".tmp"), checkpoint)  # an interrupt leaves the previous one intact
     with torch.no_grad():
         held_out = loss_of(stack.module(), move(task.held_out()))
-    return float(held_out), scheduler.history
+    return float(held_out), scheduler
 
 
 def main() -> None:
@@ -72,17 +75,20 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--max-lr", type=float, default=TextTask.poor_lr, help="about ten times too high by default")
+    parser.add_argument("--spread", type=float, default=0.3, help="0: plain OneCycleLR, to compare with")
     parser.add_argument("--gradients", choices=("shared", "local"), default="shared")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("one-device-out"), help="folder for checkpoint and plots")
     parser.add_argument("--stop-after", type=int, help="end after this step, as an interrupt would")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    held_out, history = train(given)
-    print(hk.report.table(history))
-    print(f"\nheld-out loss of the averaged model: {held_out:.3f}")
-    hk.report.plot_losses(history, given.out / "losses.png")
-    hk.report.plot_values(history, given.out / "learning_rates.png")
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("hdet_kernels").setLevel(logging.INFO)  # what the controller does, and why
+    held_out, scheduler = train(given)
+    print(scheduler.history_summary)
+    print(f"held-out loss of the averaged model: {held_out:.3f}")
+    hk.report.plot_losses(scheduler.history, given.out / "losses.png")
+    hk.report.plot_values(scheduler.history, given.out / "learning_rates.png")
     print(f"plots: {given.out / 'losses.png'}, {given.out / 'learning_rates.png'}")
 
 

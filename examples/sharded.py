@@ -1,16 +1,20 @@
 """Replicas that are sharded over some processes each, with HDETOneCycleLR: HSDP, or FSDP2 within every replica.
 
-    torchrun --nproc-per-node 4 examples/sharded.py --shard 2 --steps 200     # HSDP: 2 replicas of 2 processes each
-    torchrun --nproc-per-node 4 examples/sharded.py --gradients local         # FSDP2: replicas meet at syncs only
+    pip install -c constraints.txt --no-build-isolation .
+    torchrun --nproc-per-node 4 examples/sharded.py                                  # HSDP: 2 replicas of 2 processes
+    torchrun --nproc-per-node 4 examples/sharded.py --gradients local                # FSDP2: they meet at syncs only
+    torchrun --nproc-per-node 4 examples/sharded.py --spread 0 --checkpoint plain    # plain OneCycleLR
 
-A byte-level transformer learns the source of Python's standard library. Interrupt it and start it again with the same
-arguments: it continues from the last checkpoint. What is different from plain HSDP is marked (1) to (4). FSDP2 over all
-processes is one replica, and there is nothing to spread: a run needs two replicas at least.
+A byte-level transformer learns the source of Python's standard library, from a learning rate that is about ten times
+too high. Interrupt it and start it again with the same arguments: it continues from the last checkpoint. What is
+different from plain HSDP is marked (1) to (4). FSDP2 over all processes is one replica, and there is nothing to spread:
+a run needs two replicas at least.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from pathlib import Path
 
@@ -26,7 +30,7 @@ from hdet_kernels.demo.tasks import Batch, TextTask, loss_of
 
 
 def train(given: argparse.Namespace, device: torch.device) -> None:
-    """Train as one process of the default process group, and print a table in the first."""
+    """Train as one process of the default process group, and print the outcome in the first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size % given.shard:
         raise ValueError(f"{size} processes cannot be divided into replicas of {given.shard}: choose another --shard")
@@ -51,7 +55,7 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
         optimizer,
         given.max_lr,
         total_steps=given.steps,
-        sync_every=max(2, given.steps // 20),
+        spread=given.spread,
         ensemble=hk.ProcessEnsemble(mesh),
         gradients=given.gradients,
         probe=lambda: loss_of(model, probe),
@@ -69,8 +73,8 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
         inputs, targets = task.held_out()
         held_out = loss_of(model, move((inputs[:128], targets[:128])))
     if rank == 0:
-        print(hk.report.table(scheduler.history))
-        print(f"\nheld-out loss of the averaged model: {float(held_out):.3f}")
+        print(scheduler.history_summary)
+        print(f"held-out loss of the averaged model: {float(held_out):.3f}")
 
 
 def save(
@@ -103,9 +107,10 @@ def load(parent: Path, model: torch.nn.Module, optimizer: hk.FusedAdamW, schedul
 def main() -> None:
     parser = argparse.ArgumentParser(description="HSDP or FSDP2 with HDETOneCycleLR; start it with torchrun")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--max-lr", type=float, default=0.02)
+    parser.add_argument("--max-lr", type=float, default=TextTask.poor_lr, help="about ten times too high by default")
     parser.add_argument("--shard", type=int, default=2, help="processes of a replica")
     parser.add_argument("--gradients", choices=("shared", "local"), default="shared", help="by all replicas, or not")
+    parser.add_argument("--spread", type=float, default=0.3, help="0: plain OneCycleLR, to compare with")
     parser.add_argument("--checkpoint", type=Path, default=Path("sharded-checkpoint"), help="folder")
     parser.add_argument("--stop-after", type=int, help="end after this step, as an interrupt would")
     given = parser.parse_args()
@@ -116,6 +121,8 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if nccl else "gloo")
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("hdet_kernels").setLevel(logging.INFO)  # what the controller does, and why
     train(given, device)
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""The examples run as their docstrings say, from a folder of their own, and resume where they were interrupted.
+"""The examples run as their docstrings say, survive the learning rate that they begin with, and resume.
 
 ``make test`` runs a few steps, on real processes that have the environment of torchrun; ``make test-full`` runs the
-commands themselves.
+commands themselves, with no library but those of the install line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ EXAMPLES = ROOT / "examples"
 #: Example, processes, arguments of a short run, and whether its checkpoint is a folder.
 SHORT: list[tuple[str, int, list[str], bool]] = [
     ("torchrun_onecycle", 2, [], False),
-    ("accumulation_amp", 2, ["--steps", "20", "--accumulate", "2"], False),
+    ("accumulation_amp", 2, ["--steps", "100", "--accumulate", "2"], False),
     ("sharded", 2, ["--shard", "1", "--gradients", "local"], True),
     ("sharded", 4, ["--shard", "2"], True),
 ]
@@ -84,23 +85,34 @@ def test_an_example_resumes_bit_for_bit(
     name: str, size: int, arguments: list[str], in_a_folder: bool, tmp_path: Path
 ) -> None:
     steps = arguments if "--steps" in arguments else ["--steps", "8", *arguments]
-    stop = "13" if "--steps" in arguments else "5"
+    stop = "63" if "--steps" in arguments else "5"
     commands = [
         [*steps, "--checkpoint", "whole"],
         [*steps, "--checkpoint", "parts", "--stop-after", stop],
         [*steps, "--checkpoint", "parts"],
+        [*steps, "--checkpoint", "plain", "--spread", "0"],
     ]
-    whole, stopped, resumed = ranks.run_ranks(size, as_a_rank, name, tmp_path, commands)[0]
-    assert re.search(r"of the averaged model.*: \d\.\d+", whole)
-    assert whole.splitlines()[-1] == resumed.splitlines()[-1] != stopped.splitlines()[-1]
+    rescued = name == "accumulation_amp"  # in eight steps nothing can be
+    whole, stopped, resumed, *plain = ranks.run_ranks(size, as_a_rank, name, tmp_path, commands[: 3 + rescued])[0]
+    assert outcome(whole) == outcome(resumed) != outcome(stopped)
     assert same(trained(tmp_path, "whole", in_a_folder), trained(tmp_path, "parts", in_a_folder))
+    if rescued:
+        assert outcome(whole) > 0.9
+        assert outcome(plain[0]) < 0.5
+
+
+def outcome(printed: str) -> float:
+    """Return the last loss or accuracy of the averaged model that an example printed."""
+    found = re.findall(r"of the averaged model[^:\n]*: (\d\.\d+)", printed)
+    assert found, printed
+    return float(found[-1])
 
 
 def test_every_example_is_listed_and_short() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):
         assert f"[`{path.name}`]({path.name})" in listed
-        assert len(path.read_text().splitlines()) < 125
+        assert len(path.read_text().splitlines()) <= 135
 
 
 def test_one_device_resumes_bit_for_bit(
@@ -114,68 +126,91 @@ def test_one_device_resumes_bit_for_bit(
         arguments = ["--replicas", "2", "--steps", "4", "--device", "cpu", *more]
         monkeypatch.setattr(sys, "argv", ["one_device.py", *arguments])
         example.main()
-        return capsys.readouterr().out.splitlines()[-2]
+        return capsys.readouterr().out
 
     whole = run("--out", "whole")
     run("--out", "parts", "--stop-after", "3")
-    assert whole == run("--out", "parts")
-    check_one_device(whole, tmp_path / "whole")
+    assert outcome(whole) == outcome(run("--out", "parts"))
+    for name in ("losses.png", "learning_rates.png"):
+        assert (tmp_path / "whole" / name).stat().st_size > 10_000
     states = [torch.load(tmp_path / folder / "checkpoint.pt", weights_only=True) for folder in ("whole", "parts")]
     assert same(states[0]["stack"], states[1]["stack"])
 
 
-def check_one_device(printed: str, folder: Path) -> None:
-    assert "held-out loss of the averaged model: " in printed
-    for name in ("losses.png", "learning_rates.png"):
-        assert (folder / name).stat().st_size > 10_000
+#: Run by every Python process of a command at its start: hides libraries that the example's install line does not name.
+HIDE = """
+import sys
+class Hiding:
+    def __init__(self, finder): self.finder = finder
+    def __getattr__(self, name): return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {hidden} else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+"""
+
+#: Optional libraries, and the modules that they install.
+OPTIONAL = {name: name for name in ("matplotlib", "accelerate", "lightning", "transformers", "tensorboard", "pandas")}
+OPTIONAL["scikit-learn"] = "sklearn"
 
 
-def run_command(command: list[str], folder: Path) -> str:
-    """Run a command of the examples' docstrings in a folder, and return what it printed."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def commands_of(name: str) -> tuple[list[str], set[str]]:
+    """Return the first command of an example's docstring that runs on CPUs, and the libraries of its install line."""
+    lines = [line.strip() for line in (loaded(name).__doc__ or "").splitlines() if line.startswith("    ")]
+    (install,) = (line for line in lines if line.startswith("pip install"))
+    first = next(line.partition("#")[0].split() for line in lines if line.startswith(("python", "torchrun")))
+    python = [sys.executable, "-m", "torch.distributed.run", "--standalone"] if first[0] == "torchrun" else None
+    command = [*(python or [sys.executable]), *first[1:]]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [library for extra in re.findall(r"\.\[(\w+)\]", install) for library in extras[extra]]
+    installed = {re.split("[<>=]", library)[0] for library in [*named, *install.split()]}
+    return [str(ROOT / part) if part.startswith("examples/") else part for part in command], installed
+
+
+def run_command(command: list[str], installed: set[str], folder: Path) -> str:
+    """Run a command in a folder, without the libraries that are not installed, and return what it printed."""
+    folder.mkdir(exist_ok=True)
+    hidden = {module for library, module in OPTIONAL.items() if library not in installed}
+    (folder / "sitecustomize.py").write_text(HIDE.replace("{hidden}", repr(hidden)))
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.full
-def test_one_device_with_local_gradients(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: no plots")
-    command = [sys.executable, str(EXAMPLES / "one_device.py"), "--replicas", "3", "--steps", "20"]
-    command += ["--gradients", "local", "--out", str(tmp_path), "--device", "cpu"]
-    check_one_device(run_command(command, tmp_path), tmp_path)
+    return done.stdout + done.stderr
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "size", "arguments"),
+    ("name", "arguments", "better"),
     [
-        ("torchrun_onecycle", 2, []),
-        ("accumulation_amp", 2, ["--dtype", "fp16"]),
-        ("sharded", 2, ["--shard", "1"]),
-        ("sharded", 4, ["--shard", "2", "--gradients", "local"]),
+        ("torchrun_onecycle", [], -0.5),
+        ("one_device", ["--replicas", "4", "--device", "cpu"], -0.5),
+        ("one_device", ["--replicas", "4", "--device", "cpu", "--gradients", "local"], -0.5),
+        ("sharded", ["--gradients", "local"], -0.2),
+        ("sharded", ["--steps", "100"], -0.2),
+        ("accumulation_amp", ["--dtype", "fp16"], 0.5),
+        ("accelerate_loop", [], 0.5),
     ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) if isinstance(value, list) else "",
 )
-def test_the_command_itself(name: str, size: int, arguments: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    # 60 steps in cycles of 3: accumulation_amp.py saves in the middle of one.
-    command += [str(EXAMPLES / f"{name}.py"), "--steps", "60", *arguments]
-    printed = run_command(command, tmp_path)
-    assert len(re.findall(r"^\| +\d+ \|", printed, re.M)) == 20, "a row for every sync"
-    assert re.search(r"of the averaged model.*: \d\.\d+", printed)
+def test_the_command_survives_its_learning_rate(name: str, arguments: list[str], better: float, tmp_path: Path) -> None:
+    """The held-out loss, or accuracy, is better by so much than that of plain training from the same learning rate."""
+    command, installed = commands_of(name)
+    printed = run_command([*command, *arguments], installed, tmp_path / "hdet")
+    plain = run_command([*command, *arguments, "--spread", "0"], installed, tmp_path / "plain")
+    assert re.search(r"^hdet_kernels: step \d+: ", printed, re.M), "the log says what became of the learning rate"
+    gain = outcome(printed) - outcome(plain)
+    assert gain / better > 1, f"{outcome(printed)}, plain {outcome(plain)}"
 
 
 @pytest.mark.full
-def test_accelerate_launch_twice(tmp_path: Path) -> None:
+def test_accelerate_resumes(tmp_path: Path) -> None:
     """The second start continues after the last epoch that the first saved."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += [str(EXAMPLES / "accelerate_loop.py"), "--epochs", "3"]
-    printed = run_command(command, tmp_path)
-    found = re.findall(r"epoch (\d)/3  accuracy of the averaged model: (\d\.\d+)", printed)
+    command, installed = commands_of("accelerate_loop")
+
+    def epochs() -> list[tuple[str, str]]:
+        printed = run_command([*command, "--epochs", "3"], installed, tmp_path)
+        return re.findall(r"epoch (\d)/3  accuracy of the averaged model: (\d\.\d+)", printed)
+
+    found = epochs()
     assert [epoch for epoch, _ in found] == ["1", "2", "3"]
-    assert float(found[-1][1]) > 0.8
     shutil.rmtree(tmp_path / "accelerate-checkpoint" / "epoch-0002")
-    again = re.findall(r"epoch (\d)/3  accuracy of the averaged model: (\d\.\d+)", run_command(command, tmp_path))
-    assert again == found[2:], "resumed, and the same run"
+    assert epochs() == found[2:], "resumed, and the same run"

@@ -133,7 +133,8 @@ def _check_replicas(accelerator: Accelerator) -> None:
     if started != accelerator.num_processes:
         raise ValueError(
             f"{started} processes were started, but the Accelerator has {accelerator.num_processes}: each would train "
-            "alone. On CPUs, pass Accelerator(cpu=True) or start it with accelerate launch --cpu"
+            "alone. On CPUs, pass Accelerator(cpu=True) and start the processes with torchrun: accelerate launch --cpu "
+            "starts one, whatever its --num_processes"
         )
     kind = accelerator.distributed_type
     parallel = getattr(accelerator, "parallelism_config", None)
