@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hdet_kernels",
-        description="Hyperparameter-Divergent Ensemble Training: find the learning rate while training.",
+        description="Hyperparameter-Divergent Ensemble Training: survive a wrong learning rate.",
     )
     parser.add_argument("--version", action="version", version=f"hdet_kernels {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train with and without HDET on this machine, in a minute or two",
         description=(
-            "Train a small model twice from a learning rate that is about ten times too low: with torch's OneCycleLR "
+            "Train a small model twice from a learning rate that is about ten times too high: with torch's OneCycleLR "
             "under plain data parallel, and with HDET. Both runs have the same data, seeds and steps. A table "
             "is printed; plots (these need matplotlib), a table of syncs and all numbers as JSON are written to --out."
         ),
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="X",
         default=argparse.SUPPRESS,
-        help="peak learning rate at the start of both runs (default: a tenth of a good one)",
+        help="peak learning rate at the start of both runs (default: ten times a good one)",
     )
     demo.set_defaults(run=_demo)
 

@@ -194,7 +194,7 @@ def check_schedule_is_own(optimizer: Optimizer, schedule: object) -> None:
         return
     raise ValueError(
         f"the learning rates that {type(schedule).__name__} was built on are one replica's: another HDET scheduler had "
-        "spread them. Call hdet_kernels.schedule.release(optimizer) before you build the schedule"
+        "spread them. Call hdet_kernels.release(optimizer) before you build the schedule"
     )
 
 

@@ -270,6 +270,6 @@ def test_a_release_gives_every_tied_group_its_own_value_back() -> None:
     run = Run([{}, {}], 4, max_lr=[0.05, 0.005], tie_groups=True)
     run.train(until=6)
     scheduled = list(run.scheduler.cycle.spread.scheduled)
-    hk.schedule.release(run.optimizer)
+    hk.release(run.optimizer)
     assert [each["lr"] for each in run.optimizer.param_groups] == scheduled
     assert scheduled[1] == pytest.approx(scheduled[0] / 10)

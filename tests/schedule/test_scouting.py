@@ -135,7 +135,7 @@ def test_the_scheduler_may_be_built_after_the_optimizer_was_loaded(at: int) -> N
     saved = whole.saved()
     whole.train(STEPS - at)
     resumed = StackRun(0.01, 10)  # its scheduler is of no use
-    hk.schedule.release(resumed.optimizer)
+    hk.release(resumed.optimizer)
     resumed.stack.load_state_dict(saved["model"])
     resumed.optimizer.load_state_dict(saved["optimizer"])
     resumed.scheduler = hk.HDETOneCycleLR(resumed.optimizer, None, STEPS, ensemble=resumed.stack.ensemble, scout=QUICK)
@@ -260,7 +260,7 @@ def test_whoever_follows_the_phase_finds_the_stack_as_it_was(again: bool) -> Non
         with pytest.raises(RuntimeError, match="the optimizer has another HDET scheduler now"):
             run.train(1)
     else:
-        hk.schedule.release(run.optimizer)
+        hk.release(run.optimizer)
         assert all("per_replica" not in group for group in run.optimizer.param_groups)
     assert next(run.stack.parameters()).shares_gradient
     assert run.optimizer.shares_state
@@ -406,7 +406,7 @@ def _inside() -> list[bool]:
     optimizer = hk.FusedAdamW(outside.parameters(), lr=0.01)
     scheduler = hk.HDETOneCycleLR(optimizer, None, STEPS, model=outside, scout=QUICK)
     during = bool(wrapper.require_backward_grad_sync)
-    hk.schedule.release(optimizer)
+    hk.release(optimizer)
     return [scheduler.scouted is not None, during, bool(wrapper.require_backward_grad_sync)]
 
 
