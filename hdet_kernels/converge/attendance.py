@@ -2,7 +2,7 @@
 
 A collective that waits in vain ends in a timeout that names nobody. So every process notes in the store of the process
 group that it came to an average, in one small message (:class:`Notices`). If the collective fails, the notices of the
-others are read there.
+others are read there. Who has ended is known from its connections, which are closed (:meth:`.ProcessEnsemble.closed`).
 
 A rank overwrites its own notice when it comes to an average, which costs one request that is not waited for. It also
 puts itself on a list of all ranks that ever came, and on a list of those that failed at an average. So a failed rank
@@ -24,9 +24,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble
 from hdet_kernels.torch_internals import default_store
@@ -51,14 +53,19 @@ NEVER = (0, "")
 class Attendance:
     """Notes when this process comes to an average, and explains the failure of its collectives.
 
-    It does nothing for ensembles without a process group.
+    It gathers as the ensemble does. It does nothing more for ensembles without a process group.
 
     Args:
         ensemble: the replicas.
+
+    Attributes:
+        rank, rows, parts: those of the ensemble.
     """
 
     def __init__(self, ensemble: Ensemble) -> None:
         processes = ensemble.among if isinstance(ensemble, RowEnsemble) else ensemble
+        self._ensemble = ensemble
+        self.rank, self.rows, self.parts = ensemble.rank, ensemble.rows, ensemble.parts
         self._processes = processes if isinstance(processes, ProcessEnsemble) else None
         self._life = 0
         if self._processes is not None:
@@ -84,17 +91,24 @@ class Attendance:
 
         Any other exception is raised as it is, and the other processes are told of it.
         """
+        start = time.monotonic()
         try:
             yield
         except BaseException as error:
             if self._processes is None or self._count == 0 or self._failed:
                 raise
             self._failed = True
+            waited = time.monotonic() - start
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
                 self._tell(self._processes, f"{type(error).__name__}: {error}")
                 raise
             self._tell(self._processes, f"{_COLLECTIVE}{_first_line(error)}")
-            raise RuntimeError(self._explanation(self._processes, error)) from error
+            raise RuntimeError(self._explanation(self._processes, error, waited)) from error
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Gather [rows, columns] of every process, as the ensemble does; an error names the missing. Collective."""
+        with self.explained():
+            return self._ensemble.gather(rows)
 
     def _notices(self, processes: ProcessEnsemble) -> Notices:
         return Notices(default_store(), processes.name, processes.rank, self._life)
@@ -104,60 +118,87 @@ class Attendance:
         with contextlib.suppress(Exception):
             self._notices(processes).write_failed(self._count, cause)
 
-    def _explanation(self, processes: ProcessEnsemble, error: RuntimeError) -> str:
+    def _explanation(self, processes: ProcessEnsemble, error: RuntimeError, waited: float) -> str:
         others = [rank for rank in processes.members() if rank != processes.rank]
-        notices = self._notices(processes)
-        signs = _in_time(lambda: self._signs(notices, others), STORE_SECONDS)
+        # A timeout closes all connections of a process, so that they say nothing about the others.
+        timed_out = processes.seconds is not None and waited >= processes.seconds
+        look = partial(self._signs, processes, self._notices(processes), others, timed_out)
+        signs = _in_time(look, STORE_SECONDS)
         if signs is None:
             found = "the store of the process group does not answer, so its host (usually rank 0) has ended or hangs"
+            if not timed_out and (ended := processes.closed(others)):
+                named = ", ".join(map(str, ended))
+                found += f"; the connections to ranks {named} are closed, and which of them ended first is not known"
         else:
-            found = explanation(self._count, *signs, timeout=processes.seconds)
+            found = explanation(self._count, *signs, waited=waited)
         return f"{self._what} failed: {found} ({type(error).__name__}: {_first_line(error)})"
 
     def _signs(
-        self, notices: Notices, others: Sequence[int]
-    ) -> tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]]:
-        """Return what each of the others wrote last when it came and when it failed. Waits a little for the latter."""
+        self, processes: ProcessEnsemble, notices: Notices, others: Sequence[int], timed_out: bool
+    ) -> tuple[dict[int, tuple[int, str]], dict[int, str], list[int]]:
+        """Return the arguments of :func:`explanation`. Waits a little, until it is known who is to blame."""
         until, pause = time.monotonic() + SIGN_SECONDS, _FIRST_PAUSE
         came = dict.fromkeys(others, NEVER)
         while True:
+            # First, because a rank that has failed writes so before it ends.
+            closed = [] if timed_out else processes.closed(others)
             came |= notices.came([rank for rank in others if came[rank][0] != self._count])
             failed = notices.failed(self._count, others)
-            waits = any(came[rank][0] == self._count and rank not in failed for rank in others)
+            silent = [rank for rank in others if rank not in failed]
+            to_blame = any(rank in closed for rank in silent) or any(map(_is_own, failed.values()))
+            waits = [rank for rank in silent if came[rank][0] == self._count or not timed_out]
             left = until - time.monotonic()
-            if not waits or left <= 0:
-                return came, {rank: (self._count, failed[rank]) if rank in failed else NEVER for rank in others}
+            if to_blame or not waits or left <= 0:
+                return came, failed, closed
             time.sleep(min(pause, left))
             pause *= 2
 
 
+#: What gathers rows of all replicas.
+Gathers = Ensemble | Attendance
+
+
 def explanation(
-    count: int, came: dict[int, tuple[int, str]], failed: dict[int, tuple[int, str]], *, timeout: float | None
+    count: int, came: dict[int, tuple[int, str]], failed: dict[int, str], closed: Sequence[int], *, waited: float
 ) -> str:
-    """Return who is missing at average number ``count``, from what the other ranks wrote last. Pure.
+    """Return who is to blame that average number ``count`` failed, as far as it is known. Pure.
+
+    Where a rank raised or has ended, the others are not to blame that they have not come yet.
 
     Args:
         count: number of the average.
         came: for each other rank, the number and name of the last average that it came to; (0, "") for none.
-        failed: the same for the last one that failed there, with the cause, marked if it is an error of a collective.
-        timeout: of the process group, in seconds, if known.
+        failed: for those where this average failed, the cause, marked if it is an error of a collective.
+        closed: the ranks whose connection to this one is closed.
+        waited: seconds until the average failed here.
     """
-    found = []
-    within = "" if timeout is None else f" within {timeout:g} s"
-    for rank, (last, what) in came.items():
-        if last != count:
-            seen = f"it was last seen at {what}" if last else "it was never seen at an average"
-            found.append(f"rank {rank} did not come{within} ({seen})")
-        elif failed[rank][0] == count and not failed[rank][1].startswith(_COLLECTIVE):
-            found.append(f"rank {rank} raised {failed[rank][1]}")
-        elif failed[rank][0] != count:
-            found.append(f"rank {rank} came and then gave no sign: it has ended, was stopped, or hangs")
-    if any(last != count for last, _ in came.values()):
-        found.append("every rank must come to every average, after the same number of steps")
+    seen = {
+        rank: "after it came" if last == count else f"it was last seen at {what}" if last else _NEVER_SEEN
+        for rank, (last, what) in came.items()
+    }
+    found = [f"rank {rank} raised {cause}" for rank, cause in failed.items() if _is_own(cause)]
+    silent = [rank for rank in came if rank not in failed]
+    found += [f"rank {rank} has ended ({seen[rank]})" for rank in silent if rank in closed]
+    if found:
+        return "; ".join([*found, "see what it wrote last, and start all ranks again from the last checkpoint"])
+    absent = [rank for rank in silent if came[rank][0] != count]
+    found += [f"rank {rank} did not come within {waited:.1f} s ({seen[rank]})" for rank in absent]
+    hanging = [rank for rank in silent if rank not in absent]
+    found += [f"rank {rank} came and then gave no sign: it has ended, was stopped, or hangs" for rank in hanging]
+    if absent:
+        found.append("every rank must make the same calls of the scheduler, after the same number of steps")
     if found:
         return "; ".join(found)
-    causes = (f"rank {rank}: {text.removeprefix(_COLLECTIVE)}" for rank, (_, text) in failed.items())
+    causes = (f"rank {rank}: {text.removeprefix(_COLLECTIVE)}" for rank, text in failed.items())
     return f"all ranks came, and the collective failed on all of them ({'; '.join(causes)})"
+
+
+_NEVER_SEEN = "it was never seen at an average"
+
+
+def _is_own(cause: str) -> bool:
+    """Whether a rank failed by itself, and not because a collective did."""
+    return not cause.startswith(_COLLECTIVE)
 
 
 def _first_line(error: Exception) -> str:

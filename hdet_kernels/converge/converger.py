@@ -24,6 +24,7 @@ from torch import Tensor
 from hdet_kernels.buckets import BUCKET_BYTES, Buckets, checked_bucket_bytes
 from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.converge.agreement import Agreement
+from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.compress import Compression
 from hdet_kernels.converge.handshake import Report, disagreement, exchange_reports, handshake_cost
 from hdet_kernels.converge.outcome import Outcome, distance_of
@@ -160,16 +161,14 @@ class Converger:
             bucket_bytes=self.bucket_bytes,
         )
         transport.attendance.enter(request.call, report.step)
-        agreement = exchange_reports(
-            ensemble, report, summary, needs_loss=request.needs_loss, attendance=transport.attendance
-        )
+        agreement = exchange_reports(transport.attendance, report, summary, needs_loss=request.needs_loss)
         self._log_nonfinite(agreement, summary, report.step)
         request.check_gradients(agreement)
         compresses = self._compression is not None and ensemble.talks
         plan = decide(agreement, request, merge=self.merge, compresses=compresses)
         if plan.uneven_state:
             layout = describe_layout(payload.state.values(), payload.state)
-            raise disagreement(ensemble, layout, "the optimizer state", _UNEVEN_STATE, agreement.ranks)
+            raise disagreement(transport.attendance, layout, "the optimizer state", _UNEVEN_STATE, agreement.ranks)
         return agreement, plan
 
     def _log_nonfinite(self, agreement: Agreement, summary: TensorSummary, step: int) -> None:
@@ -345,6 +344,11 @@ class Converger:
         cost, _ = self._average(self._transport, state_alone, plan, backup=self.backup)
         self.tensors.write_back(state_alone, counts=plan.counts)
         return cost
+
+    @property
+    def attendance(self) -> Attendance:
+        """Notes that this process comes to a collective, and explains why one failed."""
+        return self._transport.attendance
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all replicas."""

@@ -6,7 +6,6 @@ send the processes into different collectives, where they would wait for each ot
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.converge.agreement import Agreement, Floats, conclude, left_out, name_ranks, none_sound, same
-from hdet_kernels.converge.attendance import Attendance
+from hdet_kernels.converge.attendance import Gathers
 from hdet_kernels.converge.summary import TensorSummary
 from hdet_kernels.converge.transport import Cost, gather_cost
 from hdet_kernels.ensemble import Ensemble
@@ -68,24 +67,13 @@ class Report:
     stepped: int | None = None
 
 
-def exchange_reports(
-    ensemble: Ensemble,
-    report: Report,
-    summary: TensorSummary,
-    *,
-    needs_loss: bool,
-    attendance: Attendance | None = None,
-) -> Agreement:
+def exchange_reports(ensemble: Gathers, report: Report, summary: TensorSummary, *, needs_loss: bool) -> Agreement:
     """Gather the handshake rows of all replicas and draw the conclusions. Collective.
-
-    ``attendance`` explains why the gather failed, if it does.
 
     Raises:
         RuntimeError: the same one on every process, if the replicas disagree or none is healthy.
     """
-    rows = _handshake_rows(ensemble, report, summary)
-    with attendance.explained() if attendance is not None else contextlib.nullcontext():
-        gathered = ensemble.gather(rows).numpy()
+    gathered = ensemble.gather(_handshake_rows(ensemble, report, summary)).numpy()
     columns = {name: gathered[..., index] for index, name in enumerate(COLUMNS)}
 
     def check_same(column: str, values: Mapping[str, Any], what: str, hint: str) -> None:
@@ -129,7 +117,7 @@ def exchange_reports(
     return agreement
 
 
-def check_same_everywhere(ensemble: Ensemble, values: Mapping[str, Any], what: str, hint: str) -> None:
+def check_same_everywhere(ensemble: Gathers, values: Mapping[str, Any], what: str, hint: str) -> None:
     """Raise the same RuntimeError on every process unless all passed the same ``values``. Collective.
 
     Args:
@@ -149,7 +137,7 @@ def handshake_cost(ensemble: Ensemble) -> Cost:
     return gather_cost(ensemble, len(COLUMNS))
 
 
-def disagreement(ensemble: Ensemble, values: Mapping[str, Any], what: str, hint: str, ranks: Floats) -> RuntimeError:
+def disagreement(ensemble: Gathers, values: Mapping[str, Any], what: str, hint: str, ranks: Floats) -> RuntimeError:
     """Return the error for replicas that disagree. Collective: every process sends its ``values`` to all others.
 
     Args:
@@ -180,7 +168,7 @@ def short_hash(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
-def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) -> Tensor:
+def _handshake_rows(ensemble: Gathers, report: Report, summary: TensorSummary) -> Tensor:
     """Return [rows, columns] on the CPU, with a single transfer for all numbers that are on the device."""
     count = ensemble.rows
     device = summary.checksum.device
@@ -222,7 +210,7 @@ def _handshake_rows(ensemble: Ensemble, report: Report, summary: TensorSummary) 
     return torch.stack([values[name] for name in COLUMNS], dim=1)
 
 
-def _gather_texts(ensemble: Ensemble, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _gather_texts(ensemble: Gathers, values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the ``values`` of every process. Collective. Equal ones are one object: there may be thousands."""
     text = torch.frombuffer(bytearray(json.dumps(values, default=str).encode()), dtype=torch.uint8)
     own = torch.full((ensemble.rows, 1), float(len(text)), dtype=torch.float64, device="cpu")

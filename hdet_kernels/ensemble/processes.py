@@ -7,6 +7,7 @@ import ctypes
 import datetime
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from hdet_kernels.torch_internals import group_timeout, groups_known
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# The tag of messages that are never sent. No other code is likely to use it.
+_NEVER_SENT = 0x48444554
 
 
 class ProcessEnsemble:
@@ -128,6 +133,23 @@ class ProcessEnsemble:
         """The timeout that the group has now, in seconds, if it is known."""
         timeout = group_timeout(self.group)
         return None if timeout is None else timeout.total_seconds()
+
+    def closed(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of ``ranks`` whose connection to this process is closed, as after they have ended.
+
+        Gloo refuses to receive from them, and otherwise accepts at once, here a message that nobody sends. Other
+        backends say nothing about a connection.
+        """
+        if self.backends.get("cpu") != "gloo":
+            return []
+        found = set()
+        for group in [self.group] if self.shard_group is None else [self.group, self.shard_group]:
+            for rank in set(dist.get_process_group_ranks(group)) & set(ranks) - {self.rank}:
+                try:
+                    dist.irecv(torch.empty(1), src=rank, group=group, tag=_NEVER_SENT)
+                except RuntimeError:
+                    found.add(rank)
+        return sorted(found)
 
     def _started(self, work: dist.Work | None, *tensors: Tensor) -> Collective:
         if work is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,9 @@ from tests.chaos.record import Failure, Record
 Records = Sequence[Record | None]
 
 #: What a sync says that fails because of a lost process.
-LOST = "{who} (?:did not come|came and then gave no sign|raised)"
+LOST = "{who} (?:has ended|did not come|came and then gave no sign|raised)"
+#: What it says of a process that has ended. Not to be said of one that lives.
+ENDED = re.compile(r"rank (\d+) has ended")
 #: The parts that a sync changes together.
 WHOLE = ("parameters", "buffers", "optimizer", "scheduler")
 
@@ -175,13 +178,18 @@ def _healed(case: Case, fault: Fault, configuration: Configuration, here: dict[i
 
 
 def _named(case: Case, fault: Fault, configuration: Configuration, survivors: dict[int, Record]) -> list[str]:
-    """Check that a sync that failed names the rank that is lost. Errors of backward passes are torch's own."""
+    """Check that a sync that failed names the lost rank and no other one. Errors of backward passes are torch's own."""
     said = pattern(fault.message or LOST, case, configuration)
     texts = {r: f.message for r, record in survivors.items() for f in record.failures[:1] if f.call == "scheduler"}
+    found = [
+        f"rank {rank} says that others than the victims have ended: {text}"
+        for rank, text in texts.items()
+        if not set(map(int, ENDED.findall(text))) <= set(fault.victims(case, configuration))
+    ]
     silent = {rank: text for rank, text in texts.items() if not said.search(text)}
     if configuration.shards > 1 and len(silent) < len(texts):
-        return []  # a rank that shares no group with the lost one knows only that its neighbours have failed
-    return [f"rank {rank} does not name rank {case.victim}: {text}" for rank, text in silent.items()]
+        return found  # a rank that shares no group with the lost one knows only that its neighbours have failed
+    return [*found, *(f"rank {rank} does not name rank {case.victim}: {text}" for rank, text in silent.items())]
 
 
 def _resumed(undisturbed: Sequence[Record], resumed: Records) -> list[str]:

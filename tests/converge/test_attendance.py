@@ -26,29 +26,41 @@ from tests.threaded_ranks import run_threads
 HERE, BEFORE = (3, "sync at step 8"), (2, "sync at step 4")
 
 
+ABORTED, CLOSED = "collective: NCCL communicator was aborted", "collective: connection closed"
+AGAIN = "see what it wrote last, and start all ranks again from the last checkpoint"
+
+
 @pytest.mark.parametrize(
-    ("came", "failed", "expected"),
+    ("came", "failed", "closed", "expected"),
     [
         (
-            {1: BEFORE, 2: NEVER},
-            {1: NEVER, 2: NEVER},
-            "rank 1 did not come within 30 s (it was last seen at sync at step 4); rank 2 did not come within 30 s (it "
-            "was never seen at an average); every rank must come to every average, after the same number of steps",
+            {1: BEFORE, 2: NEVER, 3: HERE},
+            {3: CLOSED},
+            [],
+            "rank 1 did not come within 30.2 s (it was last seen at sync at step 4); rank 2 did not come within 30.2 s "
+            "(it was never seen at an average); every rank must make the same calls of the scheduler, after the same "
+            "number of steps",
         ),
-        ({1: HERE}, {1: BEFORE}, "rank 1 came and then gave no sign: it has ended, was stopped, or hangs"),
-        ({1: HERE}, {1: (3, "Cable: pulled out")}, "rank 1 raised Cable: pulled out"),
+        ({1: HERE}, {}, [], "rank 1 came and then gave no sign: it has ended, was stopped, or hangs"),
+        ({1: HERE, 2: BEFORE}, {1: "Cable: pulled out"}, [], f"rank 1 raised Cable: pulled out; {AGAIN}"),
+        (
+            {1: BEFORE, 2: HERE, 3: BEFORE, 4: HERE, 5: HERE},
+            {4: CLOSED},
+            [1, 2, 4],
+            f"rank 1 has ended (it was last seen at sync at step 4); rank 2 has ended (after it came); {AGAIN}",
+        ),
         (
             {1: HERE, 2: HERE},
-            {1: (3, "collective: NCCL communicator was aborted"), 2: (3, "collective: connection closed")},
+            {1: ABORTED, 2: CLOSED},
+            [1, 2],
             "all ranks came, and the collective failed on all of them (rank 1: NCCL communicator was aborted; rank 2: "
             "connection closed)",
         ),
     ],
-    ids=["missing", "silent", "raised", "all there"],
+    ids=["missing", "silent", "raised", "ended", "all there"],
 )
-def test_who_is_missing(came: dict[int, Any], failed: dict[int, Any], expected: str) -> None:
-    assert explanation(3, came, failed, timeout=30.0) == expected
-    assert "within" not in explanation(3, came, failed, timeout=None)
+def test_who_is_missing(came: dict[int, Any], failed: dict[int, Any], closed: list[int], expected: str) -> None:
+    assert explanation(3, came, failed, closed, waited=30.18) == expected
 
 
 @pytest.mark.parametrize("ensemble", [SingleReplica(), RowEnsemble(2)], ids=["single", "rows"])
@@ -101,8 +113,8 @@ def test_a_failure_takes_as_many_requests_for_any_number_of_ranks(ranks: int, mo
     messages, _ = run_threads(ranks, _fails, 5, requests)
     assert messages[5] == ""
     assert min(filter(None, messages), key=len) == (  # that of the last thread to fail
-        "sync at step 2 failed: rank 5 did not come (it was last seen at sync at step 1); every rank must come to "
-        "every average, after the same number of steps (RuntimeError: connection closed)"
+        "sync at step 2 failed: rank 5 did not come within 0.0 s (it was last seen at sync at step 1); every rank must "
+        "make the same calls of the scheduler, after the same number of steps (RuntimeError: connection closed)"
     )
     assert "rank 5 did not come" in messages[0]
     assert "rank 6 came and then gave no sign" in messages[0]
@@ -119,8 +131,8 @@ def test_a_store_without_lists_names_the_missing_too(monkeypatch: pytest.MonkeyP
         store.append("key", "value")
     monkeypatch.setattr(attendance, "default_store", lambda: store)
     messages, _ = run_threads(3, _fails, 1, [Counter[str]() for _ in range(3)])
-    assert "rank 1 did not come (it was last seen at sync at step 1)" in messages[0]
-    assert "rank 1 did not come (it was last seen at sync at step 1)" in messages[2]
+    assert "rank 1 did not come within 0.0 s (it was last seen at sync at step 1)" in messages[0]
+    assert "rank 1 did not come within 0.0 s (it was last seen at sync at step 1)" in messages[2]
 
 
 def _waits(rank: int, requests: list[Counter[str]]) -> str:
@@ -193,7 +205,7 @@ def test_a_call_on_one_rank_alone_names_the_others(call: str, rows: int) -> None
         f"{call} at step 3 failed: rank 1 did not come within 0.5 s (it was last seen at sync at "
     )
     assert "last seen at sync at step 2); rank 2 did not come within 0.5 s" in message
-    assert "every rank must come to every average" in message
+    assert "every rank must make the same calls of the scheduler" in message
     assert unchanged
     assert others == [("", True)] * 2
 

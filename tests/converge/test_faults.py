@@ -206,8 +206,12 @@ def train_up_to_a_sync(replica: Replica, rank: int, after: int, act: Callable[[]
 
 
 def _killed(rank: int, kind: str, after: int) -> dict[str, Any]:
+    """Rank 1 is killed in or before the sync at step 4, to which rank 2 comes late if it is before."""
     replica = Replica(rank, kind)
-    return attempt(replica, train_up_to_a_sync(replica, rank, after, end_process))
+    loss = train_up_to_a_sync(replica, rank, after, end_process)
+    if rank == 2 and not after:
+        time.sleep(1.0)
+    return attempt(replica, loss)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +225,11 @@ def _killed(rank: int, kind: str, after: int) -> dict[str, Any]:
 def test_a_killed_rank_is_an_error_on_the_others_with_everything_intact(after: int, kind: str) -> None:
     results = run_ranks(3, _killed, kind, after, expect_dead=1)
     assert results[1] is None
+    seen = "after it came" if after else "it was last seen at sync at step 2"
     for result in (results[0], results[2]):
         check_refused(result)
-        assert f"rank 1 {'came and then gave no sign' if after else 'did not come'}" in result["message"]
+        assert result["message"].startswith(f"sync at step 4 failed: rank 1 has ended ({seen})"), result["message"]
+        assert re.findall(r"rank (\d)", result["message"]) == ["1"], "no rank that lives is accused"
         assert result["step"] == 3
 
 
@@ -279,7 +285,10 @@ def test_a_rank_that_hangs_is_an_error_on_the_others_within_the_timeout(after: i
     assert results[1] is None
     for result in (results[0], results[2]):
         check_refused(result)
-        assert f"rank 1 {'came and then gave no sign' if after else 'did not come'}" in result["message"]
+        assert (
+            f"rank 1 {'came and then gave no sign' if after else f'did not come within {TIMEOUT}'}" in result["message"]
+        )
+        assert re.findall(r"rank (\d)", result["message"]) == ["1"]
         assert result["step"] == 3
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import re
+import signal
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -416,6 +422,43 @@ def test_ranks_that_cannot_differ_are_told_what_to_do() -> None:
         assert "got gradients='shared' and no DistributedDataParallel in model=" in texts["shared"]
         assert "the replicas disagree on the settings" in texts["other settings"]
         assert texts["inside"] == [False, False, True]
+
+
+#: The timeout of the group, in seconds, that the ranks wait for in vain.
+SHORT = 2.0
+
+
+def _lost(rank: int, at: int, dies: bool) -> str:
+    """Rank 1 does not come to the end of step ``at``, because it has died or is slow."""
+    group = dist.new_group(timeout=timedelta(seconds=SHORT))
+    run = RankRun(rank, ddp=False, ensemble=hk.ProcessEnsemble(group))
+    run.train(at - 1)
+    dist.barrier()
+    message = ""
+    try:
+        if rank == 1 and dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            time.sleep(2 * SHORT)
+        run.train(1)
+    except RuntimeError as error:
+        message = str(error)
+    if not dies:
+        dist.barrier()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("at", "dies"), [(1, True), (ROUNDS[0], False), pytest.param(PHASE, True, marks=pytest.mark.full)]
+)
+def test_a_rank_that_is_lost_in_the_phase_is_named_with_the_step(at: int, dies: bool) -> None:
+    results = run_ranks(3, _lost, at, dies, expect_dead=int(dies))
+    last = "it was never seen at an average" if at == 1 else "it was last seen at scouting at step 1"
+    for message in (results[0], results[2]):
+        what = "has ended" if dies else f"did not come within {SHORT} s"
+        assert message.startswith(f"scouting at step {at} failed: rank 1 {what} ("), message
+        assert re.findall(r"rank (\d)", message) == ["1"], "no rank that lives is accused"
+        assert last in message or at == PHASE
 
 
 def _sharded(rank: int) -> tuple[str, bool, float | None]:

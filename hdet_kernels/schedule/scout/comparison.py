@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet_kernels.converge.attendance import Gathers
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.fanout.explore import Hyperparameter
 from hdet_kernels.schedule.arguments import Probe
@@ -94,7 +95,7 @@ Array = NDArray[np.float64]
 
 
 def compare(
-    ensemble: Ensemble,
+    ensemble: Gathers,
     rates: Sequence[float],
     losses: RoundLosses,
     probe: Probe | None,
@@ -193,7 +194,7 @@ def scout_record(
     )
 
 
-def gather_numbers(ensemble: Ensemble, columns: Mapping[str, float | Tensor | None]) -> dict[str, Array]:
+def gather_numbers(ensemble: Gathers, columns: Mapping[str, float | Tensor | None]) -> dict[str, Array]:
     """Return [N] for each of the numbers, or [rows] tensors, of every process; the mean over parts. Collective.
 
     None counts as NaN.

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.group_entries import write_entry
@@ -331,21 +332,27 @@ class Scouting:
 
     def _end_first_steps(self) -> None:
         """Check, with the other replicas, that all do the same on gradients of their own. Collective."""
+        attendance = self._meet()
         if self.made == 0:
             same = "all replicas must build the scheduler with the same arguments"
-            check_same_everywhere(self.ensemble, {**self.cycle.config, **self.scouted.config}, "the settings", same)
-        found = gather_numbers(
-            self.ensemble, {"failed": float(self._failure is not None), "gradients": self._fingerprint}
-        )
+            settings = {**self.cycle.config, **self.scouted.config}
+            check_same_everywhere(attendance, settings, "the settings", same)
+        found = gather_numbers(attendance, {"failed": float(self._failure is not None), "gradients": self._fingerprint})
         raise_failed_probe(found["failed"], self._failure)
         self.certain = self.certain or differ(found["gradients"]) is True
+
+    def _meet(self) -> Attendance:
+        """Note that this process comes to the end of a step, and return what explains why others do not."""
+        attendance = self.cycle.converger.attendance
+        attendance.enter("scouting", self.made + 1)
+        return attendance
 
     # The end of a round
 
     def _end_round(self) -> None:
         """Compare the replicas, narrow the range or choose, record it, and return to the start. Collective."""
         seen, training = compare(
-            self.ensemble, self.candidates, self.losses, self.cycle.probe, step=self.made + 1, level=self._probed
+            self._meet(), self.candidates, self.losses, self.cycle.probe, step=self.made + 1, level=self._probed
         )
         last = self.round + 1 == len(self.scouted.plan.rounds)
         settings = self.scouted.settings
