@@ -141,7 +141,8 @@ FAULTS = [
     Fault("slow in a collective", "unharmed", "sync", at_collective("middle", sleep(0.2)), late=True),
 ]  # fmt: skip
 
-#: Collectives that raise on every rank: nothing has changed, and the next try succeeds.
+#: Collectives that raise on every rank: nothing has changed, and the next try succeeds. What travels in compressed form
+#: needs an average before it.
 RAISING: dict[str, tuple[Callable[[Scene], None], str]] = {
     "handshake": (first_of(CABLE, "_all_gather"), ""),
     "an all-reduce": (first_of(CABLE, "all_reduce"), ""),
@@ -163,7 +164,7 @@ COLLECTIVES = [
          without="overlap"),
     *(
         Fault(f"{name} raises on all ranks once", "unharmed", "sync", act, on="all", then="retry", late=True,
-              without="overlap", needs=needs)
+              without="overlap", needs=needs, steps="last" if needs == "compress" else "sync")
         for name, (act, needs) in RAISING.items()
     ),
     lost("a collective raises, and the process stays", "sync", at_collective("middle", CABLE), late=True, waits=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -179,14 +180,15 @@ def _healed(case: Case, fault: Fault, configuration: Configuration, here: dict[i
 
 def _named(case: Case, fault: Fault, configuration: Configuration, survivors: dict[int, Record]) -> list[str]:
     """Check that a sync that failed names the lost rank and no other one. Errors of backward passes are torch's own."""
-    said = pattern(fault.message or LOST, case, configuration)
+    victims = fault.victims(case, configuration)  # of several, one may still live when the first is missed
+    said = [pattern(fault.message or LOST, replace(case, victim=victim), configuration) for victim in victims]
     texts = {r: f.message for r, record in survivors.items() for f in record.failures[:1] if f.call == "scheduler"}
     found = [
         f"rank {rank} says that others than the victims have ended: {text}"
         for rank, text in texts.items()
-        if not set(map(int, ENDED.findall(text))) <= set(fault.victims(case, configuration))
+        if not set(map(int, ENDED.findall(text))) <= set(victims)
     ]
-    silent = {rank: text for rank, text in texts.items() if not said.search(text)}
+    silent = {rank: text for rank, text in texts.items() if not any(each.search(text) for each in said)}
     if configuration.shards > 1 and len(silent) < len(texts):
         return found  # a rank that shares no group with the lost one knows only that its neighbours have failed
     return [*found, *(f"rank {rank} does not name rank {case.victim}: {text}" for rank, text in silent.items())]
