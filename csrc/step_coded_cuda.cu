@@ -3,8 +3,8 @@
 // parameters and 8 bytes of codes are one access each.
 //
 // AdamW on bf16 parameters with stochastic rounding moves 10 bytes an element, so the number of instructions matters as
-// much as memory: about 58 for an element of a full block (counted in the machine code for an H200; ncu counts 62 with
-// those that a chunk shares). bench/results/h200_optim_step.json has the times.
+// much as memory: about 57 for an element of a full block (counted in the machine code for an H200).
+// bench/results/h200_optim_step.json has the times.
 #include <torch/csrc/stable/ops.h>
 
 #include "companding_cuda.h"
@@ -40,45 +40,55 @@ struct CodedStorage : MasterStorage<kMaster, kSplit> {
 // The update rules are those of rules.h, with the steps from level to value and from push to move arranged for fewer
 // instructions. Only the last bits of results differ.
 
-// Pushes kWidth elements. `theta(j)` is the parameter of element j, and `units` the values of level 1. The states are
-// levels, and become values.
-template <int kStates, int kCount, int kWidth, typename R, typename Theta>
-__device__ __forceinline__ void push_levels(const R& rule, const Theta& theta, float (&slopes)[kWidth],
-                                            const float (&units)[kCount], float (&states)[kCount][kWidth],
-                                            Push<float> (&pushes)[kWidth]) {
+// Pushes elements whose states are levels, which become values. `theta(j)` is the parameter of element j, and `units` are
+// the values of level 1. What does not depend on the element is computed by the constructor.
+template <int kStates, typename R>
+struct PushLevels {
+  R rule;
+  explicit __device__ __forceinline__ PushLevels(const R& rule) : rule(rule) {}
+  template <int kCount, int kWidth, typename Theta>
+  __device__ __forceinline__ void operator()(const Theta& theta, float (&slopes)[kWidth], const float (&units)[kCount],
+                                             float (&states)[kCount][kWidth], Push<float> (&pushes)[kWidth]) const {
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    float own[kCount];
+    for (int j = 0; j < kWidth; ++j) {
+      float own[kCount];
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) own[k] = states[k][j] * units[k];
-    pushes[j] = rule.template push<kStates, kShortest>(theta(j), slopes[j], own);
+      for (int k = 0; k < kStates; ++k) own[k] = states[k][j] * units[k];
+      pushes[j] = rule.template push<kStates, kShortest>(theta(j), slopes[j], own);
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) states[k][j] = own[k];
+      for (int k = 0; k < kStates; ++k) states[k][j] = own[k];
+    }
   }
-}
+};
 
 // Adam's factors of gradient, level and moment are multiplied first, once for all elements. The gradient takes the root
 // of the second moment's factor, because its square alone may overflow.
-template <int kStates, int kCount, int kWidth, typename Theta>
-__device__ __forceinline__ void push_levels(const Adam<float>& rule, const Theta& theta, float (&slopes)[kWidth],
-                                            const float (&units)[kCount], float (&states)[kCount][kWidth],
-                                            Push<float> (&pushes)[kWidth]) {
-  float factor = rule.factor;
-  if (rule.l2 != 0) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) slopes[j] = __fmaf_rn(rule.l2, theta(j), slopes[j] * factor);
-    factor = 1;
+template <int kStates>
+struct PushLevels<kStates, Adam<float>> {
+  float l2, factor, take1, keep1, take2, keep2;
+  explicit __device__ __forceinline__ PushLevels(const Adam<float>& rule)
+      : l2(rule.l2), factor(rule.factor), keep1(1 - rule.take1), keep2(rule.keep2) {
+    const float rest = l2 != 0 ? 1.0f : factor;
+    take1 = rule.take1 * rest;
+    take2 = root<kShortest>(rule.take2) * rest;
   }
-  const float take1 = rule.take1 * factor, keep1 = (1 - rule.take1) * units[0];
-  const float take2 = root<kShortest>(rule.take2) * factor, keep2 = rule.keep2 * units[1];
+  template <int kCount, int kWidth, typename Theta>
+  __device__ __forceinline__ void operator()(const Theta& theta, float (&slopes)[kWidth], const float (&units)[kCount],
+                                             float (&states)[kCount][kWidth], Push<float> (&pushes)[kWidth]) const {
+    if (l2 != 0) {
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    const float share = take2 * slopes[j];
-    states[0][j] = __fmaf_rn(take1, slopes[j], keep1 * states[0][j]);
-    states[1][j] = __fmaf_rn(share, share, keep2 * states[1][j]);
-    pushes[j] = {states[0][j], root<kShortest>(states[1][j])};
+      for (int j = 0; j < kWidth; ++j) slopes[j] = __fmaf_rn(l2, theta(j), slopes[j] * factor);
+    }
+    const float keep_first = keep1 * units[0], keep_second = keep2 * units[1];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const float share = take2 * slopes[j];
+      states[0][j] = __fmaf_rn(take1, slopes[j], keep_first * states[0][j]);
+      states[1][j] = __fmaf_rn(share, share, keep_second * states[1][j]);
+      pushes[j] = {states[0][j], root<kShortest>(states[1][j])};
+    }
   }
-}
+};
 
 // Moves parameters by pushes.
 template <int kStates, typename R>
@@ -121,12 +131,12 @@ struct SharedCodes {
     for (int k = 0; k < kStates; ++k) codes[k].words = fetch<decltype(codes[k].words)>(from.states[k] + at);
   }
 
-  __device__ __forceinline__ void push(const R& rule, const Parameters<Store, kWidth>& parameters, GradientType type,
-                                       const float (&scales)[kCount], Push<float> (&pushes)[kWidth]) {
+  __device__ __forceinline__ void push(const PushLevels<kStates, R>& pushed, const Parameters<Store, kWidth>& parameters,
+                                       GradientType type, const float (&scales)[kCount], Push<float> (&pushes)[kWidth]) {
     float units[kCount], slopes[kWidth];
     decode<0>(scales, units);
     slope.widen(type, slopes);
-    push_levels<kStates>(rule, [&](int j) { return parameters.value(j); }, slopes, units, states, pushes);
+    pushed([&](int j) { return parameters.value(j); }, slopes, units, states, pushes);
   }
 
   // The bits of the largest of `others` and the magnitudes of state k. See magnitude_bits.
@@ -200,6 +210,9 @@ struct BlockStep {
   const Prepared<R>* prepared;
   const Chunk& chunk;
   const Gradient& gradient;
+  // Of `own`, for all blocks: computed for each of them, these took 2 % of the instructions.
+  const PushLevels<kStates, R> pushed{own.rule};
+  const Move<kStates, R> moved{own.rule};
 
   // Asks for what the first `blocks` blocks will load to come into the L2 cache. A warp waits for the loads of one block
   // at a time; without this, only those would be under way.
@@ -232,7 +245,7 @@ struct BlockStep {
     }
     load_scales(block, scales);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) shared[g].push(own.rule, parameters[g][0], type, scales, pushes[g]);
+    for (int g = 0; g < kGroups; ++g) shared[g].push(pushed, parameters[g][0], type, scales, pushes[g]);
     uint32_t largest[kCount] = {};
     each_state<0>([&]<int k>() {
 #pragma unroll
@@ -271,7 +284,7 @@ struct BlockStep {
     const auto push_at = [&](unsigned at) {
       shared.load(buffers, gradient.address, gradient.type, at);
       load(parameter, 0, 1, at);
-      shared.push(own.rule, parameter[0], gradient.type, before, push);
+      shared.push(pushed, parameter[0], gradient.type, before, push);
     };
 #pragma unroll 1
     for (unsigned at = begin; at < end; at += kWarp) {
@@ -332,10 +345,10 @@ struct BlockStep {
     for (int n = 0; n < kMany; ++n) {
       if (first + n >= rows) break;
       const Prepared<R> mine = kShared ? fetch_words(prepared + (first + n) * work.slot_count) : own;
-      const Move<kStates, R> moved(mine.rule);
+      const Move<kStates, R> by = kShared ? Move<kStates, R>(mine.rule) : moved;
       float theta[kWidth];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) theta[j] = moved(parameters[n].value(j), pushes[j]);
+      for (int j = 0; j < kWidth; ++j) theta[j] = by(parameters[n].value(j), pushes[j]);
       parameters[n].keep(theta, work.stochastic_rounding, random.position, [&](int j) {
         return kShared ? mine.noise.drawn(kParamStream, random.position | j) : random.words[j / 4];
       });
