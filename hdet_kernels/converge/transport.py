@@ -256,7 +256,7 @@ class Transport:
         """Write the sum of the bucket over the ``included`` rows, divided, to ``out``. Other rows are not read."""
         if isinstance(region, SplitRegion):
             if self.ensemble.rows == 1 and (included is None or included[0]):
-                region.read(bucket, out).div_(divisor)
+                divide(region.read(bucket, out), divisor, out)
                 return
             region, bucket = [region.read(bucket)], replace(bucket, pieces=(Piece(0, 0, bucket.numel),))
         if included is not None and not any(included):
@@ -271,7 +271,7 @@ class Transport:
     def unpack(self, region: Region, bucket: Bucket, values: Tensor, divisor: float = 1.0) -> None:
         """Set the bucket to ``values``, 1-D, divided, in all rows."""
         if isinstance(region, SplitRegion):
-            region.write(values if divisor == 1 else values / divisor, bucket)
+            region.write(values if divisor == 1 else divide(values, divisor, torch.empty_like(values)), bucket)
         elif (pieces := self._large_pieces(region, bucket)) is not None:
             for piece, span in zip(pieces, values.split([piece.numel() for piece in pieces]), strict=True):
                 divide(span, divisor, piece)
@@ -359,14 +359,17 @@ class _Unpack:
         self.transport.unpack(self.region, self.bucket, self.packed, self.divisor)
 
 
-def divide(values: Tensor, divisor: float, out: Tensor) -> None:
-    """Write ``values`` / ``divisor`` to ``out``; a product has the same bits where the divisor is a power of two."""
+def divide(values: Tensor, divisor: float, out: Tensor) -> Tensor:
+    """Write ``values`` / ``divisor`` to ``out`` and return it.
+
+    A product has the same bits where the divisor is a power of two.
+    """
     if divisor == 1:
-        out.copy_(values)
-    elif math.frexp(divisor)[0] == 0.5:
-        torch.mul(values, 1 / divisor, out=out)
-    else:  # by a tensor: on a GPU torch multiplies with the reciprocal of a number, and the kernels of ops divide
-        torch.div(values, torch.full((), divisor, dtype=values.dtype, device=values.device), out=out)
+        return out.copy_(values)
+    if math.frexp(divisor)[0] == 0.5:
+        return torch.mul(values, 1 / divisor, out=out)
+    # By a tensor: on a GPU torch multiplies with the reciprocal of a number, and the kernels of ops divide.
+    return torch.div(values, torch.full((), divisor, dtype=values.dtype, device=values.device), out=out)
 
 
 def pack_scaled(region: Region, bucket: Bucket, mean: Mean, packed: Tensor) -> None:
@@ -386,7 +389,7 @@ def pack_scaled(region: Region, bucket: Bucket, mean: Mean, packed: Tensor) -> N
 def divide_within_range(values: Tensor, divisor: float) -> None:
     """Divide, and where finite values become infinite by rounding, take the largest finite ones."""
     finite, most = values.isfinite(), torch.finfo(values.dtype).max
-    values.div_(divisor)
+    divide(values, divisor, values)
     values.copy_(torch.where(finite, values.clamp(-most, most), values))
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,6 +108,21 @@ def check_averages(ways: list[str]) -> None:
         if way == "plain":
             mean = (first["before"][0] + second["before"][0]) / 2
             assert (first["inside"][0] - mean).abs().max() <= 2.0**-24 * mean.abs().max(), "not a mean of roundings"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_split_masters_are_divided_as_copies_are(device: str) -> None:
+    """Exactly: on a GPU, torch multiplies with the reciprocal of a number, which rounds twice."""
+    masters = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    expected = torch.from_numpy(masters.numpy() / np.float32(3))
+    region = SplitRegion(*split(masters.to(device)))
+    transport = Transport(SingleReplica(), 2**20, None)
+    ((_, bucket),) = transport.cut([region])
+    packed = torch.empty(1000, device=device)
+    transport.pack(region, bucket, packed, divisor=3.0)
+    assert same(packed.cpu(), expected)
+    transport.unpack(region, bucket, masters.to(device), divisor=3.0)
+    assert same(region.read().cpu(), expected)
 
 
 def test_split_masters_are_averaged_like_copies() -> None:
