@@ -27,9 +27,9 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   // device of the parameters. The scratch has 128 bytes for each slot of each replica; its contents do not matter.
   m.def(
       "step_(int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, "
-      "Tensor(e!)? state2, Tensor(f!)? scales0, Tensor(g!)? scales1, Tensor(h!)? scales2, Tensor(i!) steps, "
-      "Tensor table, Tensor slots, Tensor chunks, Tensor gradients, Tensor(j!) scratch, Tensor? grad_scale, "
-      "Tensor? norm, Tensor? found_inf, bool stochastic_rounding, int rows) -> ()");
+      "Tensor(e!)? state2, Tensor(f!)? scales0, Tensor(g!)? scales1, Tensor(h!) steps, Tensor table, Tensor slots, "
+      "Tensor chunks, Tensor gradients, Tensor(i!) scratch, Tensor? grad_scale, Tensor? norm, Tensor? found_inf, "
+      "bool stochastic_rounding, int rows) -> ()");
   // √(Σ g²) over the gradients of each replica, float64 [rows], in one pass. The chunks come replica by replica,
   // equally many for each.
   m.def("grad_norm(Tensor chunks, Tensor gradients, int rows) -> Tensor");

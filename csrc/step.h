@@ -32,7 +32,7 @@ struct Work {
   void* param;               // [rows, row_size]
   void* master;              // [rows, row_size] float, or int16_t if split; null: there is no master
   void* states[kMaxStates];  // [row_size], or null where a state is not in use
-  float* scales[kMaxStates];  // of states that are codes of 8 bits: kBlocksPerChunk for each chunk; null for all others
+  float* scales[kMaxCoded];  // of states that are codes of 8 bits: kBlocksPerChunk for each chunk; null for all others
   float* steps;
   const Row* table;
   const Slot* slots;
@@ -56,7 +56,7 @@ struct Work {
 
 inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<Tensor>& master,
                          const std::optional<Tensor> (&states)[kMaxStates],
-                         const std::optional<Tensor> (&scales)[kMaxStates], const Tensor& steps, const Tensor& table,
+                         const std::optional<Tensor> (&scales)[kMaxCoded], const Tensor& steps, const Tensor& table,
                          const Tensor& slots, const Tensor& chunks, const Tensor& gradients, const Tensor& scratch,
                          const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& norm,
                          const std::optional<Tensor>& found_inf, bool stochastic_rounding, int64_t rows) {
@@ -83,14 +83,15 @@ inline Work checked_work(int64_t rule, const Tensor& param, const std::optional<
   work.state_type = work.param_type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   work.param = checked<void>(param, "param", work.param_type, param.numel(), param);
   for (int i = 0; i < kMaxStates; ++i) {
-    HDET_CHECK(scales[i].has_value() == (states[i].has_value() && states[i]->scalar_type() == ScalarType::Byte),
-               "state ", i, " must have scales if it is uint8 codes, and else none");
+    const bool coded = states[i].has_value() && states[i]->scalar_type() == ScalarType::Byte;
+    HDET_CHECK(i < kMaxCoded || !coded, "the largest second moment of amsgrad cannot be uint8 codes");
+    HDET_CHECK(i >= kMaxCoded || scales[i].has_value() == coded, "state ", i,
+               " must have scales if it is uint8 codes, and else none");
     if (!states[i].has_value()) continue;
-    HDET_CHECK(i < kMaxCoded || !scales[i].has_value(), "the largest second moment of amsgrad cannot be uint8 codes");
     HDET_CHECK(work.state_count == i, "state ", i, " is given and one before it is not");
     if (i == 0) work.state_type = states[i]->scalar_type();
     work.states[i] = checked<void>(*states[i], "state", work.state_type, work.row_size, param);
-    if (scales[i].has_value())
+    if (coded)
       work.scales[i] =
           checked<float>(*scales[i], "scales", ScalarType::Float, kBlocksPerChunk * work.chunk_count, param);
     work.state_count = i + 1;

@@ -132,7 +132,7 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
     if (!plain_states && !coded) read_span(plain<BFloat16>(work.states[k], at), count, states[k]);
   }
   if constexpr (std::is_same_v<T, float>) {
-    for (int k = 0; k < kStates && coded; ++k)
+    for (int k = 0; k < std::min(kStates, kMaxCoded) && coded; ++k)
       load_codes(work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count, states[k]);
   }
   for (int64_t row = 0; row < work.rows; ++row) {
@@ -156,7 +156,7 @@ void update_block(const Work& work, const Prepared<R>* prepared, const Gradient&
     if (coded) {
       CodeBits bits;
       bits.draw(prepared[0].noise, at, count);
-      for (int k = 0; k < kStates; ++k)
+      for (int k = 0; k < std::min(kStates, kMaxCoded); ++k)
         store_codes(states[k], work.states[k], work.scales[k] + scale, R::kSignedFirst && k == 0, at, count, bits.data());
     }
   }
@@ -227,11 +227,11 @@ void run_step(const Work& work) {
 
 void step_cpu(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
               std::optional<Tensor> state1, std::optional<Tensor> state2, std::optional<Tensor> scales0,
-              std::optional<Tensor> scales1, std::optional<Tensor> scales2, Tensor steps, Tensor table, Tensor slots,
-              Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
-              std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
-  run_step(checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1, scales2}, steps, table, slots,
-                        chunks, gradients, scratch, grad_scale, norm, found_inf, stochastic_rounding, rows));
+              std::optional<Tensor> scales1, Tensor steps, Tensor table, Tensor slots, Tensor chunks, Tensor gradients,
+              Tensor scratch, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+              std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
+  run_step(checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1}, steps, table, slots, chunks,
+                        gradients, scratch, grad_scale, norm, found_inf, stochastic_rounding, rows));
 }
 
 }  // namespace

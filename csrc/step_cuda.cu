@@ -251,12 +251,11 @@ void run_step(const Work& work, const Tensor& param) {
 
 void step_cuda(int64_t rule, Tensor param, std::optional<Tensor> master, std::optional<Tensor> state0,
                std::optional<Tensor> state1, std::optional<Tensor> state2, std::optional<Tensor> scales0,
-               std::optional<Tensor> scales1, std::optional<Tensor> scales2, Tensor steps, Tensor table, Tensor slots,
-               Tensor chunks, Tensor gradients, Tensor scratch, std::optional<Tensor> grad_scale,
-               std::optional<Tensor> norm, std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
-  const Work work = checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1, scales2}, steps,
-                                 table, slots, chunks, gradients, scratch, grad_scale, norm, found_inf,
-                                 stochastic_rounding, rows);
+               std::optional<Tensor> scales1, Tensor steps, Tensor table, Tensor slots, Tensor chunks, Tensor gradients,
+               Tensor scratch, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+               std::optional<Tensor> found_inf, bool stochastic_rounding, int64_t rows) {
+  const Work work = checked_work(rule, param, master, {state0, state1, state2}, {scales0, scales1}, steps, table, slots,
+                                 chunks, gradients, scratch, grad_scale, norm, found_inf, stochastic_rounding, rows);
   run_step(work, param);
 }
 

@@ -23,7 +23,7 @@ NAMESPACE = "hdet_kernels"
 # Parts of the schemas that all backends share. csrc/library.cpp repeats them.
 FLATS = (
     "int rule, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? state0, Tensor(d!)? state1, Tensor(e!)? state2, "
-    "Tensor(f!)? scales0, Tensor(g!)? scales1, Tensor(h!)? scales2, Tensor(i!) steps, Tensor table"
+    "Tensor(f!)? scales0, Tensor(g!)? scales1, Tensor(h!) steps, Tensor table"
 )
 SCALARS = "Tensor? grad_scale, Tensor? norm, Tensor? found_inf, bool stochastic_rounding, int rows"
 ENCODE = "int format, Tensor x, Tensor consensus, Tensor(a!)? error, Tensor(b!) wire"

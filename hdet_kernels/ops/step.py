@@ -111,7 +111,7 @@ class StepArguments:
     @property
     def flats(self) -> tuple[Any, ...]:
         """The first arguments of every backend's step operator (``operators.FLATS``)."""
-        states, scales = ([*given, None, None, None][:3] for given in (self.states, self.scales))
+        states, scales = [*self.states, None, None][:3], [*self.scales, None, None][:2]
         return list(STATES).index(self.rule), self.param, self.master, *states, *scales, self.steps, self.table
 
 

@@ -58,7 +58,7 @@ def step_operators(backend: str) -> tuple[Any, Any]:
 
 def step_arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
     """Return the arguments of the step operator, with three ``scalars``."""
-    flats = [case.param, case.master, *[*case.states, None, None][:3], None, None, None, case.steps]
+    flats = [case.param, case.master, *[*case.states, None, None][:3], None, None, case.steps]
     return [list(STATES).index(case.rule), *flats, table, *step_tables(case, backend), *scalars, False, 1]
 
 
@@ -161,7 +161,7 @@ def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -
     for compiled in (False, True):
         case = small_case("adamw", device)
         table = make_table(device, row).tensor
-        rule, *flats = step_arguments(case, where, table, None, None, None)[:11]
+        rule, *flats = step_arguments(case, where, table, None, None, None)[:10]
         tables, grads = step_tables(case, where), norm_arguments(case, where)
 
         def train(
@@ -233,19 +233,20 @@ WRONG = {
     "state missing": (3, lambda value: None, "state 1 is given and one before it is not"),
     "scales missing": (3, lambda value: value.byte(), "state 0 must have scales if it is uint8 codes"),
     "scales": (6, lambda value: torch.zeros(8), "state 0 must have scales if it is uint8 codes, and else none"),
-    "steps": (9, lambda value: value.double(), "steps has another dtype"),
-    "columns": (10, lambda value: value[:, :3].contiguous(), "must have 13 columns"),
-    "slots": (11, lambda value: value[:, :2].contiguous(), "slots must have 3 columns"),
-    "chunks": (12, lambda value: value.int(), "chunks has another dtype"),
-    "gradients": (13, lambda value: value[:1], "gradients must have 2 rows, got 1"),
-    "scratch": (14, lambda value: value[:-1], "scratch must have 256 elements, got 255"),
-    "grad_scale": (15, lambda value: torch.ones(2), "grad_scale must have 1 elements, got 2"),
-    "norm": (16, lambda value: value.float(), "norm has another dtype"),
-    "norms": (16, lambda value: value.expand(3).contiguous(), "norm must have one element, or .* got 3 for 1 rows"),
-    "found_inf": (17, lambda value: torch.ones(2), "found_inf must have 1 elements, got 2"),
+    "codes of amsgrad": (5, lambda value: value.byte(), "the largest second moment of amsgrad cannot be uint8 codes"),
+    "steps": (8, lambda value: value.double(), "steps has another dtype"),
+    "columns": (9, lambda value: value[:, :3].contiguous(), "must have 13 columns"),
+    "slots": (10, lambda value: value[:, :2].contiguous(), "slots must have 3 columns"),
+    "chunks": (11, lambda value: value.int(), "chunks has another dtype"),
+    "gradients": (12, lambda value: value[:1], "gradients must have 2 rows, got 1"),
+    "scratch": (13, lambda value: value[:-1], "scratch must have 256 elements, got 255"),
+    "grad_scale": (14, lambda value: torch.ones(2), "grad_scale must have 1 elements, got 2"),
+    "norm": (15, lambda value: value.float(), "norm has another dtype"),
+    "norms": (15, lambda value: value.expand(3).contiguous(), "norm must have one element, or .* got 3 for 1 rows"),
+    "found_inf": (16, lambda value: torch.ones(2), "found_inf must have 1 elements, got 2"),
     "rule": (0, lambda value: 17, "unknown rule 17"),
-    "replicas": (19, lambda value: 5, r"param has \d+ elements, which are not 5 rows"),
-    "table of replicas": (19, lambda value: 2, "equally many rows for each of 2 replicas, got 1"),
+    "replicas": (18, lambda value: 5, r"param has \d+ elements, which are not 5 rows"),
+    "table of replicas": (18, lambda value: 2, "equally many rows for each of 2 replicas, got 1"),
 }
 
 

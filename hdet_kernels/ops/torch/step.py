@@ -52,7 +52,6 @@ def _step(
     state2: Tensor | None,
     scales0: Tensor | None,
     scales1: Tensor | None,
-    scales2: Tensor | None,
     steps: Tensor,
     table: Tensor,
     slots: Tensor,
@@ -74,7 +73,7 @@ def _step(
     own = Row(*table.view(rows, -1, table.shape[1])[:, groups].unbind(2))  # of every replica, each [rows, slots]
     numbers = RULES[name].derive(t, steps <= 0, own)
     numbers["factor"] = _gradient_factor(h, grad_scale, _norm_of_slots(norm, groups, table))
-    states, scales = (state0, state1, state2)[: len(STATES[name])], (scales0, scales1, scales2)
+    states, scales = (state0, state1, state2)[: len(STATES[name])], (scales0, scales1, None)
     if stochastic_rounding or any(scale is not None for scale in scales):
         numbers["key"] = rounding_key(own.seed, t)
     skip: Scalar = False if found_inf is None else found_inf.squeeze() > 0

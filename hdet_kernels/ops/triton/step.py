@@ -345,7 +345,6 @@ def _step(
     state2: Tensor | None,
     scales0: Tensor | None,
     scales1: Tensor | None,
-    scales2: Tensor | None,
     steps: Tensor,
     table: Tensor,
     slots: Tensor,
