@@ -228,7 +228,7 @@ class KeptState:
     part: Part
     rows: int
     params: list[Floats]
-    buffers: list[Tensor]
+    buffers: list[Tensor | None]  # None: one that was replaced since
     state: dict[str, Tensor] | None
     others: dict[str, Any] | None
     compression: CompressionState | None

@@ -52,7 +52,6 @@ from hdet_kernels.schedule.gradients import SLOPE_STEPS
 from hdet_kernels.schedule.history import WINDOW
 from hdet_kernels.schedule.losses import AnyNumber
 from hdet_kernels.schedule.scout.phase import Scouted
-from hdet_kernels.schedule.undo.copies import state_pairs
 from hdet_kernels.schedule.undo.undoing import LastSound
 from hdet_kernels.version import __version__
 
@@ -314,7 +313,7 @@ def _check_converger(cycle: Cycle, saved: CycleState) -> None:
         expect(undoes, "hdet.undo", "None (the controller undoes nothing here)", to_plain(saved.undo))
     if cycle.undoing is not None and saved.undo is not None and saved.undo.kept is not None:
         _check_kept(cycle, saved.undo.kept, "hdet.undo.kept", saved.rows, saved.step)
-        cycle.undoing.last_sound.check_state_dict(to_plain(saved.undo.kept))
+        cycle.undoing.last_sound.check_state_dict(to_plain(saved.undo.kept), "hdet.undo.kept")
 
 
 def _check_compression(cycle: Cycle, saved: CompressionState, path: str, *, own_part: bool) -> None:
@@ -536,16 +535,5 @@ def _check_phase(scouted: Scouted, cycle: Cycle, phase: PhaseState) -> None:
     expect(phase.start is not None or not begun, f"{path}.start", "a copy of the start", phase.start)
     if phase.start is not None:
         _check_kept(cycle, phase.start, f"{path}.start", ensemble.rows, 0)
-        _check_start(cycle, to_plain(phase.start))
-
-
-def _check_start(cycle: Cycle, start: dict[str, Any]) -> None:
-    # Replicas of a stack may have a state of their own now and shared one before, or the other way round.
-    LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers).check_state_dict({**start, "state": None})
-    rows = cycle.ensemble.rows
-    for name, now, kept in state_pairs(cycle.optimizer, start["state"] or {}):
-        if kept.numel() not in (now.numel(), now.numel() * rows, now.numel() // rows):
-            raise ValueError(
-                f"the checkpoint's scout.phase.start.state.{name} has {kept.numel()} elements, the optimizer's "
-                f"{now.numel()}: {_OTHER_MODEL}, and with its optimizer"
-            )
+        start = LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers)
+        start.check_state_dict(to_plain(phase.start), f"{path}.start")

@@ -595,7 +595,7 @@ def change(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("scout", 0, "phase", "start", "params", value=[torch.zeros(3)]), "resume with the model"),
         (
             change("scout", 0, "phase", "start", "state", value={"0/step": torch.zeros(3)}),
-            "start.state.0/step has 3 elements",
+            "start.state.0/step has shape",
         ),
         (change("scout", 0, "phase", "losses", "tail", "count", value=-1), "scout.phase.losses.tail.count"),
         (change("scout", 0, "phase", "replicas", value=[2, 0, 2, 0]), "load on every process its own file"),

@@ -21,8 +21,8 @@ KINDS: tuple[Kind, ...] = ("stack shared", "stack local", "ranks shared", "ranks
 
 
 def _returned(rank: int, kind: Kind, optimizer: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Train to a sound sync and on to a broken one; return both states, and the runs after it, of this one and of one
-    that was interrupted between them."""
+    """Train to a sound sync and on to a broken one; return both states, and the runs after it, of this one and of two
+    that were interrupted between them."""
     options = {"auto_lr": Scripted(SOUND_THEN_BROKEN), **options}
     run = Undoable(kind, optimizer, rank, **options).train(SYNC)
     sound = run.everything()
@@ -30,9 +30,12 @@ def _returned(rank: int, kind: Kind, optimizer: str, options: dict[str, Any]) ->
     before, base = run.everything(), run.scheduler.get_base_lr()
     broken = run.train(1).everything()
     history = run.history()
-    resumed = Undoable(kind, optimizer, rank, **options).load(saved).train(TOTAL - 2 * SYNC + 1)
+    resumed = [
+        Undoable(kind, optimizer, rank, **options).load(saved, scheduler_first=first).train(TOTAL - 2 * SYNC + 1)
+        for first in (False, True)
+    ]
     run.train(TOTAL - 2 * SYNC)
-    ends = [{**each.everything(), "history": each.history()} for each in (run, resumed)]
+    ends = [{**each.everything(), "history": each.history()} for each in (run, *resumed)]
     base = [base, run.scheduler.get_base_lr()]
     return {"sound": sound, "before": before, "broken": broken, "history": history, "ends": ends, "base": base}
 
@@ -40,11 +43,12 @@ def _returned(rank: int, kind: Kind, optimizer: str, options: dict[str, Any]) ->
 def check_return(found: dict[str, Any]) -> None:
     assert not same(found["sound"], found["before"])
     assert same(found["sound"], found["broken"])
-    assert same(*found["ends"])
+    for resumed in found["ends"][1:]:
+        assert same(found["ends"][0], resumed)
     assert [record["undone"] for record in found["history"]] == [None, 4]
 
 
-STACKS = [("stack shared", "FusedAdamW"), ("stack local", "FusedSGD")]
+STACKS = [("stack shared", "FusedAdamW"), ("stack shared", "FusedAdam"), ("stack local", "FusedSGD")]
 QUICK_RANKS = [("ranks shared", "torch AdamW"), ("ranks local", "FusedAdamW")]
 _ALL_RANKS = list(itertools.product(KINDS[2:], OPTIMIZERS))
 
@@ -60,7 +64,7 @@ RANKS = Cases(
     ("kind", "optimizer"),
     [
         pytest.param(kind, optimizer, marks=() if (kind, optimizer) in STACKS else pytest.mark.full)
-        for kind, optimizer in itertools.product(KINDS[:2], list(OPTIMIZERS)[:2])
+        for kind, optimizer in itertools.product(KINDS[:2], list(OPTIMIZERS)[:4])
     ],
 )
 def test_a_stack_returns_bit_for_bit_and_resumes_between(kind: Kind, optimizer: str) -> None:
@@ -303,8 +307,10 @@ def test_another_number_of_replicas_resumes_without_the_copy(caplog: pytest.LogC
         (lambda kept: kept.pop("state"), r"no hdet\.undo\.kept\.state"),
         (lambda kept: kept.update(step=99), r"hdet\.undo\.kept\.step must be at most 4"),
         (lambda kept: kept["state"].update(x=3), r"hdet\.undo\.kept\.state\.x must be a tensor"),
+        (lambda kept: kept["buffers"].append(torch.ones(3)), r"hdet\.undo\.kept\.buffers have shapes"),
+        (lambda kept: kept["buffers"].insert(0, kept["buffers"].pop()), r"hdet\.undo\.kept\.buffers have shapes"),
     ],
-    ids=["fewer", "more", "missing", "later", "kind"],
+    ids=["fewer", "more", "missing", "later", "kind", "more buffers", "other buffers"],
 )
 def test_a_damaged_copy_is_refused_with_nothing_changed(damage: Any, message: str) -> None:
     run = stack(auto_lr=Scripted(SOUND_THEN_BROKEN)).train(SYNC)

@@ -71,6 +71,9 @@ SOUND_THEN_BROKEN = script(s4="sound", s8="broken")
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "FusedAdamW": hk.FusedAdamW,
     "FusedSGD": lambda params, lr: hk.FusedSGD(params, lr=lr, momentum=0.9, dampening=0.1),
+    # With a penalty in the gradient, replicas of a stack have moments of their own from the first step on.
+    "FusedAdam": lambda params, lr: hk.FusedAdam(params, lr=lr, weight_decay=0.1),
+    "FusedAdagrad": lambda params, lr: hk.FusedAdagrad(params, lr=lr, weight_decay=0.1),
     "torch AdamW": torch.optim.AdamW,
 }
 
@@ -147,8 +150,9 @@ class Undoable:
         torch.save([part.state_dict() for part in self.parts()], file)
         return file.getvalue()
 
-    def load(self, saved: bytes) -> Undoable:
-        for part, state in zip(self.parts(), torch.load(io.BytesIO(saved), weights_only=True), strict=True):
+    def load(self, saved: bytes, *, scheduler_first: bool = False) -> Undoable:
+        loads = list(zip(self.parts(), torch.load(io.BytesIO(saved), weights_only=True), strict=True))
+        for part, state in reversed(loads) if scheduler_first else loads:
             part.load_state_dict(state)
         return self
 

@@ -174,12 +174,12 @@ class LastSound:
             with torch.no_grad():
                 self._write_model(own)
 
-    def _write_model(self, values: Sequence[Tensor]) -> None:
+    def _write_model(self, values: Sequence[Tensor | None]) -> None:
         """Write parameters in full precision, and then buffers, to the tensors in use."""
         full = self._full()
         targets = [*full, *map(_real, self._buffers())]
         for target, value in zip(targets, values, strict=False):
-            if fits(target, value):
+            if value is not None and fits(target, value):
                 target.copy_(value)
         if (buckets := self.converger.tensors.buckets) is not None:
             buckets.write_full(full)
@@ -196,10 +196,18 @@ class LastSound:
             return None
         ensemble = self.converger.ensemble
         about = (self.step, self.level, [ensemble.part, ensemble.parts], ensemble.rows)
-        return {**dict(zip(_ABOUT, about, strict=True)), **self.copy.lend()}
+        kept, now = self.copy.lend(), [_real(buffer) for buffer in self._buffers()]
+        # A return leaves a buffer that was replaced since then as it is. None stands for it, because it does not fit.
+        saved = [*kept["buffers"], *[None] * len(now)][: len(now)]
+        buffers = [old if fits(buffer, old) else None for buffer, old in zip(now, saved, strict=True)]
+        return {**dict(zip(_ABOUT, about, strict=True)), **kept, "buffers": buffers}
 
-    def check_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
+    def check_state_dict(self, state: dict[str, Any] | None, path: str) -> None:
+        """Raise ValueError, which names an entry below ``path``, unless :meth:`load_state_dict` accepts ``state``.
+
+        Whether replicas of a stack have a state of their own is not compared: that may change when the optimizer is
+        loaded, before this or after it.
+        """
         if state is None or not self._is_of_here(state):
             return
         here = [param.shape[1:] if self._stacked else param.shape for param in self._full(read=True)]
@@ -207,18 +215,32 @@ class LastSound:
         rows = torch.Size([state["rows"]] if self._stacked else [])
         if len(saved) != len(here) or any(each not in (one, rows + one) for each, one in zip(saved, here, strict=True)):
             raise ValueError(
-                f"the checkpoint's hdet.undo.kept.params have shapes {[tuple(shape) for shape in saved]}, those of "
+                f"the checkpoint's {path}.params have shapes {[tuple(shape) for shape in saved]}, those of "
                 f"this model {[tuple(shape) for shape in here]}: resume with the model that it was saved with"
             )
+        self._check_buffers(state["buffers"], path)
         for name, now, kept in state_pairs(self.optimizer, state["state"] or {}):
-            # Whether replicas of a stack have a state of their own may change when the optimizer is loaded.
-            if not (fits(_real(now), kept) or fits(kept, _real(now))):
+            fewer, more = sorted((_real(now).numel(), kept.numel()))
+            if not (more in (fewer, fewer * state["rows"]) if self._stacked else fits(_real(now), kept)):
                 raise ValueError(
-                    f"the checkpoint's hdet.undo.kept.state.{name} has shape {tuple(kept.shape)}, the optimizer's "
+                    f"the checkpoint's {path}.state.{name} has shape {tuple(kept.shape)}, the optimizer's "
                     f"{tuple(now.shape)}: resume with the model and the optimizer that it was saved with"
                 )
         self.converger.check_state_dict(state["compression"])
         self.converger.check_outer_state_dict(state["outer"])
+
+    def _check_buffers(self, saved: Sequence[Tensor | None], path: str) -> None:
+        """Raise ValueError unless the buffers are those of this model, or one of the two runs did not know any."""
+        here = [_real(buffer) for buffer in self._buffers()]
+        if not (saved and here):  # without model=
+            return
+        pairs = zip(here, saved, strict=False)
+        if len(here) != len(saved) or any(kept is not None and not fits(now, kept) for now, kept in pairs):
+            shapes = [None if kept is None else tuple(kept.shape) for kept in saved]
+            raise ValueError(
+                f"the checkpoint's {path}.buffers have shapes {shapes}, those of this model "
+                f"{[tuple(buffer.shape) for buffer in here]}: resume with the model that it was saved with"
+            )
 
     def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
         """Take over a saved copy. ``own``: whether a process with the same replicas saved it.
@@ -263,9 +285,9 @@ class LastSound:
         return [local(buffer) for buffer in unique(self.buffers())]
 
 
-def fits(now: Tensor, saved: Tensor) -> bool:
+def fits(now: Tensor, saved: Tensor | None) -> bool:
     """Return whether ``saved`` can be written to ``now``: as it is, or that of one replica to each of several."""
-    return now.shape in (saved.shape, now.shape[:1] + saved.shape)
+    return saved is not None and now.shape in (saved.shape, now.shape[:1] + saved.shape)
 
 
 def _real(tensor: Tensor) -> Tensor:
