@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_choice
 from hdet_kernels.integrations.probe import BatchProbe
-from hdet_kernels.schedule import HDETOneCycleLR, HDETScheduler, release
+from hdet_kernels.schedule import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.schedule.arguments import Probe, refuse_unknown
+from hdet_kernels.schedule.attachment import release
 from hdet_kernels.torch_internals import last_lr, set_last_lr
 
 try:

@@ -14,8 +14,7 @@ the next cycle.
 training broke; ``scout/`` is what comes before the first cycle with ``max_lr=None``.
 """
 
-from hdet_kernels.schedule.attachment import release
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 
-__all__ = ["HDETOneCycleLR", "HDETScheduler", "HistorySummary", "SyncRecord", "release"]
+__all__ = ["HDETOneCycleLR", "HDETScheduler", "HistorySummary", "SyncRecord"]

@@ -495,19 +495,43 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> 
         )
     if plain is None or scouted is None:
         return None
-    config = plain.get("config") if isinstance(plain, dict) else None
-    for name, entry in scouted.config.items():
-        _check_config(config.get(name) if isinstance(config, dict) else None, entry, name)
-    saved: ScoutState = from_plain(ScoutState, plain, "scout", _sizes(cycle, cycle.ensemble.size, cycle.ensemble.rows))
+    found = plain.get("config") if isinstance(plain, dict) else None
+    config: dict[str, Any] = found if isinstance(found, dict) else {}
+    own = dict(scouted.config)
+    rounds = own.pop("rounds")  # they follow from the number of replicas, and end with the phase
+    for name, entry in own.items():
+        _check_config(config.get(name), entry, name)
+    cycle_part: Any = unpacked(state_dict["hdet"])
+    replicas = [cycle_part.get(name) if isinstance(cycle_part, dict) else None for name in ("size", "rows")]
+    saved: ScoutState = from_plain(ScoutState, plain, "scout", _sizes(cycle, *replicas))
     if (saved.phase is None) is (saved.found is None):
         raise ValueError(f"the checkpoint's scout.found and scout.phase exclude each other: {DAMAGED}")
     if saved.phase is not None:
+        _check_scouting_replicas(cycle, saved.phase)
+        _check_config(config.get("rounds"), rounds, "rounds")
         _check_phase(scouted, cycle, saved.phase)
     return saved
 
 
+def _check_scouting_replicas(cycle: Cycle, phase: PhaseState) -> None:
+    """Raise ValueError unless a process with the same replicas saved the phase."""
+    ensemble = cycle.ensemble
+    saved, here = phase.replicas, (ensemble.size, ensemble.replica, ensemble.rows, ensemble.part)
+    if phase.step == 0:  # at the start of a round all replicas are equal
+        saved = (saved[0], here[1], *saved[2:])
+    if saved == here:
+        return
+    names = ("replicas", "first replica", "replicas in a process", "shard")
+    there, own = (", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True)) for values in (saved, here))
+    raise ValueError(
+        f"the checkpoint was saved while a learning rate was looked for, by a process with {there}, and this one has "
+        f"{own}: in that time every replica has a learning rate of its own. Resume with as many replicas, and load on "
+        "every process its own file, or one that was saved later"
+    )
+
+
 def _check_phase(scouted: Scouted, cycle: Cycle, phase: PhaseState) -> None:
-    """Raise ValueError unless a process with the same replicas saved the phase, in one of its rounds."""
+    """Raise ValueError unless the phase is in one of its rounds, and what it keeps is of this model."""
     rounds, path, ensemble = scouted.plan.rounds, "scout.phase", cycle.ensemble
     expect(phase.round < len(rounds), f"{path}.round", f"below {len(rounds)}", phase.round)
     expect(phase.step < rounds[phase.round], f"{path}.step", f"below {rounds[phase.round]}", phase.step)
@@ -517,17 +541,6 @@ def _check_phase(scouted: Scouted, cycle: Cycle, phase: PhaseState) -> None:
             f"{scouted.plan.before(phase.round) + phase.step}, while a learning rate was looked for: its model is the "
             "one that the run begins with. Begin the run anew, or load a checkpoint of step "
             f"{scouted.plan.steps} or later"
-        )
-    saved, here = phase.replicas, (ensemble.size, ensemble.replica, ensemble.rows, ensemble.part)
-    if phase.step == 0:  # at the start of a round all replicas are equal
-        saved = (saved[0], here[1], *saved[2:])
-    if saved != here:
-        names = ("replicas", "first replica", "replicas in a process", "shard")
-        there, own = (", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True)) for values in (saved, here))
-        raise ValueError(
-            f"the checkpoint was saved while a learning rate was looked for, by a process with {there}, and this one "
-            f"has {own}: in that time replicas differ, so load on every process its own file, or one that was saved "
-            "later"
         )
     for name in ("first", "tail", "squares"):
         _check_by_row(f"{path}.losses.{name}", getattr(phase.losses, name), ensemble.rows)

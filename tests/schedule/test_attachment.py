@@ -14,7 +14,6 @@ from torch.optim import Adam, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet_kernels as hk
-from hdet_kernels.schedule import release
 from hdet_kernels.schedule.attachment import outermost, untouched_on_error, unwrapped
 from tests.schedule.cases import Place, adam, advance, groups_of, parameters
 from tests.training import same
@@ -99,9 +98,9 @@ def test_a_schedule_built_on_spread_learning_rates_is_refused_until_they_are_rel
     optimizer = adam()
     first = attached_cosine(optimizer)
     assert optimizer.param_groups[0]["lr"] != 0.1
-    with pytest.raises(ValueError, match=r"Call hdet_kernels\.schedule\.release\(optimizer\) before you build"):
+    with pytest.raises(ValueError, match=r"Call hdet_kernels\.release\(optimizer\) before you build"):
         attached_cosine(optimizer)
-    release(optimizer)
+    hk.release(optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.1
     second = attached_cosine(optimizer)
     assert second.get_base_lr() == [0.1]
@@ -124,11 +123,11 @@ def test_a_stack_has_its_values_back() -> None:
     optimizer = hk.FusedAdamW(stack.parameters(), lr=0.1, weight_decay=0.3)
     before = groups_of(optimizer)
     hk.HDETOneCycleLR(optimizer, 0.1, 20, ensemble=stack.ensemble, explore=EXPLORE)
-    release(optimizer)
+    hk.release(optimizer)
     (group,) = groups_of(optimizer)
     assert "per_replica" not in group
     assert group["weight_decay"] == before[0]["weight_decay"]
-    release(optimizer)
+    hk.release(optimizer)
 
 
 def _state(optimizer: Adam) -> Any:
@@ -260,7 +259,7 @@ def test_the_scheduler_keeps_the_optimizer_that_it_was_given(wrap: Callable[[Any
     scheduler = one_cycle(optimizer)
     assert scheduler.optimizer is optimizer
     assert len(inner._optimizer_step_pre_hooks) == 1, "the hooks are where the steps are made"
-    release(optimizer)
+    hk.release(optimizer)
     assert not inner._optimizer_step_pre_hooks
     assert inner.param_groups[0]["lr"] == pytest.approx(0.1 / 25)
 

@@ -617,6 +617,19 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage: Any, text: 
     assert same(other.saved(), before)
 
 
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_another_number_of_replicas_resumes_after_the_search_and_not_in_it(replicas: int) -> None:
+    run = StackRun()
+    for step in (2, ROUNDS[0]):  # within a round, and between two
+        run.train(step - run.step)
+        with pytest.raises(ValueError, match=rf"{REPLICAS}, .* this one has replicas {replicas}.*as many replicas"):
+            StackRun(replicas=replicas).scheduler.load_state_dict(run.saved()["scheduler"])
+    run.train(PHASE - run.step)
+    other = StackRun(replicas=replicas)
+    other.scheduler.load_state_dict(run.saved()["scheduler"])
+    assert other.scheduler.scouted == run.scheduler.scouted is not None
+
+
 def test_runs_with_and_without_a_learning_rate_do_not_load_each_other() -> None:
     found, given = StackRun(), StackRun(0.01)
     found.train(PHASE)
