@@ -177,11 +177,14 @@ def cards(records: Records) -> str:
         ("Replicas", str(len(last.losses)), f"{last.gradients} gradients"),
         ("Mean loss", _number(totals["last_loss"]), f"{_number(totals['first_loss'])} at the first sync"),
         ("Left out", str(totals["excluded"]), "replicas that were not finite"),
-        ("Returns", str(totals["undone"]), "to an earlier average"),
+        ("Returns", str(totals["undone"]), f"to an earlier average; {_count(totals['lost'], 'step')} lost"),
+        ("Cuts", str(totals["cuts"]), "of the learning rate, without a return"),
         ("Waited", _seconds(totals["seconds"]), "in this process, at syncs"),
         ("Sent", format_bytes(totals["bytes"]), f"in {totals['collectives']:,} collectives"),
     ]
     bad = {"Left out": totals["excluded"], "Returns": totals["undone"]}
+    for name, (given, used) in list(totals["peaks"].items())[:MOST_TOGETHER]:
+        entries.append((f"Peak of {name}", _number(used), "as given" if given == used else f"{_number(given)} given"))
     boxes = (
         f"<div{' class=bad' if bad.get(term) else ''}><dt>{term}</dt><dd>{value}<small>{more}</small></dd></div>"
         for term, value, more in entries
@@ -190,14 +193,16 @@ def cards(records: Records) -> str:
 
 
 def events(records: Records) -> str:
-    """Return the syncs at which replicas were left out or returned; empty if there are none."""
+    """Return what happened beside the schedule: replicas left out, returns and cuts; empty if there is nothing."""
     rows = []
     for record in records:
         if record.excluded:
             several = "s" if len(record.excluded) > 1 else ""
             who = ", ".join(map(str, record.excluded[:16])) + (" …" if len(record.excluded) > 16 else "")
             rows.append([f"{record.step:,}", f"replica{several} {who} left out of the mean, because not finite"])
-        if record.undone is not None:
+        if record.event is not None:
+            rows.append([f"{record.step:,}", record.event.removeprefix(f"step {record.step}: ")])
+        elif record.undone is not None:  # a record from before there were reasons
             rows.append([f"{record.step:,}", f"training broke: return to the average of step {record.undone:,}"])
     left = f"The last {MOST_ROWS} of {len(rows)}" if len(rows) > MOST_ROWS else ""
     return _table(left, ["step", "what happened"], rows[-MOST_ROWS:], text=True) if rows else ""
@@ -230,15 +235,16 @@ def value_table(records: Records) -> str:
 def all_syncs(records: Records) -> str:
     """Return the table of all syncs; of very many every n-th, and those with a return."""
     every = math.ceil(len(records) / MOST_SYNCS)
-    shown = [r for n, r in enumerate(records) if n % every == 0 or r.undone is not None or r is records[-1]]
+    shown = [r for n, r in enumerate(records) if n % every == 0 or r.event or r is records[-1]]
     names = names_of(records)[:8]
-    header = ["step", "sync", "mean loss", "best", "worst", *names, "distance", "left out", "bytes", "ms"]
+    header = ["step", "sync", "mean loss", "best", "worst", *names, "act", "distance", "left out", "bytes", "ms"]
     rows = [
         [
             f"{record.step:,}",
             _KINDS[record.kind],
             *map(_number, report.loss_range(record.losses)),
             *(_number(record.base.get(name)) for name in names),
+            record.act or "–",
             _number(record.distance),
             ", ".join(map(str, record.excluded[:8])) or "–",
             format_bytes(record.bytes),
@@ -246,7 +252,7 @@ def all_syncs(records: Records) -> str:
         ]
         for record in shown[-2 * MOST_SYNCS :]
     ]
-    text = "All syncs" if every == 1 else f"1 in {every} of {len(records):,} syncs, and those with a return"
+    text = "All syncs" if every == 1 else f"1 in {every} of {len(records):,} syncs, and those with an event"
     return f"<details class=box><summary>{text}</summary>{_table('', header, rows)}</details>"
 
 
@@ -449,7 +455,10 @@ def draw(chart: Chart, records: Records, *, wide: bool = False) -> Figure:
         axes.set_ylim(bottom=max(low, high / 10**chart.decades) / 1.2)
     if chart.zero:
         axes.axhline(0, color=MUTED, linewidth=1)
-    marks = {"return to an earlier average": ("#b3261e", [r.step for r in records if r.undone is not None][-100:])}
+    marks = {
+        "return to an earlier average": ("#b3261e", [r.step for r in records if r.undone is not None][-100:]),
+        "learning rate cut": ("#8a4fbf", [r.step for r in records if r.act == "cut"][-100:]),
+    }
     if rounds.any() and not rounds.all():
         marks["end of scouting"] = ("#8a6d00", [int(steps[rounds][-1])])
     first, last = axes.get_xlim()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hdet_kernels.checks import check_kind, spell
-from hdet_kernels.schedule.history import SyncRecord
+from hdet_kernels.schedule.history import HistorySummary, SyncRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,34 +30,38 @@ def table(history: History) -> str:
     """Return a Markdown table with a row for every sync.
 
     Columns have the mean, best and worst of the replicas' finite training losses since the last sync ("–" where none
-    was recorded), the base value of every hyperparameter, the bytes that this process sent, and the time in ms.
+    was recorded), the base value of every hyperparameter, what the controller did, the bytes that this process sent,
+    and the time in ms. Below it is a line for every return, cut and learning rate found, with its reason.
     """
     records = records_of(history)
     names = list(records[0].base) if records else []
-    header = ["step", "cycle", "mean loss", "best", "worst", *names, "excluded", "collectives", "bytes", "ms"]
-    return format_table(header, [_row(record, names) for record in records])
+    header = ["step", "cycle", "mean loss", "best", "worst", *names, "act", "excluded", "collectives", "bytes", "ms"]
+    rows = format_table(header, [_row(record, names) for record in records])
+    reasons = [f"- {record.event}" for record in records if record.event is not None]
+    return "\n".join([rows, "", *reasons]) if reasons else rows
 
 
 def summary(history: History) -> dict[str, Any]:
     """Return totals over all syncs.
 
     The keys are ``syncs``, ``steps``, ``collectives``, ``bytes``, ``seconds``, ``excluded`` (how often a replica was
-    left out), ``undone`` (how often all replicas returned to an earlier average), ``first_loss`` and ``last_loss``
-    (mean over replicas, None where none was recorded), and ``base``: the ``first``, ``last`` and ``peak`` value of
-    every hyperparameter at a sync.
+    left out), ``undone`` (how often all replicas returned to an earlier average), ``cuts`` (how often learning rates
+    were lowered at once), ``lost`` (steps that were undone), ``events`` (step and reason of each), ``peaks`` (given and
+    last peak of the schedule, by learning rate), ``first_loss`` and ``last_loss`` (mean over replicas, None where none
+    was recorded), and ``base``: the ``first``, ``last`` and ``peak`` value of every hyperparameter at a sync.
     """
     records = records_of(history)
     losses = [loss_range(record.losses)[0] for record in records]
     names = list(records[0].base) if records else []
     bases = {name: [record.base[name] for record in records] for name in names}
+    totals = HistorySummary()
+    for record in records:
+        totals.add(record)
+    counted = ("collectives", "bytes", "seconds", "excluded", "undone", "cuts", "lost", "events", "peaks")
     return {
         "syncs": len(records),
         "steps": records[-1].step if records else 0,
-        "collectives": sum(record.collectives for record in records),
-        "bytes": sum(record.bytes for record in records),
-        "seconds": sum(record.seconds for record in records),
-        "excluded": sum(len(record.excluded) for record in records),
-        "undone": sum(record.undone is not None for record in records),
+        **{name: getattr(totals, name) for name in counted},
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "base": {name: {"first": b[0], "last": b[-1], "peak": max(b)} for name, b in bases.items()},
@@ -199,6 +203,7 @@ def _row(record: SyncRecord, names: Sequence[str]) -> list[str]:
         str(record.cycle),
         *(_number(loss) for loss in loss_range(record.losses)),
         *(_number(record.base[name]) for name in names),
+        record.act or "–",
         excluded,
         str(record.collectives),
         format_bytes(record.bytes),

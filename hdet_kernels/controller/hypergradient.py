@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hdet_kernels.checks import check_kind, check_positive, check_share, keep_plain
 from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Findings, Observation, Run, State
-from hdet_kernels.controller.settings import SlopeSettings
+from hdet_kernels.controller.settings import SlopeSettings, repr_of_changes
 
 
 def annealed_peak(peak: float, run: Run, settings: SlopeSettings) -> float:
@@ -64,6 +64,7 @@ class SlopeController:
         settings: the remaining constants.
     """
 
+    __repr__ = repr_of_changes
     beta: float = 0.9
     rate: float | None = None
     start_at: float | None = None
@@ -129,9 +130,13 @@ class SlopeController:
             scheduled = min(scheduled, cap) if isinstance(scheduled, float) else scheduled.clamp(max=cap)
         return scheduled * math.exp(state["mu"][index])
 
-    def findings(self, run: Run, state: State, seen: Observation) -> Findings:
+    def factors(self, state: State) -> list[float]:
+        """Return exp(μ) of each hyperparameter; see :class:`.ExplainingController`."""
+        return [math.exp(mu) for mu in state["mu"]]
+
+    def findings(self, run: Run, before: State, after: State, seen: Observation, *, returned: bool) -> Findings:
         """Return the slopes of a sync, for its record; see :class:`.ExplainingController`."""
-        return Findings.measured(seen)
+        return replace(Findings.measured(seen), why="by the slopes of the loss")
 
     def _moved(
         self, run: Run, state: State, signal: Array, significance: Array, explored: Flags, seen: Observation
@@ -210,6 +215,7 @@ class HypergradientController(SlopeController):
     gradients. It keeps up to two copies of the parameters. The arguments are those of :class:`SlopeController`.
     """
 
+    __repr__ = repr_of_changes
     reads: ClassVar[Literal["slopes"]] = "slopes"
 
     def prepare(self, run: Run) -> Run:

@@ -10,8 +10,8 @@ with a few pure functions of numbers. Its state is a dict of plain lists that th
 3. :meth:`Controller.base` turns the state and the scheduled value into the base value η_j that is fanned out.
 
 An :class:`UndoingController` also judges every sync at which it acts. Where training broke, the scheduler brings all
-replicas back to the last average that was judged sound. An :class:`ExplainingController` tells its findings, for
-records, loggers and reports; nothing depends on them.
+replicas back to the last average that was judged sound. An :class:`ExplainingController` tells what it found and why it
+moved, for records, logs and reports; nothing depends on that.
 """
 
 from __future__ import annotations
@@ -255,11 +255,19 @@ class Findings:
         errors: standard errors of the slopes.
         posterior: by hyperparameter, mean and standard deviation of the posterior of log θ: the right peak over the
             given one. Only those that have one.
+        judgement: the numbers that the controller judged the sync by, under names of its own.
+        why: why it moved what it moved at this sync, as a clause: "training fell back (mean loss 4.2, …)".
+        left: how often it can still do so, as a clause; empty if there is nothing to say.
+        cut: whether it lowered learning rates at once because of what it saw, and did not move them little by little.
     """
 
     slopes: Array
     errors: Array
     posterior: dict[int, tuple[float, float]] = field(default_factory=dict)
+    judgement: dict[str, float] = field(default_factory=dict)
+    why: str = ""
+    left: str = ""
+    cut: bool = False
 
     @staticmethod
     def measured(seen: Observation) -> Findings:
@@ -272,18 +280,34 @@ class Findings:
         return Findings(np.where(known, seen.slopes, np.nan), np.where(known, seen.errors, np.nan))
 
     def by_name(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return slopes, errors and posterior as dicts of those that are known; no posterior at all is None."""
+        """Return slopes, errors, posterior and judgement as a record has them: what is known, by name."""
 
         def known(numbers: Array) -> dict[str, float]:
             return {name: number for name, number in zip(names, numbers.tolist(), strict=True) if math.isfinite(number)}
 
         posterior = {names[index]: list(moments) for index, moments in self.posterior.items()}
-        return {"slopes": known(self.slopes), "errors": known(self.errors), "posterior": posterior or None}
+        judgement = {name: number for name, number in self.judgement.items() if math.isfinite(number)}
+        return {
+            "slopes": known(self.slopes),
+            "errors": known(self.errors),
+            "posterior": posterior or None,
+            "judgement": judgement or None,
+        }
 
 
 @runtime_checkable
 class ExplainingController(Protocol):
-    """A controller that tells its findings. Others leave the records of their syncs without slopes."""
+    """A controller that tells its findings. The records of others have no slopes, and no reasons."""
 
-    def findings(self, run: Run, state: State, seen: Observation) -> Findings:
-        """Return the findings at the sync that ``seen`` describes and that led to ``state``."""
+    def factors(self, state: State) -> list[float]:
+        """Return the factor by which each hyperparameter is above what was given: above its schedule, or its start."""
+
+    def findings(self, run: Run, before: State, after: State, seen: Observation, *, returned: bool) -> Findings:
+        """Return the findings at a sync.
+
+        Args:
+            run: the run.
+            before, after: the states before and after the sync.
+            seen: the sync.
+            returned: whether the replicas returned to an earlier average.
+        """

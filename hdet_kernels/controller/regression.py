@@ -43,7 +43,7 @@ from hdet_kernels.controller.least_squares import (
     without_outliers,
 )
 from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Findings, Judgement, Observation, Run, State
-from hdet_kernels.controller.settings import RegressionSettings, SlopeSettings
+from hdet_kernels.controller.settings import RegressionSettings, SlopeSettings, repr_of_changes
 
 #: Largest |log θ| of the grid, and its number of points: far beyond what any evidence moves.
 GRID_REACH, GRID_POINTS = 6.0, 121
@@ -206,6 +206,24 @@ class Soundness:
             return False
         return median(self.costs) > settings.edge_cost
 
+    def numbers(self, level: float | None) -> dict[str, float]:
+        """Return the numbers that a sync with this level is judged by, NaN for those that are not known."""
+        cost = median(self.costs) if self.costs else math.nan
+        known = {"lowest": self.lowest, "gain": self.gain, "usual_change": self.usual_change, "cost": cost}
+        return {"level": math.nan if level is None else level, "last": self.last, **known}
+
+    def reason(self, level: float | None, settings: RegressionSettings, *, returned: bool) -> str:
+        """Return in words why learning rates are lowered at a sync with this level: the sign, and what decided."""
+        course = f"lowest {self.lowest:.4g}, gain so far {self.gain:.3g}, usual change {self.usual_change:.2g}"
+        seen = "not finite" if level is None else f"{level:.4g}"
+        if returned:
+            return f"training fell back (mean loss {seen} after {self.last:.4g}; {course})"
+        cost = f"{100 * median(self.costs):.0f} % of the gain, in the median of {len(self.costs)} syncs"
+        return (
+            f"near the edge of stability (raising the learning rate e-fold would cost {cost}, where "
+            f"{100 * settings.edge_cost:.0f} % is allowed; mean loss {seen}, {course})"
+        )
+
     def after(self, level: float, slope: float | None, settings: RegressionSettings) -> Soundness:
         """Return the course after one more sync.
 
@@ -281,6 +299,7 @@ class RegressionController(SlopeController):
         beta, rate, start_at, stop_at, limit, settings: see :class:`SlopeController`.
     """
 
+    __repr__ = repr_of_changes
     reads: ClassVar[Literal["losses"]] = "losses"
     ridge: float = 1e-3
     trust: float | None = 3.0
@@ -378,15 +397,49 @@ class RegressionController(SlopeController):
         moved |= self._rate_entries(run, state, seen, slopes, moved)
         return {**moved, "signs": signs.tolist(), "noise": noise}
 
-    def findings(self, run: Run, state: State, seen: Observation) -> Findings:
-        """Return the slopes and posteriors of a sync, for its record; see :class:`.ExplainingController`."""
-        slopes = self._slopes(run, seen, state["noise"])
-        found = {i: posterior_moments(state["log_likelihood"][i], self.trust, self.settings) for i in _rates(run)}
-        posterior = {index: moments for index, moments in found.items() if moments is not None}
-        if not np.isfinite(seen.losses).any():  # a slope of losses would be 0, and certain
-            return replace(Findings.measured(seen), posterior=posterior)
-        values, errors = (np.where(slopes.explored, each, np.nan) for each in (slopes.values, slopes.errors))
-        return Findings(values, errors, posterior)
+    def findings(self, run: Run, before: State, after: State, seen: Observation, *, returned: bool) -> Findings:
+        """Return slopes, posteriors and reasons of a sync, for its record; see :class:`.ExplainingController`."""
+        slopes = self._slopes(run, seen, after["noise"])
+        moments = {i: posterior_moments(after["log_likelihood"][i], self.trust, self.settings) for i in _rates(run)}
+        posterior = {index: each for index, each in moments.items() if each is not None}
+        if np.isfinite(seen.losses).any():
+            values, errors = (np.where(slopes.explored, each, np.nan) for each in (slopes.values, slopes.errors))
+            found = Findings(values, errors, posterior)
+        else:  # a slope of losses would be 0, and certain
+            found = replace(Findings.measured(seen), posterior=posterior)
+        return self._explained(run, before, after, seen, slopes, found, returned=returned)
+
+    def _explained(
+        self,
+        run: Run,
+        before: State,
+        after: State,
+        seen: Observation,
+        slopes: Slopes,
+        found: Findings,
+        *,
+        returned: bool,
+    ) -> Findings:
+        """Return the findings with the numbers that decided at this sync, and the reason for what was moved."""
+        rates, level = _rates(run), mean_level(seen.losses, self.settings)
+        if returned:
+            course = before["soundness"]
+        else:
+            certain, _ = self._with_sign_significance(before, slopes)
+            course = self._judged(seen, before, certain, rates).get("soundness")
+        judgement = Soundness.of(course).numbers(level) if course and self._moves_rates_at(run, seen.step) else {}
+        found = replace(found, judgement=judgement)
+        if level is None and returned:
+            return replace(found, why="no replica is finite")
+        if course and (returned or after["ceiling"] != before["ceiling"]):
+            reason = Soundness.of(course).reason(level, self.settings, returned=returned)
+            left = run.syncs(seen.step + 1, self.rate_steps(run)[1])
+            return replace(found, why=reason, cut=True, left=f"{left} syncs left that may lower it further")
+        followed = [found.posterior[i] for i in rates if i in found.posterior and after["mu"][i] != before["mu"][i]]
+        if followed:
+            right = " and ".join(f"{math.exp(m):.2g} (within a factor of {math.exp(d):.2g})" for m, d in followed)
+            return replace(found, why=f"the signs of the slopes put the right peak, over the given one, at {right}")
+        return replace(found, why="by the slopes of the loss")
 
     def _slopes(self, run: Run, seen: Observation, noise: list[float]) -> Slopes:
         """Return the slopes of all hyperparameters: from gradients where they were measured, or else from losses."""

@@ -6,7 +6,7 @@ Logarithms are natural. ``docs/controller.md`` has the equations that use them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from hdet_kernels.checks import check_number, check_positive, check_share, check_whole, keep_plain
@@ -40,6 +40,16 @@ _DIVISORS = (
 )
 
 
+def repr_of_changes(constants: Any) -> str:
+    """Return the repr of a dataclass with the fields that differ from their defaults, and no others."""
+    changed = []
+    for each in fields(constants):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if (value := getattr(constants, each.name)) != default:
+            changed.append(f"{each.name}={value!r}")
+    return f"{type(constants).__name__}({', '.join(changed)})"
+
+
 def _check_settings(settings: Any) -> None:
     """Raise TypeError or ValueError for a constant that is not of its kind (whole, a share, a number); keep the others
     as plain numbers."""
@@ -60,6 +70,8 @@ def _check_settings(settings: Any) -> None:
 @dataclass(frozen=True)
 class SlopeSettings:
     """Constants of all controllers that move hyperparameters against the slopes of the loss."""
+
+    __repr__ = repr_of_changes
 
     #: Default of ``start_at``: the share of the run from which learning rates are moved.
     begins: float = 0.05
@@ -89,6 +101,8 @@ class SlopeSettings:
 @dataclass(frozen=True)
 class RegressionSettings(SlopeSettings):
     """Constants of the regression controller, the default."""
+
+    __repr__ = repr_of_changes
 
     # Learning rates. Each is what the tasks of the quality suite measure (docs/controller-why.md).
     #: Default of ``start_at`` for learning rates: the first sync counts.
@@ -142,6 +156,8 @@ class RegressionSettings(SlopeSettings):
 @dataclass(frozen=True)
 class SoftmaxSettings:
     """Constants of the paper's controller that are not its arguments."""
+
+    __repr__ = repr_of_changes
 
     #: Smallest share of itself that one sync leaves of a base value.
     smallest_step: float = 0.01

@@ -11,7 +11,7 @@ import numpy as np
 
 from hdet_kernels.checks import check_kind, check_number, check_positive, check_share, check_whole, keep_plain, spell
 from hdet_kernels.controller.protocol import Array, Observation, Run, State
-from hdet_kernels.controller.settings import SoftmaxSettings
+from hdet_kernels.controller.settings import SoftmaxSettings, repr_of_changes
 
 log = logging.getLogger("hdet_kernels")
 
@@ -34,6 +34,7 @@ class SoftmaxController:
         settings: the remaining constants.
     """
 
+    __repr__ = repr_of_changes
     warmup_steps: int = 100_000
     scale: float = 0.1
     rate: float = 0.5

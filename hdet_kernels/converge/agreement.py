@@ -67,11 +67,12 @@ class NoneSound(RuntimeError):
 
     Attributes:
         agreement: the conclusions from the handshake.
+        found: what is not finite, and on which ranks.
     """
 
-    def __init__(self, message: str, agreement: Agreement) -> None:
+    def __init__(self, message: str, agreement: Agreement, found: str) -> None:
         super().__init__(message)
-        self.agreement = agreement
+        self.agreement, self.found = agreement, found
 
     @property
     def kept(self) -> int | None:
@@ -178,8 +179,9 @@ def none_sound(columns: Mapping[str, Floats], names: Sequence[Sequence[str]], st
             "where buffers are not finite differs between the replicas; keep them finite, or pass "
             "averaging=hk.Averaging(buffers=False)"
         )
-    message = f"no replica is sound at step {step}; not finite: {', '.join(found)}. Nothing was overwritten: {remedy}"
-    return NoneSound(message, conclude(columns))
+    what = ", ".join(found)
+    message = f"no replica is sound at step {step}; not finite: {what}. Nothing was overwritten: {remedy}"
+    return NoneSound(message, conclude(columns), what)
 
 
 def name_ranks(chosen: Flags, ranks: Floats) -> str:

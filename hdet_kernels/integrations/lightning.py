@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet_kernels.checks import check_flag
+from hdet_kernels.integrations.loggers import write_text
 from hdet_kernels.integrations.probe import BatchProbe, evaluating
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule import SyncRecord
@@ -236,6 +237,8 @@ def write_metrics(trainer: Any, scheduler: WithCycle, name: str, record: SyncRec
     for logger in trainer.loggers:
         # Lightning counts steps from 0. A logger may refuse to go back to the number of the step after this one.
         logger.log_metrics(metrics, step=max(record.step - 1, 0))
+        if record.event is not None:
+            write_text(getattr(logger, "experiment", None), record.event, max(record.step - 1, 0))
 
 
 def leave_start(scheduler: WithCycle, module: torch.nn.Module) -> None:

@@ -39,11 +39,20 @@ class Writer:
         """Write the metrics of a sync at its step. Exceptions of the logger are logged, and training goes on."""
         try:
             self._write(record.metrics(replicas=self.replicas), record.step)
+            if record.event is not None:
+                self._write_event(record.event, record.step)
+            self._flush()
         except Exception as error:  # whatever a logger raises: a full disk, a lost connection, a finished run
             log.error("step %d: %s could not write its metrics: %r", record.step, type(self).__name__, error)
 
     def _write(self, metrics: dict[str, float], step: int) -> None:
         raise NotImplementedError
+
+    def _write_event(self, why: str, step: int) -> None:
+        """Write what the controller did, and why, if the logger takes text. The metrics have it as numbers."""
+
+    def _flush(self) -> None:
+        """Have what was written in the file, if there is one."""
 
 
 class TensorBoardWriter(Writer):
@@ -87,6 +96,11 @@ class TensorBoardWriter(Writer):
             self._writer = self._open(self._folder)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def _write_event(self, why: str, step: int) -> None:
+        write_text(self._writer, why, step)
+
+    def _flush(self) -> None:
         if self._folder is not None:
             self._writer.flush()  # a run that dies leaves its syncs; there are few
 
@@ -95,6 +109,12 @@ class TensorBoardWriter(Writer):
         if self._folder is not None and self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def write_text(writer: Any, why: str, step: int) -> None:
+    """Write the reason of an act to a ``SummaryWriter``, or anything else with ``add_text``, as ``hdet/why``."""
+    if callable(add_text := getattr(writer, "add_text", None)):
+        add_text("hdet/why", why, step)
 
 
 class DictWriter(Writer):

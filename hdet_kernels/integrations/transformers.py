@@ -154,8 +154,8 @@ class HDETCallback(TrainerCallback):
             belongs to it too.
         record_losses: take the loss that the model returns in training. False if your own code calls
             ``scheduler.record_loss``.
-        log_metrics: add the scheduler's metrics to the training logs. Loggers of transformers come before a callback
-            and do not see them; those of :class:`.HDETTrainer` do.
+        log_metrics: add :meth:`metrics` to the training logs. Loggers of transformers come before a callback and do not
+            see them; those of :class:`.HDETTrainer` do.
     """
 
     def __init__(self, *, save: str = "consensus", record_losses: bool = True, log_metrics: bool = True) -> None:
@@ -168,6 +168,8 @@ class HDETCallback(TrainerCallback):
         self._averaged_at: int | None = None  # the last step at which it was
         self._stepped = False  # a step was made in this training
         self._due = {"save": False, "evaluate": False}  # what waits for a sync
+        self._events: list[str] = []  # what the controller did and the history of the trainer does not have yet
+        self._on_sync: RemovableHandle | None = None
         self._rates: tuple[list[Any], list[Any]] | None = None  # base values and this replica's own
 
     # The beginning
@@ -187,6 +189,8 @@ class HDETCallback(TrainerCallback):
         self._due = {"save": False, "evaluate": False}
         self.losses = StepLoss()
         self._unhook()
+        self._events.clear()
+        self._on_sync = self._scheduler.on_sync(lambda record: self._events.extend(filter(None, (record.event,))))
         if self.record_losses:
             if args.label_smoothing_factor:
                 raise ValueError(
@@ -216,10 +220,12 @@ class HDETCallback(TrainerCallback):
         set_last_lr(self.scheduler, base)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Put the average in place if an evaluation or a checkpoint follows."""
+        """Note what the controller did, and put the average in place if an evaluation or a checkpoint follows."""
         self._stepped = True
         if self._rates is not None and last_lr(self.scheduler) is self._rates[0]:  # AMP left the step out
             set_last_lr(self.scheduler, self._rates[1])
+        state.log_history += [{"hdet/why": why, "step": state.global_step} for why in self._events]
+        self._events.clear()
         return self.on_epoch_end(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -255,8 +261,20 @@ class HDETCallback(TrainerCallback):
                 state.log_history[-1].update(metrics)
 
     def metrics(self) -> dict[str, float]:
-        """Return the scheduler's metrics; none before training."""
-        return {} if self._scheduler is None else self._scheduler.metrics()
+        """Return what a line of the log says of HDET: losses, base and own learning rates, and the acts so far.
+
+        Loss and probe are of the last sync, the learning rates are those of now. There are none before training.
+        """
+        if self._scheduler is None:
+            return {}
+        own = f"hdet/replica{self._scheduler.cycle.ensemble.replica}/lr"
+        chosen = {
+            name.replace(own, "hdet/lr"): value
+            for name, value in self._scheduler.metrics().items()
+            if name in ("hdet/loss", "hdet/probe") or name.startswith(("hdet/base/lr", own))
+        }
+        summary = self._scheduler.history_summary
+        return {**chosen, "hdet/acts": float(summary.undone + summary.cuts)}
 
     @contextlib.contextmanager
     def average(self, step: int) -> Iterator[None]:
@@ -334,9 +352,10 @@ class HDETCallback(TrainerCallback):
             )
 
     def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for handle in (self._hook, self._on_sync):
+            if handle is not None:
+                handle.remove()
+        self._hook = self._on_sync = None
 
 
 def _checked_scheduler(scheduler: Any, steps: int) -> HDETOneCycleLR | HDETScheduler:

@@ -249,6 +249,12 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Event:
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
 class SummaryState:
     syncs: int
     collectives: int
@@ -260,6 +266,10 @@ class SummaryState:
     loss: dict[str, float]  # the same; empty before the first loss
     every: Positive
     points: list[Point]
+    cuts: int = 0
+    lost: int = 0
+    events: list[Event] = dataclasses.field(default_factory=list)
+    peaks: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import ExplainingController, Findings, MeasuredSlopes, Run
+from hdet_kernels.controller.protocol import Findings, MeasuredSlopes, Run
 from hdet_kernels.converge import (
     AverageRequest,
     AverageState,
@@ -36,6 +36,7 @@ from hdet_kernels.converge import (
 from hdet_kernels.converge.handshake import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
+from hdet_kernels.schedule.acts import Act, Before, Return, explained, peaks_of
 from hdet_kernels.schedule.arguments import GradientMode, Probe
 from hdet_kernels.schedule.gradients import Displacement, fingerprint
 from hdet_kernels.schedule.guards import StepCount
@@ -298,6 +299,8 @@ class Cycle:
             self.window.clear()
             self.steps.synced()
             self.fan_out()
+        if step == self.run.total_steps and self.spread.controller is not None and self.first_process:
+            log.info("the run ended: %s", self.history.summary.outcome())
         return mark is not None
 
     def _acts(self, step: int) -> bool:
@@ -408,10 +411,10 @@ def apply_overlapping(cycle: Cycle, step: int) -> bool:
     cycle.overlapping = None
     if not outcome.healthy[held(cycle.ensemble)].all():
         cycle.window.clear()  # these losses are of parameters that were not finite until now
-    undone = _finish(cycle, overlapping.step, step, overlapping.placed, overlapping.acting, outcome, measured)
-    if undone is not None:
+    returned = _finish(cycle, overlapping.step, step, overlapping.placed, overlapping.acting, outcome, measured)
+    if returned:
         cycle.window.clear()  # these losses are of what was undone
-    return undone is not None
+    return returned
 
 
 def converge(cycle: Cycle) -> None:
@@ -506,29 +509,27 @@ def _finish(
     acting: bool,
     outcome: Outcome,
     measured: Tensor | None,
-) -> int | None:
+) -> bool:
     """Let the controller act on the sync that followed ``step`` and was applied after ``applied``, and record it.
 
     ``measured``: what :func:`_measured_by_parts` returned before anything was averaged.
 
     Returns:
-        The step of the earlier average that was taken again; None if there was no return.
+        Whether the replicas returned to an earlier average.
     """
     slopes = _end_cycle(cycle, step, outcome.shared, measured)
     _warn_of_equal_losses(cycle, step, placed, outcome)
-    undone, findings = None, None
+    undone, findings, act = None, None, None
     if acting:  # before anything is recorded, because a controller may raise
-        seen = cycle.spread.observe(placed, outcome.compared, step, slopes)
+        seen, before = cycle.spread.observe(placed, outcome.compared, step, slopes), Before.of(cycle.spread)
         if cycle.undoing is None:
             cycle.spread.move(cycle.run, seen)
         else:
             undone = cycle.undoing.act(cycle.run, seen, outcome, landed=applied)
-        controller = cycle.spread.controller
-        if isinstance(controller, ExplainingController):
-            findings = controller.findings(cycle.run, cycle.spread.controller_state, seen)
+        findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.before)
     cycle.shared = outcome.shared
-    _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone, findings)
-    return undone
+    _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone, findings, act)
+    return undone is not None
 
 
 def _end_cycle(cycle: Cycle, step: int, shared: bool | None, measured: Tensor | None) -> MeasuredSlopes | None:
@@ -557,12 +558,14 @@ def _recover(cycle: Cycle, step: int, applied: int, placed: Placement, none: Non
     """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
     if cycle.undoing is None or not cycle.undoing.can_go_back(none.kept):
         raise none
-    log.warning("%s", str(none).partition(". Nothing was")[0])
     slopes = _end_cycle(cycle, step, None, _measured_by_parts(cycle))
-    unknown = np.full(cycle.ensemble.size, np.nan)
-    undone = cycle.undoing.go_back(cycle.run, cycle.spread.observe(placed, unknown, step, slopes))
+    unknown, before = np.full(cycle.ensemble.size, np.nan), Before.of(cycle.spread)
+    seen = cycle.spread.observe(placed, unknown, step, slopes)
+    undone = cycle.undoing.go_back(cycle.run, seen)
+    cause = f"no replica is sound; not finite: {none.found}"
+    findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.before, cause=cause)
     outcome = Outcome.of_none(none.agreement, handshake_cost(cycle.ensemble), 0.0)
-    _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone)
+    _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone, findings, act)
 
 
 def _kind(cycle: Cycle, step: int) -> Kind:
@@ -576,23 +579,30 @@ def _record(
     kind: Kind,
     placed: Placement,
     outcome: Outcome,
-    undone: int | None = None,
+    undone: Return | None = None,
     findings: Findings | None = None,
+    act: Act | None = None,
 ) -> None:
+    names = [hyper.name for hyper in cycle.spread.hyperparameters]
     record = SyncRecord.of(
         outcome,
         placed,
-        [hyper.name for hyper in cycle.spread.hyperparameters],
+        names,
         step=cycle.before + step,
         cycle=(step - 1) // cycle.run.sync_every if kind != "manual" else cycle.number,
         kind=kind,
         gradients=cycle.gradients,
         landed=cycle.before + applied,
-        undone=None if undone is None else cycle.before + undone,
+        undone=None if undone is None else cycle.before + undone.step,
         findings=findings,
+        act=act,
+        peaks=peaks_of(cycle.spread, cycle.run, names),
     )
-    if record.excluded and undone is None:
-        log.warning("step %d: replicas %s were not finite; left out of the mean and given it", step, record.excluded)
+    if cycle.first_process:
+        if (bad := record.excluded) and undone is None:
+            log.warning("step %d: replicas %s were not finite; left out of the mean and given it", record.step, bad)
+        if act is not None:
+            act.log()
     cycle.add_record(record)
 
 

@@ -24,6 +24,7 @@ from hdet_kernels.checks import check_callable, check_flag
 from hdet_kernels.controller.protocol import Findings
 from hdet_kernels.converge import Outcome
 from hdet_kernels.fanout.spread import Placement
+from hdet_kernels.schedule.acts import EVENTS, Act, ActKind, peak_words
 from hdet_kernels.schedule.losses import AnyNumber
 
 Kind = Literal["sync", "early", "last", "manual", "scout"]
@@ -33,6 +34,10 @@ WINDOW = 1000
 
 #: Points of the summary's curve. When there are twice as many, every other one is dropped.
 POINTS = 128
+
+
+#: Returns and cuts that a summary keeps, and hyperparameters and events that it prints.
+MOST_EVENTS, MOST_ROWS = 32, 8
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,16 @@ class SyncRecord:
             learning rate; None where none is kept (``trust`` of 3 or less).
         distance: root mean square of the replicas' distances from their mean, over the norm of the mean; None where it
             is not known. Of a sharded replica that of the shard in this process.
+        act: what the controller did: ``"return"`` (all replicas returned to an earlier average), ``"cut"`` (learning
+            rates were lowered at once), ``"move"`` (values were moved by a little); None: nothing was moved.
+        why: what it did and why, in one sentence, as it was logged: the step, the sign and its numbers, old and new
+            values, and how many are left; None: nothing was moved.
+        judgement: the numbers that the controller judged this sync by; None where it does not act or tells none. Those
+            of the default controller: ``level`` (mean loss), ``last`` (that of the sync before), ``lowest``, ``gain``
+            (since the first sync), ``usual_change`` (of the level, from sync to sync), ``cost`` (of an e-fold larger
+            learning rate, over the gain).
+        peaks: the given peak of the schedule and the one after this sync, by name of the learning rate; None where the
+            controller does not scale the schedule.
     """
 
     step: int
@@ -85,6 +100,10 @@ class SyncRecord:
     errors: dict[str, float] | None = None
     posterior: dict[str, list[float]] | None = None
     distance: float | None = None
+    act: ActKind | None = None
+    why: str | None = None
+    judgement: dict[str, float] | None = None
+    peaks: dict[str, list[float]] | None = None
 
     @staticmethod
     def of(
@@ -99,6 +118,8 @@ class SyncRecord:
         landed: int | None = None,
         undone: int | None = None,
         findings: Findings | None = None,
+        act: Act | None = None,
+        peaks: dict[str, list[float]] | None = None,
     ) -> SyncRecord:
         """Return the record of an average.
 
@@ -106,10 +127,11 @@ class SyncRecord:
             outcome: that of the average.
             placed: what the replicas had trained with.
             names: names of the hyperparameters.
-            step, cycle, kind, undone: as the fields.
+            step, cycle, kind, undone, peaks: as the fields.
             gradients: as it is known; ``"auto"``: as the average found out.
             landed: as the field; None: ``step``.
             findings: those of the controller, if it acted.
+            act: what the controller did, if it moved something.
         """
         return SyncRecord(
             step=step,
@@ -128,12 +150,20 @@ class SyncRecord:
             taken=outcome.taken,
             undone=undone,
             distance=outcome.distance,
+            act=None if act is None else act.kind,
+            why=None if act is None else act.why,
+            peaks=peaks,
             **(findings.by_name(names) if findings else {}),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict."""
         return asdict(self)
+
+    @property
+    def event(self) -> str | None:
+        """The sentence of :attr:`why` where the controller returned or cut, and did not move values by a little."""
+        return self.why if self.act in EVENTS else None
 
     def metrics(self, *, replicas: bool = True) -> dict[str, float]:
         """Return the numbers of this sync under flat names, for a logger. ``docs/usage/loggers.md`` lists them.
@@ -159,6 +189,8 @@ class SyncRecord:
                 "distance": self.distance,
                 "excluded": len(self.excluded),
                 "returned": self.undone is not None,
+                "cut": self.act == "cut",
+                **{f"peak/{short[name]}": now for name, (_, now) in (self.peaks or {}).items()},
                 "seconds": self.seconds,
                 "bytes": self.bytes,
                 "collectives": self.collectives,
@@ -187,6 +219,10 @@ class HistorySummary:
         syncs, collectives, bytes, seconds: how many, and the sums over them.
         excluded: how often a replica was left out.
         undone: how often all replicas returned to an earlier average.
+        cuts: how often learning rates were lowered at once, without a return.
+        lost: steps that were undone.
+        events: the last returns and cuts: ``step`` and ``why``.
+        peaks: the given peak of the schedule and the last one, by name of the learning rate.
         base: ``first``, ``lowest``, ``highest`` and ``last`` value of every hyperparameter at a sync, by name.
         loss: the same of the mean training loss; empty before the first that is known.
         every: every how many syncs the curve has a point.
@@ -199,10 +235,14 @@ class HistorySummary:
     seconds: float = 0.0
     excluded: int = 0
     undone: int = 0
+    cuts: int = 0
+    lost: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+    peaks: dict[str, list[float]] = field(default_factory=dict)
     base: dict[str, dict[str, float]] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
     every: int = 1
-    points: list[dict[str, Any]] = field(default_factory=list)
+    points: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def add(self, record: SyncRecord) -> None:
         """Count one more sync."""
@@ -217,6 +257,12 @@ class HistorySummary:
         self.seconds += record.seconds
         self.excluded += len(record.excluded)
         self.undone += record.undone is not None
+        self.cuts += record.act == "cut"
+        if record.undone is not None:
+            self.lost += (record.step if record.landed is None else record.landed) - record.undone
+        if record.event is not None:
+            self.events = [*self.events, {"step": record.step, "why": record.event}][-MOST_EVENTS:]
+        self.peaks = record.peaks or self.peaks
         for name, value in record.base.items():
             self.base[name] = _extended(self.base.get(name, {}), value)
         if (loss := record.mean_loss) is not None:
@@ -225,6 +271,25 @@ class HistorySummary:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict of plain values."""
         return asdict(self)
+
+    def outcome(self) -> str:
+        """Return what became of the peaks that were given, in one line: "peak of lr/0 0.2 given, 0.0667 used; …"."""
+        counts = [(self.undone, "return"), (self.cuts, "cut")]
+        acts = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts if count)
+        lost = f", {self.lost} steps lost" if self.lost else ""
+        return "; ".join(part for part in (peak_words(self.peaks), (acts or "no return, no cut") + lost) if part)
+
+    def __str__(self) -> str:
+        """Return a screenful: what happened to the learning rate, the losses and what the syncs cost."""
+        rows = [("loss", self.loss), *list(self.base.items())[:MOST_ROWS]]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{self.syncs} syncs, {self.seconds:.3g} s, {self.bytes} bytes; replicas left out: {self.excluded}"]
+        for name, values in rows:
+            lines.append(f"{name:<{width}}  " + ", ".join(f"{word} {value:.4g}" for word, value in values.items()))
+        if len(self.base) > MOST_ROWS:
+            lines.append(f"… and {len(self.base) - MOST_ROWS} more")
+        lines.append(self.outcome())
+        return "\n".join([*lines, *(f"- {event['why']}" for event in self.events[-MOST_ROWS:])])
 
 
 def _extended(known: dict[str, float], value: float) -> dict[str, float]:
@@ -283,7 +348,8 @@ class History:
     def of(records: Sequence[dict[str, Any]], summary: dict[str, Any]) -> History:
         """Return the history that was saved as these two."""
         copied = {**summary, "base": {name: dict(each) for name, each in summary["base"].items()}}
-        copied |= {"loss": dict(summary["loss"]), "points": list(summary["points"])}
+        copied |= {name: dict(summary.get(name, {})) for name in ("loss", "peaks")}
+        copied |= {name: list(summary.get(name, ())) for name in ("points", "events")}
         return History([SyncRecord(**record) for record in records], HistorySummary(**copied))
 
 

@@ -175,6 +175,8 @@ class WithCycle:
             "syncs": summary.syncs,
             "excluded": summary.excluded,
             "returns": summary.undone,
+            "cuts": summary.cuts,
+            "lost": summary.lost,
             "seconds": summary.seconds,
             "bytes": summary.bytes,
             "collectives": summary.collectives,
@@ -626,7 +628,6 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         phase.end_step(loss)
         if phase.scouted.found is not None:
             self._begin_run(phase.scouted)
-            phase.log_found()
         self._last_lr = learning_rates(self._inner)
 
     def _begin_run(self, scouted: Scouted) -> None:

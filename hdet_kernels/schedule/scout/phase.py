@@ -12,6 +12,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.group_entries import write_entry
+from hdet_kernels.schedule.acts import Act
 from hdet_kernels.schedule.build import scheduled_now, write_momentum
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradients import fingerprint
@@ -41,6 +43,7 @@ from hdet_kernels.schedule.scout.rounds import (
     Comparison,
     Plan,
     ScoutSettings,
+    Verdict,
     candidates,
     choose,
     first_bracket,
@@ -205,14 +208,11 @@ class Scouting:
                 *(self.scouted.settings.lowest, self.scouted.settings.highest, self.ensemble.size, plan.run),
             )
 
-    def log_found(self) -> None:
-        """Log the learning rate that was found."""
-        found, plan = self.scouted.found, self.scouted.plan
-        if self.cycle.first_process and found is not None:
-            rates = ", ".join(f"{rate:.3g}" for rate in self.scouted.rates(found))
-            log.warning(
-                "step %d: the peak learning rate is %s; the run begins, with %d steps", plan.steps, rates, plan.run
-            )
+    def _found(self, verdict: Verdict) -> str:
+        """Return in one sentence which learning rate was found."""
+        plan, rates = self.scouted.plan, ", ".join(f"{rate:.3g}" for rate in self.scouted.rates(verdict.rate))
+        found = f"step {plan.steps}: the peak learning rate is {rates}, {verdict.how}"
+        return f"{found}; the run begins, with {plan.run} steps"
 
     # The learning rates
 
@@ -362,9 +362,13 @@ class Scouting:
         record = scout_record(
             hyperparameters, self.peaks, seen, training, self.ensemble, step=self.made + 1, number=self.round
         )
-        self.cycle.add_record(record)
+        act = None if verdict is None else Act("found", self._found(verdict))
+        self.cycle.add_record(record if act is None else replace(record, act=act.kind, why=act.why))
         self._return_to_start(last=last)
-        self._log_round(seen, bracket, None if verdict is None else verdict.how)
+        if self.cycle.first_process:
+            self._log_round(seen, bracket)
+            if act is not None:
+                act.log()
         self.losses.clear()
         self.step = 0
         self.round += 1
@@ -388,9 +392,7 @@ class Scouting:
         else:
             self.own.separate_state()
 
-    def _log_round(self, seen: Comparison, bracket: Bracket, how: str | None) -> None:
-        if not self.cycle.first_process:
-            return
+    def _log_round(self, seen: Comparison, bracket: Bracket) -> None:
         pairs = ", ".join(f"{rate:.2g}: {loss:.4g}" for rate, loss in zip(seen.rates, seen.losses, strict=True))
         log.info("scouting round %d, learning rate and loss: %s", self.round + 1, pairs)
         if not seen.learned(self.scouted.settings):
@@ -399,8 +401,6 @@ class Scouting:
                 "range narrows to %.2g to %.2g only",
                 *(self.round + 1, seen.level, math.exp(bracket[0]), math.exp(bracket[1])),
             )
-        if how is not None:
-            log.info("the learning rate is %s", how)
 
     # The model that the run begins with
 

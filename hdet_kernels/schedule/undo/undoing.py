@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from hdet_kernels.controller.protocol import Observation, Run, UndoingController, returns_allowed
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.schedule.acts import Return
 from hdet_kernels.schedule.gradients import Displacement
 from hdet_kernels.schedule.undo.copies import KeptTensors, copy_all, reset_others, state_pairs, whole_state
 from hdet_kernels.tensors import local, unique, wide_dtype
@@ -354,7 +355,7 @@ class Undoing:
                 "before the first sound average; make a step before capturing to have it kept"
             )
 
-    def act(self, run: Run, seen: Observation, outcome: Outcome, *, landed: int) -> int | None:
+    def act(self, run: Run, seen: Observation, outcome: Outcome, *, landed: int) -> Return | None:
         """Let the controller act on a sync: move the base values, or return to the last sound average.
 
         Args:
@@ -364,7 +365,7 @@ class Undoing:
             landed: the step after which the average was applied.
 
         Returns:
-            The step of the average that was taken again; None if there was no return.
+            The return to the last sound average; None if there was none.
         """
         judgement = self.controller.judge(run, self.spread.controller_state, seen)
         if judgement == "broken" and self.can_go_back(outcome.kept):
@@ -379,37 +380,26 @@ class Undoing:
             self.last_sound.keep(seen.step, _level(seen), params_alike=alike, state_alike=alike and outcome.state)
         return None
 
-    def go_back(self, run: Run, seen: Observation) -> int:
-        """Return to the last sound average and return its step."""
-        kept, before = self.last_sound, self.spread.placement().base
+    def go_back(self, run: Run, seen: Observation) -> Return:
+        """Return to the last sound average."""
+        kept = self.last_sound
         state = self.controller.undone(run, self.spread.controller_state, seen)  # first, because it may raise
         kept.restore()
         self.spread.controller_state = state
         self.returns += 1
-        step, level = kept.step or 0, _level(seen)
-        names = [hyper.name for hyper in self.spread.hyperparameters]
-        moved = zip(names, before.tolist(), self.spread.placement().base.tolist(), strict=True)
-        log.warning(
-            "step %d: training broke (%s; %s at step %d): all replicas return to the average of step %d, with %s "
-            "(return %d of at most %d)",
-            seen.step,
-            "no replica is finite" if level is None else f"mean loss {level:.4g}",
-            "not known" if kept.level is None else f"{kept.level:.4g}",
-            *(step, step),
-            ", ".join(f"{name}={new:.3g} after {old:.3g}" for name, old, new in moved if new != old) or "no change",
-            *(self.returns, self.controller.undo),
-        )
+        made = Return(kept.step or 0, kept.level, self.returns, self.controller.undo)
         if self.returns >= self.controller.undo or not run.acts_after(self.controller, seen.step):
             kept.drop()
-        return step
+        return made
 
     def can_go_back(self, agreed: int | None) -> bool:
         """Return whether all processes keep the same average, of step ``agreed``, and returns are left."""
         return agreed is not None and agreed == self.kept
 
     def _tell(self, seen: Observation) -> None:
-        """Warn, once, that training broke and nothing can be undone."""
-        if not self._told:
+        """Warn, once and in the first process, that training broke and nothing can be undone."""
+        ensemble = self.last_sound.converger.ensemble
+        if not self._told and (ensemble.replica, ensemble.part) == (0, 0):
             self._told = True
             log.warning(
                 "step %d: training broke (mean loss %s) and is not undone: returns made: %d of at most %d, last sound "
