@@ -202,8 +202,6 @@ def events(records: Records) -> str:
             rows.append([f"{record.step:,}", f"replica{several} {who} left out of the mean, because not finite"])
         if record.event is not None:
             rows.append([f"{record.step:,}", record.event.removeprefix(f"step {record.step}: ")])
-        elif record.undone is not None:  # a record from before there were reasons
-            rows.append([f"{record.step:,}", f"training broke: return to the average of step {record.undone:,}"])
     left = f"The last {MOST_ROWS} of {len(rows)}" if len(rows) > MOST_ROWS else ""
     return _table(left, ["step", "what happened"], rows[-MOST_ROWS:], text=True) if rows else ""
 

@@ -44,7 +44,17 @@ def run(count: int, **options: Any) -> list[SyncRecord]:
 NAN = math.nan
 BROKEN = run(20)
 BROKEN[5] = replace(BROKEN[5], losses=[NAN, 1.0, 1e6, math.inf], excluded=[0, 3])
-BROKEN[6] = replace(BROKEN[6], losses=[NAN] * 4, excluded=[0, 1, 2, 3], undone=50, slopes={}, errors={}, distance=None)
+BROKEN[6] = replace(
+    BROKEN[6],
+    losses=[NAN] * 4,
+    excluded=[0, 1, 2, 3],
+    undone=50,
+    act="return",
+    why="step 70: all are bad",
+    slopes={},
+    errors={},
+    distance=None,
+)
 
 _OLD: dict[str, Any] = dict.fromkeys(("slopes", "errors", "posterior", "distance", "probes"))
 

@@ -153,6 +153,7 @@ def test_the_totals() -> None:
         "Mean loss": "2.73",
         "Left out": "6",
         "Returns": "1",
+        "Cuts": "0",
         "Waited": "5.0 s",
         "Sent": "10.0 GB",
     }
@@ -171,7 +172,7 @@ def test_events_and_base_values() -> None:
     assert cells(pages.events(BROKEN))[1:] == [
         ["60", "replicas 0, 3 left out of the mean, because not finite"],
         ["70", "replicas 0, 1, 2, 3 left out of the mean, because not finite"],
-        ["70", "training broke: return to the average of step 50"],
+        ["70", "all are bad"],
     ]
     assert pages.events(run(3)) == ""
     many = pages.events(run(100, excluded=[1]))

@@ -43,7 +43,7 @@ class Return:
 
 @dataclass(frozen=True)
 class Act:
-    """What the controller did at one sync.
+    """One act of the controller at a sync.
 
     Args:
         kind: ``"return"``: all replicas returned to an earlier average; ``"cut"``: learning rates were lowered at

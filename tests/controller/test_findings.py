@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
-from hdet_kernels.controller.protocol import ExplainingController, Findings, Observation, Run
+from hdet_kernels.controller.protocol import ExplainingController, Findings, Observation, Run, State
+from hdet_kernels.controller.settings import RegressionSettings
 from tests.controller.cases import RUN, fan, observe
+
+
+def findings(controller: ExplainingController, run: Run, state: State, seen: Observation) -> Findings:
+    return controller.findings(run, state, state, seen, returned=False)
 
 
 def test_only_what_is_known_has_a_name() -> None:
@@ -19,11 +24,13 @@ def test_only_what_is_known_has_a_name() -> None:
         "slopes": {"lr/0": 1.0},
         "errors": {"wd": 2.0},
         "posterior": {"wd": [0.5, 0.25]},
+        "judgement": None,
     }
     assert Findings(np.full(1, math.nan), np.full(1, math.nan)).by_name(["lr/0"]) == {
         "slopes": {},
         "errors": {},
         "posterior": None,
+        "judgement": None,
     }
 
 
@@ -32,9 +39,9 @@ def test_slopes_from_gradients_are_told_with_their_errors() -> None:
     seen = dataclasses.replace(
         observe([1, 2, 3, 4], fan(4, 2)), slopes=np.array([-2.0, 0.0]), errors=np.array([0.5, math.inf])
     )
-    found = controller.findings(RUN, controller.start(2), seen).by_name(["lr/0", "wd"])
-    assert found == {"slopes": {"lr/0": -2.0}, "errors": {"lr/0": 0.5}, "posterior": None}
-    without = controller.findings(RUN, controller.start(2), observe([1, 2, 3, 4], fan(4, 2)))
+    found = findings(controller, RUN, controller.start(2), seen).by_name(["lr/0", "wd"])
+    assert found == {"slopes": {"lr/0": -2.0}, "errors": {"lr/0": 0.5}, "posterior": None, "judgement": None}
+    without = findings(controller, RUN, controller.start(2), observe([1, 2, 3, 4], fan(4, 2)))
     assert without.by_name(["lr/0", "wd"])["slopes"] == {}
 
 
@@ -51,7 +58,7 @@ def test_slopes_from_losses_are_those_of_the_line_and_errors_those_of_its_residu
     controller = RegressionController(trust=10.0)
     seen = line(-0.8, noise, 100)
     state = controller.update(run, controller.start(1, run), seen)
-    found = controller.findings(run, state, seen)
+    found = findings(controller, run, state, seen)
     x = np.log(seen.multipliers[0])
     expected = noise / math.sqrt(len(x) * x.var())
     assert found.slopes[0] == pytest.approx(-0.8, abs=3 * expected)
@@ -68,7 +75,7 @@ def test_the_posterior_is_told_where_the_learning_rate_is_not_trusted() -> None:
         for step in range(75, 201, 25):
             seen = line(-0.8, 0.01, step)
             state = controller.update(run, state, seen)
-            found = controller.findings(run, state, seen)
+            found = findings(controller, run, state, seen)
             assert bool(found.posterior) is told
             means += [found.posterior[0]] if told else []
         assert means == sorted(means), "every slope that asks for more moves it up"
@@ -79,7 +86,7 @@ def test_a_sync_without_any_finite_loss_has_no_slope() -> None:
     controller = RegressionController(trust=10.0)
     run = controller.prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="local"))
     seen = dataclasses.replace(line(-0.8, 0.01, 100), losses=np.full(8, np.nan))
-    found = controller.findings(run, controller.start(1, run), seen).by_name(["lr/0"])
+    found = findings(controller, run, controller.start(1, run), seen).by_name(["lr/0"])
     assert found["errors"] == {}
     assert found["slopes"] == {}
 
@@ -88,3 +95,54 @@ def test_which_controllers_tell() -> None:
     assert isinstance(RegressionController(), ExplainingController)
     assert isinstance(HypergradientController(), ExplainingController)
     assert not isinstance(SoftmaxController(), ExplainingController)
+
+
+def level(loss: float, step: int) -> Observation:
+    """Return a sync at which all replicas have one loss."""
+    return dataclasses.replace(line(0.0, 0.0, step), losses=np.full(8, loss))
+
+
+def test_reasons_have_the_numbers_that_decided() -> None:
+    controller = RegressionController()
+    run = controller.prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="local"))
+    state = controller.start(1, run)
+    for step, loss in ((25, 4.0), (50, 3.0), (75, 2.9), (100, 2.8), (125, 6.0)):
+        before, state = state, controller.update(run, state, level(loss, step))
+        found = controller.findings(run, before, state, level(loss, step), returned=False)
+        assert found.judgement["level"] == loss
+        assert not found.cut
+    seen = level(5.5, 150)
+    assert controller.judge(run, state, seen) == "broken"
+    after = controller.undone(run, state, seen)
+    found = controller.findings(run, state, after, seen, returned=True)
+    assert found.judgement["lowest"] == 2.8
+    assert found.judgement["gain"] == pytest.approx(1.2)
+    assert found.judgement["last"] == 6.0
+    for number in ("5.5 after 6;", "lowest 2.8", "gain so far 1.2", "usual change 0.55"):
+        assert number in found.why
+    assert controller.factors(after) == pytest.approx([1 / 3])
+
+
+def test_a_cut_at_the_edge_names_its_cost_and_how_many_syncs_may_follow() -> None:
+    controller = RegressionController()
+    run = controller.prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="local"))
+    state = controller.start(1, run)
+    cuts = []
+    for number, step in enumerate(range(25, 201, 25)):
+        seen = dataclasses.replace(line(2.0, 0.001, step), losses=line(2.0, 0.001, step).losses + 4 / (1 + number))
+        before, state = state, controller.update(run, state, seen)
+        found = controller.findings(run, before, state, seen, returned=False)
+        assert found.cut == (state["mu"] != before["mu"])
+        cuts += [(step, found)] if found.cut else []
+    step, first = cuts[0]
+    assert f"{100 * first.judgement['cost']:.0f} % of the gain" in first.why
+    assert "23 % is allowed" in first.why
+    assert first.left == f"{300 // 25 - step // 25} syncs left that may lower it further"
+
+
+def test_a_repr_names_what_differs_from_the_defaults() -> None:
+    assert repr(RegressionController()) == "RegressionController()"
+    assert repr(SoftmaxController(scale=0.5)) == "SoftmaxController(scale=0.5)"
+    changed = RegressionController(trust=10.0, settings=RegressionSettings(edge_cut=4.0))
+    assert repr(changed) == "RegressionController(settings=RegressionSettings(edge_cut=4.0), trust=10.0)"
+    assert eval(repr(changed)) == changed

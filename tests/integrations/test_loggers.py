@@ -18,6 +18,7 @@ import hdet_kernels as hk
 from hdet_kernels.integrations.loggers import DictWriter, TensorBoardWriter
 from tests.ranks import run_ranks
 from tests.schedule.cases import adam, advance
+from tests.schedule.undo_runs import Scripted, Undoable, script
 from tests.training import Trainer
 
 
@@ -169,6 +170,19 @@ def test_tensorboard_has_every_number_of_every_sync(tmp_path: Path) -> None:
     assert flushed == points, "also while the file is open"
     assert scalars(given) == scalars(own) == points
     assert {"hdet/base/lr", "hdet/replica0/lr", "hdet/loss", "hdet/seconds"} <= names
+
+
+def test_tensorboard_has_the_reason_of_an_act_at_its_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = Undoable("stack shared", "FusedAdamW", auto_lr=Scripted(script(s4="sound", s8="broken")))
+    run.scheduler.on_sync(TensorBoardWriter(tmp_path))
+    run.train(12)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (said,) = events.Tensors("hdet/why/text_summary")
+    assert said.step == 8
+    assert said.tensor_proto.string_val[0].decode() == run.scheduler.history[1].why
 
 
 def _two_ranks(rank: int, folder: Path) -> bool:

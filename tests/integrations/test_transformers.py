@@ -29,6 +29,7 @@ from hdet_kernels.integrations.transformers import (
 from tests.integrations import tiny
 from tests.integrations.watch import Watch
 from tests.ranks import FRAMEWORKS, Cases, run_ranks
+from tests.schedule.undo_runs import Scripted, script
 
 STEPS, SYNC, SMOOTHING = 8, 3, 0.1
 
@@ -174,6 +175,20 @@ def test_one_process_is_named_as_one_replica(tmp_path: Path, caplog: pytest.LogC
     trainer.save_model(str(tmp_path / "end"))
     loaded = type(trainer.model).from_pretrained(str(tmp_path / "end"))
     assert torch.equal(tiny.flat(loaded), tiny.flat(trainer.model))
+
+
+def test_the_history_of_the_trainer_has_what_the_controller_did(tmp_path: Path) -> None:
+    hdet = {"auto_lr": Scripted(script(s4="sound", s8="broken")), "sync_every": 4}
+    trainer = trainer_of(tmp_path, 12, name="HDETTrainer", hdet=hdet, logging_steps=1)
+    trainer.train()
+    events = [entry for entry in trainer.state.log_history if "hdet/why" in entry]
+    why = trainer.lr_scheduler.history[1].why
+    assert events == [{"hdet/why": why, "step": 8}]
+    assert "all replicas return to the average of step 4" in why
+    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+    added = {"hdet/loss", "hdet/base/lr", "hdet/lr", "hdet/acts"}
+    assert {name for name in lines[-1] if name.startswith("hdet/")} == added
+    assert [line["hdet/acts"] for line in lines[6:9]] == [0, 1, 1]
 
 
 def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -367,7 +382,9 @@ def test_loggers_see_the_base_learning_rate_and_metrics(
     assert rates[0] == rates[1]
     assert rates[0][0] == pytest.approx(1e-2 / 25)
     assert results[0]["groups"] == 2  # decayed and not decayed
-    assert "hdet/base/lr" in results[0]["logs"][-1]
+    first = results[1]["logs"][1]
+    assert {name for name in first if name.startswith("hdet/")} == {"hdet/loss", "hdet/base/lr", "hdet/lr", "hdet/acts"}
+    assert first["hdet/lr"] != first["hdet/base/lr"]
 
 
 def test_an_early_stop_loads_the_best_average_and_resumes() -> None:

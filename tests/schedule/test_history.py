@@ -17,6 +17,7 @@ import torch
 import hdet_kernels as hk
 from hdet_kernels.controller.protocol import Findings
 from hdet_kernels.converge import Outcome
+from hdet_kernels.schedule.acts import Act
 from hdet_kernels.schedule.history import POINTS, WINDOW, History, SyncRecord, flat, short_names
 from tests.ranks import run_ranks
 from tests.schedule.cases import Place, adam, advance
@@ -67,13 +68,16 @@ def test_the_record_of_an_outcome(shared: bool | None, gradients: str) -> None:
         bytes=12, collectives=2, seconds=0.5, distance=0.25,
     )  # fmt: skip
     placed = hk.frontend.Placement(np.array([0.1, 3.0]), np.array([[0.1, 0.2], [3.0, 3.0]]), np.ones((2, 2)))
-    found = Findings(np.array([-1.5, math.nan]), np.array([0.5, math.nan]))
-    made = SyncRecord.of(outcome, placed, ["lr/0", "x"], step=8, cycle=1, kind="sync", findings=found)
+    judgement = {"level": 1.0, "cost": math.nan}
+    found = Findings(np.array([-1.5, math.nan]), np.array([0.5, math.nan]), judgement=judgement)
+    said = {"findings": found, "act": Act("cut", "step 8: halved"), "peaks": {"lr/0": [0.2, 0.1]}}
+    made = SyncRecord.of(outcome, placed, ["lr/0", "x"], step=8, cycle=1, kind="sync", **said)
     expected = {
         "step": 8, "cycle": 1, "kind": "sync", "losses": [1.0, math.nan], "probes": None,
         "base": {"lr/0": 0.1, "x": 3.0}, "values": {"lr/0": [0.1, 0.2], "x": [3.0, 3.0]}, "excluded": [1],
         "gradients": gradients, "bytes": 12, "collectives": 2, "seconds": 0.5, "landed": 8, "taken": None,
         "undone": None, "slopes": {"lr/0": -1.5}, "errors": {"lr/0": 0.5}, "posterior": None, "distance": 0.25,
+        "act": "cut", "why": "step 8: halved", "judgement": {"level": 1.0}, "peaks": {"lr/0": [0.2, 0.1]},
     }  # fmt: skip
     assert same(made.to_dict(), expected)
     later = SyncRecord.of(
@@ -182,6 +186,7 @@ def test_a_record_has_all_of_its_numbers() -> None:
         "hdet/distance": 0.01,
         "hdet/excluded": 1,
         "hdet/returned": 1,
+        "hdet/cut": 0,
         "hdet/seconds": 0.5,
         "hdet/bytes": 1000,
         "hdet/collectives": 2,
@@ -208,10 +213,13 @@ def test_what_is_not_finite_is_left_out() -> None:
     assert flat({"a": math.nan, "b": math.inf, "c": None, "d": 0}) == {"hdet/d": 0.0}
 
 
+TOTALS = ("syncs", "excluded", "returns", "cuts", "lost", "seconds", "bytes", "collectives")
+
+
 def test_a_scheduler_has_the_values_of_now_and_totals_before_the_first_sync_too() -> None:
     optimizer = adam()
     scheduler = hk.HDETOneCycleLR(optimizer, 0.1, 8, sync_every=4, auto_lr=False, ensemble=Place(3, 1), spread=0.3)
-    totals = {f"hdet/total/{n}": 0.0 for n in ("syncs", "excluded", "returns", "seconds", "bytes", "collectives")}
+    totals = {f"hdet/total/{n}": 0.0 for n in TOTALS}
     base = float(scheduler.get_base_lr()[0])
     own = {f"hdet/replica{r}/lr": scheduler.metrics()[f"hdet/replica{r}/lr"] for r in range(3)}
     assert scheduler.metrics() == {"hdet/base/lr": base, **own, **totals}
