@@ -8,8 +8,10 @@ others take a millisecond: of the cases of one test function it runs the first i
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
 # A shell starts background jobs with interrupts ignored, and processes inherit that: those of the tests that interrupt
 # a demo or a benchmark would not notice.
@@ -38,6 +40,15 @@ if not torch.cuda.is_available():
 def _seeded() -> None:
     """Seed torch's global generator, so that no test depends on those that ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def restored_log_level() -> Iterator[None]:
+    """For code that sets the level of the package's log, as scripts do."""
+    logger = logging.getLogger("hdet_kernels")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.hookimpl(tryfirst=True)

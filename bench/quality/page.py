@@ -24,7 +24,7 @@ from .suite import STARTS
 
 EVERY_START: tuple[Start, ...] = (*STARTS, None)
 # Starts of the table of README.md. Below the best the controller does nothing by default: one row shows it.
-README_STARTS: tuple[Start, ...] = (0.1, 1.0, 3.0, 10.0, None)
+README_STARTS: tuple[Start, ...] = (0.1, 1.0, 3.0, 10.0, 30.0, None)
 STARTS_PLOT, SENSITIVITY_PLOT = "quality_zoo_starts.png", "quality_zoo_sensitivity.png"
 COLOURS = {PLAIN: "0.45", PROBE: "C0", TRAINING: "C1"}
 # Excesses are linear below 1 % and logarithmic above: they may be negative, and range over decades.
@@ -70,13 +70,26 @@ def text(reports: Sequence[Report]) -> str:
 
 
 def readme_text(reports: Sequence[Report]) -> str:
-    """Return the paragraph and the table of README.md."""
+    """Return the sentence and the table of README.md: HDET with its defaults, which reads training losses."""
     zoo = zoo_of(reports)
     found = excesses(zoo.records)
-    words = render("readme_quality.md", headline=headline(found, zoo.records), met=bars_met(found))
-    rows = [[start_name(start), *(_three(found, way, start) for way in (PLAIN, *MODES))] for start in README_STARTS]
+    rows = [readme_row(found, start) for start in README_STARTS]
+    right, plain, lowered = (
+        percent(found.summary(way, start).median) for way, start in ((TRAINING, 1.0), (PLAIN, 10.0), (TRAINING, 10.0))
+    )
+    words = render("readme_quality.md", tasks=len(found.yardsticks), right=right, plain=plain, lowered=lowered)
     lines = textwrap.wrap(words, 120, break_long_words=False)
-    return "\n".join([*lines, "", table(["start", PLAIN, *MODES], rows)])
+    return "\n".join([*lines, "", table(["learning rate at the start", PLAIN, "HDET", "HDET better", "worse"], rows)])
+
+
+def readme_row(found: Excesses, start: Start) -> list[str]:
+    """Return a row of README's table: median and mean excess, and on how many tasks HDET is better and worse."""
+    cells = [start_name(start)]
+    for way in (PLAIN, TRAINING):
+        one = found.summary(way, start)
+        cells.append(f"{percent(one.median)} % ({percent(one.mean)} %)" if one else NOTHING)
+    ours = found.summary(TRAINING, start)
+    return [*cells, *([str(ours.better), str(ours.worse)] if ours and ours.compared else [NOTHING, NOTHING])]
 
 
 def printed(report: Report) -> str:

@@ -37,6 +37,12 @@ def loss_fn(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
+def validate(model: nn.Module) -> float:
+    """Return the loss on one batch."""
+    with torch.no_grad():
+        return float(loss_fn(model, *batches(1, str(next(model.parameters()).device))[0]))
+
+
 def namespace(folder: Path, device: str = "cpu") -> dict[str, Any]:
     """Return fresh names for one page; files are written to ``folder``."""
     model = build_model().to(device)
@@ -58,6 +64,7 @@ def namespace(folder: Path, device: str = "cpu") -> dict[str, Any]:
         "loader": batches(30, device),
         "held_out": held_out,
         "loss_fn": loss_fn,
+        "validate": validate,
         "device": device,
         "path": folder / "checkpoint.pt",
     }

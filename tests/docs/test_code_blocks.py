@@ -35,6 +35,7 @@ def _cases() -> list[object]:
     return cases
 
 
+@pytest.mark.usefixtures("restored_log_level")
 @pytest.mark.parametrize(("page", "needs"), _cases())
 def test_the_blocks_of_a_page_run(page: str, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [block for block in BLOCKS if (block.page, block.needs) == (page, needs)]
