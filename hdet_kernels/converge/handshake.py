@@ -170,8 +170,7 @@ def short_hash(value: Any) -> int:
 
 def _handshake_rows(ensemble: Gathers, report: Report, summary: TensorSummary) -> Tensor:
     """Return [rows, columns] on the CPU, with a single transfer for all numbers that are on the device."""
-    count = ensemble.rows
-    device = summary.checksum.device
+    device, count = summary.checksum.device, ensemble.rows
     missing = math.nan
     measured = {
         "loss_sum": report.loss_sum,
@@ -184,10 +183,14 @@ def _handshake_rows(ensemble: Gathers, report: Report, summary: TensorSummary) -
         "integers": summary.integers,
         "nonfinite": summary.nonfinite,
     }
-    wide = wide_dtype(device)  # Python floats too: losses that differ in their last digits are compared
-    tensors = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=wide, device=device) for v in measured.values()]
-    on_device = torch.stack([v.detach().to(device, wide).expand(count) for v in tensors])
-    known = {
+    wide = wide_dtype(device)
+    on_device = {name: value for name, value in measured.items() if isinstance(value, Tensor)}
+    stacked = torch.stack([value.detach().to(device, wide).expand(count) for value in on_device.values()])
+    values = {**measured, **dict(zip(on_device, stacked.double().cpu().numpy(), strict=True))}
+    if report.probe is not None:
+        values["probe"] = np.where(np.isfinite(values["probe"]), values["probe"], math.inf)
+    values |= {
+        "rank": ensemble.rank,
         "settings": short_hash(report.settings),
         "step": report.step,
         "bases": short_hash(report.bases),
@@ -200,14 +203,10 @@ def _handshake_rows(ensemble: Gathers, report: Report, summary: TensorSummary) -
         "kept": -1 if report.kept is None else report.kept,
         "stepped": missing if report.stepped is None else report.stepped,
     }
-    values = dict(zip(measured, on_device.double().cpu(), strict=True))
-    if report.probe is not None:
-        values["probe"] = torch.where(values["probe"].isfinite(), values["probe"], math.inf)
-    values |= {
-        name: torch.full((count,), float(value), dtype=torch.float64, device="cpu") for name, value in known.items()
-    }
-    values["rank"] = torch.full((count,), float(ensemble.rank), dtype=torch.float64, device="cpu")
-    return torch.stack([values[name] for name in COLUMNS], dim=1)
+    rows = np.empty((count, len(COLUMNS)))
+    for index, name in enumerate(COLUMNS):
+        rows[:, index] = values[name]
+    return torch.from_numpy(rows)
 
 
 def _gather_texts(ensemble: Gathers, values: Mapping[str, Any]) -> list[dict[str, Any]]:

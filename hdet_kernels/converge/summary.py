@@ -84,13 +84,16 @@ class Checksum:
 
     def __call__(self, tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         """Return the checksum of every row, [rows], on ``device``."""
-        total = torch.zeros(self.rows, dtype=wide_dtype(device), device=device)
         alike: dict[tuple[torch.device, bool], list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel():
                 alike.setdefault((tensor.device, tensor.dtype == torch.float64), []).append(tensor)
-        for weight, (_, group) in enumerate(sorted(alike.items(), key=lambda item: str(item[0])), start=1):
-            total += weight * self._norm(group).to(device)
+        groups = [alike[kind] for kind in sorted(alike, key=str)] if len(alike) > 1 else list(alike.values())
+        if not groups:
+            return torch.zeros(self.rows, dtype=wide_dtype(device), device=device)
+        total = self._norm(groups[0]).to(device)
+        for weight, group in enumerate(groups[1:], start=2):
+            total = total + weight * self._norm(group).to(device)
         return total
 
     def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
