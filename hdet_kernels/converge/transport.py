@@ -33,9 +33,9 @@ from hdet_kernels.ops.pack import Pack
 # Transfers that run at the same time.
 IN_FLIGHT = 2
 
-# The most bytes of a bucket of CPU tensors. The collectives of two buckets overlap, and each bucket costs about half a
-# millisecond of Python: 64 MB took two gloo ranks 50 ms of CPU time each in buckets of this size, 52 in those of half
-# of it, and 59 in those of a quarter.
+# The most bytes of a bucket of CPU tensors. The collectives of two buckets overlap, and every bucket costs some Python:
+# averaging 64 MB took each of two gloo ranks 61 ms of CPU time in buckets of 8 MiB, 57 in 16, 56 in 32 and in 64
+# (medians of 60 in turns, on a machine that was busy otherwise).
 CPU_BYTES = 32 * 2**20
 
 # The mean size of pieces, in elements, from which torch copies them one by one.
