@@ -10,8 +10,9 @@ the base values, and records it in ``history.py``. Folder ``fanout/`` then sprea
 the next cycle.
 
 ``checkpoint.py`` saves and restores all of it, after ``checkpoint_checks.py`` has compared it with the run;
-``guards.py`` notices what frameworks do wrong. Folders: ``undo/`` returns all replicas to the last sound average where
-training broke; ``scout/`` is what comes before the first cycle with ``max_lr=None``.
+``guards.py`` notices what frameworks do wrong, and ``model_hooks.py`` what is saved and loaded. Folders: ``undo/``
+returns all replicas to the last sound average where training broke; ``scout/`` is what comes before the first cycle
+with ``max_lr=None``.
 """
 
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord

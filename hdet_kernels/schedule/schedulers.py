@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -72,13 +73,20 @@ from hdet_kernels.schedule.history import (
     value_metrics,
 )
 from hdet_kernels.schedule.losses import Loss
+from hdet_kernels.schedule.model_hooks import call_after_loading, call_before_saving
 from hdet_kernels.schedule.scout.own_gradients import OwnGradients
 from hdet_kernels.schedule.scout.phase import Scouted, Scouting, ratios_of
 from hdet_kernels.schedule.scout.rounds import ScoutSettings, first_bracket, make_plan, middle
+from hdet_kernels.stack import StackEnsemble
 from hdet_kernels.torch_internals import one_cycle_peak
 
+log = logging.getLogger("hdet_kernels")
+
 #: Attributes of a scheduler that are not part of torch's schedule.
-_OWN = ("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options", "_follows_ties", "_callbacks")
+_OWN = (
+    *("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options", "_follows_ties", "_callbacks"),
+    "_told_of_saving",
+)
 
 
 class WithCycle:
@@ -90,6 +98,7 @@ class WithCycle:
         _phase: the scouting phase that steps in its place; None before and after it.
         _late: whether a process group may still come; None while the scheduler is built, and after a group came.
         _follows_ties: whether the checkpoint that was loaded last decided which groups are tied.
+        _told_of_saving: whether it was said that ``state_dict()`` of the model gave one replica of several.
     """
 
     optimizer: Optimizer
@@ -100,6 +109,7 @@ class WithCycle:
     _late: LateEnsemble | None = None
     _follows_ties = False
     _callbacks: SyncCallbacks | None = None
+    _told_of_saving = False
 
     @property
     def cycle(self) -> Cycle:
@@ -285,6 +295,30 @@ class WithCycle:
             "and load it into a scheduler that is built anew"
         )
 
+    # What the model does
+
+    def _before_saving(self, *_: object) -> None:
+        """Warn, once, if ``state_dict()`` of the model is that of one replica of several. A hook of ``model=``."""
+        part = self._cycle if self._phase is None else self._phase
+        if self._told_of_saving or part is None or part.replaced or part.in_sync:
+            return
+        # Without a spread replicas are equal where gradients are shared, which is not known before the first sync.
+        if isinstance(part, Cycle) and not part.spread.diverges and part.known_shared is not False:
+            return
+        self._told_of_saving = True
+        log.warning(
+            "state_dict() of the model between two syncs: it is that of one of %d replicas, which differ. Call it "
+            "in every process inside `with scheduler.consensus():`, where the model is %s, or where scheduler.in_sync "
+            "is True",
+            part.ensemble.size,
+            "their average" if self._phase is None else "the one that the run begins with",
+        )
+
+    def _after_loading(self, module: HasBuffers, *_: object) -> None:
+        """Notice that weights are loaded after the scheduler was built. A hook of the model."""
+        if self._phase is not None:
+            self._phase.model_loaded(module)
+
     # Who the replicas are
 
     def _built(self) -> None:
@@ -293,6 +327,10 @@ class WithCycle:
         if not self._late.open:
             self._announce()
         self._attach()
+        call_before_saving(self._options.model, self._before_saving)
+        if self._phase is not None:
+            stack = self.cycle.ensemble.stack if isinstance(self.cycle.ensemble, StackEnsemble) else None
+            call_after_loading(self._options.model if stack is None else stack, self._after_loading)
 
     def _find_replicas(self) -> None:
         """Decide who the replicas are, before the first use: the process group that exists by now, or one replica.
@@ -444,8 +482,9 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             Default: the default process group if it is initialised by the first step, else a single replica.
         averaging: :class:`hdet_kernels.Averaging`: compression, overlap with training, an outer optimizer, and what
             else concerns the averages. Default: a plain mean.
-        model: the model, for its buffers; a stack brings its own. With ``max_lr=None`` under DDP it is the DDP model,
-            whose averaging of gradients is switched off while a learning rate is looked for.
+        model: the model, for its buffers; a stack brings its own. A ``state_dict()`` of it between two syncs, which is
+            that of one replica, warns once. With ``max_lr=None`` under DDP it is the DDP model, whose averaging of
+            gradients is switched off while a learning rate is looked for.
         seed: of the permutations.
         history_file: a path; the first process appends the record of every sync to it, as a line of JSON. A resumed run
             continues the file, and ``hdet-kernels report`` makes a page of it. Without it only the last 1000 records

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_callable, check_choice, check_flag, check_kind, check_whole
 from hdet_kernels.converge.handshake import check_same_everywhere
@@ -94,6 +96,7 @@ class ReplicaStack:
             )
         self.replicas, self.gradients, self.device = replicas, gradients, device
         self.hyper = StackHyper(replicas, device)
+        self._load_hooks: OrderedDict[int, Callable[[ReplicaStack, Any], None]] = OrderedDict()
         self._module = module
         self._parameters: dict[tuple[str, ...], StackedParameter] = {
             names: StackedParameter(self._rows_of(param), shares_gradient=gradients == "shared")
@@ -357,7 +360,15 @@ class ReplicaStack:
         result = nn.Module().load_state_dict({})  # torch's result, whose type has no public name
         result.missing_keys.extend(missing)
         result.unexpected_keys.extend(unexpected)
+        for hook in list(self._load_hooks.values()):
+            hook(self, result)
         return result
+
+    def register_load_state_dict_post_hook(self, hook: Callable[[ReplicaStack, Any], None]) -> RemovableHandle:
+        """Call ``hook(stack, result)`` after :meth:`load_state_dict`, as that of ``nn.Module`` does."""
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
 
     def _stacked(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         yield from self._parameters.items()

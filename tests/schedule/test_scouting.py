@@ -245,8 +245,7 @@ def test_weights_that_are_loaded_after_the_scheduler_was_built_are_the_start() -
     loaded = {name: tensor + 1 for name, tensor in run.stack.state_dict().items()}
     run.stack.load_state_dict(loaded)
     run.train(PHASE)
-    model = run.tensors()["model"]
-    assert all(torch.equal(model[name], loaded[name]) for name, _ in run.stack.named_parameters())
+    assert same(run.tensors()["model"], loaded)
 
 
 def test_without_losses_it_says_so() -> None:
@@ -330,9 +329,19 @@ def test_the_found_learning_rate_is_near_the_best_of_a_grid(
 # Several processes
 
 
+def _load_others(run: RankRun) -> None:
+    run.model.load_state_dict({name: tensor * 2 for name, tensor in run.model.state_dict().items()})
+    (norm,) = (module for module in run.model.modules() if isinstance(module, torch.nn.BatchNorm1d))
+    norm.load_state_dict({name: tensor + 1 for name, tensor in norm.state_dict().items()})
+
+
 def _as_if_begun_there(rank: int, options: dict[str, Any]) -> list[Any]:
-    """A run without a learning rate, and one that begins with what it found; and one that is resumed."""
+    """A run without a learning rate, and one that begins with what it found; and one that is resumed.
+
+    Weights are loaded after the scheduler was built: all, and then those of a part of the model.
+    """
     run = RankRun(rank, **options)
+    _load_others(run)
     start = run.tensors()
     run.train(8)
     saved, before = run.saved(), run.tensors()
@@ -345,6 +354,7 @@ def _as_if_begun_there(rank: int, options: dict[str, Any]) -> list[Any]:
     assert found is not None
     run.train(RUN)
     plain = RankRun(rank, found, RUN, first=PHASE, **options)
+    _load_others(plain)
     plain.train(RUN)
     resumed = RankRun(rank, **options)
     resumed.load(saved)

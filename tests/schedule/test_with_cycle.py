@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -99,6 +102,77 @@ def test_one_replica_is_always_in_sync() -> None:
     run = StackRun(0.01, RUN, replicas=1, sync_every=5, auto_lr=False)
     run.train(2)
     assert run.scheduler.in_sync
+
+
+def _saves(rank: int, kind: str) -> dict[str, Any]:
+    """Return how often a ``state_dict()`` of the model warned, by moment, and whether copies of the model are whole."""
+    module = network()
+    wrapped = {
+        "ddp": DistributedDataParallel,
+        "compiled": lambda module: torch.compile(module, backend="eager"),
+        "compiled ddp": lambda module: torch.compile(DistributedDataParallel(module), backend="eager"),
+        "sharded": lambda module: fully_shard(
+            module, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        ),
+    }
+    model: Any = wrapped.get(kind, lambda module: module)(module)
+    options = {"spread": 0.0 if kind == "no spread" else 0.5, "auto_lr": False, "sync_every": 3, "model": model}
+    optimizer = hk.FusedAdamW(model.parameters(), lr=0.01)
+    schedulers = [hk.HDETOneCycleLR(optimizer, 0.05, 12, **options)]
+    found: dict[str, Any] = {}
+
+    def save(moment: str) -> None:
+        for saved in (model, module):
+            with Logged() as texts:
+                saved.state_dict()
+            found[moment] = found.get(moment, 0) + sum("scheduler.consensus()" in text for text in texts)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(model, *batch(rank, 0))
+            loss.backward()
+            if kind == "no spread":
+                for param in model.parameters():
+                    dist.all_reduce(param.grad)
+            optimizer.step()
+            schedulers[0].step(loss)
+
+    save("start")
+    train(1)
+    with schedulers[0].consensus():
+        save("consensus")
+    train(2)
+    save("sync")
+    train(1)
+    save("between")
+    save("again")
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))) if kind == "plain" else ():
+        with Logged() as texts:
+            assert same(copied.state_dict(), module.state_dict())
+            copied.load_state_dict(module.state_dict())
+        assert not texts
+        assert not any("hdet" in type(hook).__module__ for hook in copied._state_dict_pre_hooks.values())
+    schedulers.clear()
+    gc.collect()
+    found["hooks"] = len(module._state_dict_pre_hooks)
+    return found
+
+
+SAVES = Cases(
+    2,
+    _saves,
+    {kind: (kind,) for kind in ("plain", "ddp", "no spread")},
+    full={kind: (kind,) for kind in ("compiled", "compiled ddp", "sharded")},
+)
+
+
+@pytest.mark.parametrize("kind", SAVES.params())
+def test_a_model_that_is_saved_between_two_syncs_is_named_once(kind: str) -> None:
+    for found in SAVES[kind]:
+        told = {moment for moment, count in found.items() if count}
+        assert told == (set() if kind == "no spread" else {"between"})
+        assert found["between"] <= 1
 
 
 def _loads_of_another(rank: int, how: str) -> list[str]:

@@ -26,6 +26,7 @@ from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule.acts import Act
+from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.build import scheduled_now, write_momentum
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradients import fingerprint
@@ -141,6 +142,7 @@ class Scouting:
         self.start = LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers)
         # The first step comes after a forward pass, which may change buffers (BatchNorm).
         self._buffers, self._digest = self.start.copied_buffers(), self.start.digest()
+        self._loaded = False  # weights were loaded since then
         self.losses = RoundLosses(cycle.ensemble.rows)
         self.spread = Spread(
             cycle.spread.hyperparameters,
@@ -163,7 +165,7 @@ class Scouting:
 
     def replace(self, before: Scouting) -> None:
         """Take the place of another phase before its first step, with the copies that it made at construction."""
-        self._buffers, self._digest = before._buffers, before._digest
+        self._buffers, self._digest, self._loaded = before._buffers, before._digest, before._loaded
         self.own.take_over(before.own)  # moments of the replicas that were loaded already stay their own
 
     @property
@@ -251,14 +253,20 @@ class Scouting:
 
     def _keep_start(self) -> None:
         self.own.share_state()
-        # Other parameters than at construction were loaded in the meantime, and the buffers with them.
-        self.start.keep_start(0, self._buffers if self._unmoved() else None)
+        # Other parameters than at construction were written by hand in the meantime, and the buffers with them.
+        self.start.keep_start(0, self._buffers if self._loaded or self._unmoved() else None)
         self._buffers = []
         self._fresh = not any(self.optimizer.state.values())
         self.own.separate_state()
         if self.cycle.probe is not None:
             probed, self._failure = run_probe(self.cycle.probe, self.ensemble.rows)
             self._probed = math.nan if probed is None else probed
+
+    def model_loaded(self, module: HasBuffers) -> None:
+        """Copy the buffers of a part of the model again, because they were loaded."""
+        if self.start.step is None:
+            self._loaded = True
+            self._buffers = self.start.copied_buffers(self._buffers, except_of=module)
 
     def _unmoved(self) -> bool:
         """Return whether the parameters are those of construction."""

@@ -13,6 +13,7 @@ CUDA graphs, views and hooks keep their addresses.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from hdet_kernels.controller.protocol import Observation, Run, UndoingController
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.schedule.acts import Return
+from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.gradients import Displacement
 from hdet_kernels.schedule.undo.copies import KeptTensors, copy_all, reset_others, state_pairs, whole_state
 from hdet_kernels.tensors import local, unique, wide_dtype
@@ -112,9 +114,20 @@ class LastSound:
         )
         self.step, self.level, self._own = step, level, True
 
-    def copied_buffers(self) -> list[Tensor]:
-        """Return copies of the model's buffers."""
-        return [_real(buffer).clone() for buffer in self._buffers()]
+    def copied_buffers(self, before: Sequence[Tensor] = (), except_of: HasBuffers | None = None) -> list[Tensor]:
+        """Return copies of the model's buffers.
+
+        Args:
+            before: copies that were made earlier, which stay as they are.
+            except_of: a part of the model whose buffers are copied anew all the same.
+        """
+        anew = set() if except_of is None else {id(buffer) for buffer in except_of.buffers()}
+        now = unique(self.buffers())
+        both = itertools.zip_longest(now, before[: len(now)])
+        return [
+            _real(local(buffer)).clone() if earlier is None or id(buffer) in anew else earlier
+            for buffer, earlier in both
+        ]
 
     @torch.no_grad()
     def digest(self) -> Tensor:
