@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessException
 from hdet_kernels.__main__ import main
 from hdet_kernels.demo import command, training
 from hdet_kernels.demo.command import Bar
-from hdet_kernels.demo.outcome import Run, comparison, gathered, verdict, write_json
+from hdet_kernels.demo.outcome import Run, acts, comparison, gathered, verdict, write_json
 from hdet_kernels.demo.tasks import TextTask
 from hdet_kernels.demo.training import Options, ReplicaRun, RunName, checked_options
 from tests import ranks as _preloaded  # noqa: F401  (its server forks the replicas)
@@ -98,13 +98,14 @@ def test_numbers_of_both_runs(demo: tuple[Path, str]) -> None:
 
 
 @pytest.mark.full
-def test_hdet_wins_from_a_poor_learning_rate(tmp_path: Path) -> None:
+def test_hdet_wins_from_a_poor_learning_rate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["demo", "--replicas", "2", "--steps", "160", "--out", str(out)]) == 0
     runs = json.loads((out / "results.json").read_text(encoding="utf-8"))["runs"]
     assert runs["plain"]["peak_base_lr"] == pytest.approx(TextTask.poor_lr, rel=1e-3)
     assert runs["hdet"]["base_lr"][-1] < runs["plain"]["base_lr"][-1] / 1.9
     assert runs["hdet"]["held_out_loss"] < runs["plain"]["held_out_loss"]
+    assert "\n- step " in capfd.readouterr().out, "why the learning rate fell"
 
 
 def test_without_matplotlib_the_table_is_printed(
@@ -250,6 +251,13 @@ def test_table_has_both_held_out_losses() -> None:
 def test_verdict(hdet: float, text: str) -> None:
     assert text in verdict(two_runs(hdet=hdet))
     assert "by a factor of 2" in verdict(two_runs(hdet=hdet))
+
+
+def test_what_the_controller_did_is_listed() -> None:
+    run = two_runs()["hdet"]
+    kinds = {None: None, "move": "by little", "cut": "an edge"}
+    run.history.extend({"act": act, "why": why} for act, why in kinds.items())
+    assert acts(run) == ["- an edge"]
 
 
 def test_json_has_null_for_nan(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TextIO
 from hdet_kernels import report
 from hdet_kernels.demo.outcome import (
     TITLES,
+    acts,
     comparison,
     gathered,
     plot_learning_rates,
@@ -46,7 +47,8 @@ def run_demo(options: Options) -> None:
         bars[progress.run].update(progress.step, f"loss {progress.loss:.3f}  lr {progress.lr:.1e}")
 
     runs = gathered(run_replicas(options.replicas, train_both, options, on_message=show))
-    print(f"\n{comparison(runs, options)}\n\n{verdict(runs)}\n")
+    print(f"\n{comparison(runs, options)}\n\n{verdict(runs)}")
+    print("\n".join([*acts(runs["hdet"]), ""]))
 
     out = options.out
     files = {out / "results.json": "all numbers, step by step", out / "syncs.md": "every sync of the HDET run"}

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hdet_kernels import report
 from hdet_kernels.demo.training import RUNS, Options, ReplicaRun, RunName
+from hdet_kernels.schedule.acts import EVENTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,6 +117,11 @@ def comparison(runs: dict[RunName, Run], options: Options) -> str:
     return report.format_table(["", *(TITLES[name] for name in RUNS)], rows, left=1)
 
 
+def acts(run: Run) -> list[str]:
+    """Return every return and cut of the controller with its reason, as lines of a list."""
+    return [f"- {record['why']}" for record in run.history if record.get("act") in EVENTS]
+
+
 def verdict(runs: dict[RunName, Run]) -> str:
     """Summarise the table in one sentence."""
     plain, hdet = runs["plain"].held_out, runs["hdet"].held_out
@@ -210,11 +216,23 @@ def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mark_controller(axes: Axes, run: Run, label_at: Literal["top", "bottom"]) -> None:
-    """Shade the part of the run in which the controller moves the base."""
+    """Shade the part of the run in which the controller moves the base, and mark every return and cut."""
     acting = [record["step"] for record in run.history if record["probes"] is not None]
     if not acting:
         return
     axes.axvspan(acting[0], acting[-1], color="#f3e9d2", alpha=0.6, linewidth=0, zorder=0)
+    for record in run.history:
+        if record.get("act") in EVENTS:
+            axes.axvline(record["step"], color=report.INK, linewidth=1.0, linestyle=":", zorder=1)
+            axes.annotate(
+                f" {record['act']}",
+                (record["step"], 0.9 if label_at == "bottom" else 0.05),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                ha="right",
+                fontsize=9,
+                color=report.INK,
+            )
     axes.annotate(
         "HDET adapts\nits base",
         ((acting[0] + acting[-1]) / 2, 0.98 if label_at == "top" else 0.02),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import math
 import os
 import signal
@@ -219,6 +220,7 @@ def _replica(
 
 def train_both(rank: int, device: torch.device, send: Send, options: Options) -> list[ReplicaRun]:
     """Train both runs, one after the other, as replica ``rank`` of the default process group."""
+    logging.getLogger("hdet_kernels").setLevel(logging.ERROR)  # what HDET did is printed under the table
     task: Task = TASKS[options.task]()
     return [_train(run, task, rank, device, send if rank == 0 else _silent, options) for run in RUNS]
 
