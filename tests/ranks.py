@@ -32,9 +32,16 @@ _TORCH = ("torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis", "hd
 FRAMEWORKS = ("transformers.trainer", "lightning", "accelerate")
 
 
-def start(processes: Sequence[Any], imported: tuple[str, ...] = ()) -> None:
-    """Start processes of :data:`CONTEXT` from a server that has imported torch and more."""
+@contextlib.contextmanager
+def preloaded(imported: tuple[str, ...] = ()) -> Iterator[None]:
+    """Within the block, processes of the method ``forkserver`` find torch imported, and more."""
     with mock.patch.object(forkserver, "connect_to_new_process", _server(imported).connect_to_new_process):
+        yield
+
+
+def start(processes: Sequence[Any], imported: tuple[str, ...] = ()) -> None:
+    """Start processes of :data:`CONTEXT`, which are :func:`preloaded`."""
+    with preloaded(imported):
         for process in processes:
             process.start()
 

@@ -26,7 +26,7 @@ from hdet_kernels.demo.command import Bar
 from hdet_kernels.demo.outcome import Run, acts, comparison, gathered, verdict, write_json
 from hdet_kernels.demo.tasks import TextTask
 from hdet_kernels.demo.training import Options, ReplicaRun, RunName, checked_options
-from tests import ranks as _preloaded  # noqa: F401  (its server forks the replicas)
+from tests.ranks import preloaded
 from tests.png import png_size
 
 STEPS = 40
@@ -42,7 +42,7 @@ def _options(out: Path) -> list[str]:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder and the standard output of one small run, whose ranks are forked from a server."""
     out = tmp_path_factory.mktemp("demo") / "made" / "by the demo"
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, preloaded():
         patch.setattr(training, "START_METHOD", "forkserver")
         patch.setattr("torch.cuda.device_count", lambda: 0)
         output, errors = tmp_path_factory.mktemp("output") / "stdout", tmp_path_factory.mktemp("errors") / "stderr"
@@ -199,7 +199,7 @@ def _fail(rank: int, device: torch.device, send: Callable[[object], None], how: 
 def test_a_replica_that_fails_ends_all(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "START_METHOD", "forkserver")
     messages: list[object] = []
-    with pytest.raises(ProcessException, match=message):
+    with pytest.raises(ProcessException, match=message), preloaded():
         training.run_replicas(2, _fail, how, on_message=messages.append)
     assert sorted(map(str, messages)) == ["rank 0 is here", "rank 1 is here"]
 

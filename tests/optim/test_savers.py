@@ -227,8 +227,10 @@ QUICK = (torch_state, safetensors_state, distributed)
 
 
 def slow(saver: Callable[..., bool], kind: str) -> bool:
-    # Lightning takes seconds to import.
-    return saver is lightning or (kind in OPTIMIZERS and saver not in QUICK)
+    """Whether a case is left to ``make test-full``: one saver takes all kinds of models, and one kind all savers."""
+    if saver is lightning:  # which takes seconds to import
+        return True
+    return not (saver in (torch_state, pretrained) or kind == "tied" or (kind == "split, int8" and saver in QUICK))
 
 
 def cases() -> list[Any]:
