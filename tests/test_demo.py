@@ -26,8 +26,8 @@ from hdet_kernels.demo.command import Bar
 from hdet_kernels.demo.outcome import Run, acts, comparison, gathered, verdict, write_json
 from hdet_kernels.demo.tasks import TextTask
 from hdet_kernels.demo.training import Options, ReplicaRun, RunName, checked_options
-from tests.ranks import preloaded
 from tests.png import png_size
+from tests.ranks import preloaded
 
 STEPS = 40
 # Seconds after which a test that waits for an event gives up; far more than a busy machine needs.

@@ -76,8 +76,8 @@ def trained(folder: Path, checkpoint: str, in_a_folder: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "size", "arguments", "in_a_folder"),
     [
-        # Sharded runs take long, and tests/converge/test_topologies.py trains sharded replicas in make test.
-        pytest.param(*case, marks=[pytest.mark.full] if case[0] == "sharded" else [], id=f"{case[0]}-{case[1]}")
+        # Sharded and rescued runs take long; other tests of make test train them without an example.
+        pytest.param(*case, marks=() if case[0] == "torchrun_onecycle" else pytest.mark.full, id=f"{case[0]}-{case[1]}")
         for case in SHORT
     ],
 )

@@ -165,7 +165,9 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
 
 def test_tests_share_no_code_through_test_files() -> None:
     names = r"(?:\([^)]*|[^(\n]*)"  # after "import": on one line, or in parentheses
-    wrong = re.compile(rf"^ *(from|import) tests\.[\w.]*\btest_|^ *from tests[\w.]* import {names}\btest_", re.MULTILINE)
+    wrong = re.compile(
+        rf"^ *(from|import) tests\.[\w.]*\btest_|^ *from tests[\w.]* import {names}\btest_", re.MULTILINE
+    )
     assert not [path for path in (ROOT / "tests").rglob("*.py") if wrong.search(path.read_text())]
 
 

@@ -31,9 +31,9 @@ def check(found: dict[str, dict[str, float]]) -> None:
     assert found["bf16, master"] == found.get("fp16, master", found["fp32"]) == found["fp32"]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_errors_after_a_thousand_steps(rule: str) -> None:
-    check(numerics.errors(RULES[rule], 1000, precisions=QUICK))
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_errors_after_hundreds_of_steps(rule: str) -> None:
+    check(numerics.errors(RULES[rule], 300, precisions=QUICK))
 
 
 @pytest.mark.full

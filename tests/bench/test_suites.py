@@ -1,4 +1,4 @@
-"""Every suite runs once at its smallest size on the CPU, and ``python -m hdet_kernels bench`` records what it ran."""
+"""``python -m hdet_kernels bench`` records what it ran; ``make test-full`` runs every suite at its smallest size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,9 +16,8 @@ from hdet_kernels.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 
-# The smallest case of each suite. Those that start processes, or take seconds on an idle machine, are left to
-# ``make test-full``.
-FAST = {
+#: The smallest case of each suite.
+SMALLEST = {
     "optim_step": "test_optim_step[cpu-transformer-5M-adamw-fp32-hdet-cpp]",
     "host_time": "test_until_it_returns[cpu-one-tensor-hdet-cpp-new]",
     "end_to_end": "test_end_to_end[cpu-recsys-tiny-clip-1.0]",
@@ -31,8 +29,6 @@ FAST = {
     "memory": "test_memory[cpu-adamw-fp32-hdet-cpp]",
     "cpp_step": "test_cpp_precision[sgd-fp32]",
     "scheduler_step": "test_step[hdet-1]",
-}
-SLOW = {
     "stack_training": "test_stack_training[cpu-tiny]",
     "muon": "test_muon[cpu-gpt2-64-wide]",
     "rowwise": "test_rowwise[cpu-4-of-100k]",
@@ -42,39 +38,30 @@ SLOW = {
 }
 
 
-def run(cases: dict[str, str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run cases in a process of their own and return what each recorded, by suite."""
+def test_every_benchmark_file_is_a_suite_and_has_its_smallest_case() -> None:
+    files = {path.stem.removeprefix("test_") for path in suites.HERE.glob("test_*.py")}
+    assert files == set(suites.SUITES) == set(SMALLEST)
+
+
+@pytest.mark.full
+def test_smallest_cases_run(tmp_path: Path) -> None:
     if (reason := hk.backends()["cpp"]) != "ok":
         pytest.skip(f"cpp: {reason}")
-    path = folder / "record.json"
+    path = tmp_path / "record.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-only"]
-    command += [f"--benchmark-json={path}", *(f"bench/test_{suite}.py::{case}" for suite, case in cases.items())]
+    command += [f"--benchmark-json={path}", *(f"bench/test_{suite}.py::{case}" for suite, case in SMALLEST.items())]
     # Settings of the outer pytest must not apply: a worker of pytest-xdist switches benchmarks off.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"HDET_BENCH_QUICK": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     entries = json.loads(path.read_text())["benchmarks"]
-    return {suite: entry["extra_info"] for suite, entry in zip(cases, entries, strict=True)}
-
-
-def test_every_benchmark_file_is_a_suite_and_has_its_smallest_case() -> None:
-    files = {path.stem.removeprefix("test_") for path in suites.HERE.glob("test_*.py")}
-    assert files == set(suites.SUITES) == {*FAST, *SLOW}
-
-
-def test_smallest_cases_run(tmp_path: Path) -> None:
-    found = run(FAST, tmp_path)
+    found = {suite: entry["extra_info"] for suite, entry in zip(SMALLEST, entries, strict=True)}
     assert all(found[suite]["share"] > 0 for suite in ("optim_step", "reduce", "pack", "wire"))
     # θ, g, m and v; tables and alignment are far below 0.01 byte a parameter.
     assert found["memory"]["held B a parameter"] == pytest.approx(16, abs=0.02)
     sync, parameters = found["end_to_end"]["sync"], found["end_to_end"]["parameters"]
     assert 4 * parameters <= sync["bytes"] < 4.5 * parameters, "a sync averages all parameters once"
-
-
-@pytest.mark.full
-def test_smallest_cases_of_slow_suites_run(tmp_path: Path) -> None:
-    found = run(SLOW, tmp_path)
     assert found["converge"]["ratios"]
     assert found["muon"]["stack ratio"]["ratio"] > 0
 

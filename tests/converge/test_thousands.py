@@ -15,7 +15,7 @@ from hdet_kernels.ensemble import ProcessEnsemble
 from tests.threaded_ranks import run_threads
 
 # Neither the first nor the last, and in the second half of a node of eight.
-ODD = 517
+ODD = 101
 
 
 def _converge(rank: int) -> tuple[list[float], list[int], bytes]:
@@ -36,7 +36,8 @@ def _disagree(rank: int, odd: int, what: str) -> str:
     return str(error.value)
 
 
-def check_converge(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [128, *(pytest.param(n, marks=pytest.mark.full) for n in (1024, 1536))])
+def test_all_replicas_agree_and_leave_the_bad_one_out(ranks: int) -> None:
     found, traffic = run_threads(ranks, _converge)
     healthy = [rank % 8 for rank in range(ranks) if rank != ODD]
     mean = float(np.float32(sum(healthy)) / np.float32(len(healthy)))
@@ -44,15 +45,6 @@ def check_converge(ranks: int) -> None:
     assert found == [([mean] * 3, [ODD], losses.tobytes())] * ranks, "every replica agrees"
     assert traffic.gathered == [8 * len(COLUMNS), 8], "the handshake, and the confirmation"
     assert traffic.all_reduced == [3 * 4], "one all-reduce, of the parameters"
-
-
-def test_a_thousand_replicas_agree_and_leave_the_bad_one_out() -> None:
-    check_converge(1024)
-
-
-@pytest.mark.full
-def test_three_times_512_replicas_agree_and_leave_the_bad_one_out() -> None:
-    check_converge(1536)
 
 
 MESSAGES = {
@@ -67,7 +59,7 @@ MESSAGES = {
 @pytest.mark.parametrize("what", MESSAGES)
 @pytest.mark.parametrize(
     ("ranks", "odd", "others"),
-    [(24, 5, "ranks 0-4, 6-23"), pytest.param(1024, ODD, "ranks 0-516, 518-1023", marks=pytest.mark.full)],
+    [(24, 5, "ranks 0-4, 6-23"), pytest.param(1024, ODD, "ranks 0-100, 102-1023", marks=pytest.mark.full)],
 )
 def test_the_one_that_disagrees_is_named_on_all(ranks: int, odd: int, others: str, what: str) -> None:
     found, _ = run_threads(ranks, _disagree, odd, what)
