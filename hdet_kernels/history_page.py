@@ -70,7 +70,8 @@ figure{margin:0;min-width:0}figure.wide{grid-column:1/-1}figure img{display:bloc
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.88rem;width:100%}
 th,td{text-align:right;padding:.3rem .7rem;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child,.text th,.text td{text-align:left}th{color:var(--soft);font-weight:600}
-caption{text-align:left;color:var(--soft)}tr:last-child td{border-bottom:0}.text td:first-child{width:8rem}
+caption{text-align:left;color:var(--soft)}tr:last-child td{border-bottom:0}
+.text td{white-space:normal}.text td:first-child{width:5rem}
 details{margin-top:1rem}summary{cursor:pointer;font-weight:600}
 details .scroll{margin-top:.7rem;max-height:30rem;overflow:auto}
 """
