@@ -1,5 +1,6 @@
 """Hugging Face Accelerate with HDETOneCycleLR: accumulation, mixed precision, clipping, evaluation, save and resume.
 
+    pip install -c constraints.txt torch numpy 'setuptools>=77'
     pip install -c constraints.txt --no-build-isolation '.[accelerate]' scikit-learn
     accelerate launch --num_processes 2 examples/accelerate_loop.py     # on GPUs
     torchrun --nproc-per-node 2 examples/accelerate_loop.py             # on CPUs: accelerate launch --cpu starts one

@@ -1,5 +1,6 @@
 """DDP with gradient accumulation, mixed precision, gradient clipping and checkpoints of the averaged model.
 
+    pip install -c constraints.txt torch numpy 'setuptools>=77'
     pip install -c constraints.txt --no-build-isolation . scikit-learn
     torchrun --nproc-per-node 2 examples/accumulation_amp.py
     torchrun --nproc-per-node 2 examples/accumulation_amp.py --dtype fp16     # with a gradient scaler

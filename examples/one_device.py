@@ -1,5 +1,6 @@
 """HDET on one device: eight stacked replicas of a byte-level transformer learn the standard library's source.
 
+    pip install -c constraints.txt torch numpy 'setuptools>=77'
     pip install -c constraints.txt --no-build-isolation '.[demo]'
     python examples/one_device.py                             # a GPU if there is one, else the CPU
     python examples/one_device.py --gradients local           # one gradient per replica instead of a shared one

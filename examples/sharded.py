@@ -1,5 +1,6 @@
 """Replicas that are sharded over some processes each, with HDETOneCycleLR: HSDP, or FSDP2 within every replica.
 
+    pip install -c constraints.txt torch numpy 'setuptools>=77'
     pip install -c constraints.txt --no-build-isolation .
     torchrun --nproc-per-node 4 examples/sharded.py                                  # HSDP: 2 replicas of 2 processes
     torchrun --nproc-per-node 4 examples/sharded.py --gradients local                # FSDP2: they meet at syncs only

@@ -1,5 +1,6 @@
 """DistributedDataParallel with HDETOneCycleLR: train on the demo's text, save checkpoints, resume.
 
+    pip install -c constraints.txt torch numpy 'setuptools>=77'
     pip install -c constraints.txt --no-build-isolation .
     torchrun --nproc-per-node 4 examples/torchrun_onecycle.py
     torchrun --nproc-per-node 4 examples/torchrun_onecycle.py --spread 0 --checkpoint plain.pt    # plain OneCycleLR

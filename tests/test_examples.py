@@ -155,9 +155,9 @@ OPTIONAL["scikit-learn"] = "sklearn"
 
 
 def commands_of(name: str) -> tuple[list[str], set[str]]:
-    """Return the first command of an example's docstring that runs on CPUs, and the libraries of its install line."""
+    """Return the first command of an example's docstring that runs on CPUs, and the libraries of its install lines."""
     lines = [line.strip() for line in (loaded(name).__doc__ or "").splitlines() if line.startswith("    ")]
-    (install,) = (line for line in lines if line.startswith("pip install"))
+    install = " ".join(line for line in lines if line.startswith("pip install"))
     first = next(line.partition("#")[0].split() for line in lines if line.startswith(("python", "torchrun")))
     python = [sys.executable, "-m", "torch.distributed.run", "--standalone"] if first[0] == "torchrun" else None
     command = [*(python or [sys.executable]), *first[1:]]
