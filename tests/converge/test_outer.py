@@ -4,7 +4,6 @@ replicas moved. Tested on real gloo groups, stacks, and both."""
 from __future__ import annotations
 
 import io
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ import hdet_kernels as hk
 from hdet_kernels import Converger
 from hdet_kernels.converge import Report
 from hdet_kernels.ensemble import RowEnsemble
+from tests.converge.replicas import Replicas
 from tests.converge.rounding import EPS
 from tests.ranks import Cases, run_ranks
 from tests.training import batch, loss_of, network, same, with_averaging
@@ -58,61 +58,9 @@ KINDS: dict[str, tuple[int, int, torch.dtype, Callable[..., Any], dict[str, Any]
 Watched = dict[str, list[Tensor]]
 
 
-class Replicas:
-    """The replicas of one process, on local gradients."""
-
-    def __init__(self, rank: int, kind: str, **options: Any) -> None:
-        _, self.rows, self.dtype, make, own = KINDS[kind]
-        self.rank = rank
-        self.model: Any = network().to(self.dtype)
-        options = {**SETTINGS, **own, **options}
-        if self.rows:
-            self.model = hk.ReplicaStack(self.model, self.rows, gradients="local")
-            options["ensemble"] = self.model.ensemble
-        else:
-            options["gradients"] = "local"
-        self.optimizer = make(self.model.parameters(), lr=0.01)
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, **with_averaging(options))
-
-    def optimize(self) -> Tensor:
-        """The optimizer's part of a step."""
-        step = self.scheduler.last_epoch
-        first = self.rank * max(self.rows, 1)
-        parts = zip(*(batch(first + row, step) for row in range(max(self.rows, 1))), strict=True)
-        x, y = (torch.cat(part).to(self.dtype) for part in parts)
-        self.optimizer.zero_grad()
-        if self.rows:
-            loss: Tensor = self.model.backward(loss_of, x, y)
-        else:
-            loss = loss_of(self.model, x, y)
-            loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def train(self, steps: int) -> Replicas:
-        for _ in range(steps):
-            self.scheduler.step(self.optimize())
-        return self
-
-    def numbers(self) -> Tensor:
-        """[rows, n], in fp64: the parameters as they are averaged, their masters where there are any."""
-        buckets = getattr(self.optimizer, "buckets", None)
-        tensors = buckets.views(buckets.full) if buckets else list(self.model.parameters())
-        return torch.cat([t.detach().double().reshape(max(self.rows, 1), -1) for t in tensors], dim=1)
-
-    def state(self) -> list[dict[str, Any]]:
-        return [part.state_dict() for part in (self.model, self.optimizer, self.scheduler)]
-
-    def save(self) -> bytes:
-        file = io.BytesIO()
-        torch.save(self.state(), file)
-        return file.getvalue()
-
-    def load(self, saved: bytes) -> Replicas:
-        states = torch.load(io.BytesIO(saved), weights_only=True)
-        for part, state in zip((self.model, self.optimizer, self.scheduler), states, strict=True):
-            part.load_state_dict(state)
-        return self
+def replicas_of(rank: int, kind: str, **options: Any) -> Replicas:
+    _, rows, dtype, make, own = KINDS[kind]
+    return Replicas(rank, rows, dtype, make, **{**SETTINGS, **own, **options})
 
 
 def sgd_step(sgd: torch.optim.SGD, consensus: Tensor, mean: Tensor) -> Tensor:
@@ -134,7 +82,7 @@ def make_sgd(outer: hk.Outer) -> torch.optim.SGD:
 
 def _watched(rank: int, kind: str, outer: hk.Outer) -> Watched:
     """The parameters of the replicas here around every sync, and at the start."""
-    replicas = Replicas(rank, kind, outer=outer)
+    replicas = replicas_of(rank, kind, outer=outer)
     found: Watched = {"before": [], "after": [replicas.numbers()], "consensus": []}
     for _ in range(SYNCS):
         replicas.train(SYNC - 1)
@@ -258,7 +206,7 @@ def test_halves_without_masters_step_from_what_they_were_rounded_to() -> None:
 @pytest.mark.parametrize("kind", ["loose", "stack"])
 def test_it_starts_from_the_parameters_before_the_first_step(kind: str) -> None:
     """Not from those that there were when the scheduler was built: weights may be loaded after that."""
-    replicas = Replicas(0, kind, outer=hk.Outer())
+    replicas = replicas_of(0, kind, outer=hk.Outer())
     with torch.no_grad():
         for param in replicas.model.parameters():
             param.add_(1.0)
@@ -286,7 +234,7 @@ def test_a_converger_begins_anew_where_it_is_told_to() -> None:
 
 
 def _apart(rank: int, kind: str) -> list[tuple[Tensor, Tensor]]:
-    replicas = Replicas(rank, kind, outer=hk.Outer())
+    replicas = replicas_of(rank, kind, outer=hk.Outer())
     hk.warm_noisy_init_(replicas.model.parameters(), nu=0.1, ensemble=replicas.scheduler.cycle.ensemble)
     found = []
     for _ in range(3):
@@ -341,7 +289,7 @@ def test_it_steps_where_all_replicas_are_equal_and_with_one_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["loose", "stack"])
 def test_an_average_by_hand_is_a_step_if_one_was_made(kind: str) -> None:
-    replicas = Replicas(0, kind, outer=hk.Outer())
+    replicas = replicas_of(0, kind, outer=hk.Outer())
     start = replicas.numbers()
     replicas.scheduler.converge()
     assert torch.equal(replicas.numbers(), start), "nothing was trained yet"
@@ -359,20 +307,11 @@ def test_an_average_by_hand_is_a_step_if_one_was_made(kind: str) -> None:
     torch.testing.assert_close(replicas.numbers()[0], sgd_step(sgd, consensus[0], mean), rtol=0, atol=1e-12)
 
 
-def test_the_consensus_is_the_plain_mean_and_leaves_no_trace() -> None:
-    replicas = Replicas(0, "stack", outer=hk.Outer()).train(SYNC + 1)
-    own, remembered = replicas.numbers(), replicas.scheduler.cycle.converger.outer_state_dict()
-    with replicas.scheduler.consensus():
-        torch.testing.assert_close(replicas.numbers(), own.mean(dim=0).expand_as(own), rtol=0, atol=1e-15)
-    assert torch.equal(replicas.numbers(), own)
-    assert same(replicas.scheduler.cycle.converger.outer_state_dict(), remembered)
-
-
 # Faults
 
 
 def _sick(rank: int, kind: str, sick: int) -> dict[str, Any]:
-    replicas = Replicas(rank, kind, outer=hk.Outer())
+    replicas = replicas_of(rank, kind, outer=hk.Outer())
     rows = max(replicas.rows, 1)
     replicas.train(SYNC)
     consensus = replicas.numbers()
@@ -403,41 +342,6 @@ def test_the_mean_is_that_of_the_sound_replicas(kind: str) -> None:
     expected = sgd_step(sgd, results[0]["consensus"][0], sound)
     torch.testing.assert_close(after, expected.expand_as(after), rtol=0, atol=1e-12)
     assert [r["excluded"] for r in results] == [[1]] * ranks
-
-
-def _breaks(rank: int, kind: str) -> tuple[list[bool], bool, bool]:
-    """A collective fails in the middle of the second sync, on all ranks; then the sync is repeated."""
-    broken, whole = (Replicas(rank, kind, outer=hk.Outer()).train(2 * SYNC - 1) for _ in range(2))
-    loss = broken.optimize()
-    whole.scheduler.step(whole.optimize())
-    before = torch.load(io.BytesIO(broken.save()), weights_only=True)
-    ensemble = broken.scheduler.cycle.ensemble
-    among = getattr(ensemble, "among", ensemble)
-    calls, original = itertools.count(), among.all_reduce
-
-    def failing(*args: Any) -> Any:
-        if next(calls) == 2:
-            raise RuntimeError("the peer is gone")
-        return original(*args)
-
-    among.all_reduce = failing
-    with pytest.raises(RuntimeError, match="the peer is gone"):
-        broken.scheduler.step(loss)
-    after = torch.load(io.BytesIO(broken.save()), weights_only=True)
-    among.all_reduce = original
-    broken.scheduler.step(loss)
-    unharmed = [same(a, b) for a, b in zip(before, after, strict=True)]
-    outers = [r.scheduler.cycle.converger.outer_state_dict() for r in (broken, whole)]
-    return unharmed, torch.equal(broken.numbers(), whole.numbers()), same(*outers)
-
-
-BROKEN = Cases(2, _breaks, [("loose",), ("homed",), ("2 ranks x 2 rows",)])
-
-
-@pytest.mark.parametrize("kind", ["loose", "homed", "2 ranks x 2 rows"])
-def test_a_collective_that_fails_leaves_what_is_remembered_as_it_was(kind: str) -> None:
-    for result in BROKEN[(kind,)]:
-        assert result == ([True, True, True], True, True)
 
 
 # Shards
@@ -483,40 +387,12 @@ def test_every_process_steps_its_own_shards() -> None:
 # Checkpoints
 
 
-def _resumed(rank: int, kind: str, at: int) -> tuple[bool, bool]:
-    whole = Replicas(rank, kind, outer=hk.Outer()).train(at)
-    saved = whole.save()
-    whole.train(SYNC * SYNCS - at)
-    second = Replicas(rank, kind, outer=hk.Outer()).load(saved).train(SYNC * SYNCS - at)
-    remembered = [r.scheduler.cycle.converger.outer_state_dict() for r in (whole, second)]
-    return torch.equal(whole.numbers(), second.numbers()), same(*remembered)
-
-
-RESUMED_AT = {"start": 0, "first cycle": 2, "mid-cycle": SYNC + 1, "boundary": 2 * SYNC}
-RESUMED = ("loose", "masters", "stack", "compressed rows")
-QUICK_RESUMED = [("loose", "first cycle"), ("masters", "boundary"), ("compressed rows", "mid-cycle")]
-QUICK_RESUMED += [("stack", at) for at in RESUMED_AT]
-run_resumed = shared_runs(_resumed, [(kind, RESUMED_AT[at]) for kind, at in QUICK_RESUMED])
-
-
-@pytest.mark.parametrize(
-    ("kind", "at"),
-    [
-        pytest.param(kind, at, marks=[] if (kind, at) in QUICK_RESUMED else pytest.mark.full)
-        for kind in RESUMED
-        for at in RESUMED_AT
-    ],
-)
-def test_a_resumed_run_is_the_uninterrupted_run(kind: str, at: str) -> None:
-    assert run_resumed(kind, RESUMED_AT[at]) == [(True, True)] * KINDS[kind][0]
-
-
 def _saved(rank: int, kind: str, steps: int) -> bytes:
-    return Replicas(rank, kind, outer=hk.Outer()).train(steps).save()
+    return replicas_of(rank, kind, outer=hk.Outer()).train(steps).save()
 
 
 def _others(rank: int, kind: str, saved: bytes) -> Watched:
-    replicas = Replicas(rank, kind, outer=hk.Outer()).load(saved)
+    replicas = replicas_of(rank, kind, outer=hk.Outer()).load(saved)
     found: Watched = {"before": [], "after": [replicas.numbers()]}
     for _ in range(SYNCS - 2):
         replicas.train(SYNC - 1)
@@ -537,20 +413,20 @@ def test_another_number_of_replicas_goes_on_with_the_momentum_of_the_first(ranks
     before, after = (torch.cat([r[name][i] for r in results]) for i, name in ((0, "before"), (1, "after")))
     consensus, mean = results[0]["after"][0][0], before.mean(dim=0)
     carried = consensus - after[0] - 0.7 * 1.9 * (consensus - mean)
-    slots = Replicas(0, "homed").optimizer.buckets
+    slots = replicas_of(0, "homed").optimizer.buckets
     velocity = torch.cat([view.reshape(-1) for view in slots.views(outer["velocity"])])
     torch.testing.assert_close(carried, 0.7 * 0.81 * velocity, rtol=0, atol=1e-12)
 
 
 def test_a_checkpoint_with_and_one_without_do_not_fit_each_other() -> None:
-    bare, outer = (Replicas(0, "loose", outer=outer).train(SYNC) for outer in (None, hk.Outer()))
+    bare, outer = (replicas_of(0, "loose", outer=outer).train(SYNC) for outer in (None, hk.Outer()))
     with pytest.raises(ValueError, match=r"made with outer=None, this scheduler has \{'lr': 0.7, 'momentum': 0.9"):
         outer.scheduler.load_state_dict(bare.scheduler.state_dict())
     with pytest.raises(ValueError, match=r"made with outer=\{'lr': 0.7, .*\}, this scheduler has None"):
         bare.scheduler.load_state_dict(outer.scheduler.state_dict())
     with pytest.raises(ValueError, match=r"made with outer.momentum=0.9, this scheduler has 0.5"):
-        Replicas(0, "loose", outer=hk.Outer(momentum=0.5)).scheduler.load_state_dict(outer.scheduler.state_dict())
-    homed = Replicas(0, "homed", outer=hk.Outer())
+        replicas_of(0, "loose", outer=hk.Outer(momentum=0.5)).scheduler.load_state_dict(outer.scheduler.state_dict())
+    homed = replicas_of(0, "homed", outer=hk.Outer())
     untouched = homed.scheduler.state_dict()
     with pytest.raises(ValueError, match=r"remembers flat tensors of 129 float64, this one of \d+ float64: resume"):
         homed.scheduler.load_state_dict(outer.scheduler.state_dict())
@@ -561,7 +437,7 @@ def test_a_checkpoint_with_and_one_without_do_not_fit_each_other() -> None:
 
 
 def _disagreeing(rank: int) -> str:
-    replicas = Replicas(rank, "loose", outer=hk.Outer(lr=0.5 + 0.1 * rank))
+    replicas = replicas_of(rank, "loose", outer=hk.Outer(lr=0.5 + 0.1 * rank))
     before = replicas.train(SYNC - 1).numbers()
     loss = replicas.optimize()
     after = replicas.numbers()
