@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hdet_kernels as hk
 from hdet_kernels.schedule.undo import copies
@@ -299,6 +301,30 @@ def test_a_buffer_of_another_shape_is_left_as_it_is() -> None:
     run.train(SYNC)
     assert torch.equal(model.table, torch.zeros(5))
     assert same([param.detach() for param in model.parameters()], sound)
+
+
+def test_a_callback_brings_back_what_the_user_keeps_beside_the_run() -> None:
+    """As ``docs/usage/failures.md`` has it: a moving average of the weights begins anew at what was returned to."""
+    run = single()
+    averages = [AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for _ in range(2)]
+
+    def begin_anew(record: hk.SyncRecord) -> None:
+        if record.undone is not None:
+            averages[0].n_averaged.zero_()
+            averages[0].update_parameters(run.model)
+
+    run.scheduler.on_sync(begin_anew)
+    for step in range(2 * SYNC):
+        run.train(1)
+        if step + 1 < 2 * SYNC:
+            if step >= SYNC:
+                run.model.inner.weight.data.fill_(math.nan)
+            for average in averages:
+                average.update_parameters(run.model)
+    kept, lost = (list(average.module.parameters()) for average in averages)
+    assert [record.undone for record in run.scheduler.history] == [None, SYNC]
+    assert not lost[0].isfinite().any(), "without a callback it stays as it was"
+    assert same([param.detach() for param in kept], [param.detach() for param in run.model.parameters()])
 
 
 def test_complex_parameters_return() -> None:
