@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata, util
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
@@ -212,6 +214,10 @@ def _info(_: argparse.Namespace) -> int:
     from hdet_kernels.ops.backends import backends
     from hdet_kernels.ops.operators import why_not
 
+    source = Path(__file__).parent
+    if not sys.flags.safe_path and (installed := hidden_by(source, sys.path)) is not None:
+        print(f"{source} is the source; this is the installed build in {installed}:", flush=True)
+        return subprocess.run([sys.executable, "-P", "-m", "hdet_kernels", "info"], check=False).returncode
     missing = why_not()
     sections = {
         "backends": backends(),
@@ -225,6 +231,20 @@ def _info(_: argparse.Namespace) -> int:
         for name, value in entries.items():
             print(f"  {name:<{width}}  {value}")
     return 0
+
+
+def hidden_by(source: Path, path: Sequence[str]) -> Path | None:
+    """Return the folder of an installed package that the one in the current folder hides; None if there is none.
+
+    Args:
+        source: the folder of the package that is imported.
+        path: that of ``sys.path``.
+    """
+    if source.parent.resolve() != Path.cwd():
+        return None
+    others = [entry for entry in path if Path(entry or ".").resolve() != Path.cwd()]
+    spec = PathFinder.find_spec(source.name, others)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def _versions() -> dict[str, str]:

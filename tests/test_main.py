@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import hdet_kernels
-from hdet_kernels.__main__ import main
+from hdet_kernels.__main__ import hidden_by, main
 from hdet_kernels.demo.tasks import DigitsTask
 from hdet_kernels.ops.backends import backends
 from tests.histories import run
@@ -36,7 +39,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert (stop.value.code, capsys.readouterr().out) == (0, f"hdet_kernels {hdet_kernels.__version__}\n")
 
 
-def test_info_names_every_backend_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_every_backend_and_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["info"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for name, state in backends().items():
@@ -44,6 +50,34 @@ def test_info_names_every_backend_and_version(capsys: pytest.CaptureFixture[str]
     assert f"hdet_kernels {hdet_kernels.__version__}" in lines
     named = {line.split()[0] for line in lines}
     assert {"python", "torch", "triton", "numpy", "hdet_kernels._native"} <= named
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A checkout, which is the current folder, and a folder with an installed package. Both have this package."""
+    for name in ("checkout", "installed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "hdet_kernels").symlink_to(Path(hdet_kernels.__file__).parent)
+    monkeypatch.chdir(tmp_path / "checkout")
+    return tmp_path / "checkout", tmp_path / "installed"
+
+
+def test_what_the_source_in_the_current_folder_hides(folders: tuple[Path, Path]) -> None:
+    checkout, installed = folders
+    source = checkout / "hdet_kernels"
+    assert hidden_by(source, ["", str(installed)]) == installed / "hdet_kernels"
+    assert hidden_by(source, ["", str(checkout)]) is None, "nothing is installed, or as an editable build"
+    assert hidden_by(installed / "hdet_kernels", [str(installed), str(checkout)]) is None, "it is imported itself"
+
+
+@pytest.mark.full
+def test_info_in_the_checkout_is_that_of_the_installed_build(folders: tuple[Path, Path]) -> None:
+    checkout, installed = folders
+    command = [sys.executable, "-m", "hdet_kernels", "info"]
+    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(installed)}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert f"{checkout / 'hdet_kernels'} is the source; this is the installed build in {installed}" in found.stdout
+    assert found.stdout.count("backends:") == 1
 
 
 @pytest.mark.parametrize(

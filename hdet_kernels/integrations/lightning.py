@@ -373,9 +373,13 @@ class ModuleProbe:
 
 
 def call_step(step: Callable[..., Any], batch: Any) -> Any:
-    """Call a step of a LightningModule with the indices that it takes."""
-    names = list(inspect.signature(step).parameters)[1:]
-    return step(batch, **{name: 0 for name in names if name in ("batch_idx", "dataloader_idx")})
+    """Call a step of a LightningModule with the indices that it takes, by position as Lightning does."""
+    taken = list(inspect.signature(step).parameters.values())
+    several = any(each.kind is each.VAR_POSITIONAL for each in taken)
+    named = [each for each in taken if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    # The index of the batch comes second under any name; that of the loader comes third, if it is one.
+    loader = named[2:3] and (named[2].name == "dataloader_idx" or named[2].default is named[2].empty)
+    return step(batch, *[0] * (2 if loader else 1 if several or len(named) > 1 else 0))
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -400,9 +400,11 @@ class TrainerOptions:
         """Return ``"one_cycle"`` or the name of a schedule of transformers."""
         named = SchedulerType(args.lr_scheduler_type)
         if self.schedule is None and named is SchedulerType.LINEAR:
-            log.info(
-                "lr_scheduler_type is 'linear', the default: the schedule is one cycle; schedule='linear' is linear"
-            )
+            if args.process_index == 0:
+                log.warning(
+                    "lr_scheduler_type='linear', which is also its default, trains one cycle. Pass "
+                    "hdet={'schedule': 'linear'} for a linear schedule, or 'one_cycle' to say that you mean it"
+                )
             return _ONE_CYCLE
         schedule = named.value if self.schedule is None else self.schedule
         if self.peak and schedule != _ONE_CYCLE:

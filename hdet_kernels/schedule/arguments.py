@@ -29,7 +29,7 @@ from hdet_kernels.checks import (
     spell,
 )
 from hdet_kernels.controller.protocol import Controller, check_controller
-from hdet_kernels.controller.regression import checked_trust
+from hdet_kernels.controller.regression import RegressionController, checked_trust
 from hdet_kernels.converge import Averaging
 from hdet_kernels.ensemble import Ensemble, check_ensemble
 from hdet_kernels.fanout.explore import Explore, TieGroups, check_tie_groups
@@ -82,10 +82,10 @@ class Options:
         if not isinstance(self.auto_lr, bool):
             check_controller(self.auto_lr)
         trust = checked_trust(self.trust)
-        if not isinstance(self.auto_lr, bool) and trust != Options.trust:
+        if self.auto_lr is not True and trust != Options.trust:
             raise ValueError(
-                f"trust={self.trust} is for auto_lr=True, got auto_lr={spell(self.auto_lr)}: pass "
-                "auto_lr=RegressionController(trust=…) instead"
+                f"trust={self.trust} is for auto_lr=True, got auto_lr={spell(self.auto_lr)}: "
+                + ("pass auto_lr=RegressionController(trust=…) instead" if self.auto_lr else "leave trust= out")
             )
         if self.probe is not None:
             check_callable("probe", self.probe, "probe()", remedy="it takes no arguments and returns a loss")
@@ -138,6 +138,8 @@ def refuse_unknown(given: Mapping[str, object], where: str) -> None:
             continue
         if name in _IN_AVERAGING:
             hint = f"; pass averaging=hk.Averaging({_IN_AVERAGING[name]}=…)"
+        elif name in [field.name for field in fields(RegressionController)]:
+            hint = f"; pass auto_lr=hk.RegressionController({name}=…)"
         else:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(known)}"

@@ -41,7 +41,7 @@ from hdet_kernels.schedule.arguments import GradientMode, Probe
 from hdet_kernels.schedule.gradients import Displacement, fingerprint
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
-from hdet_kernels.schedule.losses import EqualLosses, Loss, LossWindow, checked_loss, run_probe
+from hdet_kernels.schedule.losses import NONE_RECORDED, EqualLosses, Loss, LossWindow, checked_loss, run_probe
 from hdet_kernels.schedule.undo.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
@@ -328,15 +328,13 @@ class Cycle:
         """Raise if losses decide at a sync and none was ever recorded."""
         if self.probe is not None or self.window.ever:
             return
-        record = (
-            "none was recorded: call scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step() "
-            "where a framework calls it bare; or pass probe="
-        )
         if self.spread.reads_losses:
             name = type(self.spread.controller).__name__
-            raise RuntimeError(f"{name} needs losses, and {record}, or auto_lr=False (fan-out and averaging only)")
+            raise RuntimeError(
+                f"{name} needs losses, and {NONE_RECORDED}, or auto_lr=False (fan-out and averaging only)"
+            )
         if self.takes_best:
-            raise RuntimeError(f"merge='best' copies the replica whose loss is lowest, but {record}")
+            raise RuntimeError(f"merge='best' copies the replica whose loss is lowest, but {NONE_RECORDED}")
 
     def _check_state(self) -> None:
         """Warn, once after a checkpoint was loaded, if the optimizer's part of it did not arrive."""

@@ -21,6 +21,13 @@ from hdet_kernels.tensors import wide_dtype
 #: A number that may be NaN or infinite, as losses may.
 AnyNumber = Annotated[float, None]
 
+#: What to do where losses decide and there is none, for messages.
+NONE_RECORDED = (
+    "none was recorded: call scheduler.step(loss), or scheduler.record_loss(loss) before scheduler.step() where a "
+    "framework calls it bare (in Lightning the callback HDET() does, in transformers HDETCallback() or HDETTrainer); "
+    "or pass probe="
+)
+
 #: The loss of one replica, or the losses of several in one process.
 Loss = float | Tensor | Sequence[float]
 

@@ -108,6 +108,8 @@ OPTIONS: list[Row] = [
     *refused(one_cycle, "auto_lr", ValueError, Scripted(undo=-1), Scripted(undo=True), argument="undo"),
     *refused(one_cycle, "trust", BOTH, 0.5, -3.0, NAN, INF, "3", True, [3.0]),
     *refused(one_cycle, "trust", ValueError, 10.0, auto_lr=hk.RegressionController()),
+    *refused(one_cycle, "trust", ValueError, 1, None, 10.0, auto_lr=False),
+    *refused(one_cycle, "undo", TypeError, 0, argument="auto_lr=hk.RegressionController(undo=…)"),
     *refused(one_cycle, "probe", TypeError, 1.0, "loss", [len], torch.ones(())),
     *refused(one_cycle, "explore", TypeError, *EXPLORES),
     *refused(one_cycle, "tie_groups", BOTH, *TIES),

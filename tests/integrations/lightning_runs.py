@@ -117,8 +117,8 @@ class Net(pl.LightningModule):
         self.log("train_loss", loss, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 0:
+    def validation_step(self, batch: list[Tensor], i: int) -> Tensor:
+        if i == 0:
             self.validated.append(flat(self))
         if self.fails_in == "validation_step" and self.global_step == 6:
             raise ZeroDivisionError

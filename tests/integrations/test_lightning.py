@@ -326,6 +326,10 @@ def test_checks_and_steps_of_other_shapes() -> None:
         checked_schedulers([], automatic=True)
     assert call_step(lambda batch: [batch], "b") == ["b"]
     assert call_step(lambda x, batch_idx, dataloader_idx=7: [x, batch_idx, dataloader_idx], "b") == ["b", 0, 0]
+    assert call_step(lambda b, i: [b, i], "b") == ["b", 0]
+    assert call_step(lambda b, i, j: [b, i, j], "b") == ["b", 0, 0]
+    assert call_step(lambda b, i, scale=7: [b, i, scale], "b") == ["b", 0, 7]
+    assert call_step(lambda *args: list(args), "b") == ["b", 0]
     assert loss_of({"loss": torch.tensor(2.0), "n": 1}) == 2.0
     assert loss_of({"n": 1}) is None
 

@@ -670,6 +670,17 @@ def test_schedules_of_transformers_are_wrapped(
     assert rates_of(scheduler) == rates_of(plain)
 
 
+@pytest.mark.parametrize("schedule", [None, "linear", "one_cycle"])
+def test_one_cycle_in_the_place_of_a_linear_schedule_is_a_warning_unless_it_was_chosen(
+    tmp_path: Path, schedule: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = {} if schedule is None else {"schedule": schedule}
+    with caplog.at_level(logging.WARNING, logger="hdet_kernels"):
+        scheduler = scheduler_of(tmp_path, {**chosen, "auto_lr": False}, lr_scheduler_type="linear")
+    assert isinstance(scheduler, hk.HDETScheduler if schedule == "linear" else hk.HDETOneCycleLR)
+    assert ("hdet={'schedule': 'linear'}" in caplog.text) is (schedule is None)
+
+
 def test_a_second_training_begins_from_the_learning_rate_of_the_user(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -30,7 +30,7 @@ from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.build import scheduled_now, write_momentum
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradients import fingerprint
-from hdet_kernels.schedule.losses import Loss, checked_loss, run_probe
+from hdet_kernels.schedule.losses import NONE_RECORDED, Loss, checked_loss, run_probe
 from hdet_kernels.schedule.scout.comparison import (
     RoundLosses,
     compare,
@@ -333,10 +333,7 @@ class Scouting:
 
     def _check_losses(self) -> None:
         if self.cycle.probe is None and not self.losses.ever:
-            raise RuntimeError(
-                "max_lr=None compares losses, and none was recorded: call scheduler.step(loss), or "
-                "scheduler.record_loss(loss) before scheduler.step() where a framework calls it bare; or pass probe="
-            )
+            raise RuntimeError(f"max_lr=None compares losses, and {NONE_RECORDED}")
 
     def _end_first_steps(self) -> None:
         """Check, with the other replicas, that all do the same on gradients of their own. Collective."""
