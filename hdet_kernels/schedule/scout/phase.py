@@ -212,8 +212,8 @@ class Scouting:
 
     def _found(self, verdict: Verdict) -> str:
         """Return in one sentence which learning rate was found."""
-        plan, rates = self.scouted.plan, ", ".join(f"{rate:.3g}" for rate in self.scouted.rates(verdict.rate))
-        found = f"step {plan.steps}: the peak learning rate is {rates}, {verdict.how}"
+        plan, rates = self.scouted.plan, dict.fromkeys(f"{rate:.3g}" for rate in self.scouted.rates(verdict.rate))
+        found = f"step {plan.steps}: the peak learning rate is {', '.join(rates)}, {verdict.how}"
         return f"{found}; the run begins, with {plan.run} steps"
 
     # The learning rates
