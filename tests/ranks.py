@@ -24,9 +24,9 @@ import pytest
 GROUP_TIMEOUT, RUN_TIMEOUT = 120, 400
 
 # A server imports torch once and forks the ranks from there. A rank then starts in milliseconds, and no thread of the
-# test process is forked. torch imports _dynamo, for more than a second, when the first optimizer is built.
+# test process is forked.
 CONTEXT = multiprocessing.get_context("forkserver")
-_TORCH = ("torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis", "hdet_kernels")
+_PRELOADED = ("pytest", "hypothesis", "tests.preload")
 
 #: What ranks of the integrations import, for seconds each.
 FRAMEWORKS = ("transformers.trainer", "lightning", "accelerate")
@@ -50,7 +50,7 @@ def start(processes: Sequence[Any], imported: tuple[str, ...] = ()) -> None:
 def _server(more: tuple[str, ...]) -> forkserver.ForkServer:
     """Return the server that has imported ``more`` beside torch, and serves all runs of this process."""
     server = forkserver.ForkServer()
-    server.set_forkserver_preload([*_TORCH, *more])
+    server.set_forkserver_preload([*_PRELOADED, *more])
     return server
 
 
