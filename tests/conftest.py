@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 # A shell starts background jobs with interrupts ignored, and processes inherit that: those of the tests that interrupt
 # a demo or a benchmark would not notice.
@@ -64,3 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.full)
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give every file to one worker, and the integrations too: a server imports their libraries for seconds."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "tests/integrations" if file.startswith("tests/integrations/") else file
+
+    return ByFile(config, log)

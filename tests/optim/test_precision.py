@@ -92,7 +92,7 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", choose(STATES, "bf16-state", "int8-state"))
 @pytest.mark.parametrize(("backend", "name"), with_backends(QUICK, FUSED, QUICK_FUSED))
 def test_training_is_resumed_to_the_bit(backend: tuple[str, str], name: str, state: str, kind: str) -> None:
     """Training 4 steps equals training 2, saving, loading and training 2, in every precision."""

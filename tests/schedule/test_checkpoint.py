@@ -64,7 +64,7 @@ def _resumed(rank: int, variant: str, at: int, folder: Path, scheduler_first: bo
 
 
 #: Controllers, schedulers and optimizers differ in their own state, which is largest within a cycle.
-QUICK = [("regression", 12), ("hypergradient", 12), ("softmax", 15), ("wrapped", 1), ("explored", 12)]
+QUICK = [("regression", 12), ("softmax", 15), ("wrapped", 1)]
 
 
 @pytest.mark.parametrize(
