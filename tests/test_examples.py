@@ -184,8 +184,6 @@ def run_command(command: list[str], installed: set[str], folder: Path) -> str:
     [
         ("torchrun_onecycle", [], -0.5),
         ("one_device", ["--replicas", "4", "--device", "cpu"], -0.5),
-        ("one_device", ["--replicas", "4", "--device", "cpu", "--gradients", "local"], -0.5),
-        ("sharded", ["--gradients", "local"], -0.2),
         ("sharded", ["--steps", "100"], -0.2),
         ("accumulation_amp", ["--dtype", "fp16"], 0.5),
         ("accelerate_loop", [], 0.5),
