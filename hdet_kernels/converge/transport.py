@@ -161,18 +161,7 @@ class Transport:
         cost = run_transfers(transfers, writes)
         if writes is None:
             self.staging = Staging()
-        else:
-            squares = self._squares([write for write in writes if isinstance(write, _Unpack)])
         return Averaged(cost if self.ensemble.talks else Cost(), sum(map(float, squares)))
-
-    def _squares(self, means: Sequence[_Unpack]) -> list[Tensor]:
-        """Return Σ x² over the measured elements, as a few sums: one launch for all buckets of a device and dtype."""
-        alike: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
-        for mean in means:
-            if mean.own.start < mean.own.stop:
-                key = mean.packed.device, mean.packed.dtype, mean.divisor
-                alike.setdefault(key, []).append(mean.packed[mean.own])
-        return [(self.checksum_of_one(spans, spans[0].device) / key[-1]) ** 2 for key, spans in alike.items()]
 
     def write(self, writes: Sequence[Write]) -> None:
         """Write everything that has arrived, even if that is interrupted; then the interrupt is raised.
@@ -229,10 +218,11 @@ class Transport:
         if scaled:
             divide_within_range(values, divisor)
             divisor = 1
-        arrived = _Unpack(self, region, bucket, values, divisor, own)
+        if own.start < own.stop:  # a bucket at a time: with a backup and without, the sum has the same bits
+            squares.append((self.checksum_of_one([values[own]], values.device) / divisor) ** 2)
+        arrived = _Unpack(self, region, bucket, values, divisor)
         if deferred:
             return arrived
-        squares.extend(self._squares([arrived]))  # now: the buffer is needed for another bucket
         if whole is not None:
             divide(whole, divisor, whole)
         else:
@@ -359,14 +349,13 @@ class Staging:
 
 @dataclass(frozen=True)
 class _Unpack:
-    """Write the sum of a bucket, divided, to its tensors. This process measures the ``own`` elements of it."""
+    """Write the sum of a bucket, divided, to its tensors."""
 
     transport: Transport
     region: Region
     bucket: Bucket
     packed: Tensor
     divisor: float
-    own: slice
 
     def __call__(self) -> None:
         self.transport.unpack(self.region, self.bucket, self.packed, self.divisor)

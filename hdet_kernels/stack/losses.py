@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -461,6 +462,7 @@ class GraphedLosses:
             ):
                 losses = self._losses.compute_once(loss_fn, batch, chunk_size, self._gradients)
         except Exception as error:
+            self._end_failed_recording()
             raise RuntimeError(
                 "cuda_graphs=True, but the loss could not be recorded as a CUDA graph: it waits for the device, or "
                 "uses another one. Build the stack without cuda_graphs"
@@ -468,6 +470,13 @@ class GraphedLosses:
         finally:
             torch.set_autocast_cache_enabled(caches)
         return _RecordedPass(graph, _tensors(batch.leaves), losses, list(self._gradients.collected))
+
+    def _end_failed_recording(self) -> None:
+        """Record nothing: torch's random generator believes that a recording that failed goes on until one ends."""
+        with torch.cuda.device(self._device), warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+            warnings.simplefilter("ignore")  # torch warns of a graph without any work
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                pass
 
 
 @contextlib.contextmanager

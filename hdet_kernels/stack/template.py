@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,20 +25,6 @@ log = logging.getLogger("hdet_kernels")
 
 #: Tensors by the names that they have in a module, several if they are tied.
 NamedTensors = Mapping[tuple[str, ...], Tensor]
-
-
-#: torch's own attribute, and the module whose functions clip gradients.
-_GRAD: Any = Tensor.grad
-_CLIPPING = nn.utils.clip_grad_norm_.__module__
-
-
-def _clips_by_norm(frame: FrameType | None) -> bool:
-    """Return whether a function of torch that clips by the norm, and not by value, is above ``frame``."""
-    while frame is not None and frame.f_globals.get("__name__") == _CLIPPING:
-        if "norm" in frame.f_code.co_name:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class StackedParameter(nn.Parameter):
@@ -69,31 +53,6 @@ class StackedParameter(nn.Parameter):
     def replicas(self) -> int:
         """R, the number of rows."""
         return self.shape[0]
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient of all rows.
-
-        Raises:
-            RuntimeError: ``clip_grad_norm_`` of torch asks for it, which would scale all replicas by one norm.
-        """
-        here = inspect.currentframe()
-        if here is not None and self.replicas > 1 and _clips_by_norm(here.f_back):
-            raise RuntimeError(
-                f"clip_grad_norm_ takes the norm of {self.replicas} replicas together: leave it out, and pass "
-                "max_grad_norm= to the optimizer, as in hdet_kernels.FusedAdamW(stack.parameters(), "
-                "max_grad_norm=1.0), which clips each replica by itself"
-            )
-        gradient: Tensor | None = _GRAD.__get__(self)
-        return gradient
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StackedParameter:
         if id(self) not in memo:

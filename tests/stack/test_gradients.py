@@ -74,21 +74,6 @@ def test_rows_with_gaps_and_other_memory_formats() -> None:
     assert weight.grad.stride()[1:] == weight.stride()[1:], "the gradient lies as its parameter does"
 
 
-@pytest.mark.parametrize("gradients", ["shared", "local"])
-def test_clipping_by_the_norm_of_all_replicas_names_what_clips_each(gradients: Any) -> None:
-    stack = hk.ReplicaStack(nn.Linear(3, 1), 2, gradients=gradients)
-    stack.backward(lambda model, x: model(x).square().mean(), torch.ones(4, 3))
-    before = [parameter.grad.clone() for parameter in stack.parameters() if parameter.grad is not None]
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ .* 2 replicas .*max_grad_norm="):
-        nn.utils.clip_grad_norm_(stack.parameters(), 1e-3)
-    assert training.same([parameter.grad for parameter in stack.parameters()], before)
-    if gradients == "local":  # by value it clips each replica by itself
-        nn.utils.clip_grad_value_(stack.parameters(), 1e-3)
-        assert all(
-            parameter.grad is not None and parameter.grad.abs().max() <= 1e-3 for parameter in stack.parameters()
-        )
-
-
 def test_an_unused_parameter_has_no_gradient() -> None:
     module = nn.ModuleDict({"used": nn.Linear(WIDTH, 1), "unused": nn.Linear(2, 2)})
     for gradients in ("shared", "local"):

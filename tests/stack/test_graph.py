@@ -272,3 +272,4 @@ def test_a_loss_that_waits_for_the_device_is_refused() -> None:
         stack.backward(loss_fn, *batch(step))
     with pytest.raises(RuntimeError, match=r"could not be recorded as a CUDA graph.*without cuda_graphs"):
         stack.backward(loss_fn, *batch(2))
+    assert F.dropout(torch.ones(8, device="cuda")).isfinite().all(), "random numbers can be drawn after it"
