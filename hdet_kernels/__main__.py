@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hdet_kernels",
-        description="Hyperparameter-Divergent Ensemble Training: survive a wrong learning rate.",
+        description="Hyperparameter-Divergent Ensemble Training: limit the damage of a wrong learning rate.",
     )
     parser.add_argument("--version", action="version", version=f"hdet_kernels {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")

@@ -42,6 +42,7 @@ from hdet_kernels.optim.options import (
 from hdet_kernels.optim.state_views import StateViews, saved_state
 from hdet_kernels.optim.watch import FixedGradients, ParameterWatch
 from hdet_kernels.tensors import replicas_of, share_gradients
+from hdet_kernels.torch_internals import times_written
 
 Closure = Callable[[], float]
 
@@ -179,6 +180,12 @@ class FusedOptimizer(Optimizer):
         # At the first step: until then the model may still be converted.
         if not self._told:
             self._told = True
+            if self._max_grad_norm is None and any(map(_was_changed, self.buckets.params)):
+                log.warning(
+                    "the gradients of the stack were changed after stack.backward(): clip_grad_norm_ takes the norm of "
+                    "all replicas together; leave it out and pass max_grad_norm= to the optimizer, which clips each "
+                    "replica by itself"
+                )
             if (message := self.options.without_effect({flat.flat.dtype for flat in self._flat_groups})) is not None:
                 log.warning(message)
 
@@ -536,3 +543,9 @@ def _flattened(values: Iterable[Any]) -> Iterator[Any]:
             yield from _flattened(value)
         else:
             yield value
+
+
+def _was_changed(param: Tensor) -> bool:
+    """Return whether somebody has written to the local gradient of a stacked parameter since its backward pass."""
+    known = getattr(param, "gradient_version", None)
+    return known is not None and param.grad is not None and times_written(param.grad) != known

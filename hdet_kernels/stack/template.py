@@ -38,6 +38,8 @@ class StackedParameter(nn.Parameter):
     """
 
     shares_gradient: bool
+    #: How often a local gradient was written when ``stack.backward`` was done with it; None before.
+    gradient_version: int | None = None
 
     def __new__(cls, data: Tensor, shares_gradient: bool = True, requires_grad: bool = True) -> StackedParameter:
         check_kind("data", data, Tensor, "a tensor [R, *shape]")

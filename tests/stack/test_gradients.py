@@ -74,6 +74,22 @@ def test_rows_with_gaps_and_other_memory_formats() -> None:
     assert weight.grad.stride()[1:] == weight.stride()[1:], "the gradient lies as its parameter does"
 
 
+@pytest.mark.parametrize("clip", [True, False])
+def test_clipping_by_the_norm_of_all_replicas_names_what_clips_each(
+    clip: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = hk.ReplicaStack(nn.Linear(3, 1), 2, gradients="local")
+    optimizer = hk.FusedAdamW(stack.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(2):  # accumulated gradients are written too
+            stack.backward(lambda model, x: model(x).square().mean(), torch.ones(4, 3))
+        if clip:
+            nn.utils.clip_grad_norm_(stack.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert caplog.text.count("pass max_grad_norm= to the optimizer") == clip
+
+
 def test_an_unused_parameter_has_no_gradient() -> None:
     module = nn.ModuleDict({"used": nn.Linear(WIDTH, 1), "unused": nn.Linear(2, 2)})
     for gradients in ("shared", "local"):
