@@ -115,6 +115,7 @@ def test_every_example_is_listed_and_short() -> None:
         assert len(path.read_text().splitlines()) <= 135
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("restored_log_level")
 def test_one_device_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

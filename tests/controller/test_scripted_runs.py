@@ -34,7 +34,7 @@ class Noise(Scripted):
 
 
 @GRADIENTS
-@pytest.mark.parametrize("probed", [True, False], ids=["probe", "training"])
+@pytest.mark.parametrize("probed", [pytest.param(True, id="probe", marks=pytest.mark.full), False])
 @pytest.mark.parametrize(
     "shape", ["onecycle", *(pytest.param(shape, marks=pytest.mark.full) for shape in ("cosine", "constant"))]
 )

@@ -200,6 +200,7 @@ def _two_ranks(rank: int, folder: Path) -> bool:
     return imported
 
 
+@pytest.mark.full
 def test_the_first_process_writes_or_all_do(tmp_path: Path) -> None:
     assert run_ranks(2, _two_ranks, tmp_path) == [False, False], "the module itself needs no tensorboard"
     assert len(list((tmp_path / "first").iterdir())) == 1

@@ -132,6 +132,7 @@ def check_resumed(folder: Path, cases: list[tuple[str, str]]) -> None:
         assert [case for case, exact in found.items() if exact is not True] == []
 
 
+@pytest.mark.full
 def test_split_masters_with_8_bit_state_are_resumed_exactly_and_loaded_by_one_process(tmp_path: Path) -> None:
     check_resumed(tmp_path, QUICK)
     module, optimizer = begin("split, int8", None)

@@ -19,8 +19,11 @@ from tests.schedule.checkpoints import entries, loaded
 from tests.schedule.undo_runs import SOUND_THEN_BROKEN, Scripted
 from tests.training import batch, loss_of, network, same, with_averaging
 
-# DCP warns that there is one process only, and about its own use of torch.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.full,  # make test resumes HSDP in tests/converge/test_topologies.py
+    # DCP warns that there is one process only, and about its own use of torch.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 
 class Sharded:
