@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 import os
 import re
 import shutil
@@ -181,24 +182,23 @@ def run_command(command: list[str], installed: set[str], folder: Path) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "arguments", "better"),
+    ("name", "arguments", "bound"),
     [
-        ("torchrun_onecycle", [], -0.5),
-        ("one_device", ["--replicas", "4", "--device", "cpu"], -0.5),
-        ("sharded", ["--steps", "100"], -0.2),
-        ("accumulation_amp", ["--dtype", "fp16"], 0.5),
-        ("accelerate_loop", [], 0.5),
+        # Held-out losses and accuracies. Plain training (--spread 0) ends at 2.8 to 3.1, and near a guess, 0.1.
+        ("torchrun_onecycle", [], -2.6),
+        ("one_device", ["--replicas", "4", "--device", "cpu"], -2.6),
+        ("sharded", ["--steps", "100"], -2.65),
+        ("accumulation_amp", ["--dtype", "fp16"], 0.6),
+        ("accelerate_loop", [], 0.6),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) if isinstance(value, list) else "",
 )
-def test_the_command_survives_its_learning_rate(name: str, arguments: list[str], better: float, tmp_path: Path) -> None:
-    """The held-out loss, or accuracy, is better by so much than that of plain training from the same learning rate."""
+def test_the_command_survives_its_learning_rate(name: str, arguments: list[str], bound: float, tmp_path: Path) -> None:
+    """The held-out loss (negative here), or accuracy, is beyond a bound that plain training does not come near."""
     command, installed = commands_of(name)
-    printed = run_command([*command, *arguments], installed, tmp_path / "hdet")
-    plain = run_command([*command, *arguments, "--spread", "0"], installed, tmp_path / "plain")
+    printed = run_command([*command, *arguments], installed, tmp_path)
     assert re.search(r"^hdet_kernels: step \d+: ", printed, re.M), "the log says what became of the learning rate"
-    gain = outcome(printed) - outcome(plain)
-    assert gain / better > 1, f"{outcome(printed)}, plain {outcome(plain)}"
+    assert math.copysign(outcome(printed), bound) > bound
 
 
 @pytest.mark.full

@@ -88,6 +88,7 @@ class FusedOptimizer(Optimizer):
     ) -> None:
         self.max_grad_norm = max_grad_norm
         self.options = Options(**options)
+        self._given = options
         self.check_group(defaults)
         if self.options.rounds_stochastically:
             # The same on every rank: with different seeds, replicas under DDP would drift apart.
@@ -123,6 +124,11 @@ class FusedOptimizer(Optimizer):
     def initial_state(self, name: str, group: Group) -> float:
         """Return the value of the state ``name`` before the first step."""
         return 0.0
+
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        """The options that all groups of this optimizer have in common, as they were given."""
+        return {**self._given, "max_grad_norm": self._max_grad_norm}
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -317,7 +323,7 @@ class FusedOptimizer(Optimizer):
         try:
             group = self.param_groups[-1]
             freeze_betas(group)
-            check_own_entries(group)
+            check_own_entries(group, self.shared_options)
             self.check_group(group)
             self._check_params(group)
             if hasattr(self, "_flat_groups"):
@@ -336,7 +342,11 @@ class FusedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_max_grad_norm": self._max_grad_norm, "options": self.options}
+        return super().__getstate__() | {
+            "_max_grad_norm": self._max_grad_norm,
+            "options": self.options,
+            "_given": self._given,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over groups and state from ``load_state_dict``, ``pickle`` or ``deepcopy``."""
@@ -484,7 +494,7 @@ class HyperparameterWriter:
         if not has_tensors and values == self._written:
             return
         for group in groups:
-            check_own_entries(group)
+            check_own_entries(group, self.optimizer.shared_options)
             self.optimizer.check_group(group)
             check_seed(group.get(ROUNDING_SEED, 0))
         by_group = [replica_groups(group, self.replicas) for group in groups]

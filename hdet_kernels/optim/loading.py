@@ -80,7 +80,7 @@ def check_state_dict(optimizer: StatefulOptimizer, state_dict: object) -> None:
         _check_options(number, saved, optimizer.defaults, kind)
         group = optimizer.defaults | {name: value for name, value in saved.items() if name != "params"}
         freeze_betas(group)
-        check_own_entries(group)
+        check_own_entries(group, getattr(optimizer, "shared_options", None))
         optimizer.check_group(group)
         check_seed(group.get(ROUNDING_SEED, 0))
         _check_per_replica(group)

@@ -196,9 +196,14 @@ def check_flags(options: Mapping[str, Any], *names: str) -> None:
             raise ValueError(f"{name} must be True or False, got {options[name]!r}")
 
 
-def check_own_entries(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if a parameter group has an option that an optimizer has once for all of its groups."""
-    if wrong := [name for name in SharedOptions.__annotations__ if name in group]:
+def check_own_entries(group: Mapping[str, Any], shared: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError if a parameter group has another option of its own than the optimizer has for all of its groups.
+
+    ``shared``: those that the optimizer was built with. ``ZeroRedundancyOptimizer`` writes them to every group as well.
+    """
+    known = shared or {}
+    others = [name for name in SharedOptions.__annotations__ if name in group]
+    if wrong := [name for name in others if name not in known or group[name] != known[name]]:
         raise ValueError(
             f"a parameter group has {wrong[0]}={group[wrong[0]]!r}, which is one for all groups of an optimizer: pass "
             f"it beside params, as in FusedAdamW(params, {wrong[0]}=…), or build an optimizer for each group"

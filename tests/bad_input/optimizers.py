@@ -112,7 +112,7 @@ GROUPS: list[Row] = [
     *refused(group, "lr", BOTH, -1.0, "x"),
     *refused(group, "betas", ValueError, (0.9, 2.0)),
     *refused(group, "eps", ValueError, NAN),
-    *refused(group, "max_grad_norm", ValueError, 1.0, None),
+    *refused(group, "max_grad_norm", ValueError, 1.0),
     *refused(group, "master_weights", ValueError, True),
     *refused(group, "backend", ValueError, "torch"),
     *refused(group, "maximize", BOTH, "yes"),

@@ -48,7 +48,7 @@ MORE = (
     "inf in a first moment/hsdp/1",
     "loaded after another one/overlap/1",
 )
-FULL = (*MORE, *(case.spelled for case in itertools.islice(cases(seed=5), 110)))
+FULL = (*MORE, *(case.spelled for case in itertools.islice(cases(seed=5), 50)))
 
 
 @pytest.fixture(scope="module")
