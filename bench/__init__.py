@@ -17,6 +17,7 @@ The flow, file by file:
     cost_model.py       model the cost of averaging on up to 16 384 replicas; link_check.py checks it against gloo
     numerics.py         ``python -m bench.numerics``: errors of the update rules over many steps against float64
     quality/            measure how well training ends, not how fast
+    gpt2/               a model of 124 M parameters from right and wrong learning rates
 
 In the records, the key ``way`` names an implementation: ``torch-fused``, ``hdet-cuda``, or the name of a peer.
 """

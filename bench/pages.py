@@ -26,6 +26,7 @@ import pandas as pd
 
 from bench import cost_model as cost
 from bench import plots, records, suites
+from bench.gpt2 import page as gpt2
 from bench.markdown import short, spaced, table
 from bench.quality import page as quality
 from bench.tables import NOTHING, frame, read, render, time_cell
@@ -403,7 +404,7 @@ def seconds(value: float) -> str:
 
 def quality_page() -> str:
     """Return docs/quality.md."""
-    return quality.text(quality.read(QUALITY_RESULTS))
+    return quality.text(quality.read(QUALITY_RESULTS)) + gpt2.section(RESULTS)
 
 
 def speed_table() -> str:
@@ -433,7 +434,8 @@ def _speeds(theirs: Row, ours: Row) -> list[str]:
 def readme(text: str) -> str:
     """Return README.md with the speed and quality tables between their markers."""
     text = between(text, "speed", speed_table())
-    return between(text, "quality", quality.readme_text(quality.read(QUALITY_RESULTS)))
+    evidence = [gpt2.readme_text(RESULTS), quality.readme_text(quality.read(QUALITY_RESULTS))]
+    return between(text, "quality", "\n\n".join(filter(None, evidence)))
 
 
 def bench_readme(text: str) -> str:
@@ -482,6 +484,7 @@ def draw_plots(folder: Path = DOCS) -> None:
         plots.of_records(records.entries(gpu_records()), Path(temporary))
         plots.costs(Path(temporary) / "converge_cost.png")
         quality.draw_plots(quality.read(QUALITY_RESULTS), Path(temporary))
+        gpt2.draw_plot(RESULTS, Path(temporary))
         for path in Path(temporary).iterdir():
             shutil.copyfile(path, folder / path.name)
 
