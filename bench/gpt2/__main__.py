@@ -21,12 +21,21 @@ from bench import records
 
 from .model import FULL, TINY
 from .text import PIECES, Tokens, installed, prepare
-from .train import METHODS, Run, Setup, resumed_exactly
+from .train import METHODS, Run, Setup, disagreement, resumed_exactly
 
 # Dense bf16 operations a second that vendors state, by a word of the device's name.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# How far loss and gradient may be from those of the module under autocast: roundings of bf16.
+LARGEST_ERRORS = (0.01, 0.1)
 # Too high, as factors of the best learning rate.
 FACTORS = {"best": 1.0, "3x": 3.0, "10x": 10.0, "30x": 30.0}
+
+# Method and learning rate of the runs that are stopped and resumed.
+RESUMED: dict[str, tuple[str, float | None]] = {
+    "plain": ("plain", 1e-3),
+    "hdet": ("hdet", 1e-3),
+    "none": ("hdet", None),
+}
 
 
 class Record:
@@ -81,7 +90,9 @@ def learning_rate(word: str, record: Record, setup: Setup) -> float | None:
     """Return a learning rate that was given as a number, as a factor of the best one, or as "none"."""
     if word == "none":
         return None
-    return FACTORS[word] * record.best(setup.steps, setup.seed) if word in FACTORS else float(word)
+    if word not in FACTORS:
+        return float(word)
+    return float(f"{FACTORS[word] * record.best(setup.steps, setup.seed):.6g}")
 
 
 def run(args: argparse.Namespace, setup: Setup, record: Record) -> int:
@@ -124,8 +135,15 @@ def run(args: argparse.Namespace, setup: Setup, record: Record) -> int:
 
 
 def measure(args: argparse.Namespace, setup: Setup, record: Record) -> int:
-    """Time steps of plain training and of the stack."""
+    """Time steps of plain training and of the stack, after a check that both compute the model; return 1 if not."""
     text = Tokens.read(args.data)
+    batch = setup.to_device(text.batch(setup.sequences, setup.size.context, setup.seed, 0))
+    for method, errors in disagreement(setup, batch).items():
+        print(f"{method}: loss and gradient differ from those of the module by {errors[0]:.1e} and {errors[1]:.1e}")
+        if any(error > largest for error, largest in zip(errors, LARGEST_ERRORS, strict=True)):
+            print(f"more than {LARGEST_ERRORS}: {method} computes another model, try --eager")
+            return 1
+    free()
     peak = next((value for word, value in PEAKS.items() if word in machine(setup.device)), None)
     for method in METHODS:
         start = time.perf_counter()
@@ -153,7 +171,8 @@ def measure(args: argparse.Namespace, setup: Setup, record: Record) -> int:
 def resume(args: argparse.Namespace, setup: Setup, record: Record) -> int:
     """Compare runs in one piece and in two; return 1 if any differs."""
     text, worst = Tokens.read(args.data), 0
-    for method, lr in (("plain", 1e-3), ("hdet", 1e-3), ("hdet", None)):
+    for start in args.only:
+        method, lr = RESUMED[start]
         name = f"{method} from {'no learning rate' if lr is None else f'{lr:g}'}"
         print(f"{name}: {args.until} steps in one piece and in two", flush=True)
         entry = resumed_exactly(setup, text, method, lr, args.until, args.data / "resume.pt")
@@ -191,12 +210,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("prepare", parents=[common], help="make tokens from the text of installed packages")
     one.add_argument("--text", type=Path, nargs="+", help="folders to look in; default: those of the installation")
-    one.add_argument("--characters", type=float, default=320e6, help="take every k-th file if there are more")
-    one.add_argument("--sample", type=float, default=40e6, help="characters that the tokenizer is trained on")
+    one.add_argument("--characters", type=float, default=260e6, help="take every k-th file if there are more")
+    one.add_argument("--sample", type=float, default=30e6, help="characters that the tokenizer is trained on")
     one = commands.add_parser("time", parents=[trained], help="time a few steps")
     one.add_argument("steps_timed", type=int, nargs="?", default=20)
     one = commands.add_parser("resume", parents=[trained], help="compare runs in one piece and in two")
-    one.add_argument("--until", type=int, default=90, help="steps; the run is stopped after half of them")
+    one.add_argument("--only", nargs="+", choices=list(RESUMED), default=list(RESUMED), help="some of the runs")
+    one.add_argument("--until", type=int, default=60, help="steps; the run is stopped after half of them")
     one = commands.add_parser("run", parents=[trained], help="train")
     one.add_argument("method", choices=list(METHODS))
     one.add_argument("--lr", nargs="+", required=True, help=f"numbers, none, or of the best: {', '.join(FACTORS)}")

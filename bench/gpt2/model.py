@@ -77,7 +77,7 @@ class Losses:
 
         self._size, self._dtype = size, dtype
         self._block, self._norm = maybe(_block), maybe(_norm)
-        self._cross_entropy = maybe(_cross_entropy), maybe(_cross_entropy_)
+        self._cross_entropy = maybe(_cross_entropy), maybe(_with_gradient)
 
     def plain(self, model: GPT2, tokens: Tensor) -> Tensor:
         """Return the loss of one model; ``tokens`` is [batch, context + 1]."""
@@ -147,28 +147,26 @@ def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
     return scores.logsumexp(-1) - scores.gather(-1, wanted[..., None])[..., 0]
 
 
-def _cross_entropy_(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return the losses, and write the gradient of their mean over N into the logits."""
+def _with_gradient(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses, and the gradient of their mean over N in the logits' precision."""
     scores = logits.float()
-    total = scores.logsumexp(-1)
-    losses = total - scores.gather(-1, wanted[..., None])[..., 0]
+    total = scores.logsumexp(-1, keepdim=True)
     is_wanted = torch.arange(logits.shape[-1], device=logits.device) == wanted[..., None]
-    logits.copy_(((scores - total[..., None]).exp() - is_wanted.float()) / wanted.shape[-1])
-    return losses
+    gradient = ((scores - total).exp() - is_wanted.float()) / wanted.shape[-1]
+    # Not in the memory of the logits: compiled by torch 2.11, the losses would read what was written there.
+    return _cross_entropy(logits, wanted), gradient.to(logits.dtype)
 
 
 class _Output(torch.autograd.Function):
-    """Output layer and mean cross entropy; the gradients are computed with the loss, so that logits exist once."""
+    """Output layer and mean cross entropy; gradients are computed with the loss, so that no logits are kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, table: Tensor, wanted: Tensor, loss_of: Callable[..., Tensor], with_gradient: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, table: Tensor, wanted: Tensor, loss_of: Any, with_gradient: Any) -> Tensor:
         logits = torch.bmm(x, table.mT)
         if not any(ctx.needs_input_grad):
             return loss_of(logits, wanted).mean(-1)
-        losses: Tensor = with_gradient(logits, wanted)
-        ctx.save_for_backward(torch.bmm(logits, table), torch.bmm(logits.mT, x))
+        losses, gradient = with_gradient(logits, wanted)
+        ctx.save_for_backward(torch.bmm(gradient, table), torch.bmm(gradient.mT, x))
         return losses.mean(-1)
 
     @staticmethod

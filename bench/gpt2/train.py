@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -308,3 +308,33 @@ def resumed_exactly(
         "parameters equal": all(map(torch.equal, parameters, resumed)),
         "losses equal": torch.equal(losses, again),
     }
+
+
+def disagreement(setup: Setup, tokens: Tensor) -> dict[str, tuple[float, float]]:
+    """Return how far loss and gradient by the functions of each method are from those of the module under autocast.
+
+    Both are relative; the gradient is that of all parameters, as one vector.
+    """
+    model = setup.size.build(setup.seed).to(setup.device)
+    with torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.device.type == "cuda"):
+        expected: Tensor = model(tokens)
+    expected.backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    plain = setup.size.build(setup.seed).to(setup.device)
+    loss = setup.losses.plain(plain, tokens)
+    loss.backward()
+    found = {"plain": (loss, [parameter.grad for parameter in plain.parameters()])}
+    stack = hk.ReplicaStack(plain, setup.replicas)
+    losses = stack.backward(setup.losses.replica, tokens)
+    found["hdet"] = losses.mean(), [None if one.grad is None else one.grad[0] for one in stack.parameters()]
+    return {
+        method: (_relative([loss], [expected]), _relative(gradients, wanted))
+        for method, (loss, gradients) in found.items()
+    }
+
+
+@torch.no_grad()
+def _relative(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
+    pairs = [(one, other) for one, other in zip(found, wanted, strict=True) if one is not None and other is not None]
+    error = torch.stack([(one - other).norm() for one, other in pairs]).norm()
+    return float(error / torch.stack([other.norm() for _, other in pairs]).norm())
