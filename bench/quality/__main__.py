@@ -27,7 +27,7 @@ from .page import printed
 from .peers import PEERS, fetch_packages, packages
 from .pool import run_jobs
 from .results import Job, Record, Report
-from .suite import PARTS, SIZES, Size, grid_jobs, jobs_after
+from .suite import PARTS, POWERS, SIZES, STARTS, Size, grid_jobs, jobs_after
 from .tasks import TASKS
 
 
@@ -43,11 +43,14 @@ def main() -> None:
         "--parts",
         nargs="+",
         choices=["grid", *sorted(PARTS)],
-        help="run only these parts, in this order; the grid is always run first, as far as it is missing; default: all",
+        help="run only these parts, in this order; the grid of ci and full is always run first, as far as it is "
+        "missing, and that of the zoo only where it is named; default: all",
     )
     running.add_argument("--tasks", nargs="+", choices=sorted(TASKS), help="run only these tasks of the size")
     running.add_argument("--seeds", type=int, help="number of seeds of most parts; default: by size")
     running.add_argument("--start-seeds", type=int, help="number of seeds from each start; default: by size")
+    running.add_argument("--starts", type=_start, nargs="+", default=STARTS, help="starts as factors of the best")
+    running.add_argument("--no-probe", action="store_true", help="leave out the HDET runs with a probe")
     running.add_argument("--best-seeds", type=int, help="number of seeds at the best learning rate; default: by size")
     running.add_argument(
         "--constants", type=Path, default=held_out.CONSTANTS, help="constants of the zoo's HDET runs, by task"
@@ -175,8 +178,19 @@ def selected(arguments: argparse.Namespace) -> Size:
         seeds=size.seeds if arguments.seeds is None else arguments.seeds,
         start_seeds=size.start_seeds if arguments.start_seeds is None else arguments.start_seeds,
         best_seeds=size.best_seeds if arguments.best_seeds is None else arguments.best_seeds,
+        probe=not arguments.no_probe,
+        starts=tuple(arguments.starts),
+        powers=POWERS if "grid" in (arguments.parts or ()) else size.powers,
         options=held_out.read(arguments.constants) if size.leave_out else {},
     )
+
+
+def _start(text: str) -> float:
+    """Return the start that is named by a number or a fraction, as 3 or 1/3."""
+    number, _, divisor = text.partition("/")
+    if (factor := float(number) / float(divisor or 1)) not in STARTS:
+        raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(f'{start:.3g}' for start in STARTS)}")
+    return factor
 
 
 def _kept(before: Report, size: Size) -> list[Record]:

@@ -1,4 +1,4 @@
-"""Models of the tasks, small enough that a run takes seconds on a GPU."""
+"""Models of the tasks, small enough that a run takes seconds on a GPU; ``transformers.py`` has the transformers."""
 
 from __future__ import annotations
 
@@ -9,44 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class Block(nn.Module):
-    """A pre-norm transformer block on [batch, length, width]; ``temperature`` divides the attention scores."""
-
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
-        batch, length, width = x.shape
-        split = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = self.attend(query, key, value, temperature)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        mlp: Tensor = self.mlp(self.mlp_norm(x))
-        return x + mlp
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, temperature: Tensor | float) -> Tensor:
-        """Return the attention's output; all are [batch, heads, length, width of a head]."""
-        length, width = query.shape[-2:]
-        scores = query @ key.transpose(-1, -2) / (temperature * width**0.5)
-        if self.causal:
-            later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-            scores = scores.masked_fill(later, float("-inf"))
-        return scores.softmax(-1) @ value
-
-
-class FusedAttentionBlock(Block):
-    """The same block with torch's fused attention."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, temperature: Tensor | float) -> Tensor:
-        return F.scaled_dot_product_attention(query / temperature, key, value, is_causal=self.causal)
-
+from bench.quality.transformers import Block
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
@@ -70,25 +33,6 @@ class ImageModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(self.features(images).flatten(1))
-        return logits
-
-
-class PatchModel(nn.Module):
-    """Images [batch, 1, 28, 28] → logits of ten classes: a transformer over 16 patches of 7×7 pixels."""
-
-    def __init__(self, width: int = 64, heads: int = 4, layers: int = 3) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, width, 7, stride=7)
-        self.positions = nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(FusedAttentionBlock(width, heads, causal=False) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions.weight
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x).mean(1))
         return logits
 
 
@@ -162,25 +106,6 @@ class ConvolutionalAutoencoder(nn.Module):
         return shown
 
 
-class ByteModel(nn.Module):
-    """Bytes [batch, length] → logits of the next byte [batch, length, 256]."""
-
-    def __init__(self, *, width: int, heads: int, layers: int, context: int, block: type[Block] = Block) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(256, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(block(width, heads, causal=True) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, text: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
-        x = self.bytes(text) + self.positions.weight[: text.shape[1]]
-        for block in self.blocks:
-            x = block(x, temperature)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
 class ByteConvolutions(nn.Module):
     """Bytes [batch, length] → logits of the next byte [batch, length, 256]: causal, ever more dilated convolutions."""
 
@@ -213,25 +138,6 @@ class ByteWindow(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         logits: Tensor = self.network(self.bytes(text).flatten(1))
         return logits
-
-
-class WordModel(nn.Module):
-    """Words [batch, length] → logits of the next word [batch, length, words]: a transformer with tied embeddings."""
-
-    def __init__(self, words: int, *, width: int, heads: int, layers: int, context: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        nn.init.normal_(self.words.weight, std=0.05)
-        self.positions = nn.Embedding(context, width)
-        nn.init.normal_(self.positions.weight, std=0.05)
-        self.blocks = nn.ModuleList(FusedAttentionBlock(width, heads, causal=True) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.words(text) + self.positions.weight[: text.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.words.weight)
 
 
 class WordWindow(nn.Module):
@@ -410,30 +316,6 @@ class ResidualModel(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         values: Tensor = self.head(self.norm(x))
-        return values[:, 0]
-
-
-class ColumnTransformer(nn.Module):
-    """Categories [batch, fields] and numbers [batch, numbers] → [batch]: attention over the columns of a table.
-
-    Every column is a token, as in FT-Transformer: the embedding of a category, or a vector that is scaled by a number.
-    The tokens' mean goes into the head.
-    """
-
-    def __init__(self, count: int, numbers: int, width: int = 32, layers: int = 2) -> None:
-        super().__init__()
-        self.tables = nn.Embedding(count, width)
-        self.scales = nn.Parameter(torch.randn(numbers, width) / width**0.5)
-        self.shifts = nn.Parameter(torch.randn(numbers, width) / width**0.5)
-        self.blocks = nn.ModuleList(Block(width, 4, causal=False) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 1)
-
-    def forward(self, categories: Tensor, numbers: Tensor) -> Tensor:
-        x = torch.cat([self.tables(categories), numbers[:, :, None] * self.scales + self.shifts], 1)
-        for block in self.blocks:
-            x = block(x)
-        values: Tensor = self.head(self.norm(x).mean(1))
         return values[:, 0]
 
 

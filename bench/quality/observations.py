@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 
 OBSERVATIONS = Path(__file__).parent / "results" / "observations_h200.npz"
 
-# Share of the run up to which the learning rate climbs: later syncs are of no use to the controller.
+# Share of the run that is recorded, in which the learning rate climbs: later syncs are of no use to the controller.
 CLIMB = 0.3
 
 # A loss at a learning rate that diverged, over the best one, where it has to be a number.
@@ -40,6 +40,7 @@ class Observed:
         val: Validation loss at the end; infinite where it is not finite.
         step: The step that each sync follows, [syncs].
         level, probe, slope, error, probe_slope, rate: What was seen.
+        warm_up: Share of the run in which the learning rate climbs.
     """
 
     steps: int
@@ -53,6 +54,7 @@ class Observed:
     error: Array
     probe_slope: Array
     rate: Array
+    warm_up: float = CLIMB
 
     @property
     def sync_every(self) -> int:
@@ -103,7 +105,7 @@ class Observed:
 
     def described(self, controller: Controller, probe: bool) -> Run:
         """Return a run with shared gradients and a peak of 1 as ``controller`` sees it, with a probe or without."""
-        facts = {"total_steps": self.steps, "sync_every": self.sync_every, "peak": CLIMB, "gradients": "shared"}
+        facts = {"total_steps": self.steps, "sync_every": self.sync_every, "peak": self.warm_up, "gradients": "shared"}
         return controller.prepare(Run(**facts, floors=(None,), peaks=(1.0,), probed=probe))  # type: ignore[arg-type]
 
     def observation(self, at: int, run: int, probe: bool, mu: float = 0.0) -> Observation:
@@ -150,4 +152,8 @@ def read(path: Path = OBSERVATIONS) -> dict[str, Observed]:
             if key != "source":
                 task, _, field = key.rpartition("/")
                 tasks.setdefault(task, {})[field] = found[key].astype(np.float64)
-    return {task: Observed(**{**arrays, "steps": int(arrays["steps"])}) for task, arrays in tasks.items()}  # type: ignore[arg-type]
+    numbers = {"steps": int, "warm_up": float}
+    return {
+        task: Observed(**{name: numbers[name](array) if name in numbers else array for name, array in arrays.items()})  # type: ignore[arg-type]
+        for task, arrays in tasks.items()
+    }

@@ -32,6 +32,7 @@ class Rule(NamedTuple):
 # torch has no Lion.
 OPTIMIZERS: dict[str, Rule] = {
     "adamw": Rule(torch.optim.AdamW, hk.FusedAdamW, {"weight_decay": 0.01}),
+    "adamw, 0.95": Rule(torch.optim.AdamW, hk.FusedAdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}),
     "adam": Rule(torch.optim.Adam, hk.FusedAdam, {}),
     "sgd": Rule(torch.optim.SGD, hk.FusedSGD, {"momentum": 0.9}),
     "adagrad": Rule(torch.optim.Adagrad, hk.FusedAdagrad, {}),
@@ -45,10 +46,10 @@ def plain_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> Optim
     return rule.plain(groups, lr=lr, **rule.options)
 
 
-def replica_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> Optimizer:
-    """Return the optimizer of a stack's or a process' replicas."""
+def replica_optimizer(name: str, groups: list[dict[str, Any]], lr: float, clip: float | None) -> Optimizer:
+    """Return the optimizer of a stack's or a process' replicas, which clips gradients to the norm ``clip`` itself."""
     rule = OPTIMIZERS[name]
-    return rule.replicas(groups, lr=lr, **rule.options)
+    return rule.replicas(groups, lr=lr, max_grad_norm=clip, **rule.options)
 
 
 # The folder of downloaded packages; HDET_QUALITY_PEERS chooses another.
@@ -292,7 +293,7 @@ _SCHEDULE_FREE = "schedulefree>=1.4"
 _D_ADAPTATION = "dadaptation>=3.2"
 _MOMO = "momo-opt>=0.1"
 _DOG = "dog-optimizer>=1.0.3"
-_ADAM = ("adamw", "adam")
+_ADAM = ("adamw", "adamw, 0.95", "adam")
 
 PEERS: dict[str, Peer] = {
     "Schedule-Free AdamW": Peer(_SCHEDULE_FREE, "none", _schedule_free, from_lr=True, stands_for=_ADAM),

@@ -56,10 +56,10 @@ class Rows:
     seen: list[Seen] = field(default_factory=list)
 
 
-def one_cycle(steps: int) -> Array:
-    """Return OneCycleLR's learning rates of all steps for a peak of 1."""
+def one_cycle(steps: int, warm_up: float) -> Array:
+    """Return OneCycleLR's learning rates of all steps for a peak of 1 after a share ``warm_up`` of them."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    schedule = OneCycleLR(optimizer, 1.0, steps, cycle_momentum=False)
+    schedule = OneCycleLR(optimizer, 1.0, steps, pct_start=warm_up, cycle_momentum=False)
     rates = []
     for _ in range(steps):
         rates.append(float(optimizer.param_groups[0]["lr"]))
@@ -90,12 +90,12 @@ def train_rows(
     steps = steps or task.steps
     count = task.replicas * task.batch
     stack = _stack(task, seeds, device)
-    optimizer = replica_optimizer(task.optimizer, [{"params": list(stack.parameters())}], lrs[0])
+    optimizer = replica_optimizer(task.optimizer, [{"params": list(stack.parameters())}], lrs[0], task.clip)
     group, peaks = optimizer.param_groups[0], np.array(lrs)
     distinct = sorted(set(seeds))
     generators = [Generator(device).manual_seed(1000 + seed) for seed in distinct]
     places = torch.tensor([distinct.index(seed) for seed in seeds], device=device)
-    schedule = one_cycle(steps)
+    schedule = one_cycle(steps, task.warm_up)
     found, watch = Rows(np.zeros(0)), None
     if sync_every is not None:
         watch = _Watch(task, stack)
@@ -209,6 +209,7 @@ def observe(task: Task, device: torch.device, *, steps: int | None = None) -> Ob
     climb = [seen for seen in found.seen if seen.step <= CLIMB * total]
     return Observed(
         steps=total,
+        warm_up=task.warm_up,
         lrs=np.array(lrs),
         seeds=np.array(chosen, dtype=np.float64),
         val=found.val,

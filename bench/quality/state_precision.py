@@ -78,8 +78,8 @@ class Run:
         rule = OPTIMIZERS[task.optimizer]
         groups = param_groups(task, model.named_parameters(), Spec(task.name, "plain", lr, self.seed))
         state_dtype = torch.float32 if another else STATES[self.state]
-        optimizer = rule.replicas(groups, lr=lr, state_dtype=state_dtype, **rule.options)
-        schedule = schedule_of("onecycle", optimizer, steps)
+        optimizer = rule.replicas(groups, lr=lr, state_dtype=state_dtype, max_grad_norm=task.clip, **rule.options)
+        schedule = schedule_of("onecycle", optimizer, steps, task.warm_up)
         assert schedule is not None
         for batch in batches_of(task, steps, self.seed + 1000 * another, torch.device("cpu")):
             optimizer.zero_grad()

@@ -14,8 +14,10 @@ from bench.quality.tasks import TASKS
 
 # Learning rates of the grid, as powers of two times the task's ``lr``.
 POWERS = range(-5, 5)
+# Learning rates at the start, as factors of the best one of plain training.
+STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)
 # The most seeds of tasks whose runs take most of a GPU.
-COSTLY = {"large language": 2}
+COSTLY = {"large language": 2, "large llama": 2}
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,10 @@ class Size:
         start_seeds: Number of seeds from each start.
         best_seeds: Number of seeds at the best learning rate, where it is more than that.
         training_seeds: At most so many of these seeds are run without a probe too.
+        probe: Whether HDET is run with a probe.
+        starts: Learning rates at the start, as factors of the best one.
         powers: Learning rates of the grid, as powers of two times the task's ``lr``; none: that is the best.
-        near_seeds: Number of seeds of the finer grid near the best; 0: there is none.
+        near_seeds: Number of seeds of the finer grid near the best.
         leave_out: Whether HDET runs take constants that were fitted without the family of their task.
         options: These constants, by task.
     """
@@ -43,6 +47,8 @@ class Size:
     start_seeds: int
     best_seeds: int = 0
     training_seeds: int = 3
+    probe: bool = True
+    starts: tuple[float, ...] = STARTS
     powers: range = POWERS
     near_seeds: int = 0
     leave_out: bool = False
@@ -71,7 +77,7 @@ SIZES = {
         # Long runs first: at the end of a seed no worker waits for one.
         tuple(sorted((name for name in TASKS if name != "few digits"), key=lambda name: -TASKS[name].steps)),
         3,
-        ("starts", "none", "peers"),
+        ("near", "starts", "none", "peers"),
         (),
         start_seeds=3,
         best_seeds=5,
@@ -82,8 +88,6 @@ SIZES = {
     ),
 }
 
-# Learning rates at the start, as factors of the best one of plain training.
-STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)
 # Learning rates of the finer grid, in octaves from the best of the grid.
 NEAR = (-0.5, 0.0, 0.5)
 # Parameter groups that the paper's configurations explore apart.
@@ -110,7 +114,12 @@ def grid_jobs(size: Size) -> list[Job]:
     ]
 
 
-def near_jobs(size: Size, best: dict[str, float]) -> list[Job]:
+def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return the jobs of all parts after the grid, in the order of the parts."""
+    return [job for part in size.parts for job in PARTS[part](size, best)]
+
+
+def _near(size: Size, best: dict[str, float]) -> list[Job]:
     """Return plain runs at learning rates half an octave apart around the best one."""
     return [
         _job("near", Spec(task, "plain", best[task] * 2.0**octaves, seed))
@@ -121,16 +130,11 @@ def near_jobs(size: Size, best: dict[str, float]) -> list[Job]:
     ]
 
 
-def jobs_after(size: Size, best: dict[str, float]) -> list[Job]:
-    """Return the jobs of the finer grid and of all parts, the most important first."""
-    return near_jobs(size, best) + [job for part in size.parts for job in PARTS[part](size, best)]
-
-
 def _starts(size: Size, best: dict[str, float]) -> list[Job]:
     """Return runs from all starts, a seed after the other: a time limit leaves complete seeds."""
     jobs = []
     for seed in range(max(size.seeds_of(task, 1.0) for task in size.tasks) if size.tasks else 0):
-        for factor in STARTS:
+        for factor in size.starts:
             for task in size.tasks:
                 if seed < size.seeds_of(task, factor):
                     jobs += _from_start(size, task, best[task], factor, seed)
@@ -142,14 +146,15 @@ def _none(size: Size, best: dict[str, float]) -> list[Job]:
     return [
         _job("none", Spec(task, "scout", None, seed, probe=probe, options=_options(size, task)))
         for seed in range(size.start_seeds)
-        for probe in (True, False)
+        for probe in (True, False)[not size.probe :]
         for task in size.tasks
     ]
 
 
 def _from_start(size: Size, task: str, best: float, factor: float, seed: int) -> list[Job]:
     hdet = Spec(task, "hdet", best * factor, seed, options=_options(size, task))
-    specs = [hdet, Spec(task, "plain", best * factor, seed)]
+    specs = [hdet] if size.probe else []
+    specs.append(Spec(task, "plain", best * factor, seed))
     if seed < size.training_seeds:
         specs.append(replace(hdet, probe=False))
     return [_job("start", spec, factor=factor) for spec in specs]
@@ -212,6 +217,7 @@ def _scalars(size: Size, best: dict[str, float]) -> list[Job]:
 
 # Functions that return the jobs of each part.
 PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
+    "near": _near,
     "starts": _starts,
     "none": _none,
     "paper": _paper,

@@ -62,11 +62,14 @@ def param_groups(task: Task, named: Iterator[tuple[str, Tensor]], spec: Spec) ->
     return [{"params": groups[name], "lr": lr * spec.factors.get(name, 1.0), "name": name} for name in sorted(groups)]
 
 
-def schedule_of(kind: str, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
-    """Return a torch scheduler whose peaks are the groups' learning rates, or None for an optimizer without one."""
+def schedule_of(kind: str, optimizer: torch.optim.Optimizer, steps: int, warm_up: float) -> LRScheduler | None:
+    """Return a torch scheduler whose peaks are the groups' learning rates, or None for an optimizer without one.
+
+    OneCycleLR's warm-up is the given share of the steps, that of a cosine 5 %.
+    """
     if kind == "onecycle":
         peaks = [group["lr"] for group in optimizer.param_groups]
-        return OneCycleLR(optimizer, peaks, steps, cycle_momentum=False)
+        return OneCycleLR(optimizer, peaks, steps, pct_start=warm_up, cycle_momentum=False)
     if kind == "cosine":
         warm = max(round(0.05 * steps), 1)
 
@@ -98,12 +101,14 @@ def _train_plain(task: Task, spec: Spec, model: nn.Module, batches: Iterator[Bat
         running = Running(optimizer, lambda loss: optimizer.step())
     else:
         running = peer.build(Setup(model, groups, spec.lr, steps, task.optimizer))
-    schedule = schedule_of(spec.schedule if peer is None else peer.schedule, running.optimizer, steps)
+    schedule = schedule_of(spec.schedule if peer is None else peer.schedule, running.optimizer, steps, task.warm_up)
     losses: list[Tensor] = []
     for batch in batches:
         running.optimizer.zero_grad()
         loss = task.loss(model, *batch)
         loss.backward()
+        if task.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip)
         losses.append(loss.detach())
         running.step(losses[-1])
         if schedule is not None:
@@ -133,7 +138,7 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
     method = hdet_method(spec, steps)
     replicas: _Stack | _Rank = _Rank(task, model, method) if dist.is_initialized() else _Stack(task, model, method)
     groups = param_groups(task, replicas.named_parameters(), spec)
-    optimizer = replica_optimizer(task.optimizer, groups, groups[0]["lr"])
+    optimizer = replica_optimizer(task.optimizer, groups, groups[0]["lr"], task.clip)
     if method.noise:
         hk.warm_noisy_init_(replicas.parameters(), nu=method.noise, seed=spec.seed, ensemble=replicas.ensemble)
     keywords: dict[str, Any] = {
@@ -146,9 +151,9 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
     scheduler: hk.HDETOneCycleLR | hk.HDETScheduler
     if spec.schedule == "onecycle":
         peaks = None if spec.lr is None else [group["lr"] for group in optimizer.param_groups]
-        scheduler = hk.HDETOneCycleLR(optimizer, peaks, steps, cycle_momentum=False, **keywords)
+        scheduler = hk.HDETOneCycleLR(optimizer, peaks, steps, pct_start=task.warm_up, cycle_momentum=False, **keywords)
     else:
-        base = schedule_of(spec.schedule, optimizer, steps)
+        base = schedule_of(spec.schedule, optimizer, steps, task.warm_up)
         if base is None:
             raise ValueError(f"schedule={spec.schedule!r} is not one of onecycle, cosine, constant")
         scheduler = hk.HDETScheduler(base, total_steps=steps, **keywords)

@@ -17,10 +17,10 @@ from bench.quality.models import (
     ConvolutionalAutoencoder,
     DigitsModel,
     ImageModel,
-    PatchModel,
     PixelModel,
 )
 from bench.quality.tasks.protocol import Batch, Classes, Task
+from bench.quality.transformers import PatchModel
 
 
 @cache

@@ -6,6 +6,7 @@ seed see the same examples.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,7 +22,8 @@ class Task(Protocol):
     A run has ``steps`` optimizer steps on ``batch`` examples for each of ``replicas`` replicas. The best learning rate
     of plain training is within a few powers of two of ``lr``. ``data`` is the name of its data set, ``architecture``
     the kind of its model: mlp, residual, linear, embeddings, factorisation, convolution, transformer, recurrent or
-    autoencoder. ``optimizer`` is a key of ``OPTIMIZERS``.
+    autoencoder. ``optimizer`` is a key of ``OPTIMIZERS``. Gradients are clipped to the norm ``clip``, or not at all,
+    and OneCycleLR's learning rate climbs during a share ``warm_up`` of the run.
     """
 
     name: ClassVar[str]
@@ -33,6 +35,8 @@ class Task(Protocol):
     architecture: ClassVar[str]
     optimizer: ClassVar[str]
     replicas: ClassVar[int]
+    clip: ClassVar[float | None]
+    warm_up: ClassVar[float]
 
     def model(self) -> nn.Module: ...
 
@@ -53,10 +57,12 @@ class Task(Protocol):
 
 
 class Defaults:
-    """The optimizer, the number of replicas and the parameter groups of most tasks."""
+    """The optimizer, the number of replicas, the warm-up and the parameter groups of most tasks."""
 
     optimizer: ClassVar[str] = "adamw"
     replicas: ClassVar[int] = 8
+    clip: ClassVar[float | None] = None
+    warm_up: ClassVar[float] = 0.3
 
     @staticmethod
     def group(name: str) -> str:
@@ -96,6 +102,16 @@ class Classes(Examples):
     def loss(model: Any, *batch: Tensor) -> Tensor:
         inputs, classes = batch
         return F.cross_entropy(model(inputs), classes)
+
+
+def in_bfloat16(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss that is computed under autocast in bfloat16, wherever a task is trained or evaluated."""
+
+    def under_autocast(model: Any, *batch: Tensor) -> Tensor:
+        with torch.autocast(batch[0].device.type, torch.bfloat16):
+            return loss(model, *batch)
+
+    return under_autocast
 
 
 def no_decay(name: str) -> str | None:

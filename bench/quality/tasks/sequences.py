@@ -15,18 +15,16 @@ from torch import Generator, Tensor, nn
 from bench.quality.data import FOLDER, load, missing
 from bench.quality.models import (
     ByteConvolutions,
-    ByteModel,
     ByteWindow,
-    FusedAttentionBlock,
     GatedBytes,
     MemoryWords,
     Recurrence,
     TemporalConvolution,
-    WordModel,
     WordWindow,
 )
 from bench.quality.tasks.protocol import Batch, Defaults, Examples, Task
 from bench.quality.tasks.tables import standard
+from bench.quality.transformers import ByteModel, FusedAttentionBlock, WordModel
 
 
 @cache

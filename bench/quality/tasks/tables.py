@@ -14,7 +14,6 @@ from torch import Generator, Tensor, nn
 
 from bench.quality.data import FOLDER, load
 from bench.quality.models import (
-    ColumnTransformer,
     FlightsModel,
     RatingsModel,
     ResidualModel,
@@ -23,6 +22,7 @@ from bench.quality.models import (
     WideModel,
 )
 from bench.quality.tasks.protocol import Batch, Examples, Task
+from bench.quality.transformers import ColumnTransformer
 
 
 class Ratings(Examples):
