@@ -325,6 +325,7 @@ def disagreement(setup: Setup, tokens: Tensor) -> dict[str, tuple[float, float]]
     loss.backward()
     found = {"plain": (loss, [parameter.grad for parameter in plain.parameters()])}
     stack = hk.ReplicaStack(plain, setup.replicas)
+    hk.FusedAdamW(stack.parameters())  # lays the rows out as in training, for which functions are compiled
     losses = stack.backward(setup.losses.replica, tokens)
     found["hdet"] = losses.mean(), [None if one.grad is None else one.grad[0] for one in stack.parameters()]
     return {
