@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils import _pytree
 
@@ -110,6 +111,14 @@ def group_timeout(group: dist.ProcessGroup | None) -> datetime.timedelta | None:
         return min((option._timeout for option in options if option is not None), default=None)
     except AttributeError:
         return None
+
+
+def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
+    """Return whether a DDP model has a communication hook: its ``_comm_hooks``, in torch 2.11 to 2.13.
+
+    Without it there is none, and registering a second one raises torch's own error.
+    """
+    return bool(getattr(wrapper, "_comm_hooks", ()))
 
 
 def groups_known() -> int:

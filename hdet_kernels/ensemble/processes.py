@@ -112,6 +112,11 @@ class ProcessEnsemble:
         group = self._again(self.group, self.overlap_group)
         return ProcessEnsemble(group, shard_group=self.shard_group and self._again(self.shard_group))
 
+    def team(self, first: int) -> ProcessEnsemble:
+        """Return one of two halves as an ensemble of its own: the ``first`` processes, or the rest. Collective."""
+        ranks = self.ranks()
+        return ProcessEnsemble(self._new_group(self.group, (ranks[:first], ranks[first:])))
+
     def ranks(self) -> list[int]:
         """Return the global ranks of the processes that hold this part."""
         return dist.get_process_group_ranks(self.group)
@@ -170,22 +175,34 @@ class ProcessEnsemble:
                     "a second group of the same ranks in the same order"
                 )
             return given
-        remedy = "call dist.new_group() on all ranks and pass the group as ProcessEnsemble(overlap_group=…)"
+        try:
+            return self._new_group(group, (ranks,))
+        except RuntimeError as error:
+            remedy = "call dist.new_group() on all ranks and pass the group as ProcessEnsemble(overlap_group=…)"
+            raise RuntimeError(f"an overlapped average needs a second process group, and {error}; {remedy}") from error
+
+    def _new_group(self, group: dist.ProcessGroup | None, parts: Sequence[list[int]]) -> dist.ProcessGroup:
+        """Return a new group of those of the ``parts`` of ``group`` to which this process belongs. Collective.
+
+        It has the order of processes, the backend and the timeout of ``group``.
+        """
         options: dict[str, Any] = {"timeout": group_timeout(group), "backend": dist.get_backend_config(group)}
-        if ranks == list(range(dist.get_world_size())):
-            made: dist.ProcessGroup = dist.new_group(ranks, **options)
-            return made
+        ranks, whole = next(part for part in parts if self.rank in part), [rank for part in parts for rank in part]
+        if whole == list(range(dist.get_world_size())):
+            made = [dist.new_group(part, **options) for part in parts]
+            found: dist.ProcessGroup = made[parts.index(ranks)]
+            return found
         if ranks != sorted(ranks):
-            raise RuntimeError(f"torch cannot make a second group of ranks that are not in order, {ranks}; {remedy}")
+            raise RuntimeError(f"torch cannot make a group of ranks that are not in order, {ranks}")
         # Only the members make the group, and torch names it by the number of groups that a process knows.
-        known = self._gathered(torch.tensor([float(groups_known())], device=self._gather_device()), group, len(ranks))
+        known = self._gathered(torch.tensor([float(groups_known())], device=self._gather_device()), group, len(whole))
         if (known != known[0]).any():
             raise RuntimeError(
-                f"an overlapped average needs a second process group, which torch cannot make for ranks {ranks}: they "
-                f"belong to {known.flatten().int().tolist()} groups, and the numbers must be equal; {remedy}"
+                f"torch cannot make one for ranks {ranks}: they belong to {known.flatten().int().tolist()} groups, and "
+                "the numbers must be equal"
             )
-        made = dist.new_group(ranks, **options, use_local_synchronization=True)
-        return made
+        found = dist.new_group(ranks, **options, use_local_synchronization=True)
+        return found
 
     def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
         """Return the rows of all processes of a group, [count, columns]."""

@@ -191,7 +191,7 @@ def _offer_scouting(schedule: ScheduleFacts, options: Options, ensemble: Ensembl
     trust = options.trust
     hardly = options.auto_lr is True and (trust is None or trust > HARDLY_TRUSTED)
     if hardly and schedule.name == "OneCycleLR" and not schedule.before and ensemble.size > 1:
-        share = ScoutSettings().share
+        share = ScoutSettings().share / (1 + ScoutSettings().share)
         log.info("trust=%s: with max_lr=None the first %d %% of the steps find a learning rate", trust, 100 * share)
 
 

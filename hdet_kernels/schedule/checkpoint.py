@@ -321,6 +321,7 @@ class PhaseState:
     fresh: bool
     start: KeptState | None
     consensus: bool = False
+    near: list[tuple[NotNegative, AnyNumber, NotNegative]] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True)

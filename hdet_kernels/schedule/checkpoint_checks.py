@@ -498,7 +498,7 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> 
     found = plain.get("config") if isinstance(plain, dict) else None
     config: dict[str, Any] = found if isinstance(found, dict) else {}
     own = dict(scouted.config)
-    rounds = own.pop("rounds")  # they follow from the number of replicas, and end with the phase
+    rounds = {name: own.pop(name) for name in ("rounds", "teams")}  # of these replicas; they end with the phase
     for name, entry in own.items():
         _check_config(config.get(name), entry, name)
     cycle_part: Any = unpacked(state_dict["hdet"])
@@ -508,7 +508,8 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> 
         raise ValueError(f"the checkpoint's scout.found and scout.phase exclude each other: {DAMAGED}")
     if saved.phase is not None:
         _check_scouting_replicas(cycle, saved.phase)
-        _check_config(config.get("rounds"), rounds, "rounds")
+        for name, entry in rounds.items():
+            _check_config(config.get(name), entry, name)
         _check_phase(scouted, cycle, saved.phase)
     return saved
 
@@ -535,6 +536,8 @@ def _check_phase(scouted: Scouted, cycle: Cycle, phase: PhaseState) -> None:
     rounds, path, ensemble = scouted.plan.rounds, "scout.phase", cycle.ensemble
     expect(phase.round < len(rounds), f"{path}.round", f"below {len(rounds)}", phase.round)
     expect(phase.step < rounds[phase.round], f"{path}.step", f"below {rounds[phase.round]}", phase.step)
+    compared = 2 * sum(scouted.plan.in_teams(number) for number in range(phase.round))
+    expect(len(phase.near) == compared, f"{path}.near", f"{compared} entries", phase.near)
     if phase.consensus:
         raise ValueError(
             "the checkpoint was saved inside scheduler.consensus() at step "

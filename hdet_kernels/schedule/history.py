@@ -55,7 +55,7 @@ class SyncRecord:
         base: base value of every hyperparameter, by name.
         values: value that each replica trained with, by name.
         excluded: replicas that were not finite; they were left out of the mean and received it.
-        gradients: ``"shared"``, ``"local"``, or ``"unknown"``.
+        gradients: ``"shared"``, ``"local"``, ``"teams"`` (one for each of two teams), or ``"unknown"``.
         bytes: payload that this process handed to collectives.
         collectives: number of them.
         seconds: how long training stood still in this process: waiting for slower replicas included, the probe not.
@@ -89,7 +89,7 @@ class SyncRecord:
     base: dict[str, float]
     values: dict[str, list[float]]
     excluded: list[int]
-    gradients: Literal["shared", "local", "unknown"]
+    gradients: Literal["shared", "local", "teams", "unknown"]
     bytes: int
     collectives: int
     seconds: float

@@ -74,7 +74,7 @@ from hdet_kernels.schedule.history import (
 )
 from hdet_kernels.schedule.losses import Loss
 from hdet_kernels.schedule.model_hooks import call_after_loading, call_before_saving
-from hdet_kernels.schedule.scout.own_gradients import OwnGradients
+from hdet_kernels.schedule.scout.own_gradients import OwnGradients, can_form_teams
 from hdet_kernels.schedule.scout.phase import Scouted, Scouting, ratios_of
 from hdet_kernels.schedule.scout.rounds import ScoutSettings, first_bracket, make_plan, middle
 from hdet_kernels.stack import StackEnsemble
@@ -641,11 +641,13 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         # Before the process group exists the plan is that of as many processes as were announced.
         size = announced_size() if LateEnsemble(given, ensemble).open else ensemble.size
         workable = partial(can_divide, self._arguments["pct_start"])
-        plan = make_plan(run_length(self._arguments), size, settings, workable=workable)
+        teams = can_form_teams(ensemble, self._options.model)
+        plan = make_plan(run_length(self._arguments), size, settings, teams=teams, workable=workable)
         return Scouted(plan, settings, ratios_of(self._inner))
 
     def _new_phase(self, scouted: Scouted) -> Scouting:
-        own = OwnGradients(self._inner, self.cycle.ensemble, self._options.model, self._options.gradients)
+        model, gradients = self._options.model, self._options.gradients
+        own = OwnGradients(self._inner, self.cycle.ensemble, model, gradients, teams=scouted.plan.teams > 0)
         return Scouting(self.cycle, scouted, own, self.optimizer, self._arguments)
 
     def _rebuild(self) -> None:

@@ -80,6 +80,26 @@ class LocalGradients(Collector):
         self.collected = []
 
 
+class TeamGradients(LocalGradients):
+    """One gradient for each of two teams, the mean over its replicas: ``grad`` is [R, *shape], equal within a team.
+
+    Args:
+        params: the stacked parameters.
+        first: so many replicas are in the first team, the rest in the second.
+    """
+
+    def __init__(self, params: Sequence[StackedParameter], first: int) -> None:
+        super().__init__(params)
+        self._teams = slice(first), slice(first, None)
+
+    def commit(self) -> None:
+        for found in self.collected:
+            if found is not None:
+                for team in self._teams:
+                    found[team].copy_(_mean(found[team], found.dtype))
+        super().commit()
+
+
 class SharedGradients(Collector):
     """One gradient for all replicas of all processes, their mean: ``grad`` is an expanded view [R, *shape] of it.
 

@@ -16,9 +16,9 @@ from hdet_kernels.checks import check_callable, check_choice, check_flag, check_
 from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.converge.summary import describe_layout
 from hdet_kernels.converge.transport import run_transfers, take_first
-from hdet_kernels.ensemble import Ensemble, RowEnsemble, check_ensemble, settled_ensemble
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble, check_ensemble, settled_ensemble
 from hdet_kernels.ops.pack import MOST_ROWS
-from hdet_kernels.stack.gradients import Collector, LocalGradients, SharedGradients
+from hdet_kernels.stack.gradients import Collector, LocalGradients, SharedGradients, TeamGradients
 from hdet_kernels.stack.inputs import Batch, StackHyper
 from hdet_kernels.stack.losses import GraphedLosses, LossFunction, ReplicaLosses
 from hdet_kernels.stack.template import (
@@ -112,12 +112,15 @@ class ReplicaStack:
         self._among, self._records = among, cuda_graphs and device.type == "cuda"
         self._collector: Collector
         self._graphed: GraphedLosses | None
-        self._collect(gradients)
+        self._collect(gradients, self._collector_of(gradients))
 
-    def _collect(self, gradients: Literal["shared", "local"]) -> None:
+    def _collect(self, mode: Literal["shared", "local", "team"], collector: Collector) -> None:
+        self._mode, self._collector = mode, collector
+        self._graphed = GraphedLosses(self._losses, collector, self.device) if self._records else None
+
+    def _collector_of(self, gradients: Literal["shared", "local"]) -> Collector:
         params = list(self._parameters.values())
-        self._collector = SharedGradients(params, self._among) if gradients == "shared" else LocalGradients(params)
-        self._graphed = GraphedLosses(self._losses, self._collector, self.device) if self._records else None
+        return SharedGradients(params, self._among) if gradients == "shared" else LocalGradients(params)
 
     def own_gradients(self, own: bool) -> None:
         """Let :meth:`backward` compute one gradient for each replica for a while, or those of :attr:`gradients` again.
@@ -125,12 +128,30 @@ class ReplicaStack:
         Gradients that were computed before are removed, and CUDA graphs are recorded anew. The optimizer must give
         every replica a state of its own meanwhile (``optimizer.separate_state()``).
         """
-        shares = self.gradients == "shared" and not own
-        if self.gradients == "local" or all(param.shares_gradient is shares for param in self.parameters()):
-            return
+        wanted: Literal["shared", "local"] = "local" if own else self.gradients
+        if self._mode != wanted:
+            self._switch(wanted, self._collector_of(wanted))
+
+    def team_gradients(self, first: int) -> None:
+        """Let :meth:`backward` give every replica the mean gradient of its team for a while, as :meth:`own_gradients`.
+
+        Collective. Where there are several processes, each belongs to a team with all of its replicas.
+
+        Args:
+            first: number of replicas of the first of the two teams, over all processes.
+        """
+        if self._mode != "team":
+            params = list(self._parameters.values())
+            team: Collector = TeamGradients(params, first)
+            if isinstance(self._among, ProcessEnsemble):
+                team = SharedGradients(params, self._among.team(first // self.replicas))
+            self._switch("team", team)
+
+    def _switch(self, mode: Literal["shared", "local", "team"], collector: Collector) -> None:
         for parameter in self.parameters():
-            parameter.shares_gradient, parameter.grad = shares, None
-        self._collect("shared" if shares else "local")
+            parameter.shares_gradient, parameter.grad = isinstance(collector, SharedGradients), None
+            parameter.gradient_version = None
+        self._collect(mode, collector)
 
     @torch.no_grad()
     def _rows_of(self, tensor: Tensor) -> Tensor:

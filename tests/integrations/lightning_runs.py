@@ -434,7 +434,7 @@ class Rates(pl.Callback):
 
 def scouting(rank: int, folder: Path) -> dict[str, Any]:
     """Train without a learning rate, to the end and only into the search for one."""
-    settings = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-5, highest=1.0)  # 20 of 50 steps
+    settings = hk.ScoutSettings(share=2 / 3, apart=1.0, fewest=4, lowest=1e-5, highest=1.0)  # 20 of 50 steps
     found = {}
     for name, steps in (("whole", 50), ("short", 7)):
         net = Net(steps=50, max_lr=None, auto_lr=True, scout=settings)

@@ -14,9 +14,13 @@ from tests.training import batch, loss_of, network, with_averaging
 
 REPLICAS, STEPS = 4, 50
 
-#: 20 of 50 steps, in two rounds of 5 and 15.
-QUICK = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-5, highest=1.0)
+#: 20 of 50 steps, in two rounds of 5 and 15, in which every replica is apart.
+QUICK = hk.ScoutSettings(share=2 / 3, apart=1.0, fewest=4, lowest=1e-5, highest=1.0)
 PHASE, ROUNDS, RUN = 20, (5, 15), 30
+
+#: 20 of 50 steps, in a round of 6 apart and two of 7 in teams.
+TEAMS = hk.ScoutSettings(share=2 / 3, apart=0.2, fewest=4, lowest=1e-5, highest=1.0)
+TEAM_ROUNDS = (6, 7, 7)
 
 
 class StackRun:

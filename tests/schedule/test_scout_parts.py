@@ -32,14 +32,21 @@ from hdet_kernels.schedule.scout.phase import (
 from hdet_kernels.schedule.scout.rounds import (
     Comparison,
     ScoutSettings,
+    by_team,
     candidates,
     choose,
+    choose_near,
     first_bracket,
+    first_pair,
+    first_team,
     make_plan,
     middle,
     narrow,
+    next_pair,
     rounds_needed,
     tail_steps,
+    team_candidates,
+    together,
 )
 
 
@@ -47,7 +54,10 @@ from hdet_kernels.schedule.scout.rounds import (
     ("given", "error"),
     [
         ({"share": 0.0}, ValueError),
-        ({"share": 0.6}, ValueError),
+        ({"share": 1.1}, ValueError),
+        ({"shortest": 0.4, "longest": 0.3}, ValueError),
+        ({"apart": 0.0}, ValueError),
+        ({"distance": 1.0}, ValueError),
         ({"share": "all"}, TypeError),
         ({"lowest": 1.0, "highest": 0.1}, ValueError),
         ({"highest": float("inf")}, ValueError),
@@ -89,32 +99,45 @@ def last_factor(replicas: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("total_steps", "replicas", "rounds"),
+    ("total_steps", "replicas", "share", "rounds", "teams"),
     [
-        (1000, 8, (37, 113)),
-        (1000, 4, (37, 113)),
-        (1000, 64, (37, 113)),
-        (1000, 3, (26, 45, 79)),
-        (1000, 2, (16, 21, 27, 36, 50)),
-        (600, 2, (11, 17, 24, 38)),  # too short for five rounds
-        (100, 8, (15,)),  # too short for two
-        (67, 8, (10,)),
+        (1000, 8, 0.3, (57, 173), None),  # gradients cannot be shared in teams
+        (1000, 2, 0.3, (24, 32, 42, 56, 76), None),
+        (600, 3, 0.15, (13, 23, 42), 0),  # the share does not pay for teams
+        (1000, 8, 0.3, (19, 58, 153), 1),
+        (1000, 64, 0.3, (19, 58, 153), 1),
+        (1000, 3, 0.3, (13, 23, 41, 153), 1),
+        (1000, 2, 0.3, (10, 14, 21, 32, 153), 1),
+        (1000, 8, 0.5, (16, 51, 133, 133), 2),
+        (1000, 8, 0.7, (14, 45, 176, 176), 2),
+        (1000, 8, 1.0, (12, 38, 150, 150, 150), 3),
+        (300, 8, 0.3, (23, 46), 1),  # too short for two rounds apart
+        (100, 8, 0.3, (23,), 0),  # too short for teams
+        (44, 8, 0.3, (10,), 0),
     ],
 )
-def test_lengths_of_the_rounds(total_steps: int, replicas: int, rounds: tuple[int, ...]) -> None:
-    plan = make_plan(total_steps, replicas, DEFAULT)
-    assert (plan.rounds, plan.run) == (rounds, total_steps - sum(rounds))
+def test_lengths_of_the_rounds(
+    total_steps: int, replicas: int, share: float, rounds: tuple[int, ...], teams: int | None
+) -> None:
+    plan = make_plan(total_steps, replicas, ScoutSettings(share=share), teams=teams is not None)
+    assert (plan.rounds, plan.run, plan.teams) == (rounds, total_steps - sum(rounds), teams or 0)
     assert plan.total_steps == total_steps
     assert plan.before(1) == rounds[0]
+    in_teams = [plan.in_teams(number) for number in range(len(rounds) + 1)]
+    assert in_teams == [False] * (len(rounds) - plan.teams) + [True] * plan.teams + [False]
 
 
-@given(st.integers(67, 10**7), st.integers(2, 64), st.floats(0.0, 1.0))
+@given(st.integers(110, 10**7), st.integers(2, 64), st.floats(0.0, 1.0), st.floats(0.1, 1.0), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_a_plan_keeps_to_the_share_and_leaves_no_step_out(total_steps: int, replicas: int, pct_start: float) -> None:
-    plan = make_plan(total_steps, replicas, DEFAULT, workable=lambda steps: float(pct_start * steps) != 1)
+def test_a_plan_keeps_to_the_share_and_leaves_no_step_out(
+    total_steps: int, replicas: int, pct_start: float, share: float, teams: bool
+) -> None:
+    given = ScoutSettings(share=share)
+    plan = make_plan(total_steps, replicas, given, teams=teams, workable=lambda steps: float(pct_start * steps) != 1)
     assert plan.total_steps == total_steps
-    assert plan.steps <= 0.2 * total_steps
+    assert plan.steps / plan.run <= share + 0.05
     assert all(length >= DEFAULT.fewest for length in plan.rounds)
+    assert all(length <= 0.31 * plan.run for length in plan.rounds) or not plan.teams
     assert all(float(pct_start * length) != 1 for length in (*plan.rounds, plan.run))
     assert list(plan.rounds) == sorted(plan.rounds)
     assert 1 <= tail_steps(plan.rounds[0], DEFAULT) <= plan.rounds[0]
@@ -141,9 +164,9 @@ def test_one_replica_is_refused_with_a_remedy() -> None:
 
 
 def test_a_short_run_is_told_the_least_number_of_steps() -> None:
-    with pytest.raises(ValueError, match=r"got total_steps=66: pass total_steps of at least 67"):
-        make_plan(66, 8, DEFAULT)
-    make_plan(67, 8, DEFAULT)
+    with pytest.raises(ValueError, match=r"got total_steps=43: pass total_steps of at least 44"):
+        make_plan(43, 8, DEFAULT)
+    make_plan(44, 8, DEFAULT)
 
 
 CHOICES = tuple(10.0**exponent for exponent in (-4, -3.5, -3, -2.5, -2, -1.5))
@@ -179,32 +202,85 @@ def test_losses_that_say_nothing_keep_the_range_wide() -> None:
 def test_the_minimum_of_the_parabola_is_chosen() -> None:
     best = math.log(2e-3)
     losses = [1 + (math.log(rate) - best) ** 2 for rate in CHOICES]
-    assert choose(seen(losses, level=20.0), 8, DEFAULT).rate == pytest.approx(2e-3, rel=1e-6)
+    assert choose(seen(losses, level=20.0), DEFAULT).rate == pytest.approx(2e-3, rel=1e-6)
 
 
 def test_a_diverged_neighbour_does_not_pull() -> None:
     losses = [2.0, 1.5, 1.2, 1.0, np.inf, np.nan]
-    verdict = choose(seen(losses, level=2.5), 8, DEFAULT)
+    verdict = choose(seen(losses, level=2.5), DEFAULT)
     assert CHOICES[2] <= verdict.rate <= CHOICES[3] * 1.0001
-    above_the_start = choose(seen([2.0, 1.5, 1.2, 1.0, 400.0, np.nan], level=2.5), 8, DEFAULT)
+    above_the_start = choose(seen([2.0, 1.5, 1.2, 1.0, 400.0, np.nan], level=2.5), DEFAULT)
     assert above_the_start == verdict
 
 
 def test_a_flat_bottom_gives_its_middle() -> None:
-    verdict = choose(seen([3.0, 1.01, 1.0, 1.005, 1.01, 9.0], errors=0.02, level=4.0), 8, DEFAULT)
+    verdict = choose(seen([3.0, 1.01, 1.0, 1.005, 1.01, 9.0], errors=0.02, level=4.0), DEFAULT)
     assert verdict.rate == pytest.approx(math.sqrt(CHOICES[1] * CHOICES[4]))
     assert "equally good" in verdict.how
 
 
-def test_a_shift_grows_with_the_replicas() -> None:
-    losses = [3, 2, 1, 2, 3, 4]
-    plain, shifted = (choose(seen(losses), 8, ScoutSettings(shift=shift)).rate for shift in (0.0, 1 / 3))
-    assert shifted / plain == pytest.approx(2.0)
+def test_the_first_pair_is_around_the_choice_and_raised_with_the_batch_of_a_team() -> None:
+    found = seen([9, 3, 1, 3, 9, 20], level=30.0)
+    for replicas, raised in ((2, 1.0), (8, math.sqrt(2)), (32, 2.0)):
+        low, high = map(math.exp, first_pair(found, replicas, DEFAULT))
+        assert math.sqrt(low * high) == pytest.approx(CHOICES[2] * raised)
+        assert high / low == pytest.approx(DEFAULT.distance)
+    coarse = seen([9, 1, 9], rates=(1e-4, 1e-3, 1e-2), level=30.0)
+    assert np.exp(np.diff(first_pair(coarse, 8, DEFAULT))) == pytest.approx(10.0)
+    nothing = seen([2.3, 2.31, 2.305, 2.3, 2.4, np.inf], errors=0.01, level=2.3)
+    assert np.exp(first_pair(nothing, 8, DEFAULT)) == pytest.approx([1e-3, 1e-1])
+
+
+@pytest.mark.parametrize(
+    ("losses", "octaves"),
+    [
+        ([1, 2], (-2, 1)),
+        ([2, 1], (1, 4)),
+        ([5, 2, 1, 3], (3, 5)),
+        ([1, 2, 3, 4], (-2, 1)),
+        ([3, np.nan], (-2, 1)),
+        ([np.nan, np.inf], (-4, -2)),
+    ],
+)
+def test_the_next_pair_is_on_both_sides_of_the_best(losses: list[float], octaves: tuple[float, float]) -> None:
+    near = seen(losses, rates=[4.0**index for index in range(len(losses))])
+    assert np.log2(np.exp(next_pair(near, DEFAULT))) == pytest.approx(octaves)
+
+
+def test_team_rounds_choose_together() -> None:
+    best = math.log(3e-3)
+    outcome: Comparison | None = None
+    for pair in ((1e-3, 4e-3), (2e-3, 16e-3)):
+        replicas = seen([1 + (math.log(rate) - best) ** 2 for rate in pair for _ in range(3)], rates=np.repeat(pair, 3))
+        outcome = together(outcome, by_team(replicas, 3))
+    assert outcome is not None
+    assert outcome.rates.tolist() == [1e-3, 2e-3, 4e-3, 16e-3]
+    assert choose_near(replace(outcome, level=20.0), DEFAULT).rate == pytest.approx(3e-3, rel=1e-6)
+
+
+def test_a_team_has_the_mean_loss_of_its_replicas_and_is_lost_with_one_of_them() -> None:
+    rates = (0.1, 0.1, 0.4, 0.4, 0.4)
+    teams = by_team(seen([1, 2, 3, 4, 5], rates=rates, errors=[0.3, 0.4, 0.6, 0.6, 0.3], level=7.0), 2)
+    assert (teams.rates.tolist(), teams.losses.tolist(), teams.level) == ([0.1, 0.4], [1.5, 4.0], 7.0)
+    assert teams.errors.tolist() == pytest.approx([0.25, 0.3])
+    lost = by_team(seen([1, np.nan, 3, 4, 5], rates=rates), 2)
+    assert lost.losses.tolist() == [np.inf, 4.0]
+    assert choose_near(lost, DEFAULT).rate == pytest.approx(0.4)
+    all_lost = choose_near(by_team(seen([np.nan] * 5, rates=rates), 2), DEFAULT)
+    assert all_lost.rate == pytest.approx(0.1 / DEFAULT.distance)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "first"), [(2, 2, 1), (8, 8, 4), (7, 7, 4), (2, 1, 1), (3, 1, 2), (8, 1, 4), (6, 3, 3), (9, 3, 6)]
+)
+def test_teams_are_halves_of_whole_processes(size: int, rows: int, first: int) -> None:
+    assert first_team(size, rows) == first
+    assert team_candidates((0.0, 1.0), first, size) == (1.0,) * first + (math.e,) * (size - first)
 
 
 def test_without_any_finite_loss_the_learning_rates_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"no loss was finite at any of the learning rates 0.0001, .* pass max_lr"):
-        choose(seen([np.nan, np.inf, np.nan, -np.inf, np.nan, np.nan]), 8, DEFAULT)
+        choose(seen([np.nan, np.inf, np.nan, -np.inf, np.nan, np.nan]), DEFAULT)
 
 
 LOSSES = st.lists(st.one_of(st.floats(0, 100), st.just(math.nan), st.just(math.inf)), min_size=2, max_size=20)
@@ -219,7 +295,7 @@ def test_a_choice_is_near_the_best_and_a_range_holds_it(losses: list[float], err
     found = seen(losses, rates=rates, errors=error, level=level)
     low, high = narrow(found, BRACKET, DEFAULT)
     assert BRACKET[0] <= low < math.log(rates[found.best]) < high <= BRACKET[1]
-    verdict = choose(found, len(losses), DEFAULT)
+    verdict = choose(found, DEFAULT)
     assert rates[0] * (1 - 1e-9) <= verdict.rate <= rates[-1] * (1 + 1e-9)
     finite = np.isfinite(found.losses)
     used = np.abs(np.log(rates) - math.log(verdict.rate)).argmin()

@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -152,7 +153,7 @@ def test_the_scheduler_may_be_built_after_the_optimizer_was_loaded(at: int) -> N
 
 
 def test_a_diverged_candidate_is_worst_and_leaves_no_trace() -> None:
-    wild = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-4, highest=1e12)
+    wild = replace(QUICK, lowest=1e-4, highest=1e12)
     run = StackRun(make_optimizer=SGD, scout=wild)
     start = run.tensors()
     run.train(PHASE)
@@ -188,7 +189,7 @@ def test_a_probe_that_raises_is_reported() -> None:
 
 
 def test_a_round_that_says_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    tiny = hk.ScoutSettings(share=0.4, fewest=4, lowest=1e-12, highest=1e-9)
+    tiny = replace(QUICK, lowest=1e-12, highest=1e-9)
     run = StackRun(scout=tiny)
     run.train(ROUNDS[0])
     assert "scouting round 1 says little" in caplog.text
@@ -406,7 +407,7 @@ def _refused(rank: int) -> dict[str, Any]:
     for name, options in {
         "no model": {"tells": False},
         "shared": {"tells": False, "gradients": "shared"},
-        "other settings": {"scout": hk.ScoutSettings(share=0.4, fewest=4, shift=float(rank))},
+        "other settings": {"scout": replace(QUICK, shift=float(rank))},
     }.items():
         try:
             RankRun(rank, **options).train(1)  # type: ignore[arg-type]
@@ -645,6 +646,6 @@ def test_runs_with_and_without_a_learning_rate_do_not_load_each_other() -> None:
     found.train(PHASE)
     with pytest.raises(ValueError, match="made with max_lr=None, this scheduler has max_lr=one"):
         given.scheduler.load_state_dict(found.scheduler.state_dict())
-    other = StackRun(scout=hk.ScoutSettings(share=0.4, fewest=4, shift=0.5))
+    other = StackRun(scout=replace(QUICK, highest=10.0))
     with pytest.raises(ValueError, match=r"made with scout\.highest=1.0, this scheduler has 10.0"):
         other.scheduler.load_state_dict(found.scheduler.state_dict())

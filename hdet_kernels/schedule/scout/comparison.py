@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from hdet_kernels.fanout.explore import Hyperparameter
 from hdet_kernels.schedule.arguments import Probe
 from hdet_kernels.schedule.history import SyncRecord
 from hdet_kernels.schedule.losses import Loss, LossWindow, checked_divisor, checked_loss, run_probe
-from hdet_kernels.schedule.scout.rounds import (
-    Comparison,
-)
+from hdet_kernels.schedule.scout.rounds import Comparison
 from hdet_kernels.tensors import wide_dtype
 
 #: The sums that are kept.
@@ -161,6 +159,7 @@ def scout_record(
     *,
     step: int,
     number: int,
+    gradients: Literal["local", "teams"] = "local",
 ) -> SyncRecord:
     """Return the record of a round: every replica's peak learning rates, and its losses.
 
@@ -171,6 +170,7 @@ def scout_record(
         ensemble: the replicas.
         step: finished steps of the phase.
         number: number of the round.
+        gradients: whose gradients the replicas trained on.
     """
     names = [hyper.name for hyper in hyperparameters]
     factors = seen.rates / math.exp(float(np.log(seen.rates[[0, -1]]).mean()))
@@ -186,7 +186,7 @@ def scout_record(
         base=dict(zip(names, base, strict=True)),
         values=dict(zip(names, values, strict=True)),
         excluded=np.flatnonzero(~np.isfinite(seen.losses)).tolist(),
-        gradients="local",
+        gradients=gradients,
         bytes=0,
         collectives=int(ensemble.talks),
         seconds=0.0,

@@ -1,44 +1,107 @@
-"""Let replicas train on their own gradients for a while, where they otherwise share one."""
+"""Let replicas train on their own gradients for a while, or in teams that share one, where all otherwise share one."""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet_kernels.ensemble import Ensemble
+from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
 from hdet_kernels.optim.base import FusedOptimizer
+from hdet_kernels.schedule.scout.rounds import first_team
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
+from hdet_kernels.torch_internals import has_comm_hook
+
+
+class TeamHook:
+    """A communication hook of a DDP model that averages gradients over a team, or over all processes as DDP does.
+
+    DDP keeps a hook for good, so that a model has one of these however many searches it sees.
+
+    Attributes:
+        group: the processes of the team; None for all of DDP's.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self._all = wrapper.process_group
+
+    def __call__(self, bucket: Any) -> Any:
+        """Start the average of a bucket of gradients, and return the future of it."""
+        group = self._all if self.group is None else self.group
+        gradients = bucket.buffer().mul_(1 / dist.get_world_size(group))  # as DDP does without a hook
+        started = dist.all_reduce(gradients, group=group, async_op=True)
+        return started.get_future().then(lambda done: done.value()[0])
+
+
+_HOOKS: WeakKeyDictionary[DistributedDataParallel, TeamHook] = WeakKeyDictionary()
+
+
+def _hook_of(wrapper: DistributedDataParallel) -> TeamHook:
+    if wrapper not in _HOOKS:
+        _HOOKS[wrapper] = hook = TeamHook(wrapper)
+        wrapper.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+    return _HOOKS[wrapper]
+
+
+def wrappers_in(ensemble: Ensemble, model: object) -> list[DistributedDataParallel]:
+    """Return the DDP wrappers of the user's ``model=``; none where the replicas are a stack."""
+    found = model.modules() if isinstance(model, nn.Module) and not isinstance(ensemble, StackEnsemble) else ()
+    return [module for module in found if isinstance(module, DistributedDataParallel)]
+
+
+def can_form_teams(ensemble: Ensemble, model: object) -> bool:
+    """Return whether the replicas share a gradient in the run, and can share it in teams instead.
+
+    DDP has one communication hook. Where the user has given it one, there are no teams.
+    """
+    if isinstance(ensemble, StackEnsemble):
+        alone = ensemble.processes == 1
+        return ensemble.stack.gradients == "shared" and (alone or isinstance(ensemble.among, ProcessEnsemble))
+    if not isinstance(ensemble, ProcessEnsemble):
+        return False
+    wrappers = wrappers_in(ensemble, model)
+    return bool(wrappers) and all(
+        dist.get_process_group_ranks(wrapper.process_group) == ensemble.ranks()
+        and (wrapper in _HOOKS or not has_comm_hook(wrapper))
+        for wrapper in wrappers
+    )
 
 
 class OwnGradients:
-    """The switch between shared gradients and those of each replica.
+    """The switch between shared gradients, those of each replica, and those of teams.
 
     A stack computes one gradient for each of its replicas, and its optimizer has moments for each of them, until
-    :meth:`end`. Under DDP gradients are not averaged over the processes meanwhile. Replicas whose gradients are local
-    anyway are left alone.
+    :meth:`end`. Under DDP gradients are not averaged over the processes meanwhile, or over those of a team only, and
+    buffers stay with each process. Replicas whose gradients are local anyway are left alone.
 
     Args:
         optimizer: the optimizer.
         ensemble: the replicas.
         model: the user's ``model=``. DDP wrappers are looked for in it.
         gradients: ``"shared"``, ``"local"`` or ``"auto"``, as the user said.
+        teams: whether teams are to share gradients at some time.
 
     Raises:
         ValueError: gradients are averaged by something that cannot be switched off.
     """
 
-    def __init__(self, optimizer: Optimizer, ensemble: Ensemble, model: object, gradients: str) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self, optimizer: Optimizer, ensemble: Ensemble, model: object, gradients: str, *, teams: bool = False
+    ) -> None:
+        self.optimizer, self._ensemble = optimizer, ensemble
         stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
         self._stack: ReplicaStack | None = stack if stack is not None and stack.gradients == "shared" else None
-        found = model.modules() if isinstance(model, nn.Module) and stack is None else ()
-        self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
-        self._synced: list[bool] = []
+        self._wrappers = wrappers_in(ensemble, model)
+        self._hooks = [_hook_of(wrapper) for wrapper in self._wrappers] if teams else []
+        self._team: ProcessEnsemble | None = None
+        self._before: list[tuple[bool, bool]] = []
         self._on = False
         #: Whether the replicas of a stack had one state for all before.
         self.shared_state = False
@@ -51,28 +114,49 @@ class OwnGradients:
         if self._on:
             return
         self._on = True
-        self._synced = [wrapper.require_backward_grad_sync for wrapper in self._wrappers]
+        self._before = [(each.require_backward_grad_sync, each.broadcast_buffers) for each in self._wrappers]
         for wrapper in self._wrappers:
-            wrapper.require_backward_grad_sync = False
+            wrapper.require_backward_grad_sync = wrapper.broadcast_buffers = False
         if self._stack is not None:
             self._stack.own_gradients(True)
             self.shared_state = self._fused.shares_state
             self._fused.separate_state()
+
+    def share_in_teams(self, teams: bool) -> None:
+        """Let the replicas of a team share one gradient from now on, or give every replica its own again. Collective.
+
+        Two replicas are their own teams.
+        """
+        if not self._on or self._ensemble.size == 2:
+            return
+        first = first_team(self._ensemble.size, self._ensemble.rows)
+        if self._stack is not None:
+            self._stack.team_gradients(first) if teams else self._stack.own_gradients(True)
+        if teams and self._hooks and self._team is None:
+            assert isinstance(self._ensemble, ProcessEnsemble)  # others form no teams
+            self._team = self._ensemble.team(first)
+        for hook in self._hooks:
+            hook.group = self._team.group if teams and self._team is not None else None
+        for wrapper in self._wrappers:
+            wrapper.require_backward_grad_sync = teams
 
     def end(self) -> None:
         """Switch back. The state of a stack's first replica becomes that of all, if they shared one before."""
         if not self._on:
             return
         self._on = False
-        for wrapper, synced in zip(self._wrappers, self._synced, strict=True):
-            wrapper.require_backward_grad_sync = synced
+        for wrapper, (synced, broadcast) in zip(self._wrappers, self._before, strict=True):
+            wrapper.require_backward_grad_sync, wrapper.broadcast_buffers = synced, broadcast
+        for hook in self._hooks:
+            hook.group = None
         if self._stack is not None:
             self._stack.own_gradients(False)
             self.share_state()
 
     def take_over(self, other: OwnGradients) -> None:
         """Go on in the place of another one for the same optimizer and model, without switching back in between."""
-        self._on, self._synced, self.shared_state = other._on, other._synced, other.shared_state
+        self._on, self._before, self.shared_state = other._on, other._before, other.shared_state
+        self._team = other._team
         other._on = False
 
     def share_state(self) -> None:

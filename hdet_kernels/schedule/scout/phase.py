@@ -1,8 +1,8 @@
 """The scouting phase of a run with ``max_lr=None``, which finds the learning rate before training proper.
 
-In each of a few rounds every replica trains a short run with a learning rate of its own. All of them begin at the start
-of the run, and return to it after the round. At the end of a round, read :meth:`Scouting._end_round`: gather the losses
-of all replicas, narrow the range or choose, and return to the start.
+In each of a few rounds every replica, or later each of two teams of replicas, trains a short run with a learning rate
+of its own. All of them begin at the start of the run, and return to it after the round. At the end of a round, read
+:meth:`Scouting._end_round`: gather the losses of all replicas, narrow the range or choose, and return to the start.
 """
 
 from __future__ import annotations
@@ -45,12 +45,19 @@ from hdet_kernels.schedule.scout.rounds import (
     Plan,
     ScoutSettings,
     Verdict,
+    by_team,
     candidates,
     choose,
+    choose_near,
     first_bracket,
+    first_pair,
+    first_team,
     middle,
     narrow,
+    next_pair,
     tail_steps,
+    team_candidates,
+    together,
 )
 from hdet_kernels.schedule.undo.undoing import LastSound
 
@@ -91,6 +98,7 @@ class Scouted:
             "scout": self.settings.to_dict(),
             "total_steps": self.plan.total_steps,
             "rounds": list(self.plan.rounds),
+            "teams": self.plan.teams,
         }
 
 
@@ -124,7 +132,8 @@ class Scouting:
         schedule: torch's OneCycleLR of the current round, with the middle of the candidates as its peak.
         round: number of the current round.
         step: finished steps of it.
-        bracket: range of the current round.
+        bracket: range of the current round; of a team round the logarithms of its two learning rates.
+        near: the outcomes of the team rounds so far; None before the end of the first.
         start: a copy of everything as it was before the first step.
         spread: the learning rates of all replicas.
     """
@@ -139,6 +148,7 @@ class Scouting:
         self.optimizer, self.ensemble = cycle.optimizer, cycle.ensemble
         self.round = self.step = 0
         self.bracket: Bracket = first_bracket(scouted.settings)
+        self.near: Comparison | None = None
         self.start = LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers)
         # The first step comes after a forward pass, which may change buffers (BatchNorm).
         self._buffers, self._digest = self.start.copied_buffers(), self.start.digest()
@@ -176,7 +186,19 @@ class Scouting:
     @property
     def candidates(self) -> tuple[float, ...]:
         """The peak learning rate of each replica in the current round, ascending."""
+        if self.in_teams:
+            return team_candidates(self.bracket, self.first_team, self.ensemble.size)
         return candidates(self.bracket, self.ensemble.size)
+
+    @property
+    def in_teams(self) -> bool:
+        """Whether the current round is a team round."""
+        return self.scouted.plan.in_teams(self.round)
+
+    @property
+    def first_team(self) -> int:
+        """How many replicas the first team has."""
+        return first_team(self.ensemble.size, self.ensemble.rows)
 
     @property
     def peaks(self) -> list[float]:
@@ -201,12 +223,16 @@ class Scouting:
     def announce(self) -> None:
         """Log what the phase costs."""
         plan = self.scouted.plan
+        *others, last = map(str, plan.rounds)
+        rounds = " and ".join(filter(None, (", ".join(others), last)))
+        if plan.teams:
+            rounds = f"{rounds} steps, {plan.teams} of them on two teams of replicas"
         if self.cycle.first_process:
             log.warning(  # not info: it should be seen without any configuration of logging
-                "max_lr=None: %d of %d steps (%.0f %%), in rounds of %s steps, find the learning rate between %.3g and "
+                "max_lr=None: %d of %d steps (%.0f %%), in rounds of %s, find the learning rate between %.3g and "
                 "%.3g on %d replicas; the run is the other %d steps",
                 *(plan.steps, plan.total_steps, 100 * plan.steps / plan.total_steps),
-                " and ".join(map(str, plan.rounds)),
+                rounds if plan.teams else f"{rounds} steps",
                 *(self.scouted.settings.lowest, self.scouted.settings.highest, self.ensemble.size, plan.run),
             )
 
@@ -306,6 +332,7 @@ class Scouting:
             self._step_schedule()
         elif self.scouted.found is None:
             self._begin_round()
+            self.own.share_in_teams(self.in_teams)
 
     def _step_schedule(self) -> None:
         self.step += 1
@@ -360,27 +387,45 @@ class Scouting:
             self._meet(), self.candidates, self.losses, self.cycle.probe, step=self.made + 1, level=self._probed
         )
         last = self.round + 1 == len(self.scouted.plan.rounds)
-        settings = self.scouted.settings
-        verdict = choose(seen, self.ensemble.size, settings) if last else None
-        bracket = narrow(seen, self.bracket, settings)
-        hyperparameters = self.spread.hyperparameters
+        compared = by_team(seen, self.first_team) if self.in_teams else seen
+        near = together(self.near, compared) if self.in_teams else None
+        verdict = self._choice(near, compared) if last else None
+        bracket = self.bracket if last else self._next_bracket(near, compared)
         record = scout_record(
-            hyperparameters, self.peaks, seen, training, self.ensemble, step=self.made + 1, number=self.round
+            self.spread.hyperparameters,
+            self.peaks,
+            seen,
+            training,
+            self.ensemble,
+            step=self.made + 1,
+            number=self.round,
+            gradients="teams" if self.in_teams else "local",
         )
         act = None if verdict is None else Act("found", self._found(verdict))
         self.cycle.add_record(record if act is None else replace(record, act=act.kind, why=act.why))
         self._return_to_start(last=last)
         if self.cycle.first_process:
-            self._log_round(seen, bracket)
+            self._log_round(compared, bracket)
             if act is not None:
                 act.log()
         self.losses.clear()
         self.step = 0
         self.round += 1
-        if verdict is None:
-            self.bracket = bracket
-        else:
+        self.near, self.bracket = near, bracket
+        if verdict is not None:
             self.scouted.found = verdict.rate
+
+    def _choice(self, near: Comparison | None, seen: Comparison) -> Verdict:
+        settings = self.scouted.settings
+        return choose(seen, settings) if near is None else choose_near(near, settings)
+
+    def _next_bracket(self, near: Comparison | None, seen: Comparison) -> Bracket:
+        settings = self.scouted.settings
+        if near is not None:
+            return next_pair(near, settings)
+        if self.scouted.plan.in_teams(self.round + 1):
+            return first_pair(seen, self.ensemble.size, settings)
+        return narrow(seen, self.bracket, settings)
 
     def _return_to_start(self, *, last: bool) -> None:
         # State is copied in the layout that it had before the phase.
@@ -403,7 +448,7 @@ class Scouting:
         if not seen.learned(self.scouted.settings):
             log.warning(
                 "scouting round %d says little: no learning rate brought the loss below the %.4g of the start; the "
-                "range narrows to %.2g to %.2g only",
+                "range is %.2g to %.2g now",
                 *(self.round + 1, seen.level, math.exp(bracket[0]), math.exp(bracket[1])),
             )
 
@@ -455,6 +500,7 @@ class Scouting:
             "step": self.step,
             "consensus": self.in_consensus,
             "bracket": list(self.bracket),
+            "near": [] if self.near is None else np.stack(self.near.columns, axis=1).tolist(),
             "losses": self.losses.state_dict(),
             "probed": probed,
             "certain": self.certain,
@@ -472,6 +518,7 @@ class Scouting:
         self.round, self.step = state["round"], state["step"]
         self.moved = self.step > 0
         self.bracket = (state["bracket"][0], state["bracket"][1])
+        self.near = Comparison(*np.array(state["near"]).T) if state["near"] else None
         self.losses = RoundLosses(self.ensemble.rows)
         self.losses.load_state_dict(state["losses"])
         probed = state["probed"]
@@ -486,3 +533,4 @@ class Scouting:
         self.schedule.load_state_dict(schedule)
         write_momentum(self.schedule)
         self._fan_out(scheduled_now(self.schedule))
+        self.own.share_in_teams(self.in_teams)  # last, because it is not undone if something raises

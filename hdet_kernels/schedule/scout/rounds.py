@@ -18,10 +18,16 @@ class ScoutSettings:
     """The constants of the scouting phase of a run with ``max_lr=None``.
 
     Args:
-        share: share of the steps of the run that all rounds together take.
+        share: steps of all rounds together over the steps of the run that follows: 1.0 is half of ``total_steps``.
         lowest, highest: the range of learning rates that the first round covers.
-        first: share of the scouting steps that the first round takes where there are two. The last of several takes
-            ``(1 - first) / first`` times the steps of the first, and those between grow evenly.
+        first: share of the steps of the rounds apart that the first of them takes where there are two. The last of
+            several takes ``(1 - first) / first`` times the steps of the first, and those between grow evenly.
+        apart: where team rounds follow, the rounds apart take this share of the steps of the run.
+        shortest, longest: steps of a team round, as a share of those of the run. There are team rounds if ``share``
+            pays for one of the shortest after the rounds apart, and as few as last no longer than the longest.
+        distance: smallest factor between the two candidates of the first team round.
+        shift: the middle of these two is what the rounds apart found times ``(replicas / 2) ** shift``: a team sees
+            that much more of the batch than a replica, and a larger batch asks for a larger learning rate.
         factor: rounds go on until neighbouring candidates differ by this factor at most, if there are enough steps.
         fewest: fewest steps of a round.
         tail: share of a round, at its end, whose mean training loss is compared.
@@ -30,14 +36,17 @@ class ScoutSettings:
         depth: candidates whose loss fell by at least ``1 - depth`` of what the best one's fell enter the parabola
             whose minimum is chosen.
         reach: so do those whose learning rate is within ``exp(reach)`` of the best one's.
-        shift: the logarithm of the chosen learning rate is raised by ``shift * log(replicas)``: a replica sees only its
-            share of the batch in this phase, and a smaller batch asks for a smaller learning rate.
     """
 
-    share: float = 0.15
+    share: float = 0.3
     lowest: float = 1e-5
     highest: float = 10.0
     first: float = 0.25
+    apart: float = 0.1
+    shortest: float = 0.2
+    longest: float = 0.3
+    distance: float = 4.0
+    shift: float = 0.25
     factor: float = 3.1
     fewest: int = 10
     tail: float = 0.2
@@ -45,15 +54,15 @@ class ScoutSettings:
     deviations: float = 1.5
     depth: float = 0.3
     reach: float = 1.0
-    shift: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a constant with which no phase can be planned."""
         within: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
-            (("share", "first", "tail", "depth"), {"above": 0, "below": 1}),
-            (("lowest", "highest", "reach"), {"above": 0}),
+            (("share",), {"above": 0, "at_most": 1, "remedy": "at 1 the search takes as many steps as the run"}),
+            (("first", "tail", "depth"), {"above": 0, "below": 1}),
+            (("lowest", "highest", "reach", "apart", "shortest", "longest"), {"above": 0}),
             (("flat", "deviations"), {"at_least": 0}),
-            (("factor",), {"above": 1}),
+            (("factor", "distance"), {"above": 1}),
             (("shift",), {}),
         )
         for names, bounds in within:
@@ -64,9 +73,10 @@ class ScoutSettings:
             raise ValueError(
                 f"ScoutSettings.fewest must be at least 4, got {self.fewest}: a miniature needs some steps"
             )
-        if self.share > 0.5:
+        if self.shortest > self.longest:
             raise ValueError(
-                f"ScoutSettings.share must be at most 0.5, got {self.share}: the rest of the steps is the run"
+                f"ScoutSettings.shortest must not be above longest, got {self.shortest} and {self.longest}: they bound "
+                "the length of a team round"
             )
         if self.lowest >= self.highest:
             raise ValueError(
@@ -90,10 +100,12 @@ class Plan:
     Args:
         rounds: steps of each round.
         run: steps that remain for the run.
+        teams: so many of the rounds, the last ones, are team rounds.
     """
 
     rounds: tuple[int, ...]
     run: int
+    teams: int = 0
 
     @property
     def steps(self) -> int:
@@ -109,24 +121,31 @@ class Plan:
         """Return the steps of all rounds before round ``number``."""
         return sum(self.rounds[:number])
 
+    def in_teams(self, number: int) -> bool:
+        """Return whether round ``number`` is a team round."""
+        return len(self.rounds) - self.teams <= number < len(self.rounds)
+
 
 def make_plan(
     total_steps: int,
     replicas: int,
     settings: ScoutSettings,
     *,
+    teams: bool = False,
     workable: Callable[[int], bool] = lambda steps: True,
 ) -> Plan:
     """Return the rounds of a run.
 
-    Every round narrows the range to the neighbours of the best candidate. There are as many rounds as it takes for
-    neighbouring candidates to differ by ``settings.factor`` at most, or as many as the steps allow. The last is the
-    longest: it decides, and the longer a miniature is the more it resembles the run.
+    In the first rounds every replica is apart. Each of them narrows the range to the neighbours of the best candidate.
+    There are as many as it takes for neighbouring candidates to differ by ``settings.factor`` at most, or as many as
+    the steps allow. The last is the longest: it decides, and the longer a miniature is the more it resembles the run.
+    Where the share pays for them and gradients can be shared, team rounds follow.
 
     Args:
         total_steps: steps of the rounds and the run.
         replicas: N, the number of candidates of a round.
         settings: the constants.
+        teams: whether replicas can share gradients in teams.
         workable: whether a schedule of so many steps can be built. The lengths of rounds avoid others.
 
     Raises:
@@ -138,19 +157,31 @@ def make_plan(
             "replicas on one device (ensemble=stack.ensemble of hdet_kernels.ReplicaStack(model, 8)) or in several "
             "processes (torchrun)"
         )
-    steps = int(settings.share * total_steps + 1e-6)
+    share = settings.share / (1 + settings.share)  # of all steps
+    steps = int(share * total_steps + 1e-6)
     if steps < settings.fewest:
-        least = math.ceil(settings.fewest / settings.share - 1e-6)
+        least = math.ceil(settings.fewest / share - 1e-6)
         raise ValueError(
-            f"max_lr=None takes {settings.share:.0%} of the steps, at least {settings.fewest}, to find a learning "
-            f"rate, got total_steps={total_steps}: pass total_steps of at least {least}, or a learning rate"
+            f"max_lr=None takes {share:.0%} of the steps, at least {settings.fewest}, to find a learning rate, got "
+            f"total_steps={total_steps}: pass total_steps of at least {least}, or a learning rate"
         )
-    rounds = _lengths(steps, rounds_needed(replicas, settings), settings)
+    near = _team_lengths(steps, settings) if teams else []
+    rounds = [*_lengths(steps - sum(near), rounds_needed(replicas, settings), settings), *near]
     rounds = [_workable(length, workable, settings.fewest) for length in rounds]
     # A run whose own schedule cannot be built gives a step to the last round.
     while not workable(total_steps - sum(rounds)):
         rounds[-1] = _workable(rounds[-1] + 1, workable, rounds[-1] + 1)
-    return Plan(tuple(rounds), total_steps - sum(rounds))
+    return Plan(tuple(rounds), total_steps - sum(rounds), len(near))
+
+
+def _team_lengths(steps: int, settings: ScoutSettings) -> list[int]:
+    """Return the steps of each team round, of ``steps`` of all rounds; none if these do not pay for one."""
+    left = settings.share - settings.apart
+    count = math.ceil(left / settings.longest - 1e-6)
+    length = int(steps * left / (settings.share * max(count, 1)) + 1e-6)
+    apart = steps - count * length
+    pays = left >= settings.shortest - 1e-6 and min(length, apart) >= settings.fewest
+    return [length] * count if pays else []
 
 
 def rounds_needed(replicas: int, settings: ScoutSettings) -> int:
@@ -167,6 +198,21 @@ def candidates(bracket: Bracket, replicas: int) -> tuple[float, ...]:
     """Return the learning rate of each replica: evenly spaced in the logarithm, inside ``bracket``, ascending."""
     low, high = bracket
     return tuple(math.exp(low + (high - low) * (index + 1) / (replicas + 1)) for index in range(replicas))
+
+
+def first_team(size: int, rows: int) -> int:
+    """Return how many of ``size`` replicas the first of two teams has; every process holds ``rows`` of them.
+
+    A process is in one team with all of its replicas, unless it is the only one.
+    """
+    processes = size // rows
+    return rows * ((processes + 1) // 2) if processes > 1 else (rows + 1) // 2
+
+
+def team_candidates(pair: Bracket, first: int, replicas: int) -> tuple[float, ...]:
+    """Return the learning rate of each replica: the lower one for the ``first`` replicas, the other for the rest."""
+    low, high = map(math.exp, pair)
+    return (low,) * first + (high,) * (replicas - first)
 
 
 def first_bracket(settings: ScoutSettings) -> Bracket:
@@ -228,6 +274,11 @@ class Comparison:
         object.__setattr__(self, "errors", np.where(np.isfinite(self.errors), self.errors, 0.0))
 
     @property
+    def columns(self) -> tuple[Array, Array, Array]:
+        """Learning rates, losses and errors."""
+        return self.rates, self.losses, self.errors
+
+    @property
     def best(self) -> int:
         """The candidate with the lowest loss.
 
@@ -281,8 +332,52 @@ def narrow(seen: Comparison, bracket: Bracket, settings: ScoutSettings) -> Brack
     return edges[good[0]], edges[good[-1] + 2]
 
 
-def choose(seen: Comparison, replicas: int, settings: ScoutSettings) -> Verdict:
-    """Return the learning rate after the last round.
+def by_team(seen: Comparison, first: int) -> Comparison:
+    """Return the outcome of a team round by team, of which the first has ``first`` replicas: means over each."""
+    teams = slice(first), slice(first, None)
+    losses = np.array([seen.losses[team].mean() for team in teams])
+    errors = np.array([np.sqrt((seen.errors[team] ** 2).sum()) / len(seen.errors[team]) for team in teams])
+    return Comparison(seen.rates[[0, -1]], losses, errors, seen.level)
+
+
+def together(before: Comparison | None, seen: Comparison) -> Comparison:
+    """Return the outcomes of the team rounds before and of another one, by ascending learning rate."""
+    if before is None:
+        return seen
+    rates, losses, errors = (np.concatenate(both) for both in zip(before.columns, seen.columns, strict=True))
+    order = np.argsort(rates, kind="stable")
+    return Comparison(rates[order], losses[order], errors[order], seen.level)
+
+
+def first_pair(seen: Comparison, replicas: int, settings: ScoutSettings) -> Bracket:
+    """Return the two learning rates of the first team round, after the last round apart.
+
+    They are on both sides of what that round would choose, and at least as far from each other as its candidates. If
+    it brought no loss below that of the start it says nothing, and they divide the whole range evenly.
+    """
+    if not seen.learned(settings):
+        low, high = candidates(first_bracket(settings), 2)
+        return math.log(low), math.log(high)
+    centre = math.log(choose(seen, settings).rate) + settings.shift * math.log(replicas / 2)
+    half = max(math.log(settings.distance), float(np.diff(np.log(seen.rates))[0])) / 2
+    return centre - half, centre + half
+
+
+def next_pair(near: Comparison, settings: ScoutSettings) -> Bracket:
+    """Return the next two learning rates, on both sides of the best so far: half way to its neighbours.
+
+    Beyond the lowest or the highest the next is ``settings.distance`` away. Where all diverged both are below.
+    """
+    logs, step = np.log(near.rates).tolist(), math.log(settings.distance)
+    if not np.isfinite(near.losses).any():
+        return logs[0] - 2 * step, logs[0] - step
+    best = near.best
+    edges = [logs[0] - 2 * step, *logs, logs[-1] + 2 * step]
+    return (edges[best] + logs[best]) / 2, (logs[best] + edges[best + 2]) / 2
+
+
+def choose(seen: Comparison, settings: ScoutSettings) -> Verdict:
+    """Return the learning rate after the last round, or the last one apart.
 
     Where the best candidate cannot be told from the median one, it is the middle of those around it that are as good.
     Else it is the minimum of a parabola through the best candidate and those around it, in the logarithm of the
@@ -297,7 +392,14 @@ def choose(seen: Comparison, replicas: int, settings: ScoutSettings) -> Verdict:
         chosen, how = (logs[low] + logs[high]) / 2, "the middle of those that are equally good"
     else:
         chosen, how = _minimum(logs, seen, best, settings)
-    return Verdict(float(math.exp(chosen + settings.shift * math.log(replicas))), how)
+    return Verdict(float(math.exp(chosen)), how)
+
+
+def choose_near(near: Comparison, settings: ScoutSettings) -> Verdict:
+    """Return the learning rate after the last team round: as :func:`choose`, and below all of them if all diverged."""
+    if not np.isfinite(near.losses).any():
+        return Verdict(float(near.rates[0]) / settings.distance, "below those that diverged")
+    return choose(near, settings)
 
 
 def _run_around(best: int, good: list[int]) -> tuple[int, int]:
