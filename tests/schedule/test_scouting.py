@@ -273,15 +273,15 @@ def test_whoever_follows_the_phase_finds_the_stack_as_it_was(again: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("steps", "noise", "make_optimizer", "factor"),
+    ("steps", "noise", "make_optimizer", "excess"),
     [
-        # Miniatures of 11 and 34 steps see less than those of a real run.
-        pytest.param(300, 0.0, SGD, 4.0, id="short"),
-        pytest.param(2000, 1.0, partial(hk.FusedAdamW, weight_decay=0.0), 2.0, id="long", marks=pytest.mark.full),
+        # Miniatures of 23 and 46 steps see less than those of a real run.
+        pytest.param(300, 0.0, SGD, 0.1, id="short"),
+        pytest.param(2000, 1.0, partial(hk.FusedAdamW, weight_decay=0.0), 0.005, id="long", marks=pytest.mark.full),
     ],
 )
-def test_the_found_learning_rate_is_near_the_best_of_a_grid(
-    steps: int, noise: float, make_optimizer: Any, factor: float
+def test_the_found_learning_rate_is_as_good_as_the_best_of_a_grid(
+    steps: int, noise: float, make_optimizer: Any, excess: float
 ) -> None:
     """Plain runs over a grid an octave apart, and a run without a learning rate, on classes of a linear rule."""
     grid, size = [2.0**exponent for exponent in range(-10, 4)], 256
@@ -313,7 +313,8 @@ def test_the_found_learning_rate_is_near_the_best_of_a_grid(
     found = scheduler.scouted
     assert found is not None
 
-    plain, optimizer = stacked(len(grid), "local")  # all runs of the grid at once, on the whole batches
+    grid.append(found)
+    plain, optimizer = stacked(len(grid), "local")  # all runs at once, on the whole batches
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, steps - phase)
     for step in range(phase, steps):
         optimizer.param_groups[0]["per_replica"] = {"lr": tuple(schedule.get_last_lr()[0] * rate for rate in grid)}
@@ -323,8 +324,8 @@ def test_the_found_learning_rate_is_near_the_best_of_a_grid(
         schedule.step()
     unseen = [torch.cat(part) for part in zip(*(data(10**6 + index) for index in range(16)), strict=True)]
     finals = plain.losses(loss_fn, *unseen, same_batch=True)
-    best = grid[int(finals.nan_to_num(nan=math.inf).argmin())]
-    assert best / factor <= found <= best * factor, (found, best)
+    *others, chosen = finals.nan_to_num(nan=math.inf).tolist()
+    assert chosen <= (1 + excess) * min(others), dict(zip(grid, finals.tolist(), strict=True))
 
 
 # Several processes
