@@ -34,14 +34,11 @@ class Size:
     vocabulary: int
     context: int
 
-    def module(self) -> GPT2:
-        """Return the model."""
-        return GPT2(self.layers, self.width, self.heads, 4 * self.width, self.vocabulary, self.context)
-
-    def build(self, seed: int) -> GPT2:
+    def build(self, seed: int, device: torch.device) -> GPT2:
         """Return the model, initialised as GPT-2: normal with 0.02, less for what is added to the residuals."""
-        model = self.module()
-        generator = torch.Generator().manual_seed(seed)
+        with device:
+            model = GPT2(self.layers, self.width, self.heads, 4 * self.width, self.vocabulary, self.context)
+        generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 added = name.endswith(("attended.weight", "down.weight"))

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet_kernels as hk
+from bench.models import GPT2
 
 from .model import Losses, Size
 from .text import Tokens
@@ -68,6 +69,10 @@ class Setup:
         """Tokens of a step."""
         return self.sequences * self.size.context
 
+    def model(self) -> GPT2:
+        """Return the model that every run begins with."""
+        return self.size.build(self.seed, self.device)
+
     def to_device(self, tokens: Tensor) -> Tensor:
         """Return the tokens on the device, without waiting for it."""
         if self.device.type == "cuda":
@@ -102,7 +107,7 @@ class Plain:
 
     def __init__(self, setup: Setup, lr: float) -> None:
         self._losses = setup.losses
-        self._model = setup.size.build(setup.seed).to(setup.device)
+        self._model = setup.model()
         fused = setup.device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr, fused=fused, **OPTIONS)
         self._scheduler = OneCycleLR(self._optimizer, lr, setup.steps, cycle_momentum=False)
@@ -140,7 +145,7 @@ class Replicas:
 
     def __init__(self, setup: Setup, lr: float | None) -> None:
         self._loss = setup.losses.replica
-        self._stack = hk.ReplicaStack(setup.size.build(setup.seed).to(setup.device), setup.replicas)
+        self._stack = hk.ReplicaStack(setup.model(), setup.replicas)
         self._optimizer = hk.FusedAdamW(self._stack.parameters(), lr or 1.0, max_grad_norm=LARGEST_NORM, **OPTIONS)
         self._scheduler = hk.HDETOneCycleLR(
             self._optimizer, lr, setup.steps, cycle_momentum=False, ensemble=self._stack.ensemble, seed=setup.seed
@@ -238,14 +243,14 @@ class Run:
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint."""
-        found = torch.load(path, map_location=self.setup.device, weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
         self.training.load(found["training"])
         self.step, self.times, self.pieces = found["step"], found["times"], found["pieces"]
         self.losses.copy_(found["losses"])
         cpu, cuda = found["generators"]
-        torch.set_rng_state(cpu.cpu())
+        torch.set_rng_state(cpu)
         if cuda is not None:
-            torch.cuda.set_rng_state(cuda.cpu(), self.setup.device)
+            torch.cuda.set_rng_state(cuda, self.setup.device)
 
     def validation_loss(self) -> float:
         """Return the mean loss on windows of the text that was held out; infinity where it is not finite."""
@@ -315,12 +320,12 @@ def disagreement(setup: Setup, tokens: Tensor) -> dict[str, tuple[float, float]]
 
     Both are relative; the gradient is that of all parameters, as one vector.
     """
-    model = setup.size.build(setup.seed).to(setup.device)
+    model = setup.model()
     with torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.device.type == "cuda"):
         expected: Tensor = model(tokens)
     expected.backward()
     wanted = [parameter.grad for parameter in model.parameters()]
-    plain = setup.size.build(setup.seed).to(setup.device)
+    plain = setup.model()
     loss = setup.losses.plain(plain, tokens)
     loss.backward()
     found = {"plain": (loss, [parameter.grad for parameter in plain.parameters()])}
