@@ -17,7 +17,7 @@ from bench.plots import new_figure, save
 from bench.tables import NOTHING, render
 
 from . import designs, held_out
-from .excess import CAP, MODES, PLAIN, PROBE, TRAINING, Excesses, Start, excesses, verdicts, way_of
+from .excess import CAP, GOALS, GROUPS, MODES, PLAIN, PROBE, TRAINING, Excesses, Start, excesses, way_of
 from .results import Record, Report, joined, select
 from .scalars import SCALARS
 from .suite import STARTS
@@ -25,6 +25,8 @@ from .suite import STARTS
 EVERY_START: tuple[Start, ...] = (*STARTS, None)
 # Starts of the table of README.md. Below the best the controller does nothing by default: one row shows it.
 README_STARTS: tuple[Start, ...] = (0.1, 1.0, 3.0, 10.0, 30.0, None)
+# Starts at which the controller may do harm or help.
+HIGH_STARTS = (1.0, 3.0, 10.0, 30.0)
 STARTS_PLOT, SENSITIVITY_PLOT = "quality_zoo_starts.png", "quality_zoo_sensitivity.png"
 COLOURS = {PLAIN: "0.45", PROBE: "C0", TRAINING: "C1"}
 # Excesses are linear below 1 % and logarithmic above: they may be negative, and range over decades.
@@ -61,6 +63,7 @@ def text(reports: Sequence[Report]) -> str:
         notes=zoo.notes,
         left_out=sorted({record["task"] for record in zoo.records} - found.yardsticks.keys()),
         starts=starts_table(found),
+        groups=groups_table(found),
         goals=bars_table(found),
         sensitivity=sensitivity_table(found),
         designs=designs_table(designs.read()),
@@ -97,7 +100,7 @@ def printed(report: Report) -> str:
     parts = [*report.sources, *report.notes]
     if report.size == "zoo":
         found = excesses(report.records)
-        parts += [starts_table(found), bars_met(found), sensitivity_table(found)]
+        parts += [starts_table(found), groups_table(found), bars_table(found), sensitivity_table(found)]
     else:
         parts += [losses_table(report), scalars_table(report)]
     return "\n\n".join(filter(None, parts))
@@ -196,22 +199,37 @@ def noisy(found: Excesses) -> str:
 
 
 def bars_met(found: Excesses) -> str:
-    """Say how many goals are met in each mode."""
-    counts = []
-    for mode in MODES:
-        judged = [modes[mode].met for _, modes in verdicts(found) if mode in modes]
-        counts.append(f"{sum(judged)} of {len(judged)} ({mode})")
-    return f"Goals met: {', '.join(counts)}."
+    """Say how many goals are met."""
+    figures = [(goal, goal.measured(found)) for goal in GOALS]
+    met = sum(figure is not None and figure <= goal.limit for goal, figure in figures)
+    return f"Goals met: {met} of {len(GOALS)}."
 
 
 def bars_table(found: Excesses) -> str:
-    """Return every goal with what was measured in each mode."""
+    """Return every goal with what was measured."""
     rows = []
-    for start, modes in verdicts(found):
-        goals = " or ".join(dict.fromkeys(modes[mode].text for mode in MODES if mode in modes))
-        figures = [f"{percent(one.figure)} {'met' if one.met else '–'}" for mode in MODES if (one := modes.get(mode))]
-        rows.append([start_name(start), goals, *figures])
-    return table(["start", "goal", *MODES], rows, left=2)
+    for goal in GOALS:
+        figure = goal.measured(found)
+        if figure is not None:
+            met = "met" if figure <= goal.limit else NOTHING
+            rows.append([start_name(goal.start), goal.text, f"{goal.limit:g}", percent(figure), met])
+    return table(["start", "figure", "goal", "measured", ""], rows, left=2)
+
+
+def groups_table(found: Excesses) -> str:
+    """Return median, nine in ten and worst excess of groups of tasks, for plain training and HDET with its defaults."""
+    rows = []
+    for group, names in GROUPS.items():
+        some = found.of_tasks(names)
+        for way, name in ((PLAIN, PLAIN), (TRAINING, "HDET")):
+            known = {start: some.summary(way, start) for start in HIGH_STARTS}
+            cells = [
+                " / ".join(map(percent, (one.median, one.nine_in_ten, one.worst))) if one else NOTHING
+                for one in known.values()
+            ]
+            count = max((one.tasks for one in known.values() if one), default=0)
+            rows.append([f"{group} ({count}), {name}", *cells])
+    return table(["", *map(start_name, HIGH_STARTS)], rows)
 
 
 def starts_table(found: Excesses) -> str:
@@ -262,19 +280,17 @@ def designs_table(outcomes: Sequence[designs.Outcome]) -> str:
 
 
 def tasks_table(found: Excesses) -> str:
-    """Return the excess with a probe on each task; bold where plain training from there is better by two errors."""
-    starts: tuple[Start, ...] = (0.1, 1.0, 10.0)
-    means = {start: found.means(PROBE, start) for start in starts}
-    worse = {start: {task for task, one in found.differences(PROBE, start).items() if one.worse} for start in starts}
-    plain = found.means(PLAIN, 10.0)
+    """Return HDET's excess with its defaults on each task; bold where plain training from there is better by two
+    errors."""
+    starts = HIGH_STARTS[:-1]
+    means = {start: found.means(TRAINING, start) for start in starts}
+    worse = {start: {task for task, one in found.differences(TRAINING, start).items() if one.worse} for start in starts}
     rows = []
     for task, ruler in found.yardsticks.items():
         cells = [percent(means[start][task]) if task in means[start] else NOTHING for start in starts]
-        cells = [f"**{cell}**" if task in worse[start] else cell for cell, start in zip(cells, starts, strict=True)]
-        high = percent(plain[task]) if task in plain else NOTHING
-        rows.append([task, percent(ruler.relative_deviation), *cells, high])
-    header = ["task", "σ", *map(start_name, starts), "plain there"]
-    return table(header, rows)
+        cells = [f"**{c}**" if task in worse[start] else c for c, start in zip(cells, starts, strict=True)]
+        rows.append([task, percent(ruler.relative_deviation), *cells])
+    return table(["task", "σ", *map(start_name, starts)], rows)
 
 
 def start_name(start: Start) -> str:

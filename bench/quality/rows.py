@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet_kernels as hk
 from bench.quality.observations import CLIMB, Array, Observed
 from bench.quality.peers import replica_optimizer
+from bench.quality.suite import COSTLY
 from bench.quality.tasks import Batch, Task
 from bench.quality.train import validation_loss
 from hdet_kernels.optim.group_entries import write_per_replica
@@ -185,9 +186,9 @@ class _Watch:
         return losses
 
 
-# Learning rates as powers of two times the task's ``lr``, and seeds; fewer for the largest model.
+# Learning rates as powers of two times the task's ``lr``, and seeds; fewer for the largest models.
 POWERS, SEEDS = range(-6, 7), range(2)
-FEWER, FEWER_POWERS, FEWER_SEEDS = "large language", range(-4, 6), range(1)
+FEWER_POWERS, FEWER_SEEDS = range(-4, 6), range(1)
 # Steps between two syncs, as a share of the run.
 SYNC_SHARE = 0.0125
 SEEN = ("level", "probe", "slope", "error", "probe_slope", "rate")
@@ -201,7 +202,7 @@ def observe(task: Task, device: torch.device, *, steps: int | None = None) -> Ob
         device: Where.
         steps: Steps of each run; default: the task's.
     """
-    powers, seeds = (FEWER_POWERS, FEWER_SEEDS) if task.name == FEWER else (POWERS, SEEDS)
+    powers, seeds = (FEWER_POWERS, FEWER_SEEDS) if task.name in COSTLY else (POWERS, SEEDS)
     total = steps or task.steps
     runs = [(task.lr * 2.0**power, seed) for seed in seeds for power in powers]
     lrs, chosen = [lr for lr, _ in runs], [seed for _, seed in runs]

@@ -17,6 +17,7 @@ from bench.quality import suite
 from bench.quality.observations import OBSERVATIONS
 from bench.quality.peers import OPTIMIZERS, PEERS
 from bench.quality.results import Spec
+from bench.quality.rows import train_rows
 from bench.quality.suite import SIZES
 from bench.quality.tasks import TASKS
 from bench.quality.train import train, validation_loss
@@ -100,6 +101,26 @@ def test_every_peer_lowers_the_loss(digits: Any, monkeypatch: pytest.MonkeyPatch
     steps = 100 if name == "DoWG" else 20  # whose first steps are a hundredth of the way from zero, and overshoot
     lr = 5e-2 if digits.optimizer == "sgd" else 4e-3
     assert train(digits, Spec("digits", name, lr, 0, steps=steps), CPU)["val"] < untrained
+
+
+@pytest.mark.full
+def test_clipping_and_warm_up_reach_every_way_of_training(digits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model, the rows of a grid and replicas of a task end alike, and not as without one of its two settings."""
+    monkeypatch.setattr(type(digits), "optimizer", "sgd")  # whose steps, unlike Adam's, are as large as the gradients
+    spec = Spec("digits", "plain", 0.5, 0, steps=STEPS)
+
+    def ends(clip: float | None, warm_up: float) -> list[float]:
+        monkeypatch.setattr(type(digits), "clip", clip)
+        monkeypatch.setattr(type(digits), "warm_up", warm_up)
+        rows = train_rows(digits, [0.5], [0], CPU, steps=STEPS)
+        fixed = replace(spec, method="hdet", options={"trust": 1.0})
+        return [train(digits, spec, CPU)["val"], float(rows.val[0]), train(digits, fixed, CPU)["val"]]
+
+    both, loose, slow = ends(0.1, 0.05), ends(None, 0.05), ends(0.1, 0.6)
+    for found in (both, loose, slow):
+        assert found == pytest.approx([found[0]] * 3, rel=0.01)
+    assert abs(both[0] - loose[0]) > 0.1 * both[0]
+    assert abs(both[0] - slow[0]) > 0.1 * both[0]
 
 
 def check_task(name: str, folder: Path, device: torch.device, steps: int) -> None:

@@ -123,6 +123,7 @@ class FewImages(Images):
     steps: ClassVar[int] = 1500
     batch: ClassVar[int] = 16
     lr: ClassVar[float] = 4.8e-5
+    overfits: ClassVar[bool] = True
     kept = 1000
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:

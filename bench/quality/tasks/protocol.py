@@ -23,7 +23,8 @@ class Task(Protocol):
     of plain training is within a few powers of two of ``lr``. ``data`` is the name of its data set, ``architecture``
     the kind of its model: mlp, residual, linear, embeddings, factorisation, convolution, transformer, recurrent or
     autoencoder. ``optimizer`` is a key of ``OPTIMIZERS``. Gradients are clipped to the norm ``clip``, or not at all,
-    and OneCycleLR's learning rate climbs during a share ``warm_up`` of the run.
+    and OneCycleLR's learning rate climbs during a share ``warm_up`` of the run. A task ``overfits`` where the held-out
+    loss rises while that of training falls, so that the best learning rate is one that no training loss shows.
     """
 
     name: ClassVar[str]
@@ -37,6 +38,7 @@ class Task(Protocol):
     replicas: ClassVar[int]
     clip: ClassVar[float | None]
     warm_up: ClassVar[float]
+    overfits: ClassVar[bool]
 
     def model(self) -> nn.Module: ...
 
@@ -63,6 +65,7 @@ class Defaults:
     replicas: ClassVar[int] = 8
     clip: ClassVar[float | None] = None
     warm_up: ClassVar[float] = 0.3
+    overfits: ClassVar[bool] = False
 
     @staticmethod
     def group(name: str) -> str:

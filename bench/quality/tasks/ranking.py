@@ -109,6 +109,7 @@ class Queries(Examples):
     steps: ClassVar[int] = 300
     batch: ClassVar[int] = 4
     lr: ClassVar[float] = 1e-3
+    overfits: ClassVar[bool] = True
     length, orders = 10, 10
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:

@@ -238,6 +238,7 @@ class Weather(Examples):
     steps: ClassVar[int] = 600
     batch: ClassVar[int] = 16
     lr: ClassVar[float] = 6e-4
+    overfits: ClassVar[bool] = True
     window, ahead = 24, (3, 6, 12)
     block = 3 * 24
 
@@ -291,6 +292,7 @@ class ConvolvedWeather(Weather):
     steps: ClassVar[int] = 1000
     batch: ClassVar[int] = 4
     lr: ClassVar[float] = 0.02
+    overfits: ClassVar[bool] = False
 
     def model(self) -> nn.Module:
         return TemporalConvolution(self.train[0].shape[2], len(self.ahead))

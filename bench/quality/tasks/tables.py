@@ -198,6 +198,7 @@ class Credit(Examples):
     steps: ClassVar[int] = 300
     batch: ClassVar[int] = 400
     lr: ClassVar[float] = 0.036
+    overfits: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         found = load(self.data, folder)
@@ -324,6 +325,7 @@ class NoisyCensus(Census):
     steps: ClassVar[int] = 600
     batch: ClassVar[int] = 64
     lr: ClassVar[float] = 2.7e-3
+    overfits: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, folder: Path = FOLDER) -> None:
         super().__init__(device, folder)
