@@ -27,6 +27,7 @@ from .page import printed
 from .peers import PEERS, fetch_packages, packages
 from .pool import run_jobs
 from .results import Job, Record, Report
+from .search import chosen_jobs
 from .suite import PARTS, POWERS, SIZES, STARTS, Size, grid_jobs, jobs_after
 from .tasks import TASKS
 
@@ -162,6 +163,7 @@ def run(arguments: argparse.Namespace) -> None:
         best = best_rates(records) if size.powers else {task: TASKS[task].lr for task in size.tasks}
         known = tuple(task for task in size.tasks if task in best)  # a time limit may leave out a grid
         run_missing(jobs_after(replace(size, tasks=known), best))
+        run_missing(chosen_jobs(records))
     finally:  # hours of runs are not lost by an error in the last one
         arguments.out.write_text(json.dumps(report().plain()))
     print(printed(report()))

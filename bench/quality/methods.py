@@ -67,12 +67,18 @@ def controller(options: Mapping[str, Any]) -> hk.RegressionController:
 
 
 def hdet_method(spec: Spec, steps: int) -> Method:
-    """Return the configuration that ``spec.method`` names; ``spec.options`` are constants of its controller."""
+    """Return the configuration that ``spec.method`` names; ``spec.options`` are constants of its controller.
+
+    Of the method "scout" they may be constants of the search too.
+    """
+    names = {field.name for field in fields(hk.ScoutSettings)}
+    scouting = {name: value for name, value in spec.options.items() if name in names}
+    others = {name: value for name, value in spec.options.items() if name not in names}
     paper = hk.paper_settings(steps)
     rarely = max(round(0.025 * steps), 1)  # replicas with local gradients need time to diverge, even with a probe
     methods: dict[str, Callable[[], Method]] = {
         "hdet": lambda: Method({"auto_lr": controller(spec.options)}),
-        "scout": lambda: Method({"auto_lr": controller(spec.options)}),
+        "scout": lambda: Method({"auto_lr": controller(others), "scout": hk.ScoutSettings(**scouting)}),
         "hypergradient": lambda: Method({"auto_lr": hk.HypergradientController(**spec.options)}),
         "fan-out": lambda: Method({"auto_lr": False}),
         "local SGD": lambda: Method({"auto_lr": False, "spread": 0.0}, gradients="local"),

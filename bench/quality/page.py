@@ -17,10 +17,12 @@ from bench.plots import new_figure, save
 from bench.tables import NOTHING, render
 
 from . import designs, held_out
-from .excess import CAP, GOALS, GROUPS, MODES, PLAIN, PROBE, TRAINING, Excesses, Start, excesses, way_of
+from .excess import CAP, GOALS, GROUPS, MODES, PLAIN, PROBE, TRAINING, Excesses, Start, excesses, way_of, yardsticks
 from .results import Record, Report, joined, select
 from .scalars import SCALARS
+from .search import METHODS, SHARES
 from .suite import STARTS
+from .tasks import TASKS
 
 EVERY_START: tuple[Start, ...] = (*STARTS, None)
 # Starts of the table of README.md. Below the best the controller does nothing by default: one row shows it.
@@ -104,6 +106,35 @@ def printed(report: Report) -> str:
     else:
         parts += [losses_table(report), scalars_table(report)]
     return "\n\n".join(filter(None, parts))
+
+
+def search_table(records: Sequence[Record]) -> str:
+    """Return the excess after searches for a learning rate, by method and share; empty without searches.
+
+    A cell has the median over tasks, the mean, and what nine in ten are below: the choice alone, and then with the
+    shorter run. Tasks that overfit are left out.
+    """
+    best = {task: found for task, found in yardsticks(records).items() if not TASKS[task].overfits}
+    body = []
+    for share in SHARES:
+        for method in METHODS:
+            runs = [run for run in select(records, kind="chosen", by=method, share=share) if run["task"] in best]
+            excess = pd.DataFrame(
+                {
+                    "task": run["task"],
+                    "alone": run["steps"] is None,
+                    "excess": np.fmin(100 * (run["val"] / best[run["task"]].mean - 1), CAP),
+                }
+                for run in runs
+            )
+            if not excess.empty:
+                means = excess.groupby(["alone", "task"])["excess"].mean()
+                cells = [
+                    f"{found.median():.1f} / {found.mean():.1f} / {found.quantile(0.9):.1f}"
+                    for found in (means.loc[alone] for alone in (True, False))
+                ]
+                body.append([f"{share:g}", method, *cells])
+    return table(["share", "search", "choice alone", "with the shorter run"], body, left=2) if body else ""
 
 
 def losses_table(report: Report) -> str:

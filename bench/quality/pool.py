@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from .results import Job, Record, Spec
 from .rows import observe, train_rows
 from .scalars import train_scalar
+from .search import train_search
 from .sweep import train_sweep
 from .tasks import TASKS, Task
 from .train import train, validation_loss
@@ -118,7 +119,7 @@ def run_job(job: Job, task: Task, device: torch.device) -> Record:
     if kind == "observe":
         return {**job, "observed": observe(task, device, steps=job.get("steps"))}
     spec = Spec(**job["spec"])
-    return {**job, **(train_sweep if kind == "sweep" else train)(task, spec, device)}
+    return {**job, **{"sweep": train_sweep, "search": train_search}.get(kind, train)(task, spec, device)}
 
 
 def _work(waiting: Any, done: Any, device: str) -> None:

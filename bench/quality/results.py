@@ -50,7 +50,7 @@ def select(records: Sequence[Record], **wanted: object) -> list[Record]:
     return [
         record
         for record in records
-        if "val" in record
+        if "error" not in record
         and all(record.get(key) == value for key, value in exact.items())
         and all(same(record.get(key), value) for key, value in others.items())
     ]

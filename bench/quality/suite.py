@@ -9,6 +9,7 @@ from typing import Any
 from bench.quality.peers import peers_for
 from bench.quality.results import Job, Spec
 from bench.quality.scalars import SCALARS
+from bench.quality.search import search_jobs
 from bench.quality.sweep import SWEEPS
 from bench.quality.tasks import TASKS
 
@@ -215,11 +216,16 @@ def _scalars(size: Size, best: dict[str, float]) -> list[Job]:
     return jobs
 
 
+def _search(size: Size, best: dict[str, float]) -> list[Job]:
+    return search_jobs(size.tasks, size.start_seeds)
+
+
 # Functions that return the jobs of each part.
 PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
     "near": _near,
     "starts": _starts,
     "none": _none,
+    "search": _search,
     "paper": _paper,
     "peers": _peers,
     "scalars": _scalars,

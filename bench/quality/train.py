@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,13 +26,16 @@ from .results import Record, Spec
 from .tasks import Batch, Task
 
 
-def train(task: Task, spec: Spec, device: torch.device) -> Record:
-    """Train, and return the validation loss, the curve of training losses and the learning rates over time."""
+def train(task: Task, spec: Spec, device: torch.device, until: int | None = None) -> Record:
+    """Train, and return the validation loss, the curve of training losses and the learning rates over time.
+
+    ``until`` ends the run after so many of its steps.
+    """
     start = time.perf_counter()
     torch.manual_seed(spec.seed)
     steps = spec.steps or task.steps
     model = task.model().to(device)
-    batches = batches_of(task, steps, spec.seed, device)
+    batches = islice(batches_of(task, steps, spec.seed, device), until)
     if spec.method in PEERS or spec.method == "plain":
         found = _train_plain(task, spec, model, batches, steps)
     else:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from bench.quality import __main__ as quality
-from bench.quality import suite
+from bench.quality import search, suite
 from bench.quality.observations import OBSERVATIONS
+from bench.quality.page import search_table
 from bench.quality.peers import OPTIMIZERS, PEERS
 from bench.quality.results import Spec
 from bench.quality.rows import train_rows
@@ -148,6 +149,47 @@ def test_every_task_takes_two_steps(name: str, little_data: Path) -> None:
 def test_every_task_runs_on_a_gpu(name: str, little_data: Path) -> None:
     """Ten steps, so that passes in training and in evaluation mode are replayed as CUDA graphs."""
     check_task(name, little_data, torch.device("cuda"), steps=10)
+
+
+@pytest.mark.parametrize("method", [pytest.param(method, marks=pytest.mark.full) for method in search.METHODS])
+def test_every_search_chooses_a_learning_rate(digits: Any, method: str) -> None:
+    (found,) = (
+        search.train_search(digits, Spec(**job["spec"]), CPU)
+        for job in search.search_jobs(["digits"], 1)
+        if (job["spec"]["method"], job["spec"]["options"]["share"]) == (method, 0.3)
+    )
+    assert digits.lr / 30 < found["chosen"] < digits.lr * 30
+    whole, left = search.chosen_jobs([{"kind": "search", **found}])
+    assert (whole["spec"]["steps"], left["spec"]["steps"]) == (None, 231)
+    assert {whole["spec"]["lr"], left["spec"]["lr"]} == {found["chosen"]}
+
+
+def test_a_range_test_suggests_where_the_loss_falls_most_steeply() -> None:
+    rates = np.geomspace(1e-6, 1.0, 600)
+    losses = 1 + 3 / (1 + (rates / 1e-3) ** 2) + np.where(rates > 0.1, 1e3, 0.0)
+    assert 1e-3 < search.suggestion(rates, losses) < 5e-3  # smoothing lags
+    losses[300:] = np.nan
+    assert search.suggestion(rates, losses) < rates[300]
+
+
+def test_searches_are_summed_up_by_method_and_share() -> None:
+    task = "flights"
+    records: list[Any] = [
+        {"kind": "near", "task": task, "lr": lr, "seed": seed, "val": val}
+        for seed in range(2)
+        for lr, val in ((0.01, 1.0), (0.02, 2.0))
+    ]
+    for steps, val in ((None, 1.1), (200, 1.5)):
+        run = {"kind": "chosen", "task": task, "by": "scout", "share": 0.3, "seed": 0, "steps": steps, "val": val}
+        records += [run, run | {"by": "lr_find", "val": float("inf")}]
+    *_, ours, other = search_table(records).splitlines()
+    assert [cell.strip() for cell in ours.split("|")[1:-1]] == [
+        "0.3",
+        "scout",
+        "10.0 / 10.0 / 10.0",
+        "50.0 / 50.0 / 50.0",
+    ]
+    assert other.count("100.0") == 6
 
 
 def test_jobs_of_every_size_are_complete_and_serialisable() -> None:
