@@ -28,6 +28,7 @@ from .peers import PEERS, fetch_packages, packages
 from .pool import run_jobs
 from .results import Job, Record, Report
 from .search import chosen_jobs
+from .short_runs import played_table
 from .suite import PARTS, POWERS, SIZES, STARTS, Size, grid_jobs, jobs_after
 from .tasks import TASKS
 
@@ -76,6 +77,7 @@ def main() -> None:
     replaying.add_argument("--constants", type=Path, default=held_out.CONSTANTS, help="a file that is not there: none")
     replaying.add_argument("--trust", type=float, default=3.0, help="0: the learning rate is not trusted at all")
     replaying.add_argument("--designs", action="store_true", help="try all designs of designs.py, for the page")
+    replaying.add_argument("--searches", action="store_true", help="play the search of max_lr=None through short runs")
     replaying.add_argument("--out", type=Path, default=designs.DESIGNS, help="file of the outcomes of --designs")
     arguments = parser.parse_args()
     if arguments.command == "fetch":
@@ -97,6 +99,9 @@ def _read(path: Path) -> Report:
 
 
 def replay(arguments: argparse.Namespace) -> None:
+    if arguments.searches:
+        print(played_table())
+        return
     seen, constants = observations.read(arguments.observations), held_out.read(arguments.constants)
     if arguments.designs:
         designs.write(arguments.out, designs.outcomes(seen, constants))

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+import hdet_kernels as hk
 from bench.quality import __main__ as quality
-from bench.quality import search, suite
+from bench.quality import search, short_runs, suite
 from bench.quality.observations import OBSERVATIONS
 from bench.quality.page import search_table
 from bench.quality.peers import OPTIMIZERS, PEERS
@@ -190,6 +191,17 @@ def test_searches_are_summed_up_by_method_and_share() -> None:
         "50.0 / 50.0 / 50.0",
     ]
     assert other.count("100.0") == 6
+
+
+def test_the_default_share_costs_least_on_recorded_short_runs() -> None:
+    """The excess of the choice and of the shorter run together, in both modes; and what half of a run buys."""
+    for probe in (True, False):
+        alone = {share: list(short_runs.played(share, probe).values()) for share in search.SHARES}
+        for average in (np.median, np.mean):
+            cost = {share: average(found) + short_runs.COST * share for share, found in alone.items()}
+            assert min(cost, key=cost.__getitem__) == hk.ScoutSettings().share
+        assert np.median(alone[0.5]) <= 1
+        assert np.quantile(alone[0.5], 0.9) <= 6
 
 
 def test_jobs_of_every_size_are_complete_and_serialisable() -> None:
