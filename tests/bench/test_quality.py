@@ -193,6 +193,7 @@ def test_searches_are_summed_up_by_method_and_share() -> None:
     assert other.count("100.0") == 6
 
 
+@pytest.mark.full
 def test_the_default_share_costs_least_on_recorded_short_runs() -> None:
     """The excess of the choice and of the shorter run together, in both modes; and what half of a run buys."""
     for probe in (True, False):

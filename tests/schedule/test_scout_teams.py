@@ -108,6 +108,7 @@ def test_a_run_resumes_within_team_rounds_bit_for_bit(at: int, trained: int) -> 
     assert resumed.scheduler.scouted == whole.scheduler.scouted
 
 
+@pytest.mark.full
 def test_a_round_apart_is_loaded_within_a_team_round() -> None:
     whole, resumed = StackRun(scout=TEAMS), StackRun(scout=TEAMS)
     whole.train(3)
@@ -116,6 +117,50 @@ def test_a_round_apart_is_loaded_within_a_team_round() -> None:
     for run in (whole, resumed):
         run.train(PHASE - 3)
     assert resumed.scheduler.scouted == whole.scheduler.scouted
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        pytest.param(3, WITHIN[0], id="apart to teams"),
+        pytest.param(WITHIN[0], 3, id="teams to apart", marks=pytest.mark.full),
+        pytest.param(WITHIN[1], PHASE + 2, id="teams to run", marks=pytest.mark.full),
+        pytest.param(PHASE + 2, WITHIN[1], id="run to teams", marks=pytest.mark.full),
+    ],
+)
+def test_a_refused_setter_leaves_gradients_as_they_were(here: int, there: int) -> None:
+    """Loading raises in the middle, in a setter of the user: everything goes on as it was."""
+    refuses = False
+
+    def setter(values: object) -> None:
+        if refuses:
+            raise OSError("no")
+
+    def made(steps: int) -> StackRun:
+        run = StackRun(scout=TEAMS, explore=[hk.Explore("dropout", spread=0.1, base=0.1, apply=setter)])
+        run.train(steps)
+        return run
+
+    state = made(there).saved()["scheduler"]
+    run, whole = made(here), made(here)
+    refuses = True
+    with pytest.raises(OSError, match="no"):
+        run.scheduler.load_state_dict(state)
+    refuses = False
+    for each in (run, whole):
+        each.train(PHASE + 5 - here)
+    assert same(run.tensors(), whole.tensors())
+    assert run.scheduler.scouted == whole.scheduler.scouted
+
+
+def test_whoever_follows_a_team_round_finds_the_stack_as_it_was() -> None:
+    run = StackRun(scout=TEAMS)
+    run.train(WITHIN[0])
+    hk.release(run.optimizer)
+    assert next(run.stack.parameters()).shares_gradient
+    assert run.optimizer.shares_state
+    run.stack.backward(loss_of, *batch(0, 0, size=8 * REPLICAS))
+    assert all(param.grad is not None and param.grad.stride(0) == 0 for param in run.stack.parameters())
 
 
 def test_a_damaged_outcome_is_refused() -> None:
