@@ -449,9 +449,9 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
     """torch's ``OneCycleLR`` whose replicas train under a spread of learning rates and are averaged every T steps.
 
     The arguments up to ``last_epoch`` are torch's, in torch's order. ``max_lr=None`` is a run without a learning rate:
-    for the first 15 % of the steps every replica tries miniatures of the schedule at learning rates of its own. Then
-    everything returns to the start, and the other steps are the run at the learning rate that was found
-    (:attr:`scouted`). Parameter groups keep the ratios of their learning rates. Then, by keyword:
+    for the first 23 % of the steps replicas, and then teams of them, try miniatures of the schedule at learning rates
+    of their own. Then everything returns to the start, and the other steps are the run at the learning rate that was
+    found (:attr:`scouted`). Parameter groups keep the ratios of their learning rates. Then, by keyword:
 
     Args:
         spread: α; replica values lie in base·[1 − α, 1 + α]. 0 is torch's OneCycleLR, bit for bit.

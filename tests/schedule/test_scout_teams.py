@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 from typing import Any
 
@@ -233,6 +234,7 @@ def _under_ddp(rank: int) -> dict[str, Any]:
         "found": found,
         "rounds": [(record.gradients, record.losses) for record in run.scheduler.history if record.kind == "scout"],
         "switches": (run.model.require_backward_grad_sync, run.model.broadcast_buffers),
+        "pickled": same(pickle.loads(pickle.dumps(run.model)).state_dict(), run.model.state_dict()),
     }
 
 
@@ -248,6 +250,7 @@ def test_teams_of_processes_under_ddp() -> None:
     for result in results:
         assert result["same"] == [True, True, True]
         assert result["switches"] == (True, True)
+        assert result["pickled"]
         assert result["rounds"] == results[0]["rounds"]
         assert result["found"] == results[0]["found"]
     assert [gradients for gradients, _ in results[0]["rounds"]] == ["local", "teams", "teams"]

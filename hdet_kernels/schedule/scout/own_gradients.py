@@ -32,6 +32,10 @@ class TeamHook:
         self.group: dist.ProcessGroup | None = None
         self._all = wrapper.process_group
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return nothing: a copy of the model has process groups of its own, and no hook."""
+        return {}
+
     def __call__(self, bucket: Any) -> Any:
         """Start the average of a bucket of gradients, and return the future of it."""
         group = self._all if self.group is None else self.group
@@ -40,13 +44,17 @@ class TeamHook:
         return started.get_future().then(lambda done: done.value()[0])
 
 
+def _averaged(hook, bucket):  # type: ignore[no-untyped-def]  # DDP takes its own annotations only, and no strings
+    return hook(bucket)
+
+
 _HOOKS: WeakKeyDictionary[DistributedDataParallel, TeamHook] = WeakKeyDictionary()
 
 
 def _hook_of(wrapper: DistributedDataParallel) -> TeamHook:
     if wrapper not in _HOOKS:
         _HOOKS[wrapper] = hook = TeamHook(wrapper)
-        wrapper.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+        wrapper.register_comm_hook(hook, _averaged)
     return _HOOKS[wrapper]
 
 
