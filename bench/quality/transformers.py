@@ -17,6 +17,7 @@ class Block(nn.Module):
     """
 
     norm: ClassVar[type[nn.Module]] = nn.LayerNorm
+    first_norm: ClassVar[type[nn.Module]] = nn.Identity  # of the embeddings
     last_norm: ClassVar[type[nn.Module]] = nn.LayerNorm  # after the last block
     bias: ClassVar[bool] = True
     rotary: ClassVar[bool] = False
@@ -67,6 +68,7 @@ class FusedAttentionBlock(Block):
 class PostNormBlock(FusedAttentionBlock):
     """A block as in the first transformer and in BERT: the norms follow the sums."""
 
+    first_norm: ClassVar[type[nn.Module]] = nn.LayerNorm
     last_norm: ClassVar[type[nn.Module]] = nn.Identity
 
     def forward(self, x: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
@@ -174,7 +176,9 @@ class WordModel(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Symbols [batch, length] → logits of the next symbol [batch, length, symbols], initialised as GPT-2 and Llama are.
+    """Symbols [batch, length] → logits of the next symbol [batch, length, symbols].
+
+    Weights are initialised with the deviation of GPT-2, 0.02 at its width of 768, over the root of the width.
 
     Args:
         symbols: Number of different symbols.
@@ -200,10 +204,15 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.words = nn.Embedding(symbols, width)
         self.positions = None if block.rotary else nn.Embedding(context, width)
+        self.first_norm = block.first_norm(width)
         self.blocks = nn.ModuleList(block(width, heads, causal=causal) for _ in range(layers))
         self.norm = block.last_norm(width)
         self.head = None if tied else nn.Linear(width, symbols, bias=False)
-        self.apply(_initialise)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02 * (768 / width) ** 0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(self, text: Tensor) -> Tensor:
         return self.logits(self.hidden(text))
@@ -213,6 +222,7 @@ class LanguageModel(nn.Module):
         x: Tensor = self.words(text)
         if self.positions is not None:
             x = x + self.positions.weight[: text.shape[1]]
+        x = self.first_norm(x)
         for block in self.blocks:
             x = block(x)
         return x
@@ -222,22 +232,15 @@ class LanguageModel(nn.Module):
         return F.linear(self.norm(x), weight)
 
 
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-
-
 class MaskedModel(LanguageModel):
-    """Words [batch, length] and places [batch, count] → logits of the words there [batch, count, words].
+    """Symbols [batch, length] and places [batch, count] → logits of the symbols there [batch, count, symbols + 1].
 
-    A BERT of post-norm blocks with tied embeddings. One symbol more than there are words hides a word.
+    A BERT of post-norm blocks with tied embeddings. One more symbol stands for a hidden one.
     """
 
-    def __init__(self, words: int, *, width: int, heads: int, layers: int, context: int) -> None:
+    def __init__(self, symbols: int, *, width: int, heads: int, layers: int, context: int) -> None:
         shape = {"width": width, "heads": heads, "layers": layers, "context": context}
-        super().__init__(words + 1, **shape, block=PostNormBlock, tied=True, causal=False)
+        super().__init__(symbols + 1, **shape, block=PostNormBlock, tied=True, causal=False)
 
     def forward(self, text: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
         x = self.hidden(text)

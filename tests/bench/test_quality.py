@@ -131,7 +131,7 @@ def check_task(name: str, folder: Path, device: torch.device, steps: int) -> Non
     task.replicas, task.batch = 2, min(task.batch, 4)
     task.probes = task.validations = 16
     if device == CPU and hasattr(task, "shape"):  # many CPUs multiply bfloat16 a thousand times slower
-        task.shape, task.context = {"width": 16, "heads": 2, "layers": 1}, 8
+        task.shape, task.context = {"width": 16, "heads": 2, "layers": 1}, 12
     spec = Spec(name, "plain", task.lr / 10, 0, steps=steps)
     plain, stack = (train(task, replace(spec, method=method), device) for method in ("plain", "hdet"))
     assert stack["val"] == pytest.approx(plain["val"], rel=0.1)

@@ -115,19 +115,19 @@ class LlamaWords(Words):
         return LanguageModel(self.words, **self.shape, context=self.context, block=LlamaBlock, tied=True)
 
 
-class MaskedWords(Words):
-    """Five hidden words of 32, by a small BERT."""
+class MaskedLanguage(Language):
+    """Ten hidden bytes of 64, by a small BERT."""
 
-    name: ClassVar[str] = "masked words"
-    title: ClassVar[str] = "Penn Treebank words, hidden ones, post-norm BERT"
-    batch: ClassVar[int] = 8
+    name: ClassVar[str] = "masked language"
+    title: ClassVar[str] = "documentation of Linux 6.1, hidden bytes, post-norm BERT"
+    steps: ClassVar[int] = 1500
     lr: ClassVar[float] = 1e-3
-    shape: ClassVar[dict[str, int]] = {"width": 128, "heads": 4, "layers": 3}
+    shape: ClassVar[dict[str, int]] = {"width": 128, "heads": 4, "layers": 4}
     warm_up: ClassVar[float] = 0.1
-    hidden = 5
+    hidden = 10
 
     def model(self) -> nn.Module:
-        return MaskedModel(self.words, **self.shape, context=self.context)
+        return MaskedModel(256, **self.shape, context=self.context)
 
     def draw(self, count: int, generator: Generator) -> Batch:
         return self._hide(super().draw(count, generator)[0], generator)
@@ -136,14 +136,14 @@ class MaskedWords(Words):
         return self._hide(super()._spread(text, count)[0], Generator(text.device).manual_seed(0))
 
     def _hide(self, text: Tensor, generator: Generator) -> Batch:
-        """Return texts with hidden words, their places, and the words."""
+        """Return texts with hidden bytes, their places, and the bytes."""
         places = torch.rand(text.shape, generator=generator, device=text.device).topk(self.hidden).indices
-        return text.scatter(1, places, self.words), places, text.gather(1, places)
+        return text.scatter(1, places, 256), places, text.gather(1, places)
 
     @staticmethod
     def loss(model: Any, *batch: Tensor) -> Tensor:
-        text, places, words = batch
-        return F.cross_entropy(model(text, places).flatten(0, -2), words.flatten())
+        text, places, hidden = batch
+        return F.cross_entropy(model(text, places).flatten(0, -2), hidden.flatten())
 
 
 class FilmSequences(Words):
@@ -206,7 +206,7 @@ TRANSFORMER_TASKS: tuple[type[Task], ...] = (
     GPT,
     PostNormLanguage,
     LlamaWords,
-    MaskedWords,
+    MaskedLanguage,
     FilmSequences,
     VisionTransformer,
     FlightColumns,
