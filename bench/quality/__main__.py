@@ -66,6 +66,7 @@ def main() -> None:
     running.add_argument("--out", type=Path, default=Path("quality-out.json"))
     observing = commands.add_parser("observe", help="run the zoo at many learning rates, for the fit of constants")
     observing.add_argument("--out", type=Path, required=True, help="file of the observations (.npz)")
+    observing.add_argument("--after", type=Path, help="a file of observations, whose other tasks are kept")
     observing.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=SIZES["zoo"].tasks)
     observing.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     observing.add_argument("--workers", type=int, default=8, help="number of processes")
@@ -114,9 +115,12 @@ def observe(arguments: argparse.Namespace) -> None:
     _check_data(arguments.tasks)
     jobs = [{"kind": "observe", "task": task} for task in arguments.tasks]
     records = run_jobs(jobs, arguments.device, arguments.workers)
-    found = {record["task"]: record["observed"] for record in records if "observed" in record}
+    found = observations.read(arguments.after) if arguments.after else {}
+    found |= {record["task"]: record["observed"] for record in records if "observed" in record}
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     source = f"{_command(sys.argv[1:])}; {_machine(arguments.device)}; {date}"
+    if arguments.after:
+        source = f"{observations.source(arguments.after)}; then {source}"
     observations.write(arguments.out, {task: found[task] for task in TASKS if task in found}, source)
 
 

@@ -144,6 +144,12 @@ def write(path: Path, observed: Mapping[str, Observed], source: str) -> None:
     np.savez_compressed(path, source=np.array(source), **arrays)  # type: ignore[arg-type]
 
 
+def source(path: Path) -> str:
+    """Return command, machine and date of a file of observations."""
+    with np.load(path) as found:
+        return str(found["source"])
+
+
 def read(path: Path = OBSERVATIONS) -> dict[str, Observed]:
     """Return the observations by task."""
     tasks: dict[str, dict[str, Array]] = {}

@@ -220,6 +220,7 @@ def test_recorded_observations_are_replayed(
     seen = quality.observations.read(OBSERVATIONS)
     two = {task: seen[task] for task in ("ratings", "census")}  # which together have all starts
     quality.observations.write(tmp_path / "seen.npz", two, "two tasks of the record")
+    assert quality.observations.source(tmp_path / "seen.npz") == "two tasks of the record"
     monkeypatch.setattr(sys, "argv", ["", "replay", "--observations", str(tmp_path / "seen.npz")])
     quality.main()
     assert capsys.readouterr().out.count("\n") == 2 * len(suite.STARTS) + 2, "two rows a start, and a head"
