@@ -178,8 +178,7 @@ def cards(records: Records) -> str:
         ("Replicas", str(len(last.losses)), f"{last.gradients} gradients"),
         ("Mean loss", _number(totals["last_loss"]), f"{_number(totals['first_loss'])} at the first sync"),
         ("Left out", str(totals["excluded"]), "replicas that were not finite"),
-        ("Returns", str(totals["undone"]), f"to an earlier average; {_count(totals['lost'], 'step')} lost"),
-        ("Cuts", str(totals["cuts"]), "of the learning rate, without a return"),
+        ("Returns", str(totals["undone"]), f"to the start; {_count(totals['lost'], 'step')} lost"),
         ("Waited", _seconds(totals["seconds"]), "in this process, at syncs"),
         ("Sent", format_bytes(totals["bytes"]), f"in {totals['collectives']:,} collectives"),
     ]
@@ -194,7 +193,7 @@ def cards(records: Records) -> str:
 
 
 def events(records: Records) -> str:
-    """Return what happened beside the schedule: replicas left out, returns and cuts; empty if there is nothing."""
+    """Return what happened beside the schedule: replicas left out, and returns; empty if there is nothing."""
     rows = []
     for record in records:
         if record.excluded:
@@ -455,8 +454,7 @@ def draw(chart: Chart, records: Records, *, wide: bool = False) -> Figure:
     if chart.zero:
         axes.axhline(0, color=MUTED, linewidth=1)
     marks = {
-        "return to an earlier average": ("#b3261e", [r.step for r in records if r.undone is not None][-100:]),
-        "learning rate cut": ("#8a4fbf", [r.step for r in records if r.act == "cut"][-100:]),
+        "return to the start": ("#b3261e", [r.step for r in records if r.undone is not None][-100:]),
     }
     if rounds.any() and not rounds.all():
         marks["end of scouting"] = ("#8a6d00", [int(steps[rounds][-1])])

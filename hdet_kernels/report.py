@@ -31,7 +31,7 @@ def table(history: History) -> str:
 
     Columns have the mean, best and worst of the replicas' finite training losses since the last sync ("–" where none
     was recorded), the base value of every hyperparameter, what the controller did, the bytes that this process sent,
-    and the time in ms. Below it is a line for every return, cut and learning rate found, with its reason.
+    and the time in ms. Below it is a line for every return and every learning rate found, with its reason.
     """
     records = records_of(history)
     names = list(records[0].base) if records else []
@@ -45,10 +45,10 @@ def summary(history: History) -> dict[str, Any]:
     """Return totals over all syncs.
 
     The keys are ``syncs``, ``steps``, ``collectives``, ``bytes``, ``seconds``, ``excluded`` (how often a replica was
-    left out), ``undone`` (how often all replicas returned to an earlier average), ``cuts`` (how often learning rates
-    were lowered at once), ``lost`` (steps that were undone), ``events`` (step and reason of each), ``peaks`` (given and
-    last peak of the schedule, by learning rate), ``first_loss`` and ``last_loss`` (mean over replicas, None where none
-    was recorded), and ``base``: the ``first``, ``last`` and ``peak`` value of every hyperparameter at a sync.
+    left out), ``undone`` (how often all replicas returned to the start), ``lost`` (steps that were undone), ``events``
+    (step and reason of each), ``peaks`` (given and last peak of the schedule, by learning rate), ``first_loss`` and
+    ``last_loss`` (mean over replicas, None where none was recorded), and ``base``: the ``first``, ``last`` and ``peak``
+    value of every hyperparameter at a sync.
     """
     records = records_of(history)
     losses = [loss_range(record.losses)[0] for record in records]
@@ -57,7 +57,7 @@ def summary(history: History) -> dict[str, Any]:
     totals = HistorySummary()
     for record in records:
         totals.add(record)
-    counted = ("collectives", "bytes", "seconds", "excluded", "undone", "cuts", "lost", "events", "peaks")
+    counted = ("collectives", "bytes", "seconds", "excluded", "undone", "lost", "events", "peaks")
     return {
         "syncs": len(records),
         "steps": records[-1].step if records else 0,

@@ -100,6 +100,11 @@ class SlopeController:
     def _start_at(self) -> float:
         return self.settings.begins if self.start_at is None else self.start_at
 
+    @property
+    def lowest(self) -> float:
+        """The lowest μ."""
+        return -self.limit
+
     def rate_steps(self, run: Run) -> tuple[float, float]:
         """Return the first and the last step at which learning rates are moved."""
         total = run.total_steps or 0

@@ -9,9 +9,9 @@ with a few pure functions of numbers. Its state is a dict of plain lists that th
    :class:`Observation`.
 3. :meth:`Controller.base` turns the state and the scheduled value into the base value η_j that is fanned out.
 
-An :class:`UndoingController` also judges every sync at which it acts. Where training broke, the scheduler brings all
-replicas back to the last average that was judged sound. An :class:`ExplainingController` tells what it found and why it
-moved, for records, logs and reports; nothing depends on that.
+An :class:`UndoingController` also judges every sync at which it acts. Where training broke, all replicas return to the
+start of the run, and the schedule begins again over the steps that remain. An :class:`ExplainingController` tells what
+it found and why it moved, for records, logs and reports; nothing depends on that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,7 +29,6 @@ from hdet_kernels.checks import check_choice, check_share, check_steps
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
-Judgement = Literal["sound", "unclear", "broken"]
 
 #: Tolerance, in steps, for shares of a run that become steps: the product 0.29·100 is a little less than 29.
 STEP_TOLERANCE = 1e-6
@@ -120,6 +119,11 @@ class Run:
         later = itertools.chain(self.early, regular, (self.total_steps,))
         return any(controller.active(self, sync) for sync in later if sync > step)
 
+    def rest(self, step: int) -> Run:
+        """Return the run that begins again after ``step``, over the steps that remain. The controller prepares it."""
+        left = None if self.total_steps is None else self.total_steps - step
+        return replace(self, total_steps=left, early=(), in_pairs=False, departs=())
+
     def steps_since_sync(self, step: int) -> int:
         """Return the number of steps of the cycle that ends with ``step``."""
         before = max((early for early in self.early if early < step), default=0)
@@ -192,29 +196,30 @@ class Controller(Protocol):
 
 @runtime_checkable
 class UndoingController(Controller, Protocol):
-    """A controller that can have the ensemble return to an earlier state. Others never undo anything."""
+    """A controller that can have a run begin anew. Others never undo anything."""
 
     @property
     def undo(self) -> int:
-        """The most returns in a run. 0: no state is kept, and neither of the methods below is called."""
+        """The most returns to the start in a run. 0: it is not kept, and neither of the methods below is called."""
 
-    def judge(self, run: Run, state: State, seen: Observation) -> Judgement:
-        """Return how the sync looks that ``seen`` describes, before :meth:`update` or :meth:`undone` is called.
+    def broke(self, run: Run, state: State, seen: Observation) -> bool:
+        """Return whether training broke at a sync, before :meth:`update` or :meth:`begun_anew` is called."""
 
-        ``"sound"``: the average is kept, in the place of the one before. ``"unclear"``: it is not. ``"broken"``: the
-        replicas return to the one that is kept.
-        """
-
-    def undone(self, run: Run, state: State, seen: Observation) -> State:
-        """Return the state after the ensemble went back to the last sound average, with a lower learning rate.
+    def begun_anew(self, run: Run, state: State, seen: Observation) -> State:
+        """Return the state with which the run begins anew, over the steps that remain: with lower learning rates.
 
         It is called in the place of :meth:`update`, also at a sync at which no replica is finite: then all losses are
-        NaN, :meth:`judge` was not called, and :meth:`active` may be false.
+        NaN, :meth:`broke` was not called, and :meth:`active` may be false.
+
+        Args:
+            run: the run that broke; :meth:`Run.rest` is the one that begins.
+            state: the state before.
+            seen: the sync.
         """
 
 
 def returns_allowed(controller: object) -> int:
-    """Return the most returns to an earlier state that a controller asks for: 0 for one that never undoes anything."""
+    """Return the most returns to the start that a controller asks for: 0 for one that never undoes anything."""
     return controller.undo if isinstance(controller, UndoingController) else 0
 
 
@@ -233,7 +238,7 @@ def check_controller(controller: object) -> None:
             f"{controller!r}, which has no {', '.join(missing)}"
         )
     if hasattr(controller, "undo"):
-        missing = [name for name in ("judge", "undone") if not callable(getattr(controller, name, None))]
+        missing = [name for name in ("broke", "begun_anew") if not callable(getattr(controller, name, None))]
         if missing:
             raise TypeError(
                 f"{type(controller).__name__} has undo={controller.undo!r}, but no {', '.join(missing)}: write both "
@@ -257,8 +262,6 @@ class Findings:
             given one. Only those that have one.
         judgement: the numbers that the controller judged the sync by, under names of its own.
         why: why it moved what it moved at this sync, as a clause: "training fell back (mean loss 4.2, …)".
-        left: how often it can still do so, as a clause; empty if there is nothing to say.
-        cut: whether it lowered learning rates at once because of what it saw, and did not move them little by little.
     """
 
     slopes: Array
@@ -266,8 +269,6 @@ class Findings:
     posterior: dict[int, tuple[float, float]] = field(default_factory=dict)
     judgement: dict[str, float] = field(default_factory=dict)
     why: str = ""
-    left: str = ""
-    cut: bool = False
 
     @staticmethod
     def measured(seen: Observation) -> Findings:
@@ -309,5 +310,5 @@ class ExplainingController(Protocol):
             run: the run.
             before, after: the states before and after the sync.
             seen: the sync.
-            returned: whether the replicas returned to an earlier average.
+            returned: whether the replicas returned to the start.
         """

@@ -1,12 +1,12 @@
-"""The default controller: lower a learning rate that is certainly too high, undo what broke, leave the rest.
+"""The default controller: begin anew with a lower learning rate where it was certainly too high, leave the rest.
 
 A sync of it, in :meth:`RegressionController.update`:
 
 1. slopes: of learning rates from gradients where all replicas share them, otherwise, and of other scalars, from the
    replicas' losses (``least_squares.py``);
 2. scalars other than learning rates move against their slopes (:class:`.SlopeController`);
-3. near the edge of stability all learning rates are lowered (:class:`Soundness`). Before it the scheduler asks
-   :meth:`RegressionController.judge`, and what is broken returns to the last sound average;
+3. the course of the losses and of the slopes goes on (:class:`Soundness`). Before all of this the scheduler asks
+   :meth:`RegressionController.broke`: then the run begins anew, see :meth:`RegressionController.begun_anew`;
 4. where the user does not trust the given learning rate, the signs of slopes are evidence on the right one.
 
 The evidence of 4: the learning rate that looks best over the next T steps falls as training goes on. At first a larger
@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from hdet_kernels.checks import check_number, check_positive, check_whole, keep_plain
+from hdet_kernels.checks import check_choice, check_number, check_positive, check_whole, keep_plain
 from hdet_kernels.controller.hypergradient import Flags, SlopeController, relative_rate, usable_slopes
 from hdet_kernels.controller.least_squares import (
     mean_level,
@@ -42,7 +42,7 @@ from hdet_kernels.controller.least_squares import (
     updated_noise,
     without_outliers,
 )
-from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Findings, Judgement, Observation, Run, State
+from hdet_kernels.controller.protocol import STEP_TOLERANCE, Array, Findings, Observation, Run, State
 from hdet_kernels.controller.settings import RegressionSettings, SlopeSettings, repr_of_changes
 
 #: Largest |log θ| of the grid, and its number of points: far beyond what any evidence moves.
@@ -157,7 +157,12 @@ CHANGES = 8
 
 @dataclass(frozen=True)
 class Soundness:
-    """The course of the losses so far.
+    """The course of the losses and of the slopes of all learning rates together, since the run began.
+
+    Three signs tell that a learning rate is too high. The first slopes ask for a smaller one, where those of a good one
+    ask for a larger one: they come earliest, before much is lost, and are judged while the learning rate climbs. A
+    larger learning rate would cost a large part of what was gained, sync after sync: the edge of stability. The losses
+    have lost, for good, a large part of what was gained.
 
     Args:
         initial: level (mean loss of the replicas) at the first sync.
@@ -165,6 +170,9 @@ class Soundness:
         last: level at the last sync.
         changes: sizes of the last changes of the level, from sync to sync.
         costs: the last costs of an e-fold larger learning rate, over the gain since the first sync.
+        slopes: the sum of all slopes over their errors.
+        count: how many they are.
+        path: path length so far, over the peak and the steps of the run.
     """
 
     initial: float
@@ -172,6 +180,9 @@ class Soundness:
     last: float
     changes: tuple[float, ...] = ()
     costs: tuple[float, ...] = ()
+    slopes: float = 0.0
+    count: int = 0
+    path: float = 0.0
 
     @staticmethod
     def at(level: float) -> Soundness:
@@ -183,14 +194,10 @@ class Soundness:
         """The gain since the first sync, at the lowest level."""
         return self.initial - self.lowest
 
-    def judge(self, level: float | None, settings: RegressionSettings) -> Judgement:
-        """Judge a sync with this level, before it is added. None: no replica is finite."""
-        if level is None:
-            return "broken"
+    def fell_back(self, level: float, settings: RegressionSettings) -> bool:
+        """Return whether this level, before it is added, and the one before it have lost a large part of the gain."""
         above = min(level, self.last) - self.lowest
-        if above > settings.break_share * self.gain and above > settings.break_noise * self.usual_change:
-            return "broken"
-        return "sound" if level <= self.lowest + self.usual_change and not self.near_edge(settings) else "unclear"
+        return above > settings.break_share * self.gain and above > settings.break_noise * self.usual_change
 
     @property
     def usual_change(self) -> float:
@@ -206,42 +213,72 @@ class Soundness:
             return False
         return median(self.costs) > settings.edge_cost
 
+    @property
+    def mean_slope(self) -> float:
+        """The mean of the slopes over their errors; NaN before the first."""
+        return self.slopes / self.count if self.count else math.nan
+
+    def turned(self, settings: RegressionSettings) -> bool:
+        """Return whether the first slopes ask for a smaller learning rate, while they are judged."""
+        judged = settings.turned_from <= self.path <= settings.turned_until
+        return judged and self.mean_slope > settings.turned_mean
+
+    @property
+    def words(self) -> str:
+        """The lowest level, the gain and the usual change, for messages."""
+        return f"lowest {self.lowest:.4g}, gain so far {self.gain:.3g}, usual change {self.usual_change:.2g}"
+
     def numbers(self, level: float | None) -> dict[str, float]:
         """Return the numbers that a sync with this level is judged by, NaN for those that are not known."""
         cost = median(self.costs) if self.costs else math.nan
         known = {"lowest": self.lowest, "gain": self.gain, "usual_change": self.usual_change, "cost": cost}
-        return {"level": math.nan if level is None else level, "last": self.last, **known}
+        return {"level": math.nan if level is None else level, "last": self.last, **known, "slope": self.mean_slope}
 
-    def reason(self, level: float | None, settings: RegressionSettings, *, returned: bool) -> str:
-        """Return in words why learning rates are lowered at a sync with this level: the sign, and what decided."""
-        course = f"lowest {self.lowest:.4g}, gain so far {self.gain:.3g}, usual change {self.usual_change:.2g}"
-        seen = "not finite" if level is None else f"{level:.4g}"
-        if returned:
-            return f"training fell back (mean loss {seen} after {self.last:.4g}; {course})"
-        cost = f"{100 * median(self.costs):.0f} % of the gain, in the median of {len(self.costs)} syncs"
-        return (
-            f"near the edge of stability (raising the learning rate e-fold would cost {cost}, where "
-            f"{100 * settings.edge_cost:.0f} % is allowed; mean loss {seen}, {course})"
-        )
-
-    def after(self, level: float, slope: float | None, settings: RegressionSettings) -> Soundness:
+    def after(
+        self, level: float, settings: RegressionSettings, *, slope: float | None, sign: float | None, path: float
+    ) -> Soundness:
         """Return the course after one more sync.
 
         Args:
             level: mean loss of the replicas.
-            slope: of the loss in the logarithm of all learning rates together; None if it is not known.
             settings: the controller's constants.
+            slope: of the loss in the logarithm of all learning rates together; None if it is not known.
+            sign: the mean of the learning rates' slopes over their errors; None if they are not known.
+            path: path length of the cycle, over the peak and the steps of the run.
         """
         lowest = min(self.lowest, level)
         changes = (*self.changes, abs(level - self.last))[-CHANGES:]
         gain, costs = self.initial - lowest, self.costs
         if slope is not None and gain > 0:
             costs = (*costs, slope / gain)[-settings.edge_cycles :]
-        return Soundness(self.initial, lowest, level, changes, costs)
+        known = sign is not None
+        total, count = self.slopes + (sign or 0.0), self.count + known
+        return Soundness(self.initial, lowest, level, changes, costs, total, count, self.path + path)
 
-    def begun_anew(self) -> Soundness:
-        """Return the course after the learning rates were lowered: costs of the higher ones no longer count."""
-        return Soundness(self.initial, self.lowest, self.lowest, self.changes)
+    def sign(self, level: float | None, after: Soundness, settings: RegressionSettings) -> str | None:
+        """Return in words why the learning rate is too high, with what decided; None if no sign tells that.
+
+        Args:
+            level: mean loss at the sync; None: no replica is finite.
+            after: the course after this sync.
+            settings: the controller's constants.
+        """
+        if level is None:
+            return "no replica is finite"
+        if self.fell_back(level, settings):
+            return f"training fell back (mean loss {level:.4g} after {self.last:.4g}; {self.words})"
+        if after.turned(settings):
+            return (
+                f"the first slopes ask for a smaller learning rate (by {after.mean_slope:.2g} standard errors in the "
+                f"mean of {after.count} syncs, where {settings.turned_mean:.2g} is allowed; mean loss {level:.4g})"
+            )
+        if after.near_edge(settings):
+            cost = f"{100 * median(after.costs):.0f} % of the gain, in the median of {len(after.costs)} syncs"
+            return (
+                f"near the edge of stability (raising the learning rate e-fold would cost {cost}, where "
+                f"{100 * settings.edge_cost:.0f} % is allowed; mean loss {level:.4g}, {after.words})"
+            )
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -274,9 +311,9 @@ class Slopes:
 class RegressionController(SlopeController):
     """The default controller: it keeps a good learning rate and lowers one that is certainly too high.
 
-    Where the losses have lost, for good, a large part of what was gained, all replicas return to the last sound average
-    with a third of the learning rate. Where a larger learning rate would cost a large part of it, cycle after cycle,
-    learning rates are halved. Both act from the first sync to the peak of the schedule.
+    Where a sign tells that the learning rate is too high (:class:`Soundness`), or no replica is finite, all replicas
+    return to the start, and the schedule begins again over the steps that remain, with a sixth of the peak. That can
+    happen from the first sync to the peak of the schedule.
 
     Everything else depends on ``trust``. The signs of slopes tell the right peak within a factor of about 4, from task
     to task. So a learning rate that is trusted to a factor of 3 is not moved by them; one that is trusted less moves
@@ -295,7 +332,9 @@ class RegressionController(SlopeController):
         ridge: regularisation of the joint regression.
         trust: "the learning rate is right within this factor". 1: it is never changed. Up to 3: it is lowered where it
             is certainly too high. More: it also follows the signs of slopes. None: nothing is known of it.
-        undo: the most returns to the last sound average. 0: none, and no copy of it is kept.
+        undo: the most returns to the start. 0: none, and no copy of it is kept.
+        undo_on: where the start is kept: ``"auto"``, on the device of the parameters if there is room, or ``"cpu"``, in
+            pinned host memory.
         beta, rate, start_at, stop_at, limit, settings: see :class:`SlopeController`.
     """
 
@@ -304,6 +343,7 @@ class RegressionController(SlopeController):
     ridge: float = 1e-3
     trust: float | None = 3.0
     undo: int = 4
+    undo_on: Literal["auto", "cpu"] = field(default="auto", metadata={"saved": False})
     settings: RegressionSettings = field(default_factory=RegressionSettings, kw_only=True)
 
     _settings_kind: ClassVar[type[SlopeSettings]] = RegressionSettings
@@ -312,6 +352,7 @@ class RegressionController(SlopeController):
         super().__post_init__()
         keep_plain(self, ridge=check_positive("ridge", self.ridge), undo=check_whole("undo", self.undo, at_least=0))
         keep_plain(self, trust=checked_trust(self.trust))
+        check_choice("undo_on", self.undo_on, ("auto", "cpu"))
         if self.trust == 1:
             keep_plain(self, undo=0)  # a return lowers the learning rate
 
@@ -371,19 +412,21 @@ class RegressionController(SlopeController):
         """Whether the signs of slopes move learning rates."""
         return prior(self.trust, self.settings) is not None
 
-    def judge(self, run: Run, state: State, seen: Observation) -> Judgement:
-        """Return whether the average of a sync is sound, which is kept, or broken, which is undone."""
-        level = mean_level(seen.losses, self.settings)
-        if not self._moves_rates_at(run, seen.step):
-            return "unclear"
-        if state["soundness"] is None:
-            return "unclear" if level is None else "sound"
-        return Soundness.of(state["soundness"]).judge(level, self.settings)
+    def broke(self, run: Run, state: State, seen: Observation) -> bool:
+        """Return whether a sign tells, at this sync, that the learning rate is too high."""
+        return self._sign(run, state, seen) is not None
 
-    def undone(self, run: Run, state: State, seen: Observation) -> State:
-        """Return the state after the ensemble went back to the last sound average: all learning rates are lowered."""
-        lowered = self._lowered(run, state, self.settings.break_cut)
-        return {**state, **lowered, "caps": self._next_caps(run, seen.step)}
+    def begun_anew(self, run: Run, state: State, seen: Observation) -> State:
+        """Return the state with which the run begins anew: all learning rates are lowered, and do not rise again."""
+        mu, ceiling = list(state["mu"]), list(state["ceiling"])
+        for index in _rates(run):
+            mu[index] = ceiling[index] = mu[index] - math.log(self.settings.cut)
+        return {**self.start(len(mu), run.rest(seen.step)), "mu": mu, "ceiling": ceiling}
+
+    @property
+    def lowest(self) -> float:
+        """The lowest μ: that of ``limit``, after all returns."""
+        return -self.limit - self.undo * math.log(self.settings.cut)
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
         """Return the state after a sync; the module's docstring has its parts."""
@@ -422,19 +465,12 @@ class RegressionController(SlopeController):
     ) -> Findings:
         """Return the findings with the numbers that decided at this sync, and the reason for what was moved."""
         rates, level = _rates(run), mean_level(seen.losses, self.settings)
-        if returned:
-            course = before["soundness"]
-        else:
+        if self._moves_rates_at(run, seen.step):
             certain, _ = self._with_sign_significance(before, slopes)
-            course = self._judged(seen, before, certain, rates).get("soundness")
-        judgement = Soundness.of(course).numbers(level) if course and self._moves_rates_at(run, seen.step) else {}
-        found = replace(found, judgement=judgement)
-        if level is None and returned:
-            return replace(found, why="no replica is finite")
-        if course and (returned or after["ceiling"] != before["ceiling"]):
-            reason = Soundness.of(course).reason(level, self.settings, returned=returned)
-            left = run.syncs(seen.step + 1, self.rate_steps(run)[1])
-            return replace(found, why=reason, cut=True, left=f"{left} syncs left that may lower it further")
+            course = self._course(run, seen, before, certain)
+            found = replace(found, judgement=course.numbers(level) if course else {})
+        if returned:
+            return replace(found, why=self._sign(run, before, seen) or "")
         followed = [found.posterior[i] for i in rates if i in found.posterior and after["mu"][i] != before["mu"][i]]
         if followed:
             right = " and ".join(f"{math.exp(m):.2g} (within a factor of {math.exp(d):.2g})" for m, d in followed)
@@ -502,36 +538,44 @@ class RegressionController(SlopeController):
             kept["mu"][index] = state["mu"][index]
         if not self._moves_rates_at(run, seen.step):
             return kept
-        state = {**moved, **kept, **self._judged(seen, state, slopes, rates)}
-        course = state["soundness"]
-        if course is not None and Soundness.of(course).near_edge(self.settings):
-            state |= self._lowered(run, state, self.settings.edge_cut)
+        course = self._course(run, seen, state, slopes)
+        state = {**moved, **kept, "soundness": course and course.state_dict()}
         followed = self._followed(run, state, seen, slopes, rates)
         return {name: state[name] for name in kept} | followed
 
-    def _judged(self, seen: Observation, state: State, slopes: Slopes, rates: Sequence[int]) -> State:
-        """Return the course of the losses after this sync."""
-        level = mean_level(seen.losses, self.settings)
+    def _sign(self, run: Run, state: State, seen: Observation) -> str | None:
+        """Return in words the sign that the learning rate is too high; None if there is none at this sync."""
+        if not self._moves_rates_at(run, seen.step):
+            return None
+        level, course = mean_level(seen.losses, self.settings), state["soundness"]
+        if course is None:
+            return None
+        slopes, _ = self._with_sign_significance(state, self._slopes(run, seen, state["noise"]))
+        after = self._course(run, seen, state, slopes)
+        return None if after is None else Soundness.of(course).sign(level, after, self.settings)
+
+    def _course(self, run: Run, seen: Observation, state: State, slopes: Slopes) -> Soundness | None:
+        """Return the course of losses and slopes after this sync; None before the first level."""
+        rates, level = _rates(run), mean_level(seen.losses, self.settings)
+        before = None if state["soundness"] is None else Soundness.of(state["soundness"])
         if level is None:
-            return {}
-        if state["soundness"] is None:
-            return {"soundness": Soundness.at(level).state_dict()}
+            return before
+        rate = relative_rate(run, seen, rates[0], self.settings) / math.exp(state["mu"][rates[0]])
+        path = rate * run.steps_since_sync(seen.step) / (run.total_steps or 1)
+        if before is None:
+            return replace(Soundness.at(level), path=path)
         explored = [index for index in rates if slopes.explored[index]]
         certain = [float(slopes.values[i]) * _certainty(float(slopes.significance[i])) for i in explored]
-        slope = sum(certain) if explored else None
-        return {"soundness": Soundness.of(state["soundness"]).after(level, slope, self.settings).state_dict()}
-
-    def _lowered(self, run: Run, state: State, factor: float) -> State:
-        """Return the entries after all learning rates were lowered; they do not rise above that again."""
-        mu, ceiling = list(state["mu"]), list(state["ceiling"])
-        for index in _rates(run):
-            mu[index] = ceiling[index] = max(mu[index] - math.log(factor), -self.limit)
-        course = state["soundness"]
-        return {
-            "mu": mu,
-            "ceiling": ceiling,
-            "soundness": course and Soundness.of(course).begun_anew().state_dict(),
-        }
+        largest = self.settings.largest_significance
+        signs = [math.copysign(min(slopes.significance[i], largest), slopes.values[i]) for i in explored]
+        return before.after(
+            level,
+            self.settings,
+            slope=sum(certain) if explored else None,
+            # Those of losses are not judged: they are compared on other examples, or by few replicas.
+            sign=sum(signs) / len(signs) if signs and seen.slopes is not None else None,
+            path=path,
+        )
 
     def _followed(self, run: Run, state: State, seen: Observation, slopes: Slopes, rates: Sequence[int]) -> State:
         """Return the entries after the signs of slopes were taken as evidence, if they count."""
@@ -548,7 +592,7 @@ class RegressionController(SlopeController):
             likelihoods[index] = updated_likelihood(likelihoods[index], turn, found)
             target = chosen_peak(likelihoods[index], self.trust, settings)
             ceiling = math.inf if state["ceiling"][index] is None else state["ceiling"][index]
-            mu[index] = self._towards(min(target, ceiling), mu[index])
+            mu[index] = min(self._towards(min(target, ceiling), mu[index]), ceiling)
         return {"mu": mu, "path_length": lengths, "log_likelihood": likelihoods}
 
     def _moves_rates(self, run: Run) -> bool:

@@ -18,6 +18,8 @@ _SHARES = (
     "warmup_from",
     "warmup_share",
     "early_peak",
+    "turned_from",
+    "turned_until",
     "others_until",
     "others_from",
     "outlier_share",
@@ -33,8 +35,7 @@ _DIVISORS = (
     "turning_length",
     "task_deviation",
     "least_distrust",
-    "edge_cut",
-    "break_cut",
+    "cut",
     "warmup_share",
     "moment_weight",
 )
@@ -121,14 +122,18 @@ class RegressionSettings(SlopeSettings):
     edge_cost: float = 0.23
     #: Number of cycles whose median cost has to be above it.
     edge_cycles: int = 3
-    #: Factor by which learning rates are lowered there.
-    edge_cut: float = 2.0
+    #: Path lengths, over the peak and the steps of the run, between which the first slopes are judged.
+    turned_from: float = 0.013
+    turned_until: float = 0.036
+    #: Mean of the first slopes over their errors, each at most ``largest_significance``, that marks a learning rate as
+    #: too high: at a good one they ask for a larger one.
+    turned_mean: float = 1.3
     #: Loss, over the total gain, that counts as broken.
     break_share: float = 0.1
     #: The same loss, over the usual change of the level from sync to sync. A gain counts for an edge above it too.
     break_noise: float = 4.0
-    #: Factor by which learning rates are lowered after a return to the last sound average.
-    break_cut: float = 3.0
+    #: Factor by which learning rates are lowered where a run begins anew.
+    cut: float = 6.0
 
     # Other scalars, and losses that are compared (slopes.py, least_squares.py).
     #: Default of ``stop_at`` for scalars other than learning rates.

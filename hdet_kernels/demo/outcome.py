@@ -118,7 +118,7 @@ def comparison(runs: dict[RunName, Run], options: Options) -> str:
 
 
 def acts(run: Run) -> list[str]:
-    """Return every return and cut of the controller with its reason, as lines of a list."""
+    """Return every return to the start with its reason, as lines of a list."""
     return [f"- {record['why']}" for record in run.history if record.get("act") in EVENTS]
 
 
@@ -216,7 +216,7 @@ def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mark_controller(axes: Axes, run: Run, label_at: Literal["top", "bottom"]) -> None:
-    """Shade the part of the run in which the controller moves the base, and mark every return and cut."""
+    """Shade the part of the run in which the controller moves the base, and mark every return."""
     acting = [record["step"] for record in run.history if record["probes"] is not None]
     if not acting:
         return

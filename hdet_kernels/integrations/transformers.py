@@ -274,7 +274,7 @@ class HDETCallback(TrainerCallback):
             if name in ("hdet/loss", "hdet/probe") or name.startswith(("hdet/base/lr", own))
         }
         summary = self._scheduler.history_summary
-        return {**chosen, "hdet/acts": float(summary.undone + summary.cuts)}
+        return {**chosen, "hdet/acts": float(summary.undone)}
 
     @contextlib.contextmanager
     def average(self, step: int) -> Iterator[None]:

@@ -12,33 +12,30 @@ from hdet_kernels.fanout.spread import Spread
 
 log = logging.getLogger("hdet_kernels")
 
-ActKind = Literal["return", "cut", "move", "found"]
+ActKind = Literal["return", "move", "found"]
 
 #: Acts that are events of a run. The others move values little by little, at sync after sync.
-EVENTS = ("return", "cut", "found")
+EVENTS = ("return", "found")
 
 
 @dataclass(frozen=True)
 class Return:
-    """A return of all replicas to an earlier average.
+    """A return of all replicas to the start.
 
     Args:
-        step: the step of that average.
-        level: mean loss there, if it is known.
+        run: the run that begins then, as its controller prepared it.
         number: how many returns there were so far, this one included.
-        most: how many there can be in a run.
+        most: how many there can be.
     """
 
-    step: int
-    level: float | None
+    run: Run
     number: int
     most: int
 
-    def words(self, before: int) -> str:
-        """Return what was undone; ``before``: the steps of the scouting phase, which come before step 0."""
-        level = "" if self.level is None else f" (mean loss {self.level:.4g})"
-        where = f"the average of step {before + self.step}" if self.step else "the start"
-        return f"all replicas return to {where}{level}"
+    def __str__(self) -> str:
+        left = self.run.total_steps
+        over = "" if left is None else f", and the schedule begins again over the {left} steps that remain"
+        return f"all replicas return to the start{over}"
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class Act:
     """One act of the controller at a sync.
 
     Args:
-        kind: ``"return"``: all replicas returned to an earlier average; ``"cut"``: learning rates were lowered at
-            once; ``"move"``: values were moved by a little; ``"found"``: a scouting phase found the learning rate.
+        kind: ``"return"``: all replicas returned to the start, with lower learning rates; ``"move"``: values were moved
+            by a little; ``"found"``: a scouting phase found the learning rate.
         why: one sentence: the step, the reason with its numbers, old and new values, and what is left.
     """
 
@@ -97,7 +94,7 @@ def explained(
         run: the run.
         before: how both were before it.
         seen: the sync.
-        undone: the return to an earlier average, if there was one.
+        undone: the return to the start, if there was one.
         offset: steps before step 0: those of a scouting phase.
         cause: why there was a return, if the controller was not asked.
     """
@@ -105,35 +102,38 @@ def explained(
     if isinstance(controller, ExplainingController):
         returned = undone is not None
         findings = controller.findings(run, before.state, spread.controller_state, seen, returned=returned)
-    changes = _changes(spread, run, before)
+    changes = _changes(spread, run, before, anew=undone is not None)
     if not changes and undone is None:
         return findings, None
     why = cause or (findings.why if findings else "") or f"by {type(controller).__name__}"
-    left = findings.left if findings else ""
-    kind: ActKind = "cut" if findings and findings.cut else "move"
-    if undone is not None:
-        changes.insert(0, undone.words(offset))
-        kind, left = "return", f"{undone.most - undone.number} of {undone.most} returns left"
-    sentence = f"step {offset + seen.step}: {why}: {', '.join(changes)}"
-    return findings, Act(kind, f"{sentence}; {left}" if left else sentence)
+    sentence = f"step {offset + seen.step}: {why}: "
+    if undone is None:
+        return findings, Act("move", sentence + ", ".join(changes))
+    left = f"{undone.most - undone.number} of {undone.most} returns left"
+    return findings, Act("return", f"{sentence}{', '.join([str(undone), *changes])}; {left}")
 
 
-def _changes(spread: Spread, run: Run, before: Before) -> list[str]:
-    """Return old and new value of every hyperparameter that the controller moved, in words."""
+def _changes(spread: Spread, run: Run, before: Before, *, anew: bool) -> list[str]:
+    """Return old and new value of every hyperparameter that the controller moved, in words.
+
+    Where the schedule begins anew (``anew``) only the peaks of learning rates tell something.
+    """
     old_factors, factors = factors_of(spread, before.state), factors_of(spread, spread.controller_state)
     changes = []
     for index, (hyper, old, new) in enumerate(
         zip(spread.hyperparameters, before.base, spread.placement().base.tolist(), strict=True)
     ):
-        peak = ""
+        peak = None
         if old_factors is not None and factors is not None:
             if old_factors[index] == factors[index]:  # a warm-up's cap moves the value too, and is no act
                 continue
             old = new * old_factors[index] / factors[index]
             if index < len(run.peaks) and (given := run.peaks[index]) is not None:
-                peak = f" (peak {given * old_factors[index]:.3g} → {given * factors[index]:.3g})"
-        if old != new:
-            changes.append(f"{hyper.name} {old:.3g} → {new:.3g}{peak}")
+                peak = f"{given * old_factors[index]:.3g} → {given * factors[index]:.3g}"
+        if peak is not None and anew:
+            changes.append(f"peak of {hyper.name} {peak}")
+        elif old != new:
+            changes.append(f"{hyper.name} {old:.3g} → {new:.3g}" + (f" (peak {peak})" if peak else ""))
     return changes
 
 

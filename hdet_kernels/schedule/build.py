@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
@@ -26,6 +27,7 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.checks import check_steps
 from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
+from hdet_kernels.controller.settings import SlopeSettings
 from hdet_kernels.converge import Converger, converger_of
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, peak_of, remember_bases
@@ -434,11 +436,23 @@ class Rehearsal:
         highest: highest learning rate of every parameter group.
         end: learning rate at the last step over the highest one, as a mean over the groups.
         peak: share of the run after which the first group has reached 99 % of its highest learning rate.
+        first: the step at which it began.
+        rates: [steps, groups], the learning rates from that step on.
     """
 
     highest: tuple[float, ...]
     end: float
     peak: float
+    first: int
+    rates: NDArray[np.float64]
+
+    def at(self, step: float, *, like: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """Return the learning rates nearest to ``step`` steps after the first; tensors where ``like`` has them."""
+        row: list[float] = self.rates[min(round(step), len(self.rates) - 1)].tolist()
+        return [
+            torch.full_like(now, rate) if isinstance(now, Tensor) else rate
+            for now, rate in zip(like, row, strict=True)
+        ]
 
 
 def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
@@ -457,22 +471,24 @@ def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
             stand_in = _stand_in(scheduler.optimizer)
             played = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
             rates, step = [_rates(stand_in)], getattr(scheduler, "last_epoch", 0)
-            if step > 0:  # its first part is over; it began at initial_lr
-                rates.insert(0, [float(group.get("initial_lr", 0.0)) for group in stand_in.param_groups])
             for _ in range(step, total_steps - 1):
                 played.step()
                 rates.append(_rates(stand_in))
     except Exception as error:  # a user's schedule may raise anything
         log.info("%s cannot be played ahead (%s): taken as one that anneals", type(scheduler).__name__, error)
         return None
-    values = np.array(rates)  # [steps, groups]
+    values = played_rates = np.array(rates)  # [steps, groups]
     if not np.isfinite(values).all():
         log.info("%s has learning rates that are not finite: taken as one that anneals", type(scheduler).__name__)
         return None
+    if step > 0:  # its first part is over; it began at initial_lr
+        began = [float(group.get("initial_lr", 0.0)) for group in stand_in.param_groups]
+        values = np.vstack([began, values])
     highest = values.max(axis=0)
     shares = (values[-1] / np.where(highest > 0, highest, 1.0)).clip(0.0, 1.0)[highest > 0]
     reached = (values >= 0.99 * highest).any(axis=1).argmax() / total_steps
-    return Rehearsal(tuple(highest.tolist()), float(shares.mean()) if len(shares) else 0.0, float(reached))
+    end = float(shares.mean()) if len(shares) else 0.0
+    return Rehearsal(tuple(highest.tolist()), end, float(reached), step, played_rates)
 
 
 def built_state(optimizer: Optimizer, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -509,8 +525,8 @@ def _same_generators() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002
 
 
-def write_momentum(scheduler: LRScheduler) -> None:
-    """Write the momentum of the current step to the groups, where the schedule sets it: loading a schedule does not."""
+def write_momentum(scheduler: LRScheduler, step: float) -> None:
+    """Write the momentum of ``step`` to the groups, where the schedule sets it: loading a schedule does not."""
     if getattr(scheduler, "cycle_momentum", False):
         for number, group in enumerate(scheduler.optimizer.param_groups):
             for name in ("base_momentum", "max_momentum") if isinstance(scheduler, OneCycleLR) else ():
@@ -519,11 +535,35 @@ def write_momentum(scheduler: LRScheduler) -> None:
                         f"parameter group {number} of the optimizer has no {name!r}, which its schedule wrote there: "
                         "load an undamaged checkpoint of the optimizer"
                     )
-        scheduled_now(scheduler)
+        if isinstance(scheduler, OneCycleLR):
+            one_cycle_at(scheduler, step)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch expects step() to call it
+                scheduler.get_lr()
 
 
-def scheduled_now(scheduler: LRScheduler) -> list[float | Tensor]:
-    """Return the learning rates of torch's schedule at the current step. It writes the momentum to the groups."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects step() to call it
-        return OneCycleLR.get_lr(scheduler) if isinstance(scheduler, OneCycleLR) else scheduler.get_lr()
+def one_cycle_at(scheduler: OneCycleLR, step: float) -> list[float | Tensor]:
+    """Return the learning rates of torch's schedule at a step, or between two. It writes the momentum to the groups."""
+    now = scheduler.last_epoch
+    scheduler.last_epoch = step  # type: ignore[assignment]  # torch computes shares of its phases from it
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects step() to call it
+            return OneCycleLR.get_lr(scheduler)
+    finally:
+        scheduler.last_epoch = now
+
+
+def below_warm_up(scheduled: Sequence[float | Tensor], groups: Sequence[Group], cycle: Cycle) -> list[float | Tensor]:
+    """Return the learning rates of a schedule that goes on while the run began again, below a warm-up of their peaks.
+
+    It is that of :class:`.SlopeSettings`. Where the length of the run is not known it is as long as what was undone.
+    """
+    constants, total = SlopeSettings(), cycle.run.total_steps
+    length = cycle.origin if total is None else constants.warmup_share * total
+    part = constants.warmup_from + (1 - constants.warmup_from) * min(cycle.step / max(length, 1), 1.0)
+    return [
+        rate.clamp(max=part * peak_of(group)) if isinstance(rate, Tensor) else min(rate, part * peak_of(group))
+        for rate, group in zip(scheduled, groups, strict=True)
+    ]

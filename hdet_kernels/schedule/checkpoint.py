@@ -133,6 +133,9 @@ class SoundnessState:
     last: float
     changes: list[NotNegative]
     costs: list[AnyNumber]
+    slopes: float = 0.0
+    count: int = 0
+    path: NotNegative = 0.0
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,6 @@ class OuterState:
 @dataclass(frozen=True)
 class KeptState:
     step: int
-    level: float | None
     part: Part
     rows: int
     params: list[Floats]
@@ -266,7 +268,6 @@ class SummaryState:
     loss: dict[str, float]  # the same; empty before the first loss
     every: Positive
     points: list[Point]
-    cuts: int = 0
     lost: int = 0
     events: list[Event] = dataclasses.field(default_factory=list)
     peaks: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -298,6 +299,8 @@ class CycleState:
     history: list[SyncRecord]
     summary: SummaryState
     undo: UndoState | None
+    origin: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -519,6 +522,8 @@ def state_of(cycle: Cycle) -> dict[str, Any]:
         "history": [record.to_dict() for record in cycle.history.records],
         "summary": cycle.history.summary.to_dict(),
         "undo": cycle.undoing and cycle.undoing.state_dict(),
+        "origin": cycle.origin,
+        "first": cycle.first,
     }
 
 
@@ -534,9 +539,9 @@ def restore(cycle: Cycle, saved: CycleState) -> None:
             "from it: the parameters are not the average of all replicas, and training goes on from other ones than "
             "it had. Save where scheduler.in_sync is True or inside scheduler.consensus(), or have every rank save "
             "and load a file of its own",
-            *(saved.replica, cycle.before + saved.step, ensemble.replica),
+            *(saved.replica, cycle.before + saved.origin + saved.step, ensemble.replica),
         )
-    cycle.run = run_of(cycle, saved)
+    cycle.origin, cycle.first, cycle.run = saved.origin, saved.first, run_of(cycle, saved)
     cycle.step, cycle.shared = saved.step, saved.shared
     cycle.spread.load_state_dict(to_plain(saved.spread), cycle.optimizer.param_groups)
     window = to_plain(saved.window)
@@ -566,7 +571,7 @@ def undone_on_error(cycle: Cycle, *others: object) -> Iterator[None]:
     """Bring the cycle, the optimizer's groups and ``others`` back to what they were if the block raises."""
     undoing = cycle.undoing
     parts = [cycle, cycle.spread, cycle.window, cycle.displacement, *cycle.converger.memories(), *others]
-    parts += [undoing, undoing.last_sound, undoing.last_sound.copy] if undoing else []
+    parts += [undoing, undoing.start, undoing.start.copy] if undoing else []
     before = [(part, dict(vars(part))) for part in parts if part is not None]
     with untouched_on_error(cycle.optimizer):
         try:
@@ -615,8 +620,9 @@ def run_of(cycle: Cycle, saved: CycleState) -> Run:
     A schedule that is built on an optimizer that was loaded before begins somewhere else and may look otherwise.
     """
     facts: dict[str, Any] = {"peak": saved.run.peak, "peaks": tuple(saved.run.peaks), "end": saved.run.end}
-    if all(getattr(cycle.run, name) == value for name, value in facts.items()) or cycle.spread.controller is None:
-        return cycle.run
-    before = dataclasses.replace(cycle.run, **facts, early=(), in_pairs=False, departs=())
-    prepared = cycle.spread.controller.prepare(before)
-    return dataclasses.replace(prepared, slopes=cycle.run.slopes)  # decided where the cycle is built
+    whole, controller = cycle.whole, cycle.spread.controller
+    same = all(getattr(whole, name) == value for name, value in facts.items())
+    if controller is None or (same and not saved.origin):
+        return whole
+    prepared = controller.prepare(dataclasses.replace(whole.rest(saved.origin), **facts))
+    return dataclasses.replace(prepared, slopes=whole.slopes)  # decided where the cycle is built

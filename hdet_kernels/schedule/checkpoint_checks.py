@@ -52,7 +52,7 @@ from hdet_kernels.schedule.gradients import SLOPE_STEPS
 from hdet_kernels.schedule.history import WINDOW
 from hdet_kernels.schedule.losses import AnyNumber
 from hdet_kernels.schedule.scout.phase import Scouted
-from hdet_kernels.schedule.undo.undoing import LastSound
+from hdet_kernels.schedule.undo.undoing import KeptStart
 from hdet_kernels.version import __version__
 
 _OTHER_MODEL = "resume with the model that it was saved with"
@@ -68,11 +68,13 @@ def checked(cycle: Cycle, state_dict: object) -> CycleState:
     if not isinstance(own, dict) or "config" not in own:
         raise ValueError("this is not a checkpoint of an HDET scheduler: it has no 'hdet' entry")
     plain = _of_this_format(cycle, own)
-    _check_config(plain["config"], cycle.config)
+    _check_config(_without_others(plain["config"], cycle.config), cycle.config)
     sizes = _sizes(cycle, plain.get("size"), plain.get("rows"))
     saved: CycleState = from_plain(CycleState, plain, "hdet", sizes)
-    step, run = saved.step, cycle.run
-    expect(run.total_steps is None or step <= run.total_steps, "hdet.step", f"at most {run.total_steps}", step)
+    step, total = saved.origin + saved.step, cycle.whole.total_steps
+    expect(total is None or step <= total, "hdet.step", f"at most {total}, after hdet.origin={saved.origin}", step)
+    expect(saved.first <= (saved.origin or saved.step), "hdet.first", f"at most {step}", saved.first)
+    expect(not saved.origin or cycle.undoing is not None, "hdet.origin", "0 (nothing is undone here)", saved.origin)
     _check_replicas(cycle, saved)
     for number, rate in enumerate(saved.spread.scheduled):
         _check_rate(rate, f"hdet.spread.scheduled[{number}]")
@@ -112,6 +114,7 @@ def _of_this_format(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
             f"this is version {__version__}, which reads 3 and {FORMAT}"
             f"{f' and does not know {unknown}' if unknown else ''}: load it with the version that saved it"
         )
+    state = {**state, "undo": _with_start_alone(state.get("undo"))}
     if saved == FORMAT:
         return state
     step, run = state.get("step"), cycle.run
@@ -125,6 +128,29 @@ def _of_this_format(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
         "averaged": at_a_sync and state.get("pending") is None,
         "optimizer_state": False,  # not known
     }
+
+
+def _with_start_alone(undo: Any) -> Any:
+    """Return the entry ``"undo"`` without the copy of a later average, which version 0.2.0 kept in its place."""
+    kept = undo.get("kept") if isinstance(undo, dict) else None
+    if not isinstance(kept, dict) or "level" not in kept:
+        return undo
+    start = {name: entry for name, entry in kept.items() if name != "level"}
+    return {**undo, "kept": start if start.get("step") == 0 else None}
+
+
+def _without_others(saved: Any, here: dict[str, Any]) -> Any:
+    """Return saved settings whose controller has the constants of the one here: another version may have others."""
+    constants = saved.get("controller_constants") if isinstance(saved, dict) else None
+    if not isinstance(constants, dict) or saved.get("controller") != here["controller"]:
+        return saved
+
+    def alike(theirs: Any, ours: Any) -> Any:
+        if not isinstance(theirs, dict) or not isinstance(ours, dict):
+            return theirs
+        return {name: alike(theirs.get(name, value), value) for name, value in ours.items()}
+
+    return {**saved, "controller_constants": alike(constants, here["controller_constants"])}
 
 
 def _with_slopes(displacement: dict[str, Any]) -> dict[str, Any]:
@@ -185,11 +211,11 @@ def _check_replicas(cycle: Cycle, saved: CycleState) -> None:
         )
     if there == here:
         return
-    into_cycle = saved.step % cycle.run.sync_every
+    into_cycle = saved.step % cycle.whole.sync_every
     several = max(there[1], here[1]) > 1
     of_saved, of_here = (f", {rows} in a process," if several else "" for _, rows in (there, here))
     counts = f"the checkpoint has {there[0]} replicas{of_saved}", f"this run has {here[0]}{of_here.rstrip(',')}"
-    if into_cycle and saved.step != cycle.run.total_steps and not saved.averaged:
+    if into_cycle and saved.origin + saved.step != cycle.whole.total_steps and not saved.averaged:
         raise ValueError(
             f"{counts[0]} and was saved {into_cycle} steps into a cycle, {counts[1]}: another number of replicas"
             f"{' in a process' if there[0] == here[0] else ''} can resume only where all are equal, at a multiple "
@@ -233,7 +259,7 @@ def _check_tensors(
 
 def _check_history(cycle: Cycle, saved: CycleState) -> None:
     """Raise ValueError unless there are as many records and points as belong to the number of syncs."""
-    step, names = cycle.before + saved.step, {hyper.name for hyper in cycle.spread.hyperparameters}
+    step, names = cycle.before + saved.origin + saved.step, {hyper.name for hyper in cycle.spread.hyperparameters}
     for number, record in enumerate(saved.history):
         path = f"hdet.history[{number}]"
         expect(record.step <= step, f"{path}.step", f"at most {step}", record.step)
@@ -276,7 +302,7 @@ def _check_pending(cycle: Cycle, saved: CycleState, pending: PendingState) -> No
     expect(step - span <= pending.step <= step, f"{path}.step", f"from {max(step - span, 0)} to {step}", pending.step)
     expect(step < pending.due <= step + span, f"{path}.due", f"from {step + 1} to {step + span}", pending.due)
     outcome, correction = pending.outcome, pending.correction
-    expect((outcome.kept or 0) <= step, f"{path}.outcome.kept", f"at most {step}", outcome.kept)
+    expect((outcome.kept or 0) <= saved.origin + step, f"{path}.outcome.kept", f"at most {step}", outcome.kept)
     path = f"{path}.correction"
     payload = cycle.converger.tensors.payload(include_state=True, reads=True)
     _check_tensors(f"{path}.params", correction.params, [tuple(t.shape) for t in payload.outlines])
@@ -312,8 +338,8 @@ def _check_converger(cycle: Cycle, saved: CycleState) -> None:
         undoes = cycle.undoing is not None
         expect(undoes, "hdet.undo", "None (the controller undoes nothing here)", to_plain(saved.undo))
     if cycle.undoing is not None and saved.undo is not None and saved.undo.kept is not None:
-        _check_kept(cycle, saved.undo.kept, "hdet.undo.kept", saved.rows, saved.step)
-        cycle.undoing.last_sound.check_state_dict(to_plain(saved.undo.kept), "hdet.undo.kept")
+        _check_kept(cycle, saved.undo.kept, "hdet.undo.kept", saved.rows, saved.origin + saved.step)
+        cycle.undoing.start.check_state_dict(to_plain(saved.undo.kept), "hdet.undo.kept")
 
 
 def _check_compression(cycle: Cycle, saved: CompressionState, path: str, *, own_part: bool) -> None:
@@ -341,7 +367,7 @@ def _check_outer(saved: OuterState, path: str, rows: int) -> None:
 
 
 def _check_kept(cycle: Cycle, saved: KeptState, path: str, rows: int, step: int) -> None:
-    """Raise ValueError unless this is a copy of ``rows`` replicas; ``LastSound.check_state_dict`` compares shapes."""
+    """Raise ValueError unless this is a copy of ``rows`` replicas; ``KeptStart.check_state_dict`` compares shapes."""
     expect(saved.step <= step, f"{path}.step", f"at most {step}", saved.step)
     expect(saved.rows == rows, f"{path}.rows", str(rows), saved.rows)
     if saved.compression is not None:
@@ -367,7 +393,8 @@ def _check_controller(cycle: Cycle, saved: CycleState, sizes: Sizes) -> None:
         read = from_plain(kind, own, path, sizes)
         if isinstance(controller, SlopeController):
             for number, mu in enumerate(read.mu):
-                expect(abs(mu) <= controller.limit, f"{path}.mu[{number}]", f"within ±{controller.limit:g}", mu)
+                low, high = controller.lowest, controller.limit
+                expect(low <= mu <= high, f"{path}.mu[{number}]", f"from {low:g} to {high:g}", mu)
     for index, hyper in enumerate(cycle.spread.hyperparameters):
         scheduled = saved.spread.scheduled[hyper.groups[0]] if hyper.base is None else hyper.base
         try:
@@ -503,6 +530,8 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> 
         _check_config(config.get(name), entry, name)
     cycle_part: Any = unpacked(state_dict["hdet"])
     replicas = [cycle_part.get(name) if isinstance(cycle_part, dict) else None for name in ("size", "rows")]
+    if isinstance(phase := plain.get("phase"), dict):
+        plain = {**plain, "phase": {**phase, "start": _with_start_alone({"kept": phase.get("start")})["kept"]}}
     saved: ScoutState = from_plain(ScoutState, plain, "scout", _sizes(cycle, *replicas))
     if (saved.phase is None) is (saved.found is None):
         raise ValueError(f"the checkpoint's scout.found and scout.phase exclude each other: {DAMAGED}")
@@ -551,5 +580,5 @@ def _check_phase(scouted: Scouted, cycle: Cycle, phase: PhaseState) -> None:
     expect(phase.start is not None or not begun, f"{path}.start", "a copy of the start", phase.start)
     if phase.start is not None:
         _check_kept(cycle, phase.start, f"{path}.start", ensemble.rows, 0)
-        start = LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers)
+        start = KeptStart(cycle.optimizer, cycle.converger, None, cycle.buffers)
         start.check_state_dict(to_plain(phase.start), f"{path}.start")

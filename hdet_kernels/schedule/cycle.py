@@ -114,7 +114,7 @@ class Cycle:
         gradients: whether replicas share their gradients; ``"auto"``: found out at every sync.
         average_state: whether the optimizer's state is averaged too; ``"auto"``: where gradients are local.
         overlap_steps: steps after a sync at which its average is applied; 0: at once.
-        step: steps that the schedule has made.
+        step: steps since the schedule began; at first those that it had made before.
         schedule: its name in checkpoints.
         buffers: returns the buffers that are averaged.
         history_file: the file that gets a line for every record, if there is one.
@@ -127,7 +127,10 @@ class Cycle:
         shared: whether gradients were shared at the last sync; None: not known.
         overlapping: the average that runs beside the training, if there is one.
         displacement: measures slopes of the learning rates, if the controller reads them.
-        undoing: the last sound average and returns to it, if the controller undoes what broke.
+        undoing: the start of the run and returns to it, if the controller undoes what broke.
+        origin: steps that were made before the schedule began again, because training broke; 0 before that.
+        first: steps that the schedule had made when the run began.
+        whole: the run as it was at first; :attr:`run` is the one over the steps since then.
         fingerprint: of the gradients of the last step before a sync, which tells whether all replicas have the same.
         started: whether a step was made; the outer optimizer starts from the parameters before it.
         in_consensus: the parameters are the average now, and not this replica's own.
@@ -160,11 +163,13 @@ class Cycle:
         self.shared: bool | None = None
         self.overlapping: Overlapping | None = None
         self.displacement = Displacement.of(self.optimizer, self.run, self.ensemble, tied=self.spread.tied)
+        self.origin, self.whole = 0, self.run
+        self._returned: Return | None = None  # in this step
         self.undoing = Undoing.of(self.optimizer, self.spread, self.converger, self.displacement, self.buffers)
         self.fingerprint: Tensor | None = None
         self.started = self.in_consensus = self.expects_state = self.replaced = False
         self.averaged = True
-        self._first = self.step
+        self.first = self.step
         self._group_count = len(self.optimizer.param_groups)
         self._write_hyperparameters: Callable[[], None] | None = getattr(self.optimizer, "write_hyperparameters", None)
         self.fan_out()
@@ -177,7 +182,7 @@ class Cycle:
             "schedule": self.schedule,
             "hyperparameters": self.spread.config(),
             "sync_every": self.run.sync_every,
-            "total_steps": self.run.total_steps,
+            "total_steps": self.whole.total_steps,
             "seed": self.spread.seed,
             "controller": type(controller).__name__ if controller else None,
             "controller_constants": _plain_fields(controller),
@@ -186,9 +191,14 @@ class Cycle:
         }
 
     @property
-    def number(self) -> int:
-        """The number of the current cycle, from 0."""
-        return self.step // self.run.sync_every
+    def made(self) -> int:
+        """Steps of the schedule that were made in this run, those before its new beginning included."""
+        return self.origin + self.step
+
+    @property
+    def offset(self) -> int:
+        """Steps that were made before :attr:`step` counted."""
+        return self.before + self.origin
 
     @property
     def first_process(self) -> bool:
@@ -207,7 +217,7 @@ class Cycle:
     @property
     def begun(self) -> bool:
         """Whether a step was made, here or in the run of a checkpoint."""
-        return self.started or self.step != self._first
+        return self.started or self.made != self.first
 
     @property
     def known_shared(self) -> bool | None:
@@ -287,21 +297,37 @@ class Cycle:
         if mark is not None:
             try:
                 returned = apply_overlapping(self, step)
-                if syncs:
-                    sync(self, step, acting=self._acts(step) and not returned)
+                if syncs and not returned:
+                    sync(self, step, acting=self._acts(step))
             except BaseException:
                 self.window.reset(mark)
                 raise
         self.step = step
+        begins = self._begin_anew()
         self.averaged = syncs and self.overlapping is None
         self.steps.scheduler_stepped(self.optimizer.param_groups)
-        if syncs:
+        if syncs or begins:
             self.window.clear()
             self.steps.synced()
             self.fan_out()
-        if step == self.run.total_steps and self.spread.controller is not None and self.first_process:
+        if self.step == self.run.total_steps and self.spread.controller is not None and self.first_process:
             log.info("the run ended: %s", self.history.summary.outcome())
         return mark is not None
+
+    def _begin_anew(self) -> bool:
+        """Begin the run after this step, over those that remain, if the replicas returned to the start."""
+        if self._returned is None:
+            return False
+        self.origin, self.step, self.run, self._returned = self.made, 0, self._returned.run, None
+        return True
+
+    @property
+    def position(self) -> float:
+        """The step of the schedule, as a fraction of a step where it began again over fewer steps than it has."""
+        whole, left = self.whole.total_steps, self.run.total_steps
+        if not self.origin or whole is None or left is None:
+            return self.made
+        return min(self.first + self.step * (whole - 1 - self.first) / (left - 1), whole)
 
     def _acts(self, step: int) -> bool:
         return self.spread.controller is not None and self.spread.controller.active(self.run, step)
@@ -318,9 +344,9 @@ class Cycle:
                 f"the optimizer has {len(self.optimizer.param_groups)} parameter groups, the scheduler was built for "
                 f"{self._group_count}: build the scheduler after the last add_param_group()"
             )
-        if last_step is not None and self.step >= last_step:
+        if last_step is not None and self.made >= last_step:
             raise ValueError(
-                f"step {self.before + self.step + 1} is past the end: total_steps is {self.before + last_step}; stop "
+                f"step {self.before + self.made + 1} is past the end: total_steps is {self.before + last_step}; stop "
                 "there, or build the scheduler with the number of steps that you mean to make"
             )
 
@@ -344,14 +370,36 @@ class Cycle:
                 "the scheduler was resumed at step %d, and the optimizer has no state, which it had there: its moments "
                 "begin at zero. Load its state_dict() too. torch.distributed.checkpoint loads only into state that "
                 "exists: take the optimizer's state_dict from torch.distributed.checkpoint.state_dict.get_state_dict",
-                self.before + self.step,
+                self.before + self.made,
             )
 
     # Averages between syncs
 
-    def converge(self) -> None:
-        """Average all replicas now, wherever in the cycle; the cycle goes on."""
-        converge(self)
+    def converge(self) -> bool:
+        """Average all replicas now, wherever in the cycle; the cycle goes on.
+
+        Returns:
+            Whether the run begins anew, because an overlapping average was applied and training had broken.
+        """
+        begins = self.apply_now()
+        if not begins:
+            converge(self)
+        return begins
+
+    def apply_now(self) -> bool:
+        """Apply the overlapping average, if there is one. Return whether the run begins anew."""
+        if self.in_consensus:
+            raise RuntimeError("cannot average inside scheduler.consensus(): the parameters are averaged already")
+        if self.overlapping is None:
+            return False
+        apply_overlapping(self, self.step)
+        if begins := self._begin_anew():
+            self.window.clear()
+            self.steps.synced()
+            self.fan_out()
+        self.write()
+        self.publish()
+        return begins
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
         """Hold the averaged parameters and buffers inside a block, and this replica's own again after it."""
@@ -421,13 +469,7 @@ def converge(cycle: Cycle) -> None:
     It differs from a sync in two ways: there is no outer step if no step was made since the last average, and without
     any loss ``merge="best"`` is the mean.
     """
-    if cycle.in_consensus:
-        raise RuntimeError("cannot average inside scheduler.consensus(): the parameters are averaged already")
-    if cycle.overlapping is not None:
-        apply_overlapping(cycle, cycle.step)
-        cycle.write()
-        cycle.publish()
-    moved = cycle.started and cycle.history.last_step != cycle.before + cycle.step
+    moved = cycle.started and cycle.history.last_step != cycle.before + cycle.made
     request = AverageRequest(
         "converge", average_state=_average_state(cycle), known_shared=cycle.known_shared, outer=moved
     )
@@ -513,9 +555,9 @@ def _finish(
     ``measured``: what :func:`_measured_by_parts` returned before anything was averaged.
 
     Returns:
-        Whether the replicas returned to an earlier average.
+        Whether the replicas returned to the start.
     """
-    slopes = _end_cycle(cycle, step, outcome.shared, measured)
+    slopes = _measured_slopes(cycle, outcome.shared, measured)
     _warn_of_equal_losses(cycle, step, placed, outcome)
     undone, findings, act = None, None, None
     if acting:  # before anything is recorded, because a controller may raise
@@ -524,22 +566,30 @@ def _finish(
             cycle.spread.move(cycle.run, seen)
         else:
             undone = cycle.undoing.act(cycle.run, seen, outcome, landed=applied)
-        findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.before)
+        findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.offset)
     cycle.shared = outcome.shared
+    if undone is None:
+        _stop_measuring(cycle, step)
     _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone, findings, act)
     return undone is not None
 
 
-def _end_cycle(cycle: Cycle, step: int, shared: bool | None, measured: Tensor | None) -> MeasuredSlopes | None:
-    """Return the slopes that were measured since the last sync, if gradients are shared; stop after the last."""
+def _measured_slopes(cycle: Cycle, shared: bool | None, measured: Tensor | None) -> MeasuredSlopes | None:
+    """Return the slopes that were measured since the last sync, if gradients are shared."""
     if cycle.displacement is None:
         return None
     slopes = cycle.displacement.turn(measured)
-    controller = cycle.spread.controller
-    acts_later = controller is not None and cycle.run.acts_after(controller, step)
-    if not cycle.displacement.ended and (shared is False or not acts_later):
+    if shared is False and not cycle.displacement.ended:
         cycle.displacement.end()
     return None if shared is False else slopes
+
+
+def _stop_measuring(cycle: Cycle, step: int) -> None:
+    """Measure no slopes after the last sync at which the controller acts."""
+    controller = cycle.spread.controller
+    acts_later = controller is not None and cycle.run.acts_after(controller, step)
+    if cycle.displacement is not None and not cycle.displacement.ended and not acts_later:
+        cycle.displacement.end()
 
 
 def _warn_of_equal_losses(cycle: Cycle, step: int, placed: Placement, outcome: Outcome) -> None:
@@ -553,15 +603,15 @@ def _warn_of_equal_losses(cycle: Cycle, step: int, placed: Placement, outcome: O
 
 
 def _recover(cycle: Cycle, step: int, applied: int, placed: Placement, none: NoneSound) -> None:
-    """Return to the last sound average at a sync at which no replica is finite; raise ``none`` if there is none."""
-    if cycle.undoing is None or not cycle.undoing.can_go_back(none.kept):
+    """Return to the start at a sync at which no replica is finite; raise ``none`` if that is not possible."""
+    if cycle.undoing is None or not cycle.undoing.can_go_back(none.kept, cycle.run, applied):
         raise none
-    slopes = _end_cycle(cycle, step, None, _measured_by_parts(cycle))
+    slopes = _measured_slopes(cycle, None, _measured_by_parts(cycle))
     unknown, before = np.full(cycle.ensemble.size, np.nan), Before.of(cycle.spread)
     seen = cycle.spread.observe(placed, unknown, step, slopes)
-    undone = cycle.undoing.go_back(cycle.run, seen)
+    undone = cycle.undoing.go_back(cycle.run, seen, landed=applied)
     cause = f"no replica is sound; not finite: {none.found}"
-    findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.before, cause=cause)
+    findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.offset, cause=cause)
     outcome = Outcome.of_none(none.agreement, handshake_cost(cycle.ensemble), 0.0)
     _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone, findings, act)
 
@@ -586,16 +636,17 @@ def _record(
         outcome,
         placed,
         names,
-        step=cycle.before + step,
-        cycle=(step - 1) // cycle.run.sync_every if kind != "manual" else cycle.number,
+        step=cycle.offset + step,
+        cycle=(cycle.origin + max(step - (kind != "manual"), 0)) // cycle.run.sync_every,
         kind=kind,
         gradients=cycle.gradients,
-        landed=cycle.before + applied,
-        undone=None if undone is None else cycle.before + undone.step,
+        landed=cycle.offset + applied,
+        undone=None if undone is None else cycle.offset,
         findings=findings,
         act=act,
         peaks=peaks_of(cycle.spread, cycle.run, names),
     )
+    cycle._returned = undone
     if cycle.first_process:
         if (bad := record.excluded) and undone is None:
             log.warning("step %d: replicas %s were not finite; left out of the mean and given it", record.step, bad)
@@ -616,7 +667,7 @@ def _caused_by(failure: Exception | None) -> Iterator[None]:
 
 
 def _plain_fields(controller: object) -> dict[str, Any]:
-    """Return the fields of a dataclass as dicts, lists and numbers, as a checkpoint gives them back."""
+    """Return the fields of a dataclass that checkpoints compare, as dicts, lists and numbers as they give them back."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -625,5 +676,5 @@ def _plain_fields(controller: object) -> dict[str, Any]:
 
     if not dataclasses.is_dataclass(controller) or isinstance(controller, type):
         return {}
-    fields: dict[str, Any] = plain(dataclasses.asdict(controller))
-    return fields
+    found: dict[str, Any] = plain(dataclasses.asdict(controller))
+    return {each.name: found[each.name] for each in dataclasses.fields(controller) if each.metadata.get("saved", True)}

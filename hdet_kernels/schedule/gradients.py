@@ -94,6 +94,7 @@ class Displacement:
         tied: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.optimizer, self.apart, self.steps = optimizer, apart, steps
+        self._starts_apart = apart
         self.tied = [(index,) for index in range(len(optimizer.param_groups))] if tied is None else list(tied)
         self.last = self._copy()
         self.moved: list[list[Tensor]] | None = None
@@ -120,9 +121,9 @@ class Displacement:
         self.last = self._copy()
 
     def begin_anew(self) -> None:
-        """Forget the last cycle, because the parameters were replaced, unless nothing is measured any more."""
+        """Forget all cycles, because the replicas are where they started, unless nothing is measured any more."""
         if not self.ended:
-            self.last, self.moved, self.slopes = self._copy(), None, []
+            self.last, self.moved, self.slopes, self.apart = self._copy(), None, [], self._starts_apart
 
     def end(self) -> None:
         """Free the memory: nothing is measured any more."""

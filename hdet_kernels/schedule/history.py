@@ -36,7 +36,7 @@ WINDOW = 1000
 POINTS = 128
 
 
-#: Returns and cuts that a summary keeps, and hyperparameters and events that it prints.
+#: Events that a summary keeps, and hyperparameters and events that it prints.
 MOST_EVENTS, MOST_ROWS = 32, 8
 
 
@@ -61,7 +61,8 @@ class SyncRecord:
         seconds: how long training stood still in this process: waiting for slower replicas included, the probe not.
         landed: the step after which the average was applied: ``step``, or up to ``overlap_steps`` later.
         taken: the replica that all others became a copy of (``merge="best"``); None for a mean.
-        undone: the step whose average all replicas returned to, because training broke; None if they did not.
+        undone: the step since which everything is undone, because training broke: the one after which the schedule had
+            begun. All replicas are at the start, and it begins again. None: nothing is undone.
         slopes: slope of the loss in the logarithm of a hyperparameter, by name, where the controller found one; None
             where it does not act or tells none.
         errors: standard errors of these slopes, by name, where they are known.
@@ -69,14 +70,14 @@ class SyncRecord:
             learning rate; None where none is kept (``trust`` of 3 or less).
         distance: root mean square of the replicas' distances from their mean, over the norm of the mean; None where it
             is not known. Of a sharded replica that of the shard in this process.
-        act: what the controller did: ``"return"`` (all replicas returned to an earlier average), ``"cut"`` (learning
-            rates were lowered at once), ``"move"`` (values were moved by a little); None: nothing was moved.
+        act: what the controller did: ``"return"`` (all replicas returned to the start, with lower learning rates),
+            ``"move"`` (values were moved by a little); None: nothing was moved.
         why: what it did and why, in one sentence, as it was logged: the step, the sign and its numbers, old and new
             values, and how many are left; None: nothing was moved.
         judgement: the numbers that the controller judged this sync by; None where it does not act or tells none. Those
             of the default controller: ``level`` (mean loss), ``last`` (that of the sync before), ``lowest``, ``gain``
             (since the first sync), ``usual_change`` (of the level, from sync to sync), ``cost`` (of an e-fold larger
-            learning rate, over the gain).
+            learning rate, over the gain), ``slope`` (mean of all slopes of learning rates over their errors).
         peaks: the given peak of the schedule and the one after this sync, by name of the learning rate; None where the
             controller does not scale the schedule.
     """
@@ -162,7 +163,7 @@ class SyncRecord:
 
     @property
     def event(self) -> str | None:
-        """The sentence of :attr:`why` where the controller returned or cut, and did not move values by a little."""
+        """The sentence of :attr:`why` where all replicas returned to the start, or a learning rate was found."""
         return self.why if self.act in EVENTS else None
 
     def metrics(self, *, replicas: bool = True) -> dict[str, float]:
@@ -189,7 +190,6 @@ class SyncRecord:
                 "distance": self.distance,
                 "excluded": len(self.excluded),
                 "returned": self.undone is not None,
-                "cut": self.act == "cut",
                 **{f"peak/{short[name]}": now for name, (_, now) in (self.peaks or {}).items()},
                 "seconds": self.seconds,
                 "bytes": self.bytes,
@@ -218,10 +218,9 @@ class HistorySummary:
     Attributes:
         syncs, collectives, bytes, seconds: how many, and the sums over them.
         excluded: how often a replica was left out.
-        undone: how often all replicas returned to an earlier average.
-        cuts: how often learning rates were lowered at once, without a return.
+        undone: how often all replicas returned to the start.
         lost: steps that were undone.
-        events: the last returns and cuts: ``step`` and ``why``.
+        events: the last returns, and a learning rate that was found: ``step`` and ``why``.
         peaks: the given peak of the schedule and the last one, by name of the learning rate.
         base: ``first``, ``lowest``, ``highest`` and ``last`` value of every hyperparameter at a sync, by name.
         loss: the same of the mean training loss; empty before the first that is known.
@@ -235,7 +234,6 @@ class HistorySummary:
     seconds: float = 0.0
     excluded: int = 0
     undone: int = 0
-    cuts: int = 0
     lost: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
     peaks: dict[str, list[float]] = field(default_factory=dict)
@@ -257,7 +255,6 @@ class HistorySummary:
         self.seconds += record.seconds
         self.excluded += len(record.excluded)
         self.undone += record.undone is not None
-        self.cuts += record.act == "cut"
         if record.undone is not None:
             self.lost += (record.step if record.landed is None else record.landed) - record.undone
         if record.event is not None:
@@ -274,10 +271,9 @@ class HistorySummary:
 
     def outcome(self) -> str:
         """Return what became of the peaks that were given, in one line: "peak of lr/0 0.2 given, 0.0667 used; …"."""
-        counts = [(self.undone, "return"), (self.cuts, "cut")]
-        acts = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts if count)
+        returns = "no return" if not self.undone else f"{self.undone} return{'' if self.undone == 1 else 's'}"
         lost = f", {self.lost} steps lost" if self.lost else ""
-        return "; ".join(part for part in (peak_words(self.peaks), (acts or "no return, no cut") + lost) if part)
+        return "; ".join(part for part in (peak_words(self.peaks), returns + lost) if part)
 
     def __str__(self) -> str:
         """Return a screenful: what happened to the learning rate, the losses and what the syncs cost."""

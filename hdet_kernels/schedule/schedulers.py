@@ -51,15 +51,17 @@ from hdet_kernels.schedule.attachment import (
     unwrapped,
 )
 from hdet_kernels.schedule.build import (
+    Rehearsal,
     ScheduleFacts,
+    below_warm_up,
     build_cycle,
     built_state,
     ensemble_of,
     learning_rates,
     name_few_looks,
     name_one_replica,
+    one_cycle_at,
     rehearse,
-    scheduled_now,
     write_momentum,
 )
 from hdet_kernels.schedule.cycle import Cycle
@@ -185,7 +187,6 @@ class WithCycle:
             "syncs": summary.syncs,
             "excluded": summary.excluded,
             "returns": summary.undone,
-            "cuts": summary.cuts,
             "lost": summary.lost,
             "seconds": summary.seconds,
             "bytes": summary.bytes,
@@ -219,7 +220,8 @@ class WithCycle:
         """
         self._find_replicas()
         self._check_outside_callbacks("converge()")
-        self._part.converge()
+        if self._part.converge():
+            self._begin_schedule_again()
         self._call_callbacks()
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
@@ -258,7 +260,7 @@ class WithCycle:
         """Call ``callback(record)`` after every sync, with its :class:`.SyncRecord`.
 
         It is called at the end of :meth:`step` or :meth:`converge`, when everything is in place for the next cycle, so
-        that it may evaluate or save. Scouting rounds and returns to an earlier average are such syncs too. An average
+        that it may evaluate or save. Scouting rounds and returns to the start are such syncs too. An average
         that overlaps with training is reported where it is applied. All callbacks are called, in the order in which
         they came; then the exception of one that raised is raised, with the sync complete: catch it and training goes
         on. Callbacks are not part of a checkpoint.
@@ -393,6 +395,19 @@ class WithCycle:
         """Hook the phase, or the cycle if there is none, to the optimizer."""
         raise NotImplementedError
 
+    def _scheduled(self) -> list[float | Tensor]:
+        """Return the schedule's learning rates where the cycle is now, and write its momentum to the groups."""
+        raise NotImplementedError
+
+    def _begin_schedule_again(self) -> None:
+        """Write the learning rates of the first step again, because the run begins anew between two steps."""
+        cycle = self.cycle
+        for group, rate in zip(self._inner.param_groups, cycle.spread.rates(self._scheduled()), strict=True):
+            write_entry(group, "lr", rate)
+        self._last_lr = learning_rates(self._inner)
+        cycle.write()
+        cycle.publish()
+
     def _rebuild(self) -> None:
         """Build the cycle, or the phase before it, by the present options in the place of the one before."""
         own_values_back(self._inner)
@@ -459,10 +474,11 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             replicas with local gradients are compared by their training losses, and where other scalars are explored,
             with at least 30 steps then, or a tenth of the run.
         auto_lr: True for :class:`hdet_kernels.RegressionController`, False, or a controller. It lowers a learning rate
-            that is certainly too high, and has all replicas return to the last sound average where training broke, at
-            every sync until the peak of the schedule, or until 30 % of the run if that is later. Then it leaves it,
-            and all replicas have the same. It moves other scalars from 30 % to 90 %. With False replicas differ to the
-            end. It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any spread it is off.
+            that is certainly too high: all replicas return to the start, and the schedule begins again over the steps
+            that remain. It does so at any sync until the peak of the schedule, or until 30 % of the run if that is
+            later. Then it leaves it, and all replicas have the same. It moves other scalars from 30 % to 90 %. With
+            False replicas differ to the end. It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any
+            spread it is off.
         trust: "my learning rate is right within this factor". 1: it is never changed, and replicas differ in it to the
             end. Up to 3: it is lowered only where it is certainly too high. More: it also follows the signs of slopes,
             by a factor of 55 at most, and a schedule that peaks before 15 % of the run is capped by a warm-up until
@@ -618,7 +634,10 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             return super().get_lr()
         if self._phase is not None:
             return self._phase.spread.rates(self._phase.spread.scheduled)
-        return self._cycle.spread.rates(super().get_lr())
+        return self._cycle.spread.rates(self._scheduled())
+
+    def _scheduled(self) -> list[float | Tensor]:
+        return one_cycle_at(self, self.cycle.position)
 
     def _new_cycle(self) -> Cycle:
         before = 0 if self._scouted is None else self._scouted.plan.steps
@@ -681,7 +700,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             group["max_lr"], group["initial_lr"] = peak, peak / self._arguments["div_factor"]
             group["min_lr"] = group["initial_lr"] / self._arguments["final_div_factor"]
         self.base_lrs = [group["initial_lr"] for group in groups]
-        for group, rate in zip(groups, scheduled_now(self), strict=True):
+        for group, rate in zip(groups, one_cycle_at(self, 0), strict=True):
             write_entry(group, "lr", rate)
         self._take(self._new_cycle())
 
@@ -711,7 +730,8 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         if scout is not None and scouted is not None:
             scouted, phase = Scouted(scouted.plan, scouted.settings, scout.ratios, scout.found), scout.phase
         if phase is None or scouted is None:
-            schedule = checkpoint_checks.checked_schedule(self._schedule_state(), state_dict, hdet.step, "scheduler")
+            made = hdet.origin + hdet.step
+            schedule = checkpoint_checks.checked_schedule(self._schedule_state(), state_dict, made, "scheduler")
         else:
             miniature = scouted.round_arguments(phase.round, phase.bracket)
             as_built = built_state(self._inner, {**self._arguments, **miniature})
@@ -722,8 +742,8 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                 if scouted is not None:
                     self._begin_run(scouted)
                 super().load_state_dict(schedule)
-                write_momentum(self)
                 checkpoint.restore(self.cycle, hdet)
+                write_momentum(self, self.cycle.position)
             else:
                 again = self._begin_phase_again(scouted)
                 checkpoint.restore(self.cycle, hdet)
@@ -754,8 +774,14 @@ class HDETScheduler(WithCycle, LRScheduler):
         total_steps: the length of the run; schedulers that know it (OneCycleLR, CosineAnnealingLR) need not be told.
             Without it pass ``sync_every`` and ``auto_lr=False``, and call ``converge()`` after the last step.
 
-    The other keywords are those of :class:`HDETOneCycleLR`.
+    The other keywords are those of :class:`HDETOneCycleLR`. Where training broke, a schedule that was played begins again
+    over the steps that remain, and any other goes on below a warm-up.
+
+    Attributes:
+        _played: the wrapped schedule, played to its end; None if it was not, or cannot be played.
     """
+
+    _played: Rehearsal | None = None
 
     def __init__(
         self,
@@ -830,9 +856,14 @@ class HDETScheduler(WithCycle, LRScheduler):
             one_cycle_peak(base) if isinstance(base, OneCycleLR) else 0.3,
             getattr(base, "cycle_momentum", False),
             # OneCycleLR tells its peak, and it anneals.
-            None if isinstance(base, OneCycleLR) else partial(rehearse, base),
+            None if isinstance(base, OneCycleLR) else self._rehearsed,
         )
         return build_cycle(self._inner, facts, self._options)
+
+    def _rehearsed(self, total_steps: int) -> Rehearsal | None:
+        """Play the wrapped schedule ahead, and keep what it said for a run that begins anew."""
+        self._played = rehearse(self.base_scheduler, total_steps)
+        return self._played
 
     def _attach(self) -> None:
         attach(self.cycle, self.base_scheduler, before=self._find_replicas)
@@ -840,7 +871,7 @@ class HDETScheduler(WithCycle, LRScheduler):
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
         """Steps so far."""
-        return self.cycle.step
+        return self.cycle.made
 
     @property
     def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
@@ -857,10 +888,12 @@ class HDETScheduler(WithCycle, LRScheduler):
         cycle = self.cycle
         changed = cycle.end_step(loss, last_step)
         groups = self._inner.param_groups
-        # Chainable schedulers compute the next learning rate from the current one: give them the base back.
+        # Chainable schedulers compute the next learning rate from the current one: give them their own back.
+        if cycle.origin:
+            cycle.spread.scheduled = self.base_scheduler.get_last_lr()
         cycle.spread.give_back(groups)
         self.base_scheduler.step()
-        for group, rate in zip(groups, cycle.spread.rates(learning_rates(self._inner)), strict=True):
+        for group, rate in zip(groups, cycle.spread.rates(self._scheduled()), strict=True):
             write_entry(group, "lr", rate)
         self._last_lr = learning_rates(self._inner)
         if changed:
@@ -870,6 +903,21 @@ class HDETScheduler(WithCycle, LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         return self.cycle.spread.rates(self.cycle.spread.scheduled)
+
+    def _scheduled(self) -> list[float | Tensor]:
+        """Return the learning rates of the wrapped schedule, which has made its step, where the cycle is now.
+
+        Where the run began again, OneCycleLR is computed there, and others are read from what was played ahead. One
+        that could not be played goes on, below a warm-up.
+        """
+        now, cycle = learning_rates(self._inner), self.cycle
+        if not cycle.origin:
+            return now
+        if isinstance(self.base_scheduler, OneCycleLR):
+            return one_cycle_at(self.base_scheduler, cycle.position)
+        if self._played is not None:
+            return self._played.at(cycle.position - self._played.first, like=now)
+        return below_warm_up(now, self._inner.param_groups, cycle)
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may write other learning rates
@@ -886,11 +934,11 @@ class HDETScheduler(WithCycle, LRScheduler):
         base, saved = self.base_scheduler, checkpoint.unpacked(state_dict.get("base_scheduler"))
         of_torch = type(base).__module__.startswith("torch.")
         schedule = checkpoint_checks.checked_schedule(
-            base.state_dict(), saved, hdet.step, "base_scheduler", of_torch=of_torch
+            base.state_dict(), saved, hdet.origin + hdet.step, "base_scheduler", of_torch=of_torch
         )
         with self._undone_on_error(), checkpoint.schedule_loaded(base, schedule):
-            write_momentum(base)
             checkpoint.restore(self.cycle, hdet)
+            write_momentum(base, self.cycle.position)
             self._last_lr = learning_rates(self._inner)
         self.cycle.steps.begin_anew()
 

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule.acts import Act
 from hdet_kernels.schedule.arguments import HasBuffers
-from hdet_kernels.schedule.build import scheduled_now, write_momentum
+from hdet_kernels.schedule.build import one_cycle_at, write_momentum
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradients import fingerprint
 from hdet_kernels.schedule.losses import NONE_RECORDED, Loss, checked_loss, run_probe
@@ -59,7 +59,7 @@ from hdet_kernels.schedule.scout.rounds import (
     team_candidates,
     together,
 )
-from hdet_kernels.schedule.undo.undoing import LastSound
+from hdet_kernels.schedule.undo.undoing import KeptStart
 
 log = logging.getLogger("hdet_kernels")
 
@@ -149,7 +149,7 @@ class Scouting:
         self.round = self.step = 0
         self.bracket: Bracket = first_bracket(scouted.settings)
         self.near: Comparison | None = None
-        self.start = LastSound(cycle.optimizer, cycle.converger, None, cycle.buffers)
+        self.start = KeptStart(cycle.optimizer, cycle.converger, None, cycle.buffers)
         # The first step comes after a forward pass, which may change buffers (BatchNorm).
         self._buffers, self._digest = self.start.copied_buffers(), self.start.digest()
         self._loaded = False  # weights were loaded since then
@@ -280,7 +280,7 @@ class Scouting:
     def _keep_start(self) -> None:
         self.own.share_state()
         # Other parameters than at construction were written by hand in the meantime, and the buffers with them.
-        self.start.keep_start(0, self._buffers if self._loaded or self._unmoved() else None)
+        self.start.keep(0, self._buffers if self._loaded or self._unmoved() else None)
         self._buffers = []
         self._fresh = not any(self.optimizer.state.values())
         self.own.separate_state()
@@ -454,7 +454,7 @@ class Scouting:
 
     # The model that the run begins with
 
-    def converge(self) -> None:
+    def converge(self) -> Never:
         """Raise RuntimeError: the replicas are not to be averaged now."""
         raise RuntimeError(
             f"scheduler.converge() at step {self.made}: until step {self.scouted.plan.steps} every replica tries "
@@ -525,12 +525,12 @@ class Scouting:
         self._probed = torch.tensor(probed, dtype=torch.float64, device="cpu") if isinstance(probed, list) else probed
         self.certain = state["certain"]
         self.own.shared_state, self._fresh = state["shared_state"], state["fresh"]
-        self.start = LastSound(self.optimizer, self.cycle.converger, None, self.cycle.buffers)
+        self.start = KeptStart(self.optimizer, self.cycle.converger, None, self.cycle.buffers)
         self.start.load_state_dict(state["start"], own=True)
         if self.start.step is not None:
             self._buffers = []
         self._begin_round()
         self.schedule.load_state_dict(schedule)
-        write_momentum(self.schedule)
-        self._fan_out(scheduled_now(self.schedule))
+        write_momentum(self.schedule, self.step)
+        self._fan_out(one_cycle_at(self.schedule, self.step))
         self.own.share_in_teams(self.in_teams)  # last, because it is not undone if something raises

@@ -1,8 +1,8 @@
 """A copy of many tensors that is kept over training steps, and the whole state of any optimizer for such a copy.
 
-A copy is on the device of its tensors if there is room, else in host memory. Room is a quarter of the memory of the
-device that nobody has reserved. Host memory is pinned, so that a copy to it does not stop the training. It is awaited
-only when the copy is read.
+A copy is on the device of its tensors if there is room, else, or as the user wishes, in host memory. Room is a quarter
+of the memory of the device that nobody has reserved. Host memory is pinned, so that a copy to it does not stop the
+training. It is awaited only when the copy is read.
 
 Optimizer state comes into being with the first step. To return to a time before it means that it is as before its first
 step: the state of a fused optimizer becomes zeros in place, because captured CUDA graphs hold its addresses. The
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ log = logging.getLogger("hdet_kernels")
 SHARE = 0.25
 
 Tree = Any
+Place = Literal["auto", "cpu"]
 
 
 def tensors_in(tree: Tree) -> Iterator[Tensor]:
@@ -49,9 +50,13 @@ def with_tensors(tree: Tree, tensors: Iterator[Tensor]) -> Tree:
 
 
 class KeptTensors:
-    """A copy of the tensors in nested dicts and lists, which the next one of the same shapes overwrites."""
+    """A copy of the tensors in nested dicts and lists, which the next one of the same shapes overwrites.
 
-    def __init__(self) -> None:
+    ``on``: ``"auto"``: on the device of the tensors if there is room; ``"cpu"``: in host memory.
+    """
+
+    def __init__(self, on: Place = "auto") -> None:
+        self.on = on
         self._tree: Tree = None
         self._lent = False  # somebody else holds these tensors, so that they must not be overwritten
         self._copied: dict[torch.device, torch.cuda.Event] = {}
@@ -65,7 +70,7 @@ class KeptTensors:
         if self._lent or [_layout(tensor) for tensor in held] != [_layout(tensor) for tensor in sources]:
             held = []
             self.drop()  # before memory is asked for
-            held = empty_copies(sources)
+            held = empty_copies(sources, self.on)
         self._wait()
         copy_all(held, sources)
         self._tree = with_tensors(tree, iter(held))
@@ -119,9 +124,10 @@ def _waits(target: Tensor, source: Tensor) -> bool:
     return any(tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in (target, source))
 
 
-def empty_copies(sources: Sequence[Tensor]) -> list[Tensor]:
+def empty_copies(sources: Sequence[Tensor], on: Place = "auto") -> list[Tensor]:
     """Return tensors for a copy of ``sources``: on their device if there is room, else in pinned host memory."""
-    to_host = {device for device in {tensor.device for tensor in sources} if _crowded(device, sources)}
+    devices = {tensor.device for tensor in sources}
+    to_host = {device for device in devices if device.type == "cuda" and (on == "cpu" or _crowded(device, sources))}
     try:
         return [_empty(tensor, host=tensor.device in to_host) for tensor in sources]
     except torch.OutOfMemoryError:
@@ -129,8 +135,6 @@ def empty_copies(sources: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _crowded(device: torch.device, sources: Sequence[Tensor]) -> bool:
-    if device.type != "cuda":
-        return False
     # Memory that torch has reserved and does not use now is that of the next step's activations.
     free, _ = torch.cuda.mem_get_info(device)
     return sum(tensor.nbytes for tensor in sources if tensor.device == device) > SHARE * free
@@ -161,16 +165,10 @@ _INITIAL = {
 }
 
 
-def whole_state(optimizer: Optimizer, *, alike: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by name, and its other values. The tensors are those in use.
-
-    Args:
-        optimizer: any optimizer.
-        alike: whether all replicas of a stack have the same state, so that one of each suffices.
-    """
+def whole_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state by name, and its other values. The tensors are those in use."""
     if (flats := _flats(optimizer)) is not None:
-        # Only state that every replica of a stack has for itself is 2-D.
-        return {name: flat[0] if alike and flat.dim() == 2 else flat for name, flat in flats().items()}, {}
+        return flats(), {}
     tensors, others = {}, {}
     for name, _, value in _entries(optimizer):
         if isinstance(value, Tensor):

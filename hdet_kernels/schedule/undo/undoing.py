@@ -1,13 +1,14 @@
-"""Undo what broke: return all replicas to the last sound average, a limited number of times in a run.
+"""Undo what broke: return all replicas to the start of the run, a limited number of times.
 
 The controller judges every sync at which it acts (:class:`.protocol.UndoingController`). All processes see the same
-losses, so that they judge alike; the handshake of a sync tells whether all of them keep the same average.
+losses, so that they judge alike; the handshake of a sync tells whether all of them keep the start. After a return the
+schedule begins again over the steps that remain, which is not done here.
 
-The copy of the last sound average (:class:`LastSound`) has everything that training changes: the parameters of the
-replicas held here (in full precision where they have master weights), the model's buffers, the whole state of the
-optimizer, and the references of the outer optimizer, of the compression and of the hypergradient. After an average the
-replicas of a stack are equal, and one of them is copied. A return writes into the tensors that are in use: captured
-CUDA graphs, views and hooks keep their addresses.
+The copy of the start (:class:`KeptStart`) has everything that training changes: the parameters of the replicas held
+here (in full precision where they have master weights), the model's buffers, the whole state of the optimizer, and the
+references of the outer optimizer, of the compression and of the hypergradient. It is made once, before the first step.
+Replicas of a stack that begin equal are copied once. A return writes into the tensors that are in use: captured CUDA
+graphs, views and hooks keep their addresses.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,27 +31,31 @@ from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.schedule.acts import Return
 from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.gradients import Displacement
-from hdet_kernels.schedule.undo.copies import KeptTensors, copy_all, reset_others, state_pairs, whole_state
+from hdet_kernels.schedule.undo.copies import KeptTensors, Place, copy_all, reset_others, state_pairs, whole_state
 from hdet_kernels.tensors import local, unique, wide_dtype
 
 log = logging.getLogger("hdet_kernels")
 
 #: Entries of a saved copy that tell what it is of.
-_ABOUT = ("step", "level", "part", "rows")
+_ABOUT = ("step", "part", "rows")
 
 
-class LastSound:
-    """Keeps a copy of the replicas held here, and brings them back to it.
+#: Fewest steps over which a schedule begins again: its first and its last.
+FEWEST_LEFT = 2
+
+
+class KeptStart:
+    """Keeps a copy of the replicas held here as they are before their first step, and brings them back to it.
 
     Args:
         optimizer: its state is kept.
         converger: its parameters are kept, and what it remembers from one average to the next.
         displacement: of the hypergradient, if there is one: it begins anew after a return.
         buffers: returns the current buffers of the model.
+        on: ``"auto"``: on the device of the tensors if there is room; ``"cpu"``: in pinned host memory.
 
     Attributes:
         step: the step after which the copy was made; None if there is none.
-        level: mean loss at that step, if it is known.
     """
 
     def __init__(
@@ -58,12 +64,12 @@ class LastSound:
         converger: Converger,
         displacement: Displacement | None,
         buffers: Callable[[], Sequence[Tensor]],
+        on: Place = "auto",
     ) -> None:
         self.optimizer, self.converger, self.displacement = optimizer, converger, displacement
         self.buffers = buffers
         self.step: int | None = None
-        self.level: float | None = None
-        self.copy = KeptTensors()
+        self.copy = KeptTensors(on)
         self._own = True  # a process with these replicas made the copy
 
     @property
@@ -72,35 +78,18 @@ class LastSound:
         on_gpu = any(param.is_cuda for param in self.converger.tensors.params)
         return not (on_gpu and torch.cuda.is_current_stream_capturing())
 
-    def keep(self, step: int, level: float | None, *, params_alike: bool, state_alike: bool) -> None:
-        """Copy the replicas after an average, in the place of the copy before.
-
-        Args:
-            step: the finished steps.
-            level: mean loss, if it is known.
-            params_alike: whether the parameters of all replicas held here are equal.
-            state_alike: the same of the optimizer's state.
-        """
-        params = self._full()
-        self._keep(step, level, _first_rows(params) if params_alike and self._stacked else params, state_alike)
-
-    def keep_start(self, step: int, buffers: Sequence[Tensor] | None = None) -> None:
+    def keep(self, step: int, buffers: Sequence[Tensor] | None = None) -> None:
         """Copy the replicas before the first step. Those of a stack may begin apart, so that this waits.
 
-        ``buffers``: what :meth:`copied_buffers` returned earlier, if a forward pass may have changed them since then.
+        Args:
+            step: the finished steps of the schedule.
+            buffers: what :meth:`copied_buffers` returned earlier, if a forward pass may have changed them since then.
         """
         params = self._full(read=True)
         if self._stacked and all(bool((param == param[:1]).all()) for param in params):
-            params = _first_rows(params)
-        self._keep(step, None, params, state_alike=False)
-        if buffers is not None:
-            pairs = [pair for pair in zip(self.copy.read()["buffers"], buffers, strict=False) if fits(*pair)]
-            copy_all([kept for kept, _ in pairs], [earlier for _, earlier in pairs])
-            self.copy.was_read()
-
-    def _keep(self, step: int, level: float | None, params: list[Tensor], state_alike: bool) -> None:
+            params = [param[0] for param in params]
         self.step = None  # if it fails, there is no copy
-        tensors, others = whole_state(self.optimizer, alike=state_alike)
+        tensors, others = whole_state(self.optimizer)
         self.copy.copy(
             {
                 "params": params,
@@ -112,7 +101,11 @@ class LastSound:
                 "outer": self.converger.outer_state_dict(copied=False),
             }
         )
-        self.step, self.level, self._own = step, level, True
+        self.step, self._own = step, True
+        if buffers is not None:
+            pairs = [pair for pair in zip(self.copy.read()["buffers"], buffers, strict=False) if fits(*pair)]
+            copy_all([kept for kept, _ in pairs], [earlier for _, earlier in pairs])
+            self.copy.was_read()
 
     def copied_buffers(self, before: Sequence[Tensor] = (), except_of: HasBuffers | None = None) -> list[Tensor]:
         """Return copies of the model's buffers.
@@ -153,7 +146,7 @@ class LastSound:
         for name, now, saved in named:
             if not fits(now, saved):
                 raise RuntimeError(
-                    f"{name} has shape {tuple(now.shape)}, and {tuple(saved.shape)} in the copy of step {self.step}, "
+                    f"{name} has shape {tuple(now.shape)}, and {tuple(saved.shape)} in the copy of the start, "
                     "so that the replicas cannot return to it: do not change the model while it is trained"
                 )
         # Modules may replace their buffers by others, which are left as they are.
@@ -201,7 +194,7 @@ class LastSound:
 
     def drop(self) -> None:
         """Free the copy."""
-        self.step = self.level = None
+        self.step = None
         self.copy.drop()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -209,7 +202,7 @@ class LastSound:
         if self.step is None:
             return None
         ensemble = self.converger.ensemble
-        about = (self.step, self.level, [ensemble.part, ensemble.parts], ensemble.rows)
+        about = (self.step, [ensemble.part, ensemble.parts], ensemble.rows)
         kept, now = self.copy.lend(), [_real(buffer) for buffer in self._buffers()]
         # A return leaves a buffer that was replaced since then as it is. None stands for it, because it does not fit.
         saved = [*kept["buffers"], *[None] * len(now)][: len(now)]
@@ -259,20 +252,19 @@ class LastSound:
     def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
         """Take over a saved copy. ``own``: whether a process with the same replicas saved it.
 
-        That of another part of a replica, or of another number of replicas in a process, is left out. The next sound
-        average takes its place.
+        That of another part of a replica, or of another number of replicas in a process, is left out.
         """
         self.drop()
         if state is None:
             return
         if not self._is_of_here(state):
             log.info(
-                "the checkpoint's copy of step %d is of part %s of a replica and of %d replicas, which this process "
-                "does not hold: it is left out, and until the next sound average nothing can be undone",
-                *(state["step"], state["part"], state["rows"]),
+                "the checkpoint's copy of the start is of part %s of a replica and of %d replicas, which this process "
+                "does not hold: it is left out, and nothing can be undone",
+                *(state["part"], state["rows"]),
             )
             return
-        self.step, self.level, self._own = state["step"], state["level"], own
+        self.step, self._own = state["step"], own
         self.copy.take({name: entry for name, entry in state.items() if name not in _ABOUT})
 
     def _is_of_here(self, state: dict[str, Any]) -> bool:
@@ -308,24 +300,20 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _first_rows(params: list[Tensor]) -> list[Tensor]:
-    return [param[0] for param in params]
-
-
 class Undoing:
-    """Keeps the last sound average, returns to it, and counts the returns.
+    """Keeps the start of a run, returns to it, and counts the returns.
 
     Args:
         spread: its controller judges, and its state changes with a return.
         controller: that controller.
-        last_sound: the copy of the average.
+        start: the copy of the start.
 
     Attributes:
         returns: how often the replicas have returned so far.
     """
 
-    def __init__(self, spread: Spread, controller: UndoingController, last_sound: LastSound) -> None:
-        self.spread, self.controller, self.last_sound = spread, controller, last_sound
+    def __init__(self, spread: Spread, controller: UndoingController, start: KeptStart) -> None:
+        self.spread, self.controller, self.start = spread, controller, start
         self.returns = 0
         self._told = False
 
@@ -349,88 +337,89 @@ class Undoing:
         controller = spread.controller
         if not isinstance(controller, UndoingController) or not returns_allowed(controller):
             return None
-        return Undoing(spread, controller, LastSound(optimizer, converger, displacement, buffers))
+        on: Place = getattr(controller, "undo_on", "auto")
+        return Undoing(spread, controller, KeptStart(optimizer, converger, displacement, buffers, on))
 
     @property
     def kept(self) -> int | None:
-        """The step of the average to which this process can return; None if it cannot."""
-        return self.last_sound.step if self.returns < self.controller.undo else None
+        """The step of the start to which this process can return; None if it cannot."""
+        return self.start.step if self.returns < self.controller.undo else None
 
     def keep_start(self, run: Run, step: int) -> None:
-        """Keep the replicas as they are before the first step, which is sound."""
+        """Keep the replicas as they are before the first step."""
         if self.returns >= self.controller.undo or not run.acts_after(self.controller, step):
             return
-        if self.last_sound.can_copy:
-            self.last_sound.keep_start(step)
+        if self.start.can_copy:
+            self.start.keep(step)
         else:
             log.warning(
-                "the first step is captured in a CUDA graph, so that the start cannot be kept: nothing can be undone "
-                "before the first sound average; make a step before capturing to have it kept"
+                "the first step is captured in a CUDA graph, so that the start cannot be kept and nothing can be "
+                "undone: make a step before capturing to have it kept"
             )
 
     def act(self, run: Run, seen: Observation, outcome: Outcome, *, landed: int) -> Return | None:
-        """Let the controller act on a sync: move the base values, or return to the last sound average.
+        """Let the controller act on a sync: move the base values, or return to the start.
 
         Args:
             run: the run.
             seen: the sync.
             outcome: its average, which is in place.
-            landed: the step after which the average was applied.
+            landed: the step after which that was applied.
 
         Returns:
-            The return to the last sound average; None if there was none.
+            The return to the start, with the run that begins then; None if there was none.
         """
-        judgement = self.controller.judge(run, self.spread.controller_state, seen)
-        if judgement == "broken" and self.can_go_back(outcome.kept):
-            return self.go_back(run, seen)
+        broke = self.controller.broke(run, self.spread.controller_state, seen)
+        if broke and self.can_go_back(outcome.kept, run, landed):
+            return self.go_back(run, seen, landed=landed)
         self.spread.move(run, seen)
-        if judgement == "broken":
+        if broke:
             self._tell(seen)
         if not run.acts_after(self.controller, seen.step):
-            self.last_sound.drop()
-        elif judgement == "sound" and self.returns < self.controller.undo:
-            alike = landed == seen.step  # replicas that have trained on while they were averaged are apart
-            self.last_sound.keep(seen.step, _level(seen), params_alike=alike, state_alike=alike and outcome.state)
+            self.start.drop()
         return None
 
-    def go_back(self, run: Run, seen: Observation) -> Return:
-        """Return to the last sound average."""
-        kept = self.last_sound
-        state = self.controller.undone(run, self.spread.controller_state, seen)  # first, because it may raise
-        kept.restore()
+    def go_back(self, run: Run, seen: Observation, *, landed: int) -> Return:
+        """Return to the start. The schedule has to begin again, over the steps of the run that is returned.
+
+        Args:
+            run: the run so far.
+            seen: the sync.
+            landed: the step after which its average was applied: the last one before the new beginning.
+        """
+        # First, because a controller may raise.
+        state = self.controller.begun_anew(run, self.spread.controller_state, seen)
+        rest = self.controller.prepare(run.rest(landed))
+        self.start.restore()
         self.spread.controller_state = state
         self.returns += 1
-        made = Return(kept.step or 0, kept.level, self.returns, self.controller.undo)
-        if self.returns >= self.controller.undo or not run.acts_after(self.controller, seen.step):
-            kept.drop()
-        return made
+        if self.returns >= self.controller.undo or not rest.acts_after(self.controller, 0):
+            self.start.drop()
+        return Return(replace(rest, slopes=run.slopes), self.returns, self.controller.undo)
 
-    def can_go_back(self, agreed: int | None) -> bool:
-        """Return whether all processes keep the same average, of step ``agreed``, and returns are left."""
-        return agreed is not None and agreed == self.kept
+    def can_go_back(self, agreed: int | None, run: Run, landed: int) -> bool:
+        """Return whether all processes keep the start, made after step ``agreed``, and returns and steps are left."""
+        steps_left = run.total_steps is None or run.total_steps - landed >= FEWEST_LEFT
+        return agreed is not None and agreed == self.kept and steps_left
 
     def _tell(self, seen: Observation) -> None:
         """Warn, once and in the first process, that training broke and nothing can be undone."""
-        ensemble = self.last_sound.converger.ensemble
+        ensemble = self.start.converger.ensemble
         if not self._told and (ensemble.replica, ensemble.part) == (0, 0):
             self._told = True
+            finite = seen.losses[np.isfinite(seen.losses)]
             log.warning(
-                "step %d: training broke (mean loss %s) and is not undone: returns made: %d of at most %d, last sound "
-                "average: step %s",
-                *(seen.step, _level(seen), self.returns, self.controller.undo, self.last_sound.step),
+                "step %d: training broke (mean loss %s) and is not undone: returns made: %d of at most %d; the start "
+                "is %skept",
+                *(seen.step, f"{finite.mean():.4g}" if len(finite) else "not finite", self.returns),
+                *(self.controller.undo, "" if self.start.step is not None else "not "),
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of returns, and the copy."""
-        return {"returns": self.returns, "kept": self.last_sound.state_dict()}
+        return {"returns": self.returns, "kept": self.start.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
         """Load a saved state, if there is one. ``own``: whether a process with the same replicas saved it."""
         self.returns = 0 if state is None else state["returns"]
-        self.last_sound.load_state_dict(None if state is None else state["kept"], own=own)
-
-
-def _level(seen: Observation) -> float | None:
-    """Return the mean of the finite losses; None if there is none."""
-    finite = seen.losses[np.isfinite(seen.losses)]
-    return float(finite.mean()) if len(finite) else None
+        self.start.load_state_dict(None if state is None else state["kept"], own=own)
