@@ -450,8 +450,7 @@ class Rehearsal:
         """Return the learning rates nearest to ``step`` steps after the first; tensors where ``like`` has them."""
         row: list[float] = self.rates[min(round(step), len(self.rates) - 1)].tolist()
         return [
-            torch.full_like(now, rate) if isinstance(now, Tensor) else rate
-            for now, rate in zip(like, row, strict=True)
+            torch.full_like(now, rate) if isinstance(now, Tensor) else rate for now, rate in zip(like, row, strict=True)
         ]
 
 

@@ -774,8 +774,8 @@ class HDETScheduler(WithCycle, LRScheduler):
         total_steps: the length of the run; schedulers that know it (OneCycleLR, CosineAnnealingLR) need not be told.
             Without it pass ``sync_every`` and ``auto_lr=False``, and call ``converge()`` after the last step.
 
-    The other keywords are those of :class:`HDETOneCycleLR`. Where training broke, a schedule that was played begins again
-    over the steps that remain, and any other goes on below a warm-up.
+    The other keywords are those of :class:`HDETOneCycleLR`. Where training broke, a schedule that was played begins
+    again over the steps that remain, and any other goes on below a warm-up.
 
     Attributes:
         _played: the wrapped schedule, played to its end; None if it was not, or cannot be played.
