@@ -3,9 +3,9 @@
 A design is played through the observations, with constants that were fitted without each task's family.
 ``python -m bench.quality replay --designs`` writes the outcomes into ``results/designs.json``, which the page shows.
 
-At each sync the controller sees the recorded run whose learning rate is nearest to the one that it has chosen. A run
-ends with the loss that the grid has at its last learning rate. A return to an earlier average therefore costs nothing
-but the lower learning rate, and a run that was far too high ends as if it never had been."""
+At each sync the controller sees the recorded run whose learning rate is nearest to the one that it has chosen. Where it
+finds that training broke, the run begins again, over the steps that remain. It ends with the loss that the grid has at
+its last learning rate, and with what a shorter run costs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ from hdet_kernels.controller.regression import RegressionController
 
 # A task counts as worse than plain from so many percent on: the log-interpolated grid is not more exact.
 WORSE = 0.3
+# Excess of a run in half of the steps, in percent: that of a share s is (1/s - 1) times it. Measured at s = 0.85, in the
+# median of 31 tasks.
+SHORTER = 5.7
 
 
 def replay(seen: Observed, controller: RegressionController, start: float, seed: int, probe: bool) -> float:
-    """Return how many octaves above the best a run ends.
+    """Return how far a run ends above the best, in percent.
 
     Args:
         seen: The recorded runs of the task.
@@ -42,18 +45,22 @@ def replay(seen: Observed, controller: RegressionController, start: float, seed:
     """
     runs = np.flatnonzero(seen.seeds == seed)
     run, state, left = seen.described(controller, probe), controller.start(1), controller.undo
-    for at in range(len(seen.step)):
+    at, share = 0, 1.0
+    while at < len(seen.step):
         mu = state["mu"][0]
         octaves = math.log2(start) + mu / math.log(2)
         nearest = int(runs[np.abs(seen.octaves[runs] - octaves).argmin()])
         observation = seen.observation(at, nearest, probe, mu)
         finite = bool(np.isfinite(observation.losses).any())
-        broken = not finite or controller.judge(run, state, observation) == "broken"
-        if broken and left:
-            state, left = controller.undone(run, state, observation), left - 1
-        elif finite:
+        if left and (not finite or controller.broke(run, state, observation)):
+            state, left = controller.begun_anew(run, state, observation), left - 1
+            at, share = 0, share * (1 - observation.step / seen.steps)
+            continue
+        if finite:
             state = controller.update(run, state, observation)
-    return math.log2(start) + float(state["mu"][0]) / math.log(2)
+        at += 1
+    octaves = math.log2(start) + float(state["mu"][0]) / math.log(2)
+    return seen.excess(octaves) + SHORTER * (1 / share - 1)
 
 
 def excesses(
@@ -63,8 +70,8 @@ def excesses(
     found = {}
     for task, seen in observed.items():
         if seen.reaches(math.log2(start)):
-            ends = [replay(seen, controllers[task], start, int(seed), probe) for seed in np.unique(seen.seeds)]
-            found[task] = float(np.mean([seen.excess(end) for end in ends])), seen.excess(math.log2(start))
+            own = [replay(seen, controllers[task], start, int(seed), probe) for seed in np.unique(seen.seeds)]
+            found[task] = float(np.mean(own)), seen.excess(math.log2(start))
     return found
 
 
@@ -93,8 +100,9 @@ TRIED: dict[str, dict[str, Any]] = {
     "trust=10": {"trust": 10.0},
     "trust=30": {"trust": 30.0},
     "trust=None": {"trust": None},
-    "returns only, no edge": {"edge_cost": 1e300},
-    "edge only, no returns": {"undo": 0},
+    "without the first slopes": {"turned_mean": 1e300},
+    "without the edge of stability": {"edge_cost": 1e300},
+    "without falling back": {"break_share": 1e300},
 }
 
 

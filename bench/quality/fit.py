@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from bench.markdown import table
 from bench.quality import held_out, observations
+from bench.quality.designs import replay
+from bench.quality.excess import CAP
 from bench.quality.observations import Observed
 from bench.quality.tasks import TASKS
 from hdet_kernels.controller.regression import RegressionController, Soundness, evidence, path_length
@@ -32,6 +34,9 @@ NEAR = 0.5
 # Candidates of ``break_share`` and ``break_noise``.
 BREAK_SHARES = tuple(round(0.05 * k, 2) for k in range(2, 20))
 BREAK_NOISES = (4.0, 8.0, 16.0)
+# Candidates of ``cut``, and the starts that they are compared from, over the best.
+CUTS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+CUT_STARTS = (1.0, 3.0, 10.0, 30.0)
 
 BREAKS = [
     [RegressionSettings(break_share=share, break_noise=noise) for share in BREAK_SHARES] for noise in BREAK_NOISES
@@ -49,6 +54,8 @@ class Measured:
         wrong_signs: Share of clear signs of slopes that disagree with the side of the turn of their run.
         too_high, too_low: Mean excess of learning rates one and two octaves above and below the best, in percent.
         edge_costs: Highest median cost of an e-fold larger learning rate over the gain, of each run at the best.
+        turned: Highest mean of the first slopes over their errors, while they are judged, of each run at the best.
+        after_cut: Mean excess from ``CUT_STARTS``, in percent, by the factor by which a return lowers the learning rate.
         broken: By start, which pairs of ``BREAK_SHARES`` and ``BREAK_NOISES`` judge each run broken: [runs, shares,
             noises]. Starts outside the grid have no runs.
     """
@@ -58,6 +65,8 @@ class Measured:
     too_high: float
     too_low: float
     edge_costs: list[float]
+    turned: list[float]
+    after_cut: dict[float, float]
     broken: dict[float, Flags]
 
 
@@ -74,6 +83,8 @@ def measure(seen: Observed, settings: RegressionSettings) -> Measured:
         too_high=float(np.mean([seen.excess(octaves) for octaves in COST_OCTAVES])),
         too_low=float(np.mean([seen.excess(-octaves) for octaves in COST_OCTAVES])),
         edge_costs=[edge_cost_of(course) for course in courses[AT_BEST]],
+        turned=[highest_mean_slope(course, settings) for course in courses[AT_BEST]],
+        after_cut={cut: after_cut(seen, cut) for cut in CUTS},
         broken={
             start: np.array([broken(c, len(seen.step)) for c in found]) for start, found in courses.items() if found
         },
@@ -112,7 +123,7 @@ def played(seen: Observed, run: int, probe: bool) -> list[Soundness]:
 
     The controller sees every sync, but nothing that it does comes into effect.
     """
-    controller = RegressionController(settings=RegressionSettings(edge_cost=1e300))
+    controller = RegressionController()
     described, state = seen.described(controller, probe), controller.start(1)
     courses = []
     for at in range(len(seen.step)):
@@ -130,6 +141,23 @@ def edge_cost_of(courses: list[Soundness]) -> float:
     return max((median(course.costs) for course in courses if len(course.costs) == cycles), default=-math.inf)
 
 
+def highest_mean_slope(courses: list[Soundness], settings: RegressionSettings) -> float:
+    """Return the ``turned_mean`` from which on the first slopes of a run would not have asked for less at any sync."""
+    judged = (course for course in courses if settings.turned_from <= course.path <= settings.turned_until)
+    return max((course.mean_slope for course in judged if course.count), default=-math.inf)
+
+
+def after_cut(seen: Observed, cut: float) -> float:
+    """Return the mean excess from ``CUT_STARTS``, in percent, where a return lowers the learning rate by ``cut``."""
+    controller = RegressionController(settings=RegressionSettings(cut=cut))
+    starts = [start for start in CUT_STARTS if seen.reaches(math.log2(start))]
+    return _mean(
+        min(replay(seen, controller, start, int(seed), probe=False), CAP)
+        for start in starts
+        for seed in np.unique(seen.seeds)
+    )
+
+
 def broken(courses: list[Soundness], syncs: int) -> Flags:
     """Return with which pairs of candidates a run is judged broken at any sync: [shares, noises]."""
     if len(courses) < syncs:  # a loss is not finite
@@ -137,7 +165,7 @@ def broken(courses: list[Soundness], syncs: int) -> Flags:
     found = np.zeros((len(BREAK_SHARES), len(BREAK_NOISES)), dtype=np.bool_)
     for j, candidates in enumerate(BREAKS):
         for i, settings in enumerate(candidates):
-            found[i, j] = any(before.judge(now.last, settings) == "broken" for before, now in pairwise(courses))
+            found[i, j] = any(before.fell_back(now.last, settings) for before, now in pairwise(courses))
             if not found[i, j]:  # nor with any larger share
                 break
     return found
@@ -162,23 +190,26 @@ def fit(tasks: Sequence[Measured]) -> Fit:
         "task_deviation": float(np.std(turns, ddof=1)),
         "sign_error": _mean(task.wrong_signs for task in tasks),
         "quantile": 1 / (1 + cost_ratio),
-        "edge_cost": edge_cost(tasks),
+        "edge_cost": rarely_above([task.edge_costs for task in tasks], 0.01),
+        "turned_mean": rarely_above([task.turned for task in tasks], 0.05),
+        "cut": min(CUTS, key=lambda cut: _mean(task.after_cut[cut] for task in tasks)),
         "break_share": share,
         "break_noise": noise,
     }
     return {name: float(f"{value:.{DIGITS}g}") for name, value in found.items()}
 
 
-def edge_cost(tasks: Sequence[Measured]) -> float:
-    """Return the smallest cost, in steps of 0.01, that runs at the best learning rate nearly never see.
+def rarely_above(found: Sequence[Sequence[float]], step: float) -> float:
+    """Return the smallest positive multiple of ``step`` that runs at the best learning rate are nearly never above.
 
-    Every task counts by the share of its runs that see it, with a probe and without.
+    Args:
+        found: of every task the highest value of each run, with a probe and without. Every task counts alike.
+        step: between two candidates.
     """
-    for hundredths in range(1, 1000):
-        cost = hundredths / 100
-        if _mean(_mean(found > cost for found in task.edge_costs) for task in tasks) <= FALSE_ALARMS:
-            return cost
-    raise ValueError("more than 5 % of the runs at the best learning rate see a cost of 10 times what was gained")
+    for multiple in range(1, 1000):
+        if _mean(_mean(value > multiple * step for value in values) for values in found) <= FALSE_ALARMS:
+            return multiple * step
+    raise ValueError(f"more than 5 % of the runs at the best learning rate are above {1000 * step:g}")
 
 
 def break_pair(tasks: Sequence[Measured]) -> tuple[float, float]:

@@ -117,7 +117,7 @@ class Observed:
             probe: Whether losses are those of the probe.
             mu: Logarithm of the factor by which the run's learning rate is the given one.
         """
-        later = at > 0  # the first cycle has no displacement before it
+        later = at > 1  # the first cycle has no displacement before it, and that of the first is not known
         return Observation(
             losses=(self.probe if probe else self.level)[at, run : run + 1],
             multipliers=np.ones((1, 1)),
