@@ -182,6 +182,7 @@ def _train_replicas(task: Task, spec: Spec, model: nn.Module, batches: Iterator[
         "values": [[record.values[f"lr/{i}"] for i in range(len(names))] for record in history],
         "mu": control.get("mu"),
         "returns": scheduler.history_summary.undone,
+        "acts": scheduler.history_summary.events,
         "chosen": getattr(scheduler, "scouted", None),
     }
 
