@@ -228,11 +228,14 @@ class Soundness:
         """The lowest level, the gain and the usual change, for messages."""
         return f"lowest {self.lowest:.4g}, gain so far {self.gain:.3g}, usual change {self.usual_change:.2g}"
 
-    def numbers(self, level: float | None) -> dict[str, float]:
-        """Return the numbers that a sync with this level is judged by, NaN for those that are not known."""
+    def numbers(self, level: float | None, last: float) -> dict[str, float]:
+        """Return the numbers of a sync with this level, the last one in the course, after one with ``last``.
+
+        NaN stands for those that are not known.
+        """
         cost = median(self.costs) if self.costs else math.nan
         known = {"lowest": self.lowest, "gain": self.gain, "usual_change": self.usual_change, "cost": cost}
-        return {"level": math.nan if level is None else level, "last": self.last, **known, "slope": self.mean_slope}
+        return {"level": math.nan if level is None else level, "last": last, **known, "slope": self.mean_slope}
 
     def after(
         self, level: float, settings: RegressionSettings, *, slope: float | None, sign: float | None, path: float
@@ -468,7 +471,8 @@ class RegressionController(SlopeController):
         if self._moves_rates_at(run, seen.step):
             certain, _ = self._with_sign_significance(before, slopes)
             course = self._course(run, seen, before, certain)
-            found = replace(found, judgement=course.numbers(level) if course else {})
+            last = before["soundness"]["last"] if before["soundness"] else math.nan
+            found = replace(found, judgement=course.numbers(level, last) if course else {})
         if returned:
             return replace(found, why=self._sign(run, before, seen) or "")
         followed = [found.posterior[i] for i in rates if i in found.posterior and after["mu"][i] != before["mu"][i]]

@@ -18,15 +18,19 @@ from numpy.typing import NDArray
 
 from hdet_kernels import RegressionController, multipliers, permutation
 from hdet_kernels.controller.protocol import Observation, Run, State
+from hdet_kernels.controller.settings import RegressionSettings
 from hdet_kernels.fanout.multipliers import pairs
 from tests.controller.cases import SETTINGS
 
 Array = NDArray[np.float64]
 Schedule = Callable[[float], float]
+Change = Callable[[Observation, int], Observation]
 
 TOTAL, T, N = 2000, 25, 8
 REGRESSION = RegressionController()
-DISTRUSTING = RegressionController(trust=None)
+#: Slopes of these runs are certain, also where a good learning rate's have just turned: the first ones are not judged.
+PATIENT = RegressionSettings(turned_mean=2 * SETTINGS.largest_significance)
+DISTRUSTING = RegressionController(trust=None, settings=PATIENT)
 
 #: Gain of a cycle over that of the cycle before: training slows down, and losses differ less.
 SLOWER = 0.93
@@ -75,17 +79,23 @@ class Scripted:
         self.random = np.random.default_rng(self.seed)
         self.state: State = self.controller.start(len(self.starts), self.run)
         self.length = np.zeros(len(self.starts))
-        self.undone = 0
+        self.origin, self.returns = 0, list[int]()  # the steps made before the present run, and those of all returns
+
+    @property
+    def left(self) -> int:
+        """The steps of the present run."""
+        assert self.run.total_steps is not None
+        return self.run.total_steps
 
     def base(self, step: float) -> Array:
-        scheduled = self.schedule(step / TOTAL)
+        scheduled = self.schedule(step / self.left)
         return np.array([self.controller.base(self.state, j, s * scheduled) for j, s in enumerate(self.starts)])
 
     def past(self, base: Array, step: int) -> Array:
         """Return the logarithm of each path length over its turning length, for the cycle that ends with ``step``."""
         cycle = self.run.steps_since_sync(step)
         self.length = np.minimum(self.length, base * (step - cycle)) + base * cycle
-        turn = SETTINGS.turning_length * math.sqrt(TOTAL) * (1 + SETTINGS.constant_factor * self.run.end)
+        turn = SETTINGS.turning_length * math.sqrt(self.left) * (1 + SETTINGS.constant_factor * self.run.end)
         found: Array = np.log(self.length / turn)
         return found
 
@@ -105,21 +115,28 @@ class Scripted:
             losses = losses + scale * self.steepness * bowl(past[:, None] + np.log(rho)).sum(axis=0)
         return Observation(losses, rho, base, step, slopes, errors)
 
-    def sync(self, step: int, change: Callable[[Observation], Observation] = lambda seen: seen) -> None:
-        """Let the controller act on a sync as the scheduler does; nothing but its state returns."""
-        seen = change(self.observe(step))
-        broken = self.controller.judge(self.run, self.state, seen) == "broken"
-        self.undone += broken
-        self.state = (self.controller.undone if broken else self.controller.update)(self.run, self.state, seen)
+    def sync(self, made: int, change: Change = lambda seen, made: seen) -> None:
+        """Let the controller act on the sync after ``made`` steps, as the scheduler does, if it acts there."""
+        if not self.controller.active(self.run, made - self.origin):
+            return
+        seen = change(self.observe(made - self.origin), made)
+        if len(self.returns) < self.controller.undo and self.controller.broke(self.run, self.state, seen):
+            self.state = self.controller.begun_anew(self.run, self.state, seen)
+            self.run, self.origin = self.controller.prepare(self.run.rest(seen.step)), made
+            self.length = np.zeros(len(self.starts))
+            self.returns.append(made)
+        else:
+            self.state = self.controller.update(self.run, self.state, seen)
 
     @property
-    def syncs(self) -> list[int]:
-        steps = range(self.sync_every, TOTAL + 1, self.sync_every)
-        return [step for step in steps if self.controller.active(self.run, step)]
+    def syncs(self) -> range:
+        """The steps after which there is a sync."""
+        return range(self.sync_every, TOTAL + 1, self.sync_every)
 
-    def finish(self, change: Callable[[Observation], Observation] = lambda seen: seen) -> Scripted:
-        for step in self.syncs:
-            self.sync(step, change)
+    def finish(self, change: Change = lambda seen, made: seen) -> Scripted:
+        """Make all syncs; ``change`` changes what is observed after so many steps."""
+        for made in self.syncs:
+            self.sync(made, change)
         return self
 
     @property

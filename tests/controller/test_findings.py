@@ -110,39 +110,36 @@ def test_reasons_have_the_numbers_that_decided() -> None:
         before, state = state, controller.update(run, state, level(loss, step))
         found = controller.findings(run, before, state, level(loss, step), returned=False)
         assert found.judgement["level"] == loss
-        assert not found.cut
     seen = level(5.5, 150)
-    assert controller.judge(run, state, seen) == "broken"
-    after = controller.undone(run, state, seen)
+    assert controller.broke(run, state, seen)
+    after = controller.begun_anew(run, state, seen)
     found = controller.findings(run, state, after, seen, returned=True)
     assert found.judgement["lowest"] == 2.8
     assert found.judgement["gain"] == pytest.approx(1.2)
     assert found.judgement["last"] == 6.0
     for number in ("5.5 after 6;", "lowest 2.8", "gain so far 1.2", "usual change 0.55"):
         assert number in found.why
-    assert controller.factors(after) == pytest.approx([1 / 3])
+    assert controller.factors(after) == pytest.approx([1 / controller.settings.cut])
 
 
-def test_a_cut_at_the_edge_names_its_cost_and_how_many_syncs_may_follow() -> None:
+def test_a_return_at_the_edge_names_its_cost() -> None:
     controller = RegressionController()
     run = controller.prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="local"))
-    state = controller.start(1, run)
-    cuts = []
+    state, told = controller.start(1, run), None
     for number, step in enumerate(range(25, 201, 25)):
         seen = dataclasses.replace(line(2.0, 0.001, step), losses=line(2.0, 0.001, step).losses + 4 / (1 + number))
-        before, state = state, controller.update(run, state, seen)
-        found = controller.findings(run, before, state, seen, returned=False)
-        assert found.cut == (state["mu"] != before["mu"])
-        cuts += [(step, found)] if found.cut else []
-    step, first = cuts[0]
-    assert f"{100 * first.judgement['cost']:.0f} % of the gain" in first.why
-    assert "23 % is allowed" in first.why
-    assert first.left == f"{300 // 25 - step // 25} syncs left that may lower it further"
+        if controller.broke(run, state, seen):
+            told = controller.findings(run, state, controller.begun_anew(run, state, seen), seen, returned=True)
+            break
+        state = controller.update(run, state, seen)
+    assert told is not None
+    assert f"{100 * told.judgement['cost']:.0f} % of the gain" in told.why
+    assert f"{100 * controller.settings.edge_cost:.0f} % is allowed" in told.why
 
 
 def test_a_repr_names_what_differs_from_the_defaults() -> None:
     assert repr(RegressionController()) == "RegressionController()"
     assert repr(SoftmaxController(scale=0.5)) == "SoftmaxController(scale=0.5)"
-    changed = RegressionController(trust=10.0, settings=RegressionSettings(edge_cut=4.0))
-    assert repr(changed) == "RegressionController(settings=RegressionSettings(edge_cut=4.0), trust=10.0)"
+    changed = RegressionController(trust=10.0, settings=RegressionSettings(cut=4.0))
+    assert repr(changed) == "RegressionController(settings=RegressionSettings(cut=4.0), trust=10.0)"
     assert eval(repr(changed)) == changed

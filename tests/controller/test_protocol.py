@@ -77,6 +77,12 @@ class TestRun:
         assert run.departs_at(80) == (False, False, True)
         assert Run(100, 8, 0.3, ()).departs_at(0) is None
 
+    def test_the_rest_is_a_run_over_the_steps_that_remain_as_before_it_was_prepared(self) -> None:
+        run = Run(100, 8, 0.3, (None,), (0.1,), others=True)
+        prepared = RegressionController().prepare(run)
+        assert dataclasses.replace(prepared.rest(40), slopes=run.slopes) == dataclasses.replace(run, total_steps=60)
+        assert dataclasses.replace(run, total_steps=None).rest(40).total_steps is None
+
     def test_moves_rates_if_there_is_a_peak(self) -> None:
         assert Run(100, 8, 0.3, (None,) * 2, (None, 0.1)).moves_rates
         assert not Run(100, 8, 0.3, (None,) * 2, (None, None)).moves_rates
@@ -158,7 +164,7 @@ class TestCheckController:
 
     def test_one_that_undoes_needs_both_methods_and_a_number(self) -> None:
         check_controller(Undoing())
-        with pytest.raises(TypeError, match=r"OnlyJudging has undo=1, but no undone: write both methods"):
+        with pytest.raises(TypeError, match=r"OnlyJudging has undo=1, but no begun_anew: write both methods"):
             check_controller(OnlyJudging())
         for wrong in (-1, 1.5, True, None):
             with pytest.raises(
@@ -176,11 +182,11 @@ class TestCheckController:
 class OnlyJudging(SoftmaxController):
     undo: Any = 1
 
-    def judge(self, *_: Any) -> str:
-        return "sound"
+    def broke(self, *_: Any) -> bool:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
 class Undoing(OnlyJudging):
-    def undone(self, run: Any, state: Any, seen: Any) -> Any:
+    def begun_anew(self, run: Any, state: Any, seen: Any) -> Any:
         return state

@@ -95,62 +95,114 @@ class TestPartOfTheRun:
 
     def test_after_it_levels_are_not_judged(self) -> None:
         state = REGRESSION.start(1, RUN) | {"soundness": Soundness(3.0, 1.0, 9.0, (0.1,)).state_dict()}
-        assert REGRESSION.judge(RUN, state, measured(0.0, 1.0, step=600, level=9.0)) == "broken"
-        assert REGRESSION.judge(RUN, state, measured(0.0, 1.0, step=625, level=9.0)) == "unclear"
+        assert REGRESSION.broke(RUN, state, measured(0.0, 1.0, step=600, level=9.0))
+        assert not REGRESSION.broke(RUN, state, measured(0.0, 1.0, step=625, level=9.0))
 
 
-class TestJudge:
-    def test_the_first_level_is_sound_and_none_is_unclear(self) -> None:
+class TestBroke:
+    def test_the_first_level_tells_nothing(self) -> None:
         state = REGRESSION.start(1, RUN)
-        assert REGRESSION.judge(RUN, state, measured(0.0, 1.0)) == "sound"
-        assert REGRESSION.judge(RUN, state, measured(0.0, 1.0, level=NAN)) == "unclear"
+        for level in (1.0, 1e9, NAN):
+            assert not REGRESSION.broke(RUN, state, measured(0.0, 1.0, level=level))
 
     def test_later_ones_are_judged_by_the_course(self) -> None:
-        state = REGRESSION.start(1, RUN) | {"soundness": Soundness(3.0, 1.0, 1.0, (0.5,)).state_dict()}
-        for level, expected in ((0.9, "sound"), (1.4, "sound"), (1.6, "unclear"), (NAN, "broken")):
-            assert REGRESSION.judge(RUN, state, measured(0.0, 1.0, level=level)) == expected
+        state = REGRESSION.start(1, RUN) | {"soundness": Soundness(3.0, 1.0, 9.0, (0.1,)).state_dict()}
+        for level, expected in ((0.9, False), (1.2, False), (9.0, True), (NAN, True)):
+            assert REGRESSION.broke(RUN, state, measured(0.0, 1.0, level=level)) is expected
 
 
-class TestUndone:
+class TestBegunAnew:
     RUN = Run(TOTAL, T, 0.3, (None,) * 3, (1.0, None, 0.1), others=True, gradients="shared")
 
     @pytest.mark.parametrize("trust", [3.0, None])
-    def test_lowers_all_learning_rates_and_nothing_else(self, trust: float | None) -> None:
+    def test_lowers_all_learning_rates_and_keeps_other_scalars(self, trust: float | None) -> None:
+        """All else is as before the first sync of a run over the steps that remain."""
         controller = RegressionController(trust=trust)
         run = controller.prepare(self.RUN)
-        course = Soundness(3.0, 1.0, 9.0, (0.1,), (0.5, 0.5))
+        course = Soundness(3.0, 1.0, 9.0, (0.1,), (0.5, 0.5), 7.0, 3, 0.02)
         state = controller.start(3, run) | {"mu": [0.5, 0.7, -0.2], "soundness": course.state_dict()}
+        state |= {"path_length": [9.0] * 3, "signs": [1.0] * 3, "noise": [1.0, 5], "observations": [3] * 3}
         seen = Observation(np.full(N, NAN), fan(3, 0), np.ones(3), 300)
-        new = controller.undone(run, state, seen)
-        cut = math.log(SETTINGS.break_cut)
+        new = controller.begun_anew(run, state, seen)
+        cut = math.log(SETTINGS.cut)
         assert new["mu"] == pytest.approx([0.5 - cut, 0.7, -0.2 - cut])
         assert new["ceiling"] == [new["mu"][0], None, new["mu"][2]]
-        assert Soundness.of(new["soundness"]) == course.begun_anew()
-        changed = {name for name in state if state[name] != new[name]}
-        assert changed == {"mu", "ceiling", "soundness"}
+        fresh = controller.start(3, run.rest(300))
+        assert {name: new[name] for name in new.keys() - {"mu", "ceiling"}} == {
+            name: fresh[name] for name in fresh.keys() - {"mu", "ceiling"}
+        }
 
-    def test_stays_within_the_limit(self) -> None:
+    def test_goes_below_the_limit_by_as_much_as_all_returns_lower(self) -> None:
         controller = RegressionController(limit=1.0)
-        state: Any = controller.start(1, RUN)
-        for _ in range(4):
-            state = controller.undone(RUN, state, measured(0.0, 1.0))
-        assert (state["mu"], state["ceiling"]) == ([-1.0], [-1.0])
-        assert state["soundness"] is None
+        state: Any = controller.start(1, RUN) | {"mu": [-1.0]}
+        for _ in range(controller.undo):
+            state = controller.begun_anew(RUN, state, measured(0.0, 1.0))
+        assert state["mu"] == state["ceiling"] == pytest.approx([controller.lowest])
+
+    def test_signs_raise_nothing_above_it(self) -> None:
+        """Slopes ask for more, sync after sync."""
+        controller = RegressionController(trust=None, limit=1.0)
+        state = controller.begun_anew(RUN, controller.start(1, RUN), measured(0.0, 1.0, step=T))
+        run, ceiling = controller.prepare(RUN.rest(T)), state["ceiling"]
+        for step in range(T, 9 * T, T):
+            state = controller.update(run, state, measured(-1.0, 1e-3, step=step, base=0.01))
+            assert (state["mu"], state["ceiling"]) == (ceiling, ceiling)
+
+
+class TestFirstSlopes:
+    """Slopes over their errors, at a base that has the path end where they are judged."""
+
+    BASE = 0.999 * SETTINGS.turned_until * TOTAL / (4 * T)
+    HIGH = 2 * SETTINGS.turned_mean
+
+    def broke(self, *slopes: float) -> list[bool]:
+        state, found = REGRESSION.start(1, RUN), []
+        for index, slope in enumerate([math.nan, *slopes]):
+            error = math.inf if math.isnan(slope) else 1.0
+            # The level falls, much faster than slopes cost.
+            seen = measured(slope, error, step=T * (index + 1), base=self.BASE, level=1e3 / (index + 1))
+            found.append(REGRESSION.broke(RUN, state, seen))
+            state = REGRESSION.update(RUN, state, seen)
+        return found
+
+    def test_that_ask_for_less_tell_that_it_is_too_high(self) -> None:
+        first, *later = self.broke(*[self.HIGH] * 3)
+        assert not first
+        assert any(later)
+
+    @pytest.mark.parametrize("slopes", [(-HIGH,) * 5, (0.0,) * 5, (NAN,) * 5], ids=["more", "nothing", "unknown"])
+    def test_others_tell_nothing(self, slopes: tuple[float, ...]) -> None:
+        assert not any(self.broke(*slopes))
+
+    def test_are_not_judged_where_losses_are_compared(self) -> None:
+        """Slopes of losses are of other examples, or of few replicas."""
+        run = REGRESSION.prepare(dataclasses.replace(RUN, gradients="local"))
+        state = REGRESSION.start(1, run)
+        for step in range(T, 5 * T, T):
+            rho = fan(1, step // T)
+            seen = Observation(1e3 / step + np.log(rho[0]), rho, np.full(1, self.BASE), step)
+            assert not REGRESSION.broke(run, state, seen)
+            state = REGRESSION.update(run, state, seen)
+        assert state["soundness"]["count"] == 0
 
 
 class TestEdge:
     """Levels of 3 and 1: a gain of 2, so that slopes above 0.3 mark the edge."""
 
-    CONTROLLER = RegressionController(settings=RegressionSettings(edge_cost=0.15, edge_cycles=3, edge_cut=2.0))
+    CONTROLLER = RegressionController(settings=RegressionSettings(edge_cost=0.15, edge_cycles=3, turned_mean=9.0))
 
-    def end(self, *slopes: tuple[float, float]) -> Any:
-        syncs = [measured(slope, error, step=T * (index + 3)) for index, (slope, error) in enumerate(slopes)]
-        return after(self.CONTROLLER, measured(0.0, 1.0, step=2 * T, level=3.0), *syncs)
+    def broke(self, *slopes: tuple[float, float]) -> list[bool]:
+        """Return at which of these slopes, with their errors, training counts as broken."""
+        state, found = after(self.CONTROLLER, measured(0.0, 1.0, step=2 * T, level=3.0)), []
+        for index, (slope, error) in enumerate(slopes):
+            seen = measured(slope, error, step=T * (index + 3))
+            found.append(self.CONTROLLER.broke(RUN, state, seen))
+            state = self.CONTROLLER.update(RUN, state, seen)
+        assert (state["mu"], state["ceiling"]) == ([0.0], [None]), "nothing is lowered without a return"
+        return found
 
-    def test_three_certain_slopes_halve_the_learning_rate(self) -> None:
-        state = self.end(*[(0.5, 0.01)] * 3)
-        assert state["mu"] == state["ceiling"] == [-math.log(2)]
-        assert state["soundness"]["costs"] == []
+    def test_three_certain_slopes_tell_that_it_is_too_high(self) -> None:
+        assert self.broke(*[(0.5, 0.01)] * 4) == [False, False, True, True]
 
     @pytest.mark.parametrize(
         "slopes",
@@ -159,18 +211,18 @@ class TestEdge:
         ids=["two", "small", "within two errors", "the other way", "error not known", "not finite"],
     )  # fmt: skip
     def test_others_do_not(self, slopes: list[tuple[float, float]]) -> None:
-        state = self.end(*slopes)
-        assert (state["mu"], state["ceiling"]) == ([0.0], [None])
+        assert not any(self.broke(*slopes))
 
     def test_slopes_of_all_learning_rates_count_together(self) -> None:
         run = self.CONTROLLER.prepare(Run(TOTAL, T, 0.3, (None,) * 2, (1.0, 1.0), probed=False, gradients="shared"))
-        state = self.CONTROLLER.start(2, run)
+        state, broke = self.CONTROLLER.start(2, run), False
         for step in range(2 * T, 6 * T, T):
             losses = np.full(N, 3.0 if step == 2 * T else 1.0)
             slopes, errors = np.full(2, 0.2), np.full(2, 0.001)
             seen = Observation(losses, fan(2, step // T), np.ones(2), step, slopes, errors)
+            broke = self.CONTROLLER.broke(run, state, seen)
             state = self.CONTROLLER.update(run, state, seen)
-        assert state["mu"] == [-math.log(2)] * 2
+        assert broke, "one alone would not"
 
     def test_the_first_two_cycles_have_no_slopes(self) -> None:
         """Nothing is known of a cycle's displacement yet, and losses do not stand in for it."""
@@ -185,11 +237,13 @@ class TestEdge:
 
     def test_gradients_that_turn_out_local_are_compared_by_losses(self) -> None:
         run = dataclasses.replace(RUN, gradients="auto")
-        state = REGRESSION.start(1, run)
+        state, broke = REGRESSION.start(1, run), False
         for step in range(T, 9 * T, T):
             rho = fan(1, step // T)
-            state = REGRESSION.update(run, state, Observation(2 / step + np.log(rho[0]), rho, np.ones(1), step))
-        assert state["mu"][0] < 0
+            seen = Observation(2 / step + np.log(rho[0]), rho, np.ones(1), step)
+            broke |= REGRESSION.broke(run, state, seen)
+            state = REGRESSION.update(run, state, seen)
+        assert broke
 
 
 class TestErrorsThatAreNotKnown:
@@ -283,6 +337,6 @@ def test_a_state_is_not_changed_in_place() -> None:
         state, before = run.state, copy.deepcopy(run.state)
         run.sync(step)
         assert state == before
-    undone = DISTRUSTING.undone(run.run, run.state, run.observe(9 * T))
-    assert undone != run.state
-    assert run.state["caps"] != before["caps"]
+    state, before = run.state, copy.deepcopy(run.state)
+    assert DISTRUSTING.begun_anew(run.run, state, run.observe(9 * T)) != state
+    assert state == before

@@ -1,14 +1,15 @@
-"""The course of the losses: what counts as sound, as broken, and as the edge of stability."""
+"""The course of losses and slopes, and the signs that a learning rate is too high."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hdet_kernels.controller.protocol import Judgement
 from hdet_kernels.controller.regression import CHANGES, Soundness
 from hdet_kernels.controller.settings import RegressionSettings
 
@@ -23,7 +24,15 @@ def course(levels: Sequence[float], slopes: Sequence[float | None] = ()) -> Soun
     found = Soundness.at(levels[0])
     several = [None] * (len(levels) - 1 - len(slopes)) + list(slopes)
     for level, slope in zip(levels[1:], several, strict=True):
-        found = found.after(level, slope, SETTINGS)
+        found = found.after(level, SETTINGS, slope=slope, sign=None, path=0.0)
+    return found
+
+
+def turning(means: Sequence[float | None], path: float) -> Soundness:
+    """Return a course with these means of slopes over their errors, after a path of this length."""
+    found = Soundness.at(3.0)
+    for mean in means:
+        found = found.after(3.0, SETTINGS, slope=None, sign=mean, path=path / len(means))
     return found
 
 
@@ -44,46 +53,88 @@ class TestCourse:
     def test_a_cost_needs_a_slope_and_a_gain(self, level: float, slope: float | None) -> None:
         assert course([3.0, level], [slope]).costs == ()
 
-    def test_begins_anew_from_the_lowest_level_without_costs(self) -> None:
-        found = course([3.0, 1.0, 2.0], [0.5, 0.5]).begun_anew()
-        assert found == Soundness(3.0, 1.0, 1.0, (2.0, 1.0))
+    def test_adds_up_slopes_that_are_known_and_the_path(self) -> None:
+        found = turning([2.0, None, -0.5], path=0.3)
+        assert (found.count, found.mean_slope) == (2, 0.75)
+        assert found.path == pytest.approx(0.3)
+        assert math.isnan(turning([None], path=0.1).mean_slope)
 
     def test_survives_json(self) -> None:
-        found = course([3.0, 2.0, 1.7], [0.1, None])
+        found = course([3.0, 2.0, 1.7], [0.1, None]).after(1.5, SETTINGS, slope=0.2, sign=0.7, path=0.01)
         assert Soundness.of(json.loads(json.dumps(found.state_dict()))) == found
 
 
-class TestJudge:
+class TestFellBack:
     @pytest.mark.parametrize(
         ("levels", "level", "expected"),
         [
-            ([3.0], 100.0, "sound"),
-            (FALLING, 0.8, "sound"),
-            (FALLING, 1.15, "sound"),
-            (FALLING, 1.25, "unclear"),
-            (FALLING, 9.0, "unclear"),
-            ([*FALLING, 3.0], 1.0, "sound"),
-            ([*FALLING, 3.0], 2.5, "unclear"),
-            ([*FALLING, 3.0], 3.0, "broken"),
-            ([*FALLING, 1.7], 1.7, "unclear"),
+            ([3.0], 100.0, False),
+            (FALLING, 0.8, False),
+            (FALLING, 9.0, False),
+            ([*FALLING, 3.0], 1.0, False),
+            ([*FALLING, 3.0], 2.5, False),
+            ([*FALLING, 3.0], 3.0, True),
+            ([*FALLING, 1.7], 1.7, False),
         ],
-        ids=["first", "lower", "within the usual change", "above", "one jump", "back again", "within the noise",
-             "two high levels", "lost little"],
-    )  # fmt: skip
-    def test_by_a_table(self, levels: list[float], level: float, expected: Judgement) -> None:
-        assert course(levels).judge(level, SETTINGS) == expected
+        ids=["first", "lower", "one jump", "back again", "within the noise", "two high levels", "lost little"],
+    )
+    def test_by_a_table(self, levels: list[float], level: float, expected: bool) -> None:
+        assert course(levels).fell_back(level, SETTINGS) is expected
 
-    def test_no_finite_replica_is_broken(self) -> None:
-        assert course(FALLING).judge(None, SETTINGS) == "broken"
-
-    def test_levels_that_change_much_hide_a_break(self) -> None:
+    def test_levels_that_change_much_hide_it(self) -> None:
         """Both levels are far above the lowest, but no further than levels jump anyway."""
-        levels = [3.0, 1.0, 2.5, 1.0, 2.6, 1.1, 2.5]
-        assert course(levels).judge(2.6, SETTINGS) == "unclear"
+        assert not course([3.0, 1.0, 2.5, 1.0, 2.6, 1.1, 2.5]).fell_back(2.6, SETTINGS)
 
-    def test_near_the_edge_nothing_is_sound(self) -> None:
-        assert course(FALLING, [0.5] * 3).judge(0.9, SETTINGS) == "unclear"
-        assert course(FALLING, [0.2] * 3).judge(0.9, SETTINGS) == "sound"
+
+class TestTurned:
+    FROM, UNTIL, MOST = SETTINGS.turned_from, SETTINGS.turned_until, SETTINGS.turned_mean
+
+    @pytest.mark.parametrize(
+        ("path", "means", "expected"),
+        [
+            (FROM, [2 * MOST], True),
+            (UNTIL, [2 * MOST], True),
+            (UNTIL, [0.0, 2.5 * MOST], True),
+            (UNTIL, [0.5 * MOST, 3 * MOST, -MOST], False),
+            (UNTIL, [-2 * MOST], False),
+            (0.9 * FROM, [2 * MOST], False),
+            (1.1 * UNTIL, [2 * MOST], False),
+            (UNTIL, [None, None], False),
+        ],
+        ids=["first", "last", "mean of two", "mean of three", "larger is better", "too early", "too late", "unknown"],
+    )
+    def test_is_the_mean_of_the_first_slopes(self, path: float, means: list[float | None], expected: bool) -> None:
+        assert turning(means, path).turned(SETTINGS) is expected
+
+
+class TestSign:
+    """Which sign is told, and with which numbers."""
+
+    def told(self, before: Soundness, level: float | None, *, slope: float | None = None, **more: float) -> str | None:
+        given: dict[str, Any] = {"slope": slope, "sign": more.get("sign"), "path": more.get("path", 0.0)}
+        after = before if level is None else before.after(level, SETTINGS, **given)
+        return before.sign(level, after, SETTINGS)
+
+    def test_none_at_a_good_level(self) -> None:
+        assert self.told(course(FALLING), 0.9, slope=0.1) is None
+
+    def test_no_finite_replica(self) -> None:
+        assert self.told(course(FALLING), None) == "no replica is finite"
+
+    def test_losses_that_fell_back(self) -> None:
+        found = self.told(course([*FALLING, 3.0]), 3.5) or ""
+        assert found.startswith("training fell back (mean loss 3.5 after 3; lowest 1, gain so far 2, usual change 0.2")
+
+    def test_the_first_slopes(self) -> None:
+        mean, path = 2 * SETTINGS.turned_mean, SETTINGS.turned_from
+        found = self.told(Soundness.at(3.0), 2.9, sign=mean, path=path) or ""
+        assert found.startswith(f"the first slopes ask for a smaller learning rate (by {mean:.2g} standard errors in")
+        assert f"{SETTINGS.turned_mean:.2g} is allowed; mean loss 2.9" in found
+
+    def test_the_edge_of_stability(self) -> None:
+        found = self.told(course(FALLING, [0.5] * 2), 0.9, slope=0.5) or ""
+        assert found.startswith("near the edge of stability (raising the learning rate e-fold would cost 2")
+        assert "15 % is allowed; mean loss 0.9, lowest 0.9" in found
 
 
 class TestNearEdge:
@@ -114,6 +165,3 @@ class TestNearEdge:
         found = [course(levels, [9.0] * 3) for levels in 2.3 + 0.01 * np.random.default_rng(0).normal(size=(100, 24))]
         assert sum(each.gain > each.usual_change for each in found) > 75
         assert sum(each.near_edge(RegressionSettings()) for each in found) < 15
-
-    def test_is_passed_once_learning_rates_were_lowered(self) -> None:
-        assert not course(FALLING, [0.5] * 3).begun_anew().near_edge(SETTINGS)
