@@ -75,6 +75,7 @@ class Trainer:
     Args:
         ddp: False trains on local gradients.
         average_buffers: pass the model to the scheduler, which then averages its buffers.
+        first_batch: the number of the batch of the first step.
         scheduler: options of the scheduler.
     """
 
@@ -90,9 +91,10 @@ class Trainer:
         average_buffers: bool = False,
         lr: Any = 0.01,
         device: str = "cpu",
+        first_batch: int = 0,
         **scheduler: Any,
     ) -> None:
-        self.rank = rank
+        self.rank, self.first_batch = rank, first_batch
         self.device = device
         self.module = network(batch_norm).to(device)
         self.model: nn.Module = DistributedDataParallel(self.module) if ddp else self.module
@@ -112,7 +114,7 @@ class Trainer:
         return int(self.scheduler.last_epoch)
 
     def loss(self) -> Tensor:
-        x, y = batch(self.rank, self.step)
+        x, y = batch(self.rank, self.first_batch + self.step)
         return F.mse_loss(self.model(x.to(self.device)), y.to(self.device))
 
     def train(self, steps: int, before_step: Callable[[Trainer], None] | None = None) -> Trainer:

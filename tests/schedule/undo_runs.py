@@ -1,18 +1,18 @@
-"""Runs whose controller judges by a script, for the tests of returns to the last sound average."""
+"""Runs whose controller judges by a script, for the tests of returns to the start."""
 
 from __future__ import annotations
 
 import copy
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import hdet_kernels as hk
-from hdet_kernels.controller.protocol import Judgement, Observation, Run, State
+from hdet_kernels.controller.protocol import Observation, Run, State
 from tests.training import Trainer, batch, loss_of, network, with_averaging
 
 TOTAL, SYNC = 16, 4
@@ -22,11 +22,15 @@ Kind = Literal["stack shared", "stack local", "ranks shared", "ranks local"]
 
 @dataclass(frozen=True)
 class Scripted:
-    """Judges the syncs by a script, ("sound" or "broken" by step), and halves the base values with every return."""
+    """Training breaks after the steps of a script, as they are counted over the whole run.
 
-    script: tuple[tuple[int, Judgement], ...] = ()
+    Base values are halved with every return, and lowered by a tenth at every other sync.
+    """
+
+    broken: tuple[int, ...] = ()
     undo: int = 3
     last: int = TOTAL
+    undo_on: Literal["auto", "cpu"] = field(default="auto", metadata={"saved": False})
 
     @property
     def reads(self) -> Literal["losses", "slopes"]:
@@ -39,18 +43,19 @@ class Scripted:
         return step <= self.last
 
     def start(self, count: int, run: Run | None = None) -> State:
-        return {"factors": [1.0] * count, "moved": 0}
+        return {"factors": [1.0] * count, "moved": 0, "total": (run and run.total_steps) or 0}
 
     def update(self, run: Run, state: State, seen: Observation) -> State:
-        return {"factors": [0.9 * factor for factor in state["factors"]], "moved": state["moved"] + 1}
+        return {**state, "factors": [0.9 * factor for factor in state["factors"]], "moved": state["moved"] + 1}
 
     def base(self, state: State, index: int, scheduled: Any) -> Any:
         return scheduled * state["factors"][index]
 
-    def judge(self, run: Run, state: State, seen: Observation) -> Judgement:
-        return dict(self.script).get(seen.step, "unclear")
+    def broke(self, run: Run, state: State, seen: Observation) -> bool:
+        origin = state["total"] - (run.total_steps or 0)
+        return origin + seen.step in self.broken
 
-    def undone(self, run: Run, state: State, seen: Observation) -> State:
+    def begun_anew(self, run: Run, state: State, seen: Observation) -> State:
         return {**state, "factors": [factor / 2 for factor in state["factors"]]}
 
 
@@ -60,13 +65,6 @@ class Early(Scripted):
     def prepare(self, run: Run) -> Run:
         return replace(run, early=(2, 4, 8))
 
-
-def script(**judgements: Judgement) -> tuple[tuple[int, Judgement], ...]:
-    """Return a script from keywords such as ``s4="sound"``."""
-    return tuple((int(name[1:]), judgement) for name, judgement in judgements.items())
-
-
-SOUND_THEN_BROKEN = script(s4="sound", s8="broken")
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "FusedAdamW": hk.FusedAdamW,
@@ -79,30 +77,62 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 class Undoable:
-    """Model, optimizer and scheduler of one process: two replicas in a stack, or one of several ranks."""
+    """Model, optimizer and scheduler of one process: two replicas in a stack, or one of several ranks.
+
+    Args:
+        schedule: returns the schedule of an optimizer that is wrapped; None: OneCycleLR.
+        warm: begin with parameters, buffers and state that were trained before, apart in each replica.
+        first_batch: the number of the batch of the first step.
+
+    Attributes:
+        start: everything before the first step of the optimizer.
+    """
 
     def __init__(
-        self, kind: Kind, optimizer: str, rank: int = 0, *, dtype: Any = None, replicas: int = 2, **options: Any
+        self,
+        kind: Kind,
+        optimizer: str,
+        rank: int = 0,
+        *,
+        dtype: Any = None,
+        replicas: int = 2,
+        schedule: Callable[[Any], Any] | None = None,
+        warm: bool = False,
+        first_batch: int = 0,
+        **options: Any,
     ) -> None:
         self.stack: hk.ReplicaStack | None = None
-        options = {
-            "max_lr": 0.05,
-            "total_steps": TOTAL,
-            "sync_every": SYNC,
-            "spread": 0.5,
-            "cycle_momentum": False,
-        } | options
+        self.first_batch = first_batch
+        options = {"total_steps": TOTAL, "sync_every": SYNC, "spread": 0.5} | options
+        make_scheduler: Callable[..., Any] = hk.HDETOneCycleLR
+        if schedule is None:
+            options = {"max_lr": 0.05, "cycle_momentum": False} | options
+        else:
+            make_scheduler = lambda optimizer, **options: hk.HDETScheduler(schedule(optimizer), **options)  # noqa: E731
         make = OPTIMIZERS[optimizer]
         if kind.startswith("ranks"):
+            more: Any = {"make_scheduler": make_scheduler, "lr": 1.0, "first_batch": first_batch}
             self.ranks = Trainer(
-                rank, ddp=kind == "ranks shared", make_optimizer=make, batch_norm=True, average_buffers=True, **options
-            )
+                *(rank,), ddp=kind == "ranks shared", make_optimizer=make, batch_norm=True, average_buffers=True,
+                **more, **options,
+            )  # fmt: skip
             self.module, self.optimizer, self.scheduler = self.ranks.module, self.ranks.optimizer, self.ranks.scheduler
-            return
-        gradients: Any = kind.split()[1]
-        self.stack = hk.ReplicaStack(network(batch_norm=True).to(dtype or torch.float32), replicas, gradients=gradients)
-        self.optimizer = make(self.stack.parameters(), lr=0.01)
-        self.scheduler = hk.HDETOneCycleLR(self.optimizer, ensemble=self.stack.ensemble, **with_averaging(options))
+        else:
+            model, gradients = network(batch_norm=True).to(dtype or torch.float32), kind.split()[1]
+            self.stack = hk.ReplicaStack(model, replicas, gradients=gradients)  # type: ignore[arg-type]
+            self.optimizer = make(self.stack.parameters(), lr=1.0)
+            self.scheduler = make_scheduler(self.optimizer, ensemble=self.stack.ensemble, **with_averaging(options))
+        if warm:
+            before = Undoable(kind, optimizer, rank, dtype=dtype, replicas=replicas, auto_lr=False).train(2)
+            model_of(self).load_state_dict(model_of(before).state_dict())
+            state = before.optimizer.state_dict()["state"]
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self.start: dict[str, Any] = {}
+        self.optimizer.register_step_pre_hook(self._keep_start)
+
+    def _keep_start(self, *_: object) -> None:
+        if not self.start:
+            self.start |= self.everything()
 
     def train(self, steps: int, before_sync: Callable[[Undoable], None] | None = None) -> Undoable:
         for _ in range(steps):
@@ -121,7 +151,7 @@ class Undoable:
     def gradients(self, step: int) -> Tensor:
         """Compute the gradients of a stack at a step, and return the losses."""
         assert self.stack is not None
-        x, y = batch(0, step, size=12)
+        x, y = batch(0, self.first_batch + step, size=12)
         dtype = next(self.stack.parameters()).dtype
         self.optimizer.zero_grad()
         return self.stack.backward(loss_of, x.to(dtype), y.to(dtype)).detach()
@@ -132,18 +162,18 @@ class Undoable:
             param.data.fill_(float("nan"))
 
     def params(self) -> list[Tensor]:
-        return list((self.stack or self.module).parameters())
+        return list(model_of(self).parameters())
 
     def everything(self) -> dict[str, Any]:
         """Return copies of all that training changes."""
         return {
             "params": [param.detach().clone() for param in self.params()],
-            "buffers": [buffer.detach().clone() for buffer in (self.stack or self.module).buffers()],
+            "buffers": [buffer.detach().clone() for buffer in model_of(self).buffers()],
             "state": copy.deepcopy(self.optimizer.state_dict()["state"]),
         }
 
     def parts(self) -> list[Any]:
-        return [self.stack or self.module, self.optimizer, self.scheduler]
+        return [model_of(self), self.optimizer, self.scheduler]
 
     def saved(self) -> bytes:
         file = io.BytesIO()
@@ -158,3 +188,8 @@ class Undoable:
 
     def history(self) -> list[dict[str, Any]]:
         return [{**record.to_dict(), "seconds": 0.0} for record in self.scheduler.history]
+
+
+def model_of(run: Undoable) -> Any:
+    """Return the stack of a run, or the model of its rank."""
+    return run.stack or run.module
