@@ -255,9 +255,9 @@ def test_verdict(hdet: float, text: str) -> None:
 
 def test_what_the_controller_did_is_listed() -> None:
     run = two_runs()["hdet"]
-    kinds = {None: None, "move": "by little", "cut": "an edge"}
+    kinds = {None: None, "move": "by little", "return": "it broke"}
     run.history.extend({"act": act, "why": why} for act, why in kinds.items())
-    assert acts(run) == ["- an edge"]
+    assert acts(run) == ["- it broke"]
 
 
 def test_json_has_null_for_nan(tmp_path: Path) -> None:

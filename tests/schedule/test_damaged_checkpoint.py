@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import hdet_kernels as hk
 from tests.ranks import Cases
-from tests.schedule.undo_runs import Scripted, script
+from tests.schedule.undo_runs import Scripted
 from tests.training import Trainer, same
 
 DELETED = object()
@@ -124,7 +124,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "hypergradient": {"total_steps": 40, "auto_lr": hk.HypergradientController(), "ddp": True},
     "softmax": {"auto_lr": hk.SoftmaxController(warmup_steps=0)},
     "wrapped": {"make_scheduler": sequential},
-    "undo": {"auto_lr": Scripted(script(s4="sound"), last=99), "make_optimizer": hk.FusedAdamW, "compress": "int8"},
+    "begun anew": {"auto_lr": Scripted((4,), last=99), "make_optimizer": hk.FusedAdamW},
+    "undo": {"auto_lr": Scripted(last=99), "make_optimizer": hk.FusedAdamW, "compress": "int8"},
 }
 
 

@@ -21,7 +21,7 @@ from hdet_kernels.optim import FusedAdamW
 from tests.ranks import run_ranks
 from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, Logged, entries, loaded, result
 from tests.schedule.scout_runs import PHASE, ROUNDS, RankRun, StackRun
-from tests.schedule.undo_runs import SOUND_THEN_BROKEN, Scripted, Undoable
+from tests.schedule.undo_runs import Scripted, Undoable
 from tests.schedule.undo_runs import SYNC as UNDO_SYNC
 from tests.training import Trainer, same, with_averaging
 
@@ -271,14 +271,18 @@ def test_ranks_that_look_for_a_learning_rate(tmp_path: Path) -> None:
     assert "load on every process its own file, or one that was saved later" in text
 
 
-def test_the_copy_of_the_last_sound_average(tmp_path: Path) -> None:
+def test_the_copy_of_the_start_and_a_run_that_began_anew(tmp_path: Path) -> None:
     def run() -> Undoable:
-        return Undoable("stack shared", "FusedAdamW", auto_lr=Scripted(SOUND_THEN_BROKEN))
+        return Undoable("stack shared", "FusedAdamW", auto_lr=Scripted((UNDO_SYNC,)))
 
-    first = run().train(UNDO_SYNC + 1)
-    dcp.save({"scheduler": first.scheduler}, checkpoint_id=tmp_path)
-    other = run()
-    dcp.load({"scheduler": other.scheduler}, checkpoint_id=tmp_path)
-    assert same(other.scheduler.state_dict(), first.scheduler.state_dict())
-    assert other.scheduler.cycle.undoing is not None
-    assert other.scheduler.cycle.undoing.kept == UNDO_SYNC
+    first = run()
+    for returns in (0, 1):  # before the return, and after it
+        first.train(UNDO_SYNC - 1)
+        dcp.save({"scheduler": first.scheduler}, checkpoint_id=tmp_path / str(returns))
+        other = run()
+        dcp.load({"scheduler": other.scheduler}, checkpoint_id=tmp_path / str(returns))
+        assert same(other.scheduler.state_dict(), first.scheduler.state_dict())
+        cycle = other.scheduler.cycle
+        assert cycle.undoing is not None
+        assert (cycle.undoing.kept, cycle.undoing.returns, cycle.origin) == (0, returns, returns * UNDO_SYNC)
+        first.train(1)

@@ -130,14 +130,14 @@ def _loaded(group: Group) -> list[Any]:
     for _ in range(6):
         advance(optimizer, scheduler, 1.0 + group.rank)
     saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
-    expected = [optimizer.param_groups[0]["lr"], scheduler.cycle.number, len(scheduler.history)]
+    expected = [optimizer.param_groups[0]["lr"], scheduler.cycle.made, len(scheduler.history)]
     group.end()
     later = adam()
     resumed = one_cycle(later)
     group.begin()
     later.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
-    found = [later.param_groups[0]["lr"], resumed.cycle.number, len(resumed.history)]
+    found = [later.param_groups[0]["lr"], resumed.cycle.made, len(resumed.history)]
     group.end()
     return [expected, found]
 

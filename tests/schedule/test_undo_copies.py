@@ -1,4 +1,4 @@
-"""The copy of the last sound average: tensors, optimizers' states, and what is written back, in place."""
+"""The copy of the start: tensors, optimizers' states, and what is written back, in place."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hdet_kernels.schedule.undo.copies import (
     tensors_in,
     whole_state,
 )
-from hdet_kernels.schedule.undo.undoing import LastSound, fits
+from hdet_kernels.schedule.undo.undoing import KeptStart, fits
 from tests.ranks import run_ranks
 from tests.schedule.cases import parameters
-from tests.schedule.undo_runs import SOUND_THEN_BROKEN, SYNC, TOTAL, Scripted, Undoable, script
+from tests.schedule.undo_runs import SYNC, TOTAL, Scripted, Undoable
 from tests.training import batch, network, same, with_averaging
 
 
@@ -75,16 +75,22 @@ def test_strides_do_not_matter(source: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("share", [1.0, 0.0], ids=["device", "host"])
-def test_on_a_gpu_the_copy_lives_where_there_is_room(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("share", "on", "here"),
+    [(1.0, "auto", True), (0.0, "auto", False), (1.0, "cpu", False)],
+    ids=["room", "no room", "as wished"],
+)
+def test_on_a_gpu_the_copy_lives_where_there_is_room_or_as_wished(
+    share: float, on: Any, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copies, "SHARE", share)
-    kept, source = KeptTensors(), tree(device="cuda", size=1 << 22)
+    kept, source = KeptTensors(on), tree(device="cuda", size=1 << 22)
     kept.copy(source)
     for tensor in tensors_in(source):
         tensor.zero_()
     held = [tensor for tensor in tensors_in(kept.read()) if tensor.numel()]
-    assert [tensor.is_cuda for tensor in held] == [bool(share)] * 2
-    assert [tensor.is_pinned() for tensor in held if not tensor.is_cuda] == [True] * (0 if share else 2)
+    assert [tensor.is_cuda for tensor in held] == [here] * 2
+    assert [tensor.is_pinned() for tensor in held if not tensor.is_cuda] == [True] * (0 if here else 2)
     back = tree(0.0, device="cuda", size=1 << 22)
     copies.copy_all(list(tensors_in(back)), list(tensors_in(kept.read())))
     kept.was_read()
@@ -145,7 +151,7 @@ def train_optimizer(optimizer: Any, params: list[nn.Parameter], steps: range) ->
 
 
 def copied(optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, others = whole_state(optimizer, alike=False)
+    tensors, others = whole_state(optimizer)
     return {name: tensor.clone() for name, tensor in tensors.items()}, others
 
 
@@ -233,26 +239,45 @@ def test_a_shared_state_is_brought_back_to_replicas_that_have_their_own_now() ->
         assert torch.equal(found["0/step"].view(3, -1)[row], kept[0]["0/step"])
 
 
+#: Training breaks at the second sync.
+BROKEN = Scripted((2 * SYNC,))
+
+
 def single(make: Any = torch.optim.AdamW, model: nn.Module | None = None, **options: Any) -> Single:
     return Single(make, model or network(batch_norm=True), **options)
 
 
 class Single:
-    """One replica, whose controller judges by a script."""
+    """One replica, whose controller judges by a script. ``warm``: the optimizer has a state at the start."""
 
-    def __init__(self, make: Any, model: nn.Module, **options: Any) -> None:
+    def __init__(self, make: Any, model: nn.Module, *, warm: bool = False, **options: Any) -> None:
         self.model = model
         self.optimizer = make(model.parameters(), lr=0.01)
-        settings = {"auto_lr": Scripted(SOUND_THEN_BROKEN), "sync_every": SYNC, "cycle_momentum": False}
+        if warm:
+            x, y = batch(1, 0)
+            F.mse_loss(model(x), y).backward()
+            self.optimizer.step()
+        settings = {"auto_lr": BROKEN, "sync_every": SYNC, "cycle_momentum": False}
         self.scheduler = hk.HDETOneCycleLR(
             self.optimizer, 0.05, TOTAL, model=model, **with_averaging({**settings, **options})
         )
+        self.start: list[Tensor] = []
+        self.optimizer.register_step_pre_hook(self._keep_start)
+
+    def _keep_start(self, *_: object) -> None:
+        self.start = self.start or self.values()
 
     @property
-    def last_sound(self) -> LastSound:
+    def kept(self) -> KeptStart:
         undoing = self.scheduler.cycle.undoing
         assert undoing is not None
-        return undoing.last_sound
+        return undoing.start
+
+    @property
+    def returned(self) -> bool:
+        """Whether all is as it was before the first step. State that came later is gone, or zero."""
+        now, count = self.values(), len(self.start)
+        return same(now[:count], self.start) and not any(bool(tensor.any()) for tensor in now[count:])
 
     def train(self, steps: int) -> Single:
         device, dtype = next((p.device, p.dtype.to_real()) for p in self.model.parameters())
@@ -276,19 +301,34 @@ class Single:
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, hk.FusedAdamW])
 def test_a_return_writes_into_the_tensors_in_use(make: Any) -> None:
-    run = single(make).train(SYNC)
-    sound, places = run.values(), [tensor.data_ptr() for tensor in run.tensors()]
+    run = single(make, warm=True).train(SYNC)
+    places = [tensor.data_ptr() for tensor in run.tensors()]
     versions = [param._version for param in run.model.parameters()]
-    run.train(SYNC)
-    assert same(run.values(), sound)
+    assert run.train(SYNC).returned
     assert [tensor.data_ptr() for tensor in run.tensors()] == places
     assert all(param._version > before for param, before in zip(run.model.parameters(), versions, strict=True))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_return_of_any_optimizer_is_bit_for_bit(name: str) -> None:
+    run = single(lambda params, lr: OPTIMIZERS[name](params)).train(2 * SYNC - 1)
+    assert not run.returned
+    assert run.train(1).returned
+    again = single(lambda params, lr: OPTIMIZERS[name](params), auto_lr=Scripted())
+    rates = run.scheduler.get_last_lr()
+    for each in (run, again):
+        each.optimizer.param_groups[0]["lr"] = rates[0]
+        each.optimizer.zero_grad()
+        x, y = batch(0, 99)
+        F.mse_loss(each.model(x), y).backward()
+        each.optimizer.step()
+    assert same(*([p.detach() for p in each.model.parameters()] for each in (run, again)))
+
+
 def test_buffers_that_are_not_averaged_return_too() -> None:
-    run = single(average_buffers=False).train(SYNC)
-    before = [buffer.clone() for buffer in run.model.buffers()]
-    assert same(list(run.train(SYNC).model.buffers()), before)
+    run = single(average_buffers=False).train(2 * SYNC - 1)
+    assert not run.returned
+    assert run.train(1).returned
 
 
 def test_a_buffer_of_another_shape_is_left_as_it_is() -> None:
@@ -296,11 +336,11 @@ def test_a_buffer_of_another_shape_is_left_as_it_is() -> None:
     model.register_buffer("table", torch.ones(3))
     run = single(model=model).train(SYNC)
     model.table = torch.zeros(5)
-    sound = [param.detach().clone() for param in model.parameters()]
+    start = run.start[: len(list(model.parameters()))]
     run.scheduler.load_state_dict(run.scheduler.state_dict())  # a checkpoint knows that it was replaced
     run.train(SYNC)
     assert torch.equal(model.table, torch.zeros(5))
-    assert same([param.detach() for param in model.parameters()], sound)
+    assert same([param.detach() for param in model.parameters()], start)
 
 
 def test_a_callback_brings_back_what_the_user_keeps_beside_the_run() -> None:
@@ -322,7 +362,7 @@ def test_a_callback_brings_back_what_the_user_keeps_beside_the_run() -> None:
             for average in averages:
                 average.update_parameters(run.model)
     kept, lost = (list(average.module.parameters()) for average in averages)
-    assert [record.undone for record in run.scheduler.history] == [None, SYNC]
+    assert [record.undone for record in run.scheduler.history] == [None, 0]
     assert not lost[0].isfinite().any(), "without a callback it stays as it was"
     assert same([param.detach() for param in kept], [param.detach() for param in run.model.parameters()])
 
@@ -336,17 +376,15 @@ def test_complex_parameters_return() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x.to(torch.complex64) @ self.weight).real
 
-    run = single(model=Waves()).train(SYNC)
-    sound = run.values()
-    assert same(run.train(SYNC).values(), sound)
+    assert single(model=Waves()).train(2 * SYNC).returned
 
 
 def test_parameters_of_another_shape_are_refused_with_nothing_changed() -> None:
-    run = single().train(SYNC)
-    run.last_sound.copy.read()["state"]["0/exp_avg"] = torch.ones(3, 5)
+    run = single(warm=True).train(SYNC)
+    run.kept.copy.read()["state"]["0/exp_avg"] = torch.ones(3, 5)
     before = run.values()
     with pytest.raises(RuntimeError, match="state 0/exp_avg has shape"):
-        run.last_sound.restore()
+        run.kept.restore()
     assert same(run.values(), before)
 
 
@@ -359,22 +397,17 @@ def test_what_fits(now: tuple[int, ...], saved: tuple[int, ...], expected: bool)
     assert fits(torch.zeros(now), torch.zeros(saved)) is expected
 
 
-def test_the_copy_of_a_stack_after_an_average_is_of_one_replica() -> None:
-    run = Undoable("stack local", "FusedAdamW", auto_lr=Scripted(SOUND_THEN_BROKEN))
-    run.train(1)
-    kept = run.scheduler.state_dict()["hdet"][0]["undo"]["kept"]
-    assert (kept["step"], kept["params"][0].dim(), kept["state"]["0/exp_avg"].dim()) == (0, 1, 2)
-    kept = run.train(SYNC - 1).scheduler.state_dict()["hdet"][0]["undo"]["kept"]
-    assert (kept["step"], kept["params"][0].dim(), kept["state"]["0/exp_avg"].dim()) == (4, 1, 1)
-
-
-def test_the_copy_in_a_checkpoint_does_not_change_with_the_next_one() -> None:
-    run = Undoable("stack local", "FusedAdamW", auto_lr=Scripted(script(s4="sound", s8="sound"))).train(SYNC)
-    kept = run.scheduler.state_dict()["hdet"][0]["undo"]["kept"]
-    before = kept["params"][0].clone()
-    run.train(SYNC)
-    assert torch.equal(kept["params"][0], before)
-    assert not torch.equal(run.scheduler.state_dict()["hdet"][0]["undo"]["kept"]["params"][0], before)
+def test_replicas_of_a_stack_that_begin_equal_are_copied_once_and_the_copy_stays() -> None:
+    run = Undoable("stack local", "FusedAdamW", auto_lr=BROKEN).train(1)
+    first = run.scheduler.state_dict()["hdet"][0]["undo"]["kept"]
+    assert (first["step"], first["params"][0].dim()) == (0, 1)
+    before = copy.deepcopy(first)
+    for _ in range(2):  # over a sync, and over the return
+        kept = run.train(SYNC).scheduler.state_dict()["hdet"][0]["undo"]["kept"]
+        assert same(kept, before)
+        assert same(first, before)
+    apart = Undoable("stack local", "FusedAdamW", auto_lr=BROKEN, warm=True).train(1)
+    assert apart.scheduler.state_dict()["hdet"][0]["undo"]["kept"]["params"][0].dim() == 2
 
 
 @dataclass(frozen=True)
@@ -387,7 +420,7 @@ class ScriptedSlopes(Scripted):
 
 
 def test_the_displacement_of_the_hypergradient_begins_anew() -> None:
-    run = single(auto_lr=ScriptedSlopes(SOUND_THEN_BROKEN)).train(2 * SYNC)
+    run = single(auto_lr=ScriptedSlopes((2 * SYNC,))).train(2 * SYNC)
     displacement = run.scheduler.cycle.displacement
     assert displacement is not None
     assert displacement.moved is None
@@ -400,15 +433,17 @@ def _sharded(rank: int) -> dict[str, Any]:
     model = network()
     fully_shard(model, mesh=mesh["shard"])
     optimizer = hk.FusedAdamW(model.parameters(), lr=0.01)
-    settings: dict[str, Any] = {"sync_every": SYNC, "auto_lr": Scripted(SOUND_THEN_BROKEN), "spread": 0.5}
+    settings: dict[str, Any] = {"sync_every": SYNC, "auto_lr": BROKEN, "spread": 0.5}
     ensemble = hk.ProcessEnsemble(mesh)
+    F.mse_loss(*(each if number else model(each) for number, each in enumerate(batch(rank, 99)))).backward()
+    optimizer.step()  # so that it has a state at the start
     scheduler = hk.HDETOneCycleLR(optimizer, 0.05, TOTAL, ensemble=ensemble, **settings)
 
     def shards() -> list[Tensor]:
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         return [getattr(t.detach(), "to_local", lambda t=t: t)().clone() for t in (*model.parameters(), *state)]
 
-    found = []
+    found = [shards()]
     for step in range(2 * SYNC):
         x, y = batch(rank, step)
         optimizer.zero_grad()
@@ -422,8 +457,9 @@ def _sharded(rank: int) -> dict[str, Any]:
     files: list[Any] = [scheduler.state_dict()]
     torch.distributed.broadcast_object_list(files, src=0)
     scheduler.load_state_dict(files[0])
-    here = scheduler.cycle.undoing.last_sound.step if scheduler.cycle.undoing else None
-    return {"same": same(*found), "part": kept["part"], "of rank 0": here}
+    here = scheduler.cycle.undoing.start.step if scheduler.cycle.undoing else None
+    moved = not same(*found[:2])
+    return {"same": moved and same(found[0], found[2]), "part": kept["part"], "of rank 0": here}
 
 
 @pytest.mark.full
@@ -431,7 +467,7 @@ def test_shards_return_and_those_of_another_part_are_left_out() -> None:
     results = run_ranks(4, _sharded)
     assert [found["same"] for found in results] == [True] * 4
     assert [found["part"] for found in results] == [[0, 2], [1, 2]] * 2
-    assert [found["of rank 0"] for found in results] == [4, None] * 2
+    assert [found["of rank 0"] for found in results] == [0, None] * 2
 
 
 # On a GPU
@@ -479,11 +515,10 @@ def _graphed(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Single, Any
 def test_a_captured_graph_goes_on_after_a_return(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     run, train = _graphed(share, monkeypatch)
     train(SYNC - 2)
-    sound, places = run.values(), [tensor.data_ptr() for tensor in run.tensors()]
-    kept = run.last_sound.copy.read()
-    assert kept["params"][0].is_cuda is bool(share)
+    places = [tensor.data_ptr() for tensor in run.tensors()]
+    assert run.kept.copy.read()["params"][0].is_cuda is bool(share)
     train(SYNC)
-    assert same(run.values(), sound)
+    assert run.returned
     assert [tensor.data_ptr() for tensor in run.tensors()] == places
     train(SYNC - 1)
     eager = single(hk.FusedAdamW, network().cuda()).train(3 * SYNC - 1)
@@ -499,13 +534,12 @@ def test_on_a_gpu_a_return_is_bit_for_bit(
 ) -> None:
     monkeypatch.setattr(copies, "SHARE", share)
     run = single(make, network(batch_norm=True).to("cuda", dtype)).train(SYNC)
-    sound = run.values()
-    saved = [part.state_dict() for part in (run.model, run.optimizer, run.scheduler)]
-    assert same(run.train(SYNC).values(), sound)
+    saved = copy.deepcopy([part.state_dict() for part in (run.model, run.optimizer, run.scheduler)])
+    assert run.train(SYNC).returned
     other = single(make, network(batch_norm=True).to("cuda", dtype))
     for part, state in zip((other.model, other.optimizer, other.scheduler), saved, strict=True):
         part.load_state_dict(state)
-    assert same(other.train(SYNC).values(), sound)
+    assert same(other.train(SYNC).values(), run.values())
 
 
 @pytest.mark.gpu
@@ -525,12 +559,10 @@ def test_amp_with_a_scaler_returns() -> None:
             scaler.update()
             run.scheduler.step(loss.detach())
 
-    train(SYNC)
-    sound = run.values()
-    train(SYNC - 1)
-    assert not same(run.values(), sound)
+    train(2 * SYNC - 1)
+    assert not run.returned
     train(1)
-    assert same(run.values(), sound)
+    assert run.returned
 
 
 @pytest.mark.gpu
@@ -538,5 +570,5 @@ def test_while_a_graph_is_captured_no_start_is_kept(caplog: pytest.LogCaptureFix
     run = single(hk.FusedAdamW, network().cuda())
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         run.scheduler.cycle.before_optimizer_step()
-    assert run.last_sound.step is None
+    assert run.kept.step is None
     assert "the start cannot be kept" in caplog.text
