@@ -115,7 +115,7 @@ def test_a_loss_that_exploded_does_not_hide_the_others() -> None:
 
 
 def test_events_are_marked_and_scouting_rounds_are_single_points() -> None:
-    for name, label, step in (("broken", "return to an earlier average", 70), ("scouting", "end of scouting", 20)):
+    for name, label, step in (("broken", "return to the start", 70), ("scouting", "end of scouting", 20)):
         (axes,) = pages.draw(pages.value_charts(HISTORIES[name])[0], HISTORIES[name]).axes
         (mark,) = [line for line in axes.lines if line.get_label() == label]
         assert list(mark.get_xdata()) == [step, step]
@@ -153,7 +153,6 @@ def test_the_totals() -> None:
         "Mean loss": "2.73",
         "Left out": "6",
         "Returns": "1",
-        "Cuts": "0",
         "Waited": "5.0 s",
         "Sent": "10.0 GB",
     }

@@ -218,16 +218,28 @@ def test_groups_that_lost_their_momenta_are_named_when_a_state_is_loaded() -> No
 LONG, SYNC = 240, 6
 
 
-def train_stack(max_lr: float, steps: int = LONG, **options: Any) -> tuple[hk.HDETOneCycleLR, list[Tensor], Tensor]:
-    """Train four replicas on shared gradients; return the scheduler, the losses of all steps and the parameters."""
+def train_stack(
+    max_lr: float, steps: int = LONG, *, scaled_after: int | None = None, rank: int = 0, first: int = 0, **options: Any
+) -> tuple[hk.HDETOneCycleLR, list[Tensor], Tensor]:
+    """Train four replicas on shared gradients; return the scheduler, the losses of all steps and the parameters.
+
+    Args:
+        scaled_after: the step after which all weights are multiplied by 10 000.
+        rank: that of the batches.
+        first: the number of the first one.
+    """
     stack = hk.ReplicaStack(network(), 4, gradients="shared")
     optimizer = hk.FusedAdamW(stack.parameters(), lr=0.01, backend="torch")
-    options = {"sync_every": SYNC, "cycle_momentum": False, **options}
-    scheduler = hk.HDETOneCycleLR(optimizer, max_lr, LONG, ensemble=stack.ensemble, **options)
+    options = {"sync_every": SYNC, "cycle_momentum": False, "total_steps": LONG, **options}
+    scheduler = hk.HDETOneCycleLR(optimizer, max_lr, ensemble=stack.ensemble, **options)
     losses = []
     for step in range(steps):
-        losses.append(stack.backward(loss_of, *batch(0, step, size=64)).detach())
+        losses.append(stack.backward(loss_of, *batch(rank, first + step, size=64)).detach())
         optimizer.step()
+        if step + 1 == scaled_after:
+            with torch.no_grad():
+                for param in stack.parameters():
+                    param.mul_(1e4)
         optimizer.zero_grad()
         scheduler.step(losses[-1])
     return scheduler, losses, torch.cat([param.detach().reshape(-1) for param in stack.parameters()])
@@ -266,10 +278,26 @@ def test_full_trust_leaves_the_learning_rate_beside_other_scalars() -> None:
 
 
 @pytest.mark.full
-def test_what_is_a_hundred_times_too_high_is_undone_and_ends_better_than_plain() -> None:
+def test_what_is_a_hundred_times_too_high_begins_anew_and_ends_better_than_plain() -> None:
     scheduler, losses, _ = train_stack(2.0)
     _, plain, _ = train_stack(2.0, auto_lr=False)
     (mu,) = scheduler.cycle.spread.controller_state["mu"]
-    assert mu <= -math.log(3)
-    assert any(record.undone is not None for record in scheduler.history)
+    returns = scheduler.history_summary.undone
+    assert returns >= 1
+    assert mu == pytest.approx(-returns * math.log(hk.controller.RegressionSettings().cut))
     assert last_loss(losses) < last_loss(plain)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [2, 7])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_weights_that_were_ruined_early_are_given_up(after: int, rank: int) -> None:
+    """As soon as it is seen, the run is one at the lowered peak over the steps that remain."""
+    given: dict[str, Any] = {"total_steps": 400, "sync_every": 5, "rank": rank}
+    scheduler, losses, _ = train_stack(0.02, 400, scaled_after=after, **given)
+    returned = [record for record in scheduler.history if record.undone is not None]
+    assert len(returned) == 1
+    left, peak = 400 - returned[0].step, 0.02 / hk.controller.RegressionSettings().cut
+    given |= {"total_steps": left, "first": returned[0].step}
+    _, plain, _ = train_stack(peak, left, auto_lr=False, **given)
+    assert last_loss(losses) < 1.1 * last_loss(plain)

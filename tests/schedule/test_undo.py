@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 import hdet_kernels as hk
 from hdet_kernels.controller.settings import SlopeSettings
 from tests.ranks import Cases, run_ranks
+from tests.schedule.scout_runs import PHASE, REPLICAS, STEPS, StackRun
 from tests.schedule.undo_runs import OPTIMIZERS, SYNC, TOTAL, Kind, Scripted, Undoable
-from tests.training import same
+from tests.training import Trainer, batch, loss_of, same
 
 KINDS: tuple[Kind, ...] = ("stack shared", "stack local", "ranks shared", "ranks local")
 #: Training breaks at the second sync.
@@ -378,6 +379,29 @@ def test_with_one_step_left_nothing_is_undone() -> None:
     assert [record["undone"] for record in shortest.history()] == [None, 0, None]
 
 
+def test_a_run_that_looked_for_its_learning_rate_first_begins_anew_after_that() -> None:
+    """Steps of records count from the first step of all; what is undone does not reach into the search."""
+    options: dict[str, Any] = {"auto_lr": Scripted((10, 20)), "sync_every": 5}
+    run = StackRun(**options)
+    run.train(PHASE)
+    started = [param.detach().clone() for param in run.stack.parameters()]
+    run.train(10)
+    assert same([param.detach() for param in run.stack.parameters()], started)
+    resumed = StackRun(**options)
+    resumed.load(run.saved())
+    for each in (run, resumed):
+        each.train(STEPS - PHASE - 10)
+        records = [(record.step, record.undone) for record in each.scheduler.history if record.kind != "scout"]
+        assert records == [(25, None), (30, 20), (35, None), (40, 30), (45, None), (50, None)]
+        assert [record.cycle for record in each.scheduler.history if record.kind != "scout"] == list(range(6))
+        summary = each.scheduler.history_summary
+        assert (summary.undone, summary.lost) == (2, 20)
+        assert [event["why"].split(":")[0] for event in summary.events[-2:]] == ["step 30", "step 40"]
+        with pytest.raises(ValueError, match=f"step {STEPS + 1} is past the end: total_steps is {STEPS}"):
+            each.scheduler.step(torch.ones(REPLICAS))
+    assert same(*([param.detach() for param in each.stack.parameters()] for each in (run, resumed)))
+
+
 # No finite replica
 
 
@@ -443,6 +467,47 @@ def test_ranks_that_do_not_all_keep_the_start_do_not_return() -> None:
 
 
 # Averages that overlap with training
+
+
+def _inf_between(rank: int, at: int, overlap_steps: int) -> tuple[list[int | None], float, float]:
+    """Train by the default controller with a batch of inf in the step after ``at``.
+
+    Returns:
+        The records' ``undone``, and the mean of the last losses of this run and of one without a controller and such a
+        batch, at the lowered peak over the steps that remain.
+    """
+    steps = 80
+
+    def trained(peak: float, first: int, bad: int | None, **options: Any) -> tuple[Any, float]:
+        options |= {"total_steps": steps - first, "max_lr": peak, "cycle_momentum": False}
+        trainer, losses = Trainer(rank, ddp=True, **options), []
+        for step in range(first, steps):
+            x, y = batch(rank, step)
+            trainer.optimizer.zero_grad()
+            loss = loss_of(trainer.model, x * torch.inf if step == bad else x, y)
+            loss.backward()
+            trainer.optimizer.step()
+            trainer.scheduler.step(loss.detach())
+            losses.append(float(loss.detach()))
+        return trainer.scheduler, sum(losses[-10:]) / 10
+
+    scheduler, end = trained(0.01, 0, at, overlap_steps=overlap_steps)
+    (returned,) = [record for record in scheduler.history if record.undone is not None]
+    peak = 0.01 / hk.controller.RegressionSettings().cut
+    _, plain = trained(peak, returned.landed, None, auto_lr=False)
+    return [record.undone for record in scheduler.history], end, plain
+
+
+_BETWEEN = list(itertools.product((4, 5, 9, 12, 13, 14), (2, 3)))
+INF_BETWEEN = Cases(2, _inf_between, [], full=_BETWEEN)
+
+
+@pytest.mark.parametrize(("at", "overlap_steps"), INF_BETWEEN.params())
+def test_a_batch_of_inf_while_an_average_is_under_way_is_undone(at: int, overlap_steps: int) -> None:
+    """What is not finite when the average is applied is never kept."""
+    for undone, end, plain in INF_BETWEEN[at, overlap_steps]:
+        assert [step for step in undone if step is not None] == [0]
+        assert end < 1.1 * plain
 
 
 def _overlapped(rank: int, kind: Kind, by_hand: bool) -> dict[str, Any]:
