@@ -18,7 +18,7 @@ from hdet_kernels.controller.protocol import Observation, Run
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
 # Best peak learning rate of the simulated run, and the one that it starts with.
 BEST, START = 1.0, 10.0
-# Learning rate from which the simulated training breaks, and cost of an e-fold larger one at the best, over the gain.
+# Learning rate from which the simulated training breaks, and cost of an e-fold larger one at twice the best, over the gain.
 BREAKS, COST = 2.7, 0.14
 # Loss at the first sync, and at the end of all training.
 FIRST, LAST = 4.0, 1.0
@@ -26,19 +26,17 @@ FIRST, LAST = 4.0, 1.0
 
 @dataclass
 class Simulated:
-    """Learning rates of a simulated run, and the syncs at which the controller lowered them.
+    """Learning rates of a simulated run, and its returns to the start.
 
     Args:
         base: [TOTAL].
         rates: [TOTAL, REPLICAS].
-        returns: steps of the returns to a sound average.
-        cuts: steps at which learning rates were lowered near the edge of stability.
+        returns: the last steps before the returns.
     """
 
     base: np.ndarray = field(default_factory=lambda: np.empty(TOTAL))
     rates: np.ndarray = field(default_factory=lambda: np.empty((TOTAL, REPLICAS)))
     returns: list[int] = field(default_factory=list)
-    cuts: list[int] = field(default_factory=list)
 
 
 def schedule() -> list[float]:
@@ -58,27 +56,25 @@ def simulated() -> Simulated:
     controller = hk.RegressionController()
     run = controller.prepare(Run(TOTAL, SYNC, 0.3, (None,), (START,), gradients="shared", probed=False))
     state, plain, found = controller.start(1, run), schedule(), Simulated()
-    level = kept = FIRST
-    rho, (departs,) = hk.multipliers(REPLICAS, SPREAD), run.departs
-    for step in range(TOTAL):
+    level, rho, origin, left = FIRST, hk.multipliers(REPLICAS, SPREAD), 0, TOTAL
+    for made in range(TOTAL):
+        step = made - origin
         if step % SYNC == 0:
             own = rho[hk.permutation(REPLICAS, seed=0, cycle=step // SYNC, hyperparameter="lr/0")]
-        found.base[step] = rate = controller.base(state, 0, plain[step])
-        found.rates[step] = rate * (own if departs is None or step < departs[1] else 1.0)
+        found.base[made] = rate = controller.base(state, 0, plain[round(step * (TOTAL - 1) / (left - 1))])
+        (departs,) = run.departs
+        found.rates[made] = rate * (own if departs is None or step < departs[1] else 1.0)
         if (step + 1) % SYNC == 0 and controller.active(run, step + 1):
             level += 0.0 if step < SYNC else 3.0 if rate > BREAKS * BEST else -0.1 * (level - LAST)
-            slope = np.array([COST * rate / BEST * (FIRST - kept) + 1e-6])
+            slope = np.array([COST * (rate / BEST - 1) * (FIRST - LAST)])
             losses, base = np.full(REPLICAS, level), np.array([rate])
-            seen = Observation(losses, own[None], base, step + 1, slope, np.array([slope[0] / 20]))
-            judgement = controller.judge(run, state, seen)
-            before = state["mu"][0]
-            state = (controller.undone if judgement == "broken" else controller.update)(run, state, seen)
-            if judgement == "broken":
-                level = kept
-                found.returns.append(step)
-            elif state["mu"][0] < before:
-                found.cuts.append(step)
-            kept = level if judgement == "sound" else kept
+            seen = Observation(losses, own[None], base, step + 1, slope, np.abs(slope) / 20)
+            if controller.broke(run, state, seen):
+                state, run = controller.begun_anew(run, state, seen), controller.prepare(run.rest(step + 1))
+                level, origin, left = FIRST, made + 1, TOTAL - made - 1
+                found.returns.append(made)
+            else:
+                state = controller.update(run, state, seen)
     return found
 
 
@@ -92,16 +88,16 @@ def draw(path: Path) -> None:
     axes.plot(run.base, color="black", lw=1.8, label="base $\\eta(t)$")
     axes.plot(schedule(), color="black", lw=1.0, ls=":", label="OneCycleLR as given")
     axes.axhline(BEST, color="tab:green", lw=0.8, ls="--", label="right peak")
-    axes.axvspan(0, 0.3 * TOTAL, color="tab:green", alpha=0.08, lw=0)
+    origin = run.returns[-1] + 1 if run.returns else 0
+    acts_until = origin + 0.3 * (TOTAL - origin)
+    axes.axvspan(0, acts_until, color="tab:green", alpha=0.08, lw=0)
     top = run.rates.max() * 1.6
-    axes.text(0.15 * TOTAL, top * 0.98, "fan-out, $\\mu$ moves", ha="center", va="top", color="tab:green", fontsize=9)
-    texts = [(step, "training broke: back to the\nlast sound average, a third") for step in run.returns]
-    texts += [(step, "near the edge: half") for step in run.cuts]
-    for number, (step, text) in enumerate(texts):
+    axes.text(acts_until / 2, top * 0.98, "fan-out, it is judged", ha="center", va="top", color="tab:green", fontsize=9)
+    for number, step in enumerate(run.returns):
         axes.annotate(
-            text,
+            "too high: back to the start; the schedule\nbegins again, with a lower peak",
             (step, run.rates[step].max()),
-            (0.32 * TOTAL, top * (0.8 - 0.22 * number)),
+            (0.4 * TOTAL, top * (0.8 - 0.22 * number)),
             fontsize=9,
             arrowprops={"arrowstyle": "->", "color": "0.4"},
         )

@@ -15,7 +15,7 @@ HEAD = """# The controllers' constants
 
 Every constant of the [controllers](controller.md), written by `python docs/settings_table.py` from
 `hdet_kernels/controller/settings.py`. Another value is passed as `settings=`, for instance
-`hk.RegressionController(settings=RegressionSettings(edge_cut=3.0))`. They are saved with a run, which resumes only
+`hk.RegressionController(settings=RegressionSettings(cut=3.0))`. They are saved with a run, which resumes only
 under the same values. "Share" means a share of the run unless it says otherwise; logarithms are natural."""
 
 

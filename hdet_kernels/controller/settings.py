@@ -122,11 +122,12 @@ class RegressionSettings(SlopeSettings):
     edge_cost: float = 0.23
     #: Number of cycles whose median cost has to be above it.
     edge_cycles: int = 3
-    #: Path lengths, over the peak and the steps of the run, between which the first slopes are judged.
+    #: Path length, over the peak and the steps of the run, from which on the first slopes are judged.
     turned_from: float = 0.013
+    #: The same, until which they are judged.
     turned_until: float = 0.036
     #: Mean of the first slopes over their errors, each at most ``largest_significance``, that marks a learning rate as
-    #: too high: at a good one they ask for a larger one.
+    #: too high.
     turned_mean: float = 1.3
     #: Loss, over the total gain, that counts as broken.
     break_share: float = 0.1

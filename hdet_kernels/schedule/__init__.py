@@ -11,7 +11,7 @@ the next cycle.
 
 ``checkpoint.py`` saves and restores all of it, after ``checkpoint_checks.py`` has compared it with the run;
 ``guards.py`` notices what frameworks do wrong, and ``model_hooks.py`` what is saved and loaded. Folders: ``undo/``
-returns all replicas to the last sound average where training broke; ``scout/`` is what comes before the first cycle
+returns all replicas to the start where training broke; ``scout/`` is what comes before the first cycle
 with ``max_lr=None``.
 """
 

@@ -71,7 +71,7 @@ def test_an_entry_that_only_some_runs_have(states: dict[str, dict[str, Any]], en
     assert states["softmax"][entry] is None
 
 
-def test_the_last_sound_average(states: dict[str, dict[str, Any]]) -> None:
+def test_the_start(states: dict[str, dict[str, Any]]) -> None:
     assert set(states["undo"]["undo"]) == listed("undo")
     assert set(states["undo"]["undo"]["kept"]) == listed("kept")
     assert states["overlapped"]["undo"] is None
