@@ -18,7 +18,7 @@ from hdet_kernels.controller.protocol import Observation, Run
 REPLICAS, TOTAL, SYNC, SPREAD = 4, 640, 16, 0.3
 # Best peak learning rate of the simulated run, and the one that it starts with.
 BEST, START = 1.0, 10.0
-# Learning rate from which the simulated training breaks, and cost of an e-fold larger one at twice the best, over the gain.
+# Learning rate from which training breaks, and cost of an e-fold larger one at twice the best, over the gain.
 BREAKS, COST = 2.7, 0.14
 # Loss at the first sync, and at the end of all training.
 FIRST, LAST = 4.0, 1.0

@@ -34,18 +34,18 @@ def record(step: int, losses: list[float], **changes: Any) -> SyncRecord:
 
 HISTORY = [
     record(10, [2.0, 3.0], probes=[2.5, 2.25]),
-    record(20, [1.5, math.nan], excluded=[1], bytes=999, seconds=0.5, act="return", undone=10, why="step 20: halved"),
+    record(20, [1.5, math.nan], excluded=[1], bytes=999, seconds=0.5, act="found", why="step 20: halved"),
     record(25, [math.nan, math.nan], kind="last", collectives=0, bytes=0),
 ]
 
 
 def test_table_is_exact() -> None:
     assert report.table(HISTORY) == (
-        "| step | cycle | mean loss | best | worst |  lr/0 | wd/0 |    act | excluded | collectives |  bytes |    ms |\n"
-        "| ---: | ----: | --------: | ---: | ----: | ----: | ---: | -----: | -------: | ----------: | -----: | ----: |\n"
-        "|   10 |     0 |       2.5 |    2 |     3 |  0.01 | 0.01 |      – |        – |           2 | 1.2 MB |  12.3 |\n"
-        "|   20 |     1 |       1.5 |  1.5 |   1.5 |  0.02 | 0.01 | return |        1 |           2 |  999 B | 500.0 |\n"
-        "|   25 |     1 |         – |    – |     – | 0.025 | 0.01 |      – |        – |           0 |    0 B |  12.3 |\n"
+        "| step | cycle | mean loss | best | worst |  lr/0 | wd/0 |   act | excluded | collectives |  bytes |    ms |\n"
+        "| ---: | ----: | --------: | ---: | ----: | ----: | ---: | ----: | -------: | ----------: | -----: | ----: |\n"
+        "|   10 |     0 |       2.5 |    2 |     3 |  0.01 | 0.01 |     – |        – |           2 | 1.2 MB |  12.3 |\n"
+        "|   20 |     1 |       1.5 |  1.5 |   1.5 |  0.02 | 0.01 | found |        1 |           2 |  999 B | 500.0 |\n"
+        "|   25 |     1 |         – |    – |     – | 0.025 | 0.01 |     – |        – |           0 |    0 B |  12.3 |\n"
         "\n"
         "- step 20: halved"
     )
@@ -65,8 +65,8 @@ def test_summary_adds_up() -> None:
         "bytes": 1_234_567 + 999,
         "seconds": pytest.approx(0.52468),
         "excluded": 1,
-        "undone": 1,
-        "lost": 10,
+        "undone": 0,
+        "lost": 0,
         "events": [{"step": 20, "why": "step 20: halved"}],
         "peaks": {},
         "first_loss": 2.5,

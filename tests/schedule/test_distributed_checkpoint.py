@@ -21,8 +21,8 @@ from hdet_kernels.optim import FusedAdamW
 from tests.ranks import run_ranks
 from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, Logged, entries, loaded, result
 from tests.schedule.scout_runs import PHASE, ROUNDS, RankRun, StackRun
-from tests.schedule.undo_runs import Scripted, Undoable
 from tests.schedule.undo_runs import SYNC as UNDO_SYNC
+from tests.schedule.undo_runs import Scripted, Undoable
 from tests.training import Trainer, same, with_averaging
 
 # DCP warns that there is one process only, and about its own use of torch.

@@ -182,8 +182,10 @@ def breaking(schedule: Callable[[Any], Any] | None, **options: Any) -> Any:
     optimizer = hk.FusedSGD(stack.parameters(), lr=1.0, momentum=0.9)
     given = {"sync_every": 10, "auto_lr": Scripted((AFTER,), undo=1, last=LENGTH), "total_steps": LENGTH} | options
     given |= {"ensemble": stack.ensemble, "spread": 0.01}
-    return hk.HDETOneCycleLR(optimizer, 0.4, **given) if schedule is None else hk.HDETScheduler(
-        schedule(optimizer), **given
+    return (
+        hk.HDETOneCycleLR(optimizer, 0.4, **given)
+        if schedule is None
+        else hk.HDETScheduler(schedule(optimizer), **given)
     )
 
 
@@ -244,7 +246,10 @@ SHAPES: dict[str, tuple[Callable[[int], Callable[[Any], Any]], bool]] = {
     "wrapped OneCycleLR": (one_cycle_over, False),
     "CosineAnnealingLR": (cosine_over, False),
     "SequentialLR": (warm_cosine_over, False),
-    "ExponentialLR": (lambda steps: lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.05 ** (1 / steps)), False),
+    "ExponentialLR": (
+        lambda steps: lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.05 ** (1 / steps)),
+        False,
+    ),
 }
 
 
