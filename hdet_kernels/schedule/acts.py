@@ -34,7 +34,7 @@ class Return:
 
     def __str__(self) -> str:
         left = self.run.total_steps
-        over = "" if left is None else f", and the schedule begins again over the {left} steps that remain"
+        over = "" if left is None else f", and the run begins anew over the {left} steps that remain"
         return f"all replicas return to the start{over}"
 
 

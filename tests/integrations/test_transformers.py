@@ -184,7 +184,7 @@ def test_the_history_of_the_trainer_has_what_the_controller_did(tmp_path: Path) 
     events = [entry for entry in trainer.state.log_history if "hdet/why" in entry]
     why = trainer.lr_scheduler.history[1].why
     assert events == [{"hdet/why": why, "step": 8}]
-    assert "all replicas return to the start, and the schedule begins again over the 4 steps that remain" in why
+    assert "all replicas return to the start, and the run begins anew over the 4 steps that remain" in why
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
     added = {"hdet/loss", "hdet/base/lr", "hdet/lr", "hdet/acts"}
     assert {name for name in lines[-1] if name.startswith("hdet/")} == added

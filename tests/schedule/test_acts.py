@@ -109,7 +109,7 @@ def test_only_the_first_process_logs_and_all_of_them_record() -> None:
     assert second[0] == []
     assert first[1] == second[1]
     assert first[0][0] == first[1][1]
-    assert "all replicas return to the start, and the schedule begins again over the 8 steps that remain" in first[0][0]
+    assert "all replicas return to the start, and the run begins anew over the 8 steps that remain" in first[0][0]
     assert sum("is not undone" in line for line in first[0]) == 1
     assert first[0][-1].startswith("the run ended: 1 return, 8 steps lost")
     assert first[2] == second[2] == [first[1][1]], "the events of a run that was resumed"

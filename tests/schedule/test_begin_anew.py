@@ -196,7 +196,9 @@ class Unplayable(lr_scheduler.LambdaLR):
 
 
 @pytest.mark.parametrize("total_steps", [LENGTH, None], ids=["length known", "length unknown"])
-def test_a_schedule_that_cannot_be_played_goes_on_below_a_warm_up(total_steps: int | None) -> None:
+def test_a_schedule_that_cannot_be_played_goes_on_below_a_warm_up(
+    total_steps: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     schedule = lambda optimizer: Unplayable(optimizer, lambda step: 1 - step / 100)  # noqa: E731
     found = rates_of(breaking(schedule, total_steps=total_steps))
     own, constants = played(schedule, LENGTH), SlopeSettings()
@@ -207,6 +209,28 @@ def test_a_schedule_that_cannot_be_played_goes_on_below_a_warm_up(total_steps: i
     climb = found[AFTER : AFTER + length]
     assert all(before < after for before, after in itertools.pairwise(climb[: length // 2]))
     assert all(here <= there * (1 + 1e-12) for here, there in zip(found, own, strict=True))
+    assert caplog.text.count("Unplayable cannot be played from the first step of the run, and goes on where it is") == 1
+
+
+@pytest.mark.parametrize("saved_at", [AFTER - 5, AFTER + 5], ids=["before the return", "after it"])
+def test_a_schedule_that_was_built_in_the_middle_of_a_run_goes_on_below_a_warm_up(
+    saved_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch has it with ``last_epoch=``: what the schedule said before that is not known."""
+    run = breaking(cosine_over(LENGTH))
+    rates_of(run, saved_at)
+    saved = copy.deepcopy([run.optimizer.state_dict(), run.state_dict()])
+
+    def late(optimizer: Any) -> Any:
+        optimizer.load_state_dict(saved[0])
+        return lr_scheduler.CosineAnnealingLR(optimizer, LENGTH - 1, last_epoch=saved_at)
+
+    resumed = breaking(late)
+    resumed.load_state_dict(saved[1])
+    found, own = rates_of(resumed, LENGTH - saved_at)[1:], played(cosine_over(LENGTH), LENGTH)[saved_at + 1 :]
+    assert all(here <= there * (1 + 1e-9) for here, there in zip(found, own, strict=True))
+    assert found[-20:] == pytest.approx(own[-20:])
+    assert ("CosineAnnealingLR cannot be played" in caplog.text) is (saved_at < AFTER)
 
 
 def test_a_run_that_looked_for_its_learning_rate_first_begins_anew_after_that() -> None:

@@ -154,7 +154,7 @@ def test_every_return_goes_to_the_start_and_is_recorded_and_logged(
         run.train(1)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said[:2] == [run.history()[index]["why"] for index in (0, 2)]
-    assert "all replicas return to the start, and the schedule begins again over the 20 steps that remain" in said[0]
+    assert "all replicas return to the start, and the run begins anew over the 20 steps that remain" in said[0]
     assert "1 of 2 returns left" in said[0]
     assert "the 12 steps that remain" in said[1]
     assert "0 of 2 returns left" in said[1]

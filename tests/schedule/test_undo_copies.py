@@ -291,8 +291,9 @@ class Single:
         return self
 
     def tensors(self) -> list[Tensor]:
-        """Parameters, buffers and state, as they are in use."""
-        state = [v for entry in self.optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
+        """Parameters, buffers and state, as they are in use; without master weights, which are never zero."""
+        named = [item for entry in self.optimizer.state.values() for item in entry.items()]
+        state = [value for name, value in named if isinstance(value, Tensor) and not name.startswith("master")]
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
     def values(self) -> list[Tensor]:
