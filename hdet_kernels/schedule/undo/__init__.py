@@ -1,1 +1,1 @@
-"""``copies.py`` copies tensors and optimizer state; ``undoing.py`` returns to the last sound average."""
+"""``copies.py`` copies tensors and optimizer state; ``undoing.py`` returns to the start."""
