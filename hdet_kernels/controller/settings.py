@@ -128,7 +128,7 @@ class RegressionSettings(SlopeSettings):
     turned_until: float = 0.036
     #: Mean of the first slopes over their errors, each at most ``largest_significance``, that marks a learning rate as
     #: too high.
-    turned_mean: float = 1.3
+    turned_mean: float = 2.0
     #: Loss, over the total gain, that counts as broken.
     break_share: float = 0.1
     #: The same loss, over the usual change of the level from sync to sync. A gain counts for an edge above it too.
