@@ -28,8 +28,8 @@ from hdet_kernels.controller.regression import RegressionController
 
 # A task counts as worse than plain from so many percent on: the log-interpolated grid is not more exact.
 WORSE = 0.3
-# Excess of a run in half of the steps, in percent: that of a share s is (1/s - 1) times it. Measured at s = 0.85, in the
-# median of 31 tasks.
+# Excess of a run in half of the steps, in percent: that of a share s is (1/s - 1) times it. Measured at s = 0.85, in
+# the median of 31 tasks.
 SHORTER = 5.7
 
 

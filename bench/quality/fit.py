@@ -55,7 +55,7 @@ class Measured:
         too_high, too_low: Mean excess of learning rates one and two octaves above and below the best, in percent.
         edge_costs: Highest median cost of an e-fold larger learning rate over the gain, of each run at the best.
         turned: Highest mean of the first slopes over their errors, while they are judged, of each run at the best.
-        after_cut: Mean excess from ``CUT_STARTS``, in percent, by the factor by which a return lowers the learning rate.
+        after_cut: Mean excess from ``CUT_STARTS``, in percent, by the factor of a return.
         broken: By start, which pairs of ``BREAK_SHARES`` and ``BREAK_NOISES`` judge each run broken: [runs, shares,
             noises]. Starts outside the grid have no runs.
     """
@@ -143,8 +143,7 @@ def edge_cost_of(courses: list[Soundness]) -> float:
 
 def highest_mean_slope(courses: list[Soundness], settings: RegressionSettings) -> float:
     """Return the ``turned_mean`` from which on the first slopes of a run would not have asked for less at any sync."""
-    judged = (course for course in courses if settings.turned_from <= course.path <= settings.turned_until)
-    return max((course.mean_slope for course in judged if course.count), default=-math.inf)
+    return max((course.evidence(settings) for course in courses), default=-math.inf)
 
 
 def after_cut(seen: Observed, cut: float) -> float:

@@ -218,10 +218,18 @@ class Soundness:
         """The mean of the slopes over their errors; NaN before the first."""
         return self.slopes / self.count if self.count else math.nan
 
+    def evidence(self, settings: RegressionSettings) -> float:
+        """Return the mean of the first slopes over their errors while they are judged, and minus infinity else.
+
+        The error of a mean falls with the root of their number: a mean of fewer than ``turned_count`` counts less.
+        """
+        if not self.count or not settings.turned_from <= self.path <= settings.turned_until:
+            return -math.inf
+        return self.mean_slope * math.sqrt(min(self.count / settings.turned_count, 1.0))
+
     def turned(self, settings: RegressionSettings) -> bool:
         """Return whether the first slopes ask for a smaller learning rate, while they are judged."""
-        judged = settings.turned_from <= self.path <= settings.turned_until
-        return judged and self.mean_slope > settings.turned_mean
+        return self.evidence(settings) > settings.turned_mean
 
     @property
     def words(self) -> str:

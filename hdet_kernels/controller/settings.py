@@ -129,6 +129,8 @@ class RegressionSettings(SlopeSettings):
     #: Mean of the first slopes over their errors, each at most ``largest_significance``, that marks a learning rate as
     #: too high.
     turned_mean: float = 2.0
+    #: Number of slopes whose mean counts in full: that of n fewer ones counts by the root of n over this number.
+    turned_count: int = 6
     #: Loss, over the total gain, that counts as broken.
     break_share: float = 0.1
     #: The same loss, over the usual change of the level from sync to sync. A gain counts for an edge above it too.

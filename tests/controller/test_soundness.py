@@ -88,20 +88,23 @@ class TestFellBack:
 
 class TestTurned:
     FROM, UNTIL, MOST = SETTINGS.turned_from, SETTINGS.turned_until, SETTINGS.turned_mean
+    ENOUGH = SETTINGS.turned_count
 
     @pytest.mark.parametrize(
         ("path", "means", "expected"),
         [
-            (FROM, [2 * MOST], True),
-            (UNTIL, [2 * MOST], True),
-            (UNTIL, [0.0, 2.5 * MOST], True),
-            (UNTIL, [0.5 * MOST, 3 * MOST, -MOST], False),
-            (UNTIL, [-2 * MOST], False),
-            (0.9 * FROM, [2 * MOST], False),
-            (1.1 * UNTIL, [2 * MOST], False),
+            (FROM, [1.1 * MOST] * ENOUGH, True),
+            (UNTIL, [1.1 * MOST] * ENOUGH, True),
+            (UNTIL, [0.0, 2.2 * MOST] * ENOUGH, True),
+            (UNTIL, [0.5 * MOST, 3 * MOST, -MOST] * ENOUGH, False),
+            (UNTIL, [1.1 * MOST] * (ENOUGH // 2), False),
+            (UNTIL, [1.5 * MOST] * (ENOUGH // 2), True),
+            (UNTIL, [-2 * MOST] * ENOUGH, False),
+            (0.9 * FROM, [2 * MOST] * ENOUGH, False),
+            (1.1 * UNTIL, [2 * MOST] * ENOUGH, False),
             (UNTIL, [None, None], False),
         ],
-        ids=["first", "last", "mean of two", "mean of three", "larger is better", "too early", "too late", "unknown"],
+        ids=["first", "last", "mean", "low mean", "few", "few, and clear", "larger", "too early", "too late", "unknown"],
     )
     def test_is_the_mean_of_the_first_slopes(self, path: float, means: list[float | None], expected: bool) -> None:
         assert turning(means, path).turned(SETTINGS) is expected
@@ -126,7 +129,7 @@ class TestSign:
         assert found.startswith("training fell back (mean loss 3.5 after 3; lowest 1, gain so far 2, usual change 0.2")
 
     def test_the_first_slopes(self) -> None:
-        mean, path = 2 * SETTINGS.turned_mean, SETTINGS.turned_from
+        mean, path = 3 * SETTINGS.turned_mean, SETTINGS.turned_from
         found = self.told(Soundness.at(3.0), 2.9, sign=mean, path=path) or ""
         assert found.startswith(f"the first slopes ask for a smaller learning rate (by {mean:.2g} standard errors in")
         assert f"{SETTINGS.turned_mean:.2g} is allowed; mean loss 2.9" in found
