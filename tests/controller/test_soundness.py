@@ -104,7 +104,7 @@ class TestTurned:
             (1.1 * UNTIL, [2 * MOST] * ENOUGH, False),
             (UNTIL, [None, None], False),
         ],
-        ids=["first", "last", "mean", "low mean", "few", "few, and clear", "larger", "too early", "too late", "unknown"],
+        ids=["first", "last", "mean", "low mean", "few", "few, clear", "larger", "too early", "too late", "unknown"],
     )
     def test_is_the_mean_of_the_first_slopes(self, path: float, means: list[float | None], expected: bool) -> None:
         assert turning(means, path).turned(SETTINGS) is expected
