@@ -132,7 +132,7 @@ class RegressionSettings(SlopeSettings):
     #: Number of slopes whose mean counts in full: that of n fewer ones counts by the root of n over this number.
     turned_count: int = 6
     #: Loss, over the total gain, that counts as broken.
-    break_share: float = 0.1
+    break_share: float = 0.2
     #: The same loss, over the usual change of the level from sync to sync. A gain counts for an edge above it too.
     break_noise: float = 4.0
     #: Factor by which learning rates are lowered where a run begins anew.
