@@ -102,7 +102,7 @@ TRIED: dict[str, dict[str, Any]] = {
     "trust=None": {"trust": None},
     "without the first slopes": {"turned_mean": 1e300},
     "without the edge of stability": {"edge_cost": 1e300},
-    "without falling back": {"break_share": 1e300},
+    "without falling back": {"fall_share": 1e300},
 }
 
 

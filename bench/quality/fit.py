@@ -31,15 +31,15 @@ COST_OCTAVES = (1.0, 2.0)
 # Starts at which it is counted how often training is judged broken, in octaves from the best, and what is near them.
 AT_BEST, TEN_LOW, TEN_HIGH, THIRTY_HIGH = 0.0, -math.log2(10), math.log2(10), math.log2(30)
 NEAR = 0.5
-# Candidates of ``break_share`` and ``break_noise``.
-BREAK_SHARES = tuple(round(0.05 * k, 2) for k in range(2, 20))
-BREAK_NOISES = (4.0, 8.0, 16.0)
+# Candidates of ``fall_share`` and ``fall_noise``.
+FALL_SHARES = tuple(round(0.05 * k, 2) for k in range(2, 20))
+FALL_NOISES = (4.0, 8.0, 16.0)
 # Candidates of ``cut``, and the starts that they are compared from, over the best.
 CUTS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 CUT_STARTS = (1.0, 3.0, 10.0, 30.0)
 
 BREAKS = [
-    [RegressionSettings(break_share=share, break_noise=noise) for share in BREAK_SHARES] for noise in BREAK_NOISES
+    [RegressionSettings(fall_share=share, fall_noise=noise) for share in FALL_SHARES] for noise in FALL_NOISES
 ]
 
 Flags = NDArray[np.bool_]
@@ -56,7 +56,7 @@ class Measured:
         edge_costs: Highest median cost of an e-fold larger learning rate over the gain, of each run at the best.
         turned: Highest mean of the first slopes over their errors, while they are judged, of each run at the best.
         after_cut: Mean excess from ``CUT_STARTS``, in percent, by the factor of a return.
-        broken: By start, which pairs of ``BREAK_SHARES`` and ``BREAK_NOISES`` judge each run broken: [runs, shares,
+        broken: By start, which pairs of ``FALL_SHARES`` and ``FALL_NOISES`` judge each run broken: [runs, shares,
             noises]. Starts outside the grid have no runs.
     """
 
@@ -160,8 +160,8 @@ def after_cut(seen: Observed, cut: float) -> float:
 def broken(courses: list[Soundness], syncs: int) -> Flags:
     """Return with which pairs of candidates a run is judged broken at any sync: [shares, noises]."""
     if len(courses) < syncs:  # a loss is not finite
-        return np.ones((len(BREAK_SHARES), len(BREAK_NOISES)), dtype=np.bool_)
-    found = np.zeros((len(BREAK_SHARES), len(BREAK_NOISES)), dtype=np.bool_)
+        return np.ones((len(FALL_SHARES), len(FALL_NOISES)), dtype=np.bool_)
+    found = np.zeros((len(FALL_SHARES), len(FALL_NOISES)), dtype=np.bool_)
     for j, candidates in enumerate(BREAKS):
         for i, settings in enumerate(candidates):
             found[i, j] = any(before.fell_back(now.last, settings) for before, now in pairwise(courses))
@@ -194,8 +194,8 @@ def fit(tasks: Sequence[Measured]) -> Fit:
         "edge_cost": rarely_above([task.edge_costs for task in tasks], 0.01, FALSE_ALARMS),
         "turned_mean": rarely_above([task.turned for task in tasks], 0.05, FEWER_ALARMS),
         "cut": min(CUTS, key=lambda cut: _mean(task.after_cut[cut] for task in tasks)),
-        "break_share": share,
-        "break_noise": noise,
+        "fall_share": share,
+        "fall_noise": noise,
     }
     return {name: float(f"{value:.{DIGITS}g}") for name, value in found.items()}
 
@@ -215,7 +215,7 @@ def rarely_above(found: Sequence[Sequence[float]], step: float, alarms: float) -
 
 
 def break_pair(tasks: Sequence[Measured]) -> tuple[float, float]:
-    """Return the ``break_share`` and ``break_noise`` that find most of what is 10 and 30 times too high.
+    """Return the ``fall_share`` and ``fall_noise`` that find most of what is 10 and 30 times too high.
 
     They may nearly never judge a run broken whose learning rate is the best or ten times too low. For each noise that
     is the smallest such share.
@@ -224,9 +224,9 @@ def break_pair(tasks: Sequence[Measured]) -> tuple[float, float]:
     found = _judged(tasks, (TEN_HIGH, THIRTY_HIGH))
     allowed = [(int(np.argmax(quiet)), noise) for noise, quiet in enumerate((alarms <= FALSE_ALARMS).T) if quiet.any()]
     if not allowed:
-        raise ValueError("every break_share judges more than 5 % of the tasks broken at their best learning rate")
+        raise ValueError("every fall_share judges more than 5 % of the tasks broken at their best learning rate")
     share, noise = max(allowed, key=lambda pair: float(found[pair]))
-    return BREAK_SHARES[share], BREAK_NOISES[noise]
+    return FALL_SHARES[share], FALL_NOISES[noise]
 
 
 def _judged(tasks: Sequence[Measured], starts: Iterable[float]) -> observations.Array:

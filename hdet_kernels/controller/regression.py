@@ -197,7 +197,7 @@ class Soundness:
     def fell_back(self, level: float, settings: RegressionSettings) -> bool:
         """Return whether this level, before it is added, and the one before it have lost a large part of the gain."""
         above = min(level, self.last) - self.lowest
-        return above > settings.break_share * self.gain and above > settings.break_noise * self.usual_change
+        return above > settings.fall_share * self.gain and above > settings.fall_noise * self.usual_change
 
     @property
     def usual_change(self) -> float:
@@ -209,7 +209,7 @@ class Soundness:
 
         A gain that may be noise tells nothing: on a plateau the lowest of many levels is below the first one too.
         """
-        if len(self.costs) < settings.edge_cycles or self.gain <= settings.break_noise * self.usual_change:
+        if len(self.costs) < settings.edge_cycles or self.gain <= settings.fall_noise * self.usual_change:
             return False
         return median(self.costs) > settings.edge_cost
 

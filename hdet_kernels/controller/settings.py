@@ -131,10 +131,10 @@ class RegressionSettings(SlopeSettings):
     turned_mean: float = 2.0
     #: Number of slopes whose mean counts in full: that of n fewer ones counts by the root of n over this number.
     turned_count: int = 6
-    #: Loss, over the total gain, that counts as broken.
-    break_share: float = 0.2
+    #: Loss, over the total gain, by which training fell back.
+    fall_share: float = 0.2
     #: The same loss, over the usual change of the level from sync to sync. A gain counts for an edge above it too.
-    break_noise: float = 4.0
+    fall_noise: float = 4.0
     #: Factor by which learning rates are lowered where a run begins anew.
     cut: float = 6.0
 

@@ -96,7 +96,7 @@ CONTROLLERS: list[Row] = [
     *refused(constants, "turning_length", BOTH, 0, -1.0, NAN, INF, None),
     *refused(constants, "cut", BOTH, 0, -2.0, NAN, INF, None),
     *refused(constants, "turned_from", BOTH, -0.1, 1.1, NAN, None, "x"),
-    *refused(constants, "break_share", BOTH, -0.1, NAN, INF, None, "x"),
+    *refused(constants, "fall_share", BOTH, -0.1, NAN, INF, None, "x"),
     *optional(slopes, "stop_at", -0.1, 1.5, NAN),
     *named("slopes", refused(slopes, "settings", TypeError, None, SoftmaxSettings())),
     *refused(built(SlopeSettings), "total_travel", BOTH, -1.0, NAN, INF, None, "far"),

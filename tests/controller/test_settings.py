@@ -110,7 +110,7 @@ def test_every_default_is_what_was_fitted() -> None:
         "largest_slope": 1e150, "warmup_from": 0.04, "warmup_share": 0.3, "early_peak": 0.15, "constant_factor": 3.0,
         "turning_length": 0.5, "task_deviation": 1.2, "sign_error": 0.013, "quantile": 0.26, "least_distrust": 3.0,
         "edge_cost": 0.23, "edge_cycles": 3, "turned_from": 0.013, "turned_until": 0.036, "turned_mean": 2.0,
-        "turned_count": 6, "break_share": 0.2, "break_noise": 4.0, "cut": 6.0,
+        "turned_count": 6, "fall_share": 0.2, "fall_noise": 4.0, "cut": 6.0,
         "others_until": 0.9, "others_from": 1 / 3, "outlier_share": 0.25, "outlier_distance": 2.0,
         "bad_loss_margin": 1e-3, "noise_decay": 0.9, "rounding_noise": 1e-5, "rounding_freedom": 20,
         "nonlinearity_weight": 0.5, "sign_decay": 0.5,

@@ -14,7 +14,7 @@ from hdet_kernels.controller.regression import CHANGES, Soundness
 from hdet_kernels.controller.settings import RegressionSettings
 
 #: Constants of these cases; the rules are the same with any others.
-SETTINGS = RegressionSettings(edge_cost=0.15, edge_cycles=3, break_share=0.3, break_noise=8.0)
+SETTINGS = RegressionSettings(edge_cost=0.15, edge_cycles=3, fall_share=0.3, fall_noise=8.0)
 #: A fall from 3 to 1 in steps of 0.2.
 FALLING = [3.0 - 0.2 * step for step in range(11)]
 

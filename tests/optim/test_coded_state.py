@@ -209,7 +209,7 @@ def test_replicas_with_their_own_states_are_averaged() -> None:
 
 def test_an_undone_state_is_brought_back_bit_for_bit() -> None:
     params, optimizer = trained("adamw", steps=2)
-    tensors, others = whole_state(optimizer, alike=True)
+    tensors, others = whole_state(optimizer)
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     run(optimizer, params, range(2, 4))
     for _, now, then in state_pairs(optimizer, kept):
