@@ -38,9 +38,7 @@ FALL_NOISES = (4.0, 8.0, 16.0)
 CUTS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 CUT_STARTS = (1.0, 3.0, 10.0, 30.0)
 
-BREAKS = [
-    [RegressionSettings(fall_share=share, fall_noise=noise) for share in FALL_SHARES] for noise in FALL_NOISES
-]
+BREAKS = [[RegressionSettings(fall_share=share, fall_noise=noise) for share in FALL_SHARES] for noise in FALL_NOISES]
 
 Flags = NDArray[np.bool_]
 
