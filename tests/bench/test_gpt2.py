@@ -72,6 +72,7 @@ def test_no_file_is_both_trained_on_and_held_out(tmp_path: Path) -> None:
     assert any(text.is_held_out(one) for one in documents)
 
 
+@pytest.mark.full
 def test_resumed_runs_are_equal_bit_for_bit(command: Any, tmp_path: Path) -> None:
     assert command("resume", "--until", 6) == 0
     resumed = json.loads((tmp_path / page.RECORD).read_text())["resumed"]
@@ -127,6 +128,7 @@ def check_page(folder: Path) -> None:
     assert (folder / page.PLOT).stat().st_size > 0
 
 
+@pytest.mark.full
 def test_page_shows_every_run_and_act(tmp_path: Path) -> None:
     shared = {
         "steps": 20,
