@@ -637,7 +637,8 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         return self._cycle.spread.rates(self._scheduled())
 
     def _scheduled(self) -> list[float | Tensor]:
-        return one_cycle_at(self, self.cycle.position)
+        # Where the run did not begin again torch computes it as ever, with no more work at every step.
+        return one_cycle_at(self, self.cycle.position) if self.cycle.origin else super().get_lr()
 
     def _new_cycle(self) -> Cycle:
         before = 0 if self._scouted is None else self._scouted.plan.steps

@@ -59,9 +59,6 @@ class LargeLlama(Llama):
     clip: ClassVar[float | None] = 1.0
     warm_up: ClassVar[float] = 0.05
 
-    def model(self) -> nn.Module:
-        return LanguageModel(256, **self.shape, context=self.context, block=LlamaBlock, tied=False)
-
 
 class GPT(Llama):
     """A GPT-2 of 4.8 million parameters: tied embeddings, clipped gradients and a short warm-up."""
