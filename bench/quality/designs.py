@@ -4,8 +4,9 @@ A design is played through the observations, with constants that were fitted wit
 ``python -m bench.quality replay --designs`` writes the outcomes into ``results/designs.json``, which the page shows.
 
 At each sync the controller sees the recorded run whose learning rate is nearest to the one that it has chosen. Where it
-finds that training broke, the run begins again, over the steps that remain. It ends with the loss that the grid has at
-its last learning rate, and with what a shorter run costs."""
+finds that training broke, the run begins again, over the steps that remain. Where it doubts the learning rate it does
+so as a trial, and may go back. A run ends with the loss that the grid has at its last learning rate, and with what a
+shorter run costs."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from bench.quality.held_out import Constants
 from bench.quality.methods import controller
 from bench.quality.observations import Observed
 from bench.quality.suite import STARTS
+from hdet_kernels.controller.protocol import State
 from hdet_kernels.controller.regression import RegressionController
 
 # A task counts as worse than plain from so many percent on: the log-interpolated grid is not more exact.
@@ -46,18 +48,29 @@ def replay(seen: Observed, controller: RegressionController, start: float, seed:
     runs = np.flatnonzero(seen.seeds == seed)
     run, state, left = seen.described(controller, probe), controller.start(1), controller.undo
     at, share = 0, 1.0
+    aside: State | None = None  # of the attempt that a trial is compared with
     while at < len(seen.step):
         mu = state["mu"][0]
         octaves = math.log2(start) + mu / math.log(2)
         nearest = int(runs[np.abs(seen.octaves[runs] - octaves).argmin()])
         observation = seen.observation(at, nearest, probe, mu)
+        spent = observation.step / seen.steps
         finite = bool(np.isfinite(observation.losses).any())
         if left and (not finite or controller.broke(run, state, observation)):
-            state, left = controller.begun_anew(run, state, observation), left - 1
-            at, share = 0, share * (1 - observation.step / seen.steps)
+            state, left, aside = controller.begun_anew(run, state, observation), left - 1, None
+            at, share = 0, share * (1 - spent)
             continue
         if finite:
-            state = controller.update(run, state, observation)
+            if aside is not None and controller.worse(run, state, observation):
+                # The steps of the trial are lost instead of those that were set aside, which are as many.
+                state, aside, at = aside, None, at + 1
+                continue
+            before, state = state, controller.update(run, state, observation)
+            aside = aside if state["trial"] else None
+            if left and aside is None and controller.doubts(run, before, observation):
+                aside, state, left = state, controller.tried(run, before, observation), left - 1
+                at, share = 0, share * (1 - spent)
+                continue
         at += 1
     octaves = math.log2(start) + float(state["mu"][0]) / math.log(2)
     return seen.excess(octaves) + SHORTER * (1 / share - 1)
@@ -101,7 +114,7 @@ TRIED: dict[str, dict[str, Any]] = {
     "trust=30": {"trust": 30.0},
     "trust=None": {"trust": None},
     "without the first slopes": {"turned_mean": 1e300},
-    "without the edge of stability": {"edge_cost": 1e300},
+    "without doubts": {"doubt_mean": 1e300},
     "without falling back": {"fall_share": 1e300},
 }
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +50,8 @@ class Measured:
         turn: Logarithm of the path length at the turn over √steps and the right peak; mean over runs near the best.
         wrong_signs: Share of clear signs of slopes that disagree with the side of the turn of their run.
         too_high, too_low: Mean excess of learning rates one and two octaves above and below the best, in percent.
-        edge_costs: Highest median cost of an e-fold larger learning rate over the gain, of each run at the best.
         turned: Highest mean of the first slopes over their errors, while they are judged, of each run at the best.
+        doubtful: That mean where doubts are raised, of each run at the best.
         after_cut: Mean excess from ``CUT_STARTS``, in percent, by the factor of a return.
         broken: By start, which pairs of ``FALL_SHARES`` and ``FALL_NOISES`` judge each run broken: [runs, shares,
             noises]. Starts outside the grid have no runs.
@@ -62,8 +61,8 @@ class Measured:
     wrong_signs: float
     too_high: float
     too_low: float
-    edge_costs: list[float]
     turned: list[float]
+    doubtful: list[float]
     after_cut: dict[float, float]
     broken: dict[float, Flags]
 
@@ -80,8 +79,8 @@ def measure(seen: Observed, settings: RegressionSettings) -> Measured:
         wrong_signs=float(np.mean(wrong)),
         too_high=float(np.mean([seen.excess(octaves) for octaves in COST_OCTAVES])),
         too_low=float(np.mean([seen.excess(-octaves) for octaves in COST_OCTAVES])),
-        edge_costs=[edge_cost_of(course) for course in courses[AT_BEST]],
         turned=[highest_mean_slope(course, settings) for course in courses[AT_BEST]],
+        doubtful=[mean_slope_at_doubt(course, seen, settings) for course in courses[AT_BEST]],
         after_cut={cut: after_cut(seen, cut) for cut in CUTS},
         broken={
             start: np.array([broken(c, len(seen.step)) for c in found]) for start, found in courses.items() if found
@@ -133,15 +132,17 @@ def played(seen: Observed, run: int, probe: bool) -> list[Soundness]:
     return courses
 
 
-def edge_cost_of(courses: list[Soundness]) -> float:
-    """Return the ``edge_cost`` from which on a run would not have been near the edge of stability at any sync."""
-    cycles = RegressionSettings().edge_cycles
-    return max((median(course.costs) for course in courses if len(course.costs) == cycles), default=-math.inf)
-
-
 def highest_mean_slope(courses: list[Soundness], settings: RegressionSettings) -> float:
     """Return the ``turned_mean`` from which on the first slopes of a run would not have asked for less at any sync."""
-    return max((course.evidence(settings) for course in courses), default=-math.inf)
+    judged = [c for c in courses if settings.turned_from <= c.path <= settings.turned_until]
+    return max((course.evidence(settings) for course in judged), default=-math.inf)
+
+
+def mean_slope_at_doubt(courses: list[Soundness], seen: Observed, settings: RegressionSettings) -> float:
+    """Return the ``doubt_mean`` from which on a run would not have raised a doubt."""
+    at = int(np.searchsorted(seen.step, settings.doubt_at * seen.steps))
+    gained = at < len(courses) and courses[at].gain > settings.fall_noise * courses[at].usual_change
+    return courses[at].evidence(settings) if gained else -math.inf
 
 
 def after_cut(seen: Observed, cut: float) -> float:
@@ -172,6 +173,8 @@ def broken(courses: list[Soundness], syncs: int) -> Flags:
 FALSE_ALARMS = 0.05
 # The same for the first slopes, whose alarms come before there is anything else to go by.
 FEWER_ALARMS = 0.02
+# The same for doubts: a false one costs the steps of a trial.
+DOUBTS = 0.25
 # Digits of fitted constants.
 DIGITS = 3
 Fit = dict[str, float]
@@ -189,8 +192,8 @@ def fit(tasks: Sequence[Measured]) -> Fit:
         "task_deviation": float(np.std(turns, ddof=1)),
         "sign_error": _mean(task.wrong_signs for task in tasks),
         "quantile": 1 / (1 + cost_ratio),
-        "edge_cost": rarely_above([task.edge_costs for task in tasks], 0.01, FALSE_ALARMS),
         "turned_mean": rarely_above([task.turned for task in tasks], 0.05, FEWER_ALARMS),
+        "doubt_mean": rarely_above([task.doubtful for task in tasks], 0.05, DOUBTS),
         "cut": min(CUTS, key=lambda cut: _mean(task.after_cut[cut] for task in tasks)),
         "fall_share": share,
         "fall_noise": noise,

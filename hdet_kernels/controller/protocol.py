@@ -10,7 +10,8 @@ with a few pure functions of numbers. Its state is a dict of plain lists that th
 3. :meth:`Controller.base` turns the state and the scheduled value into the base value η_j that is fanned out.
 
 An :class:`UndoingController` also judges every sync at which it acts. Where training broke, all replicas return to the
-start of the run, and the schedule begins again over the steps that remain. An :class:`ExplainingController` tells what
+start of the run, and the schedule begins again over the steps that remain. A :class:`TryingController` can do the same
+as a trial, and go back to where it was. An :class:`ExplainingController` tells what
 it found and why it moved, for records, logs and reports; nothing depends on that.
 """
 
@@ -215,6 +216,27 @@ class UndoingController(Controller, Protocol):
             run: the run that broke; :meth:`Run.rest` is the one that begins.
             state: the state before.
             seen: the sync.
+        """
+
+
+@runtime_checkable
+class TryingController(UndoingController, Protocol):
+    """A controller that can try a lower learning rate where it doubts the present one, and go back to where it was.
+
+    A trial is a return to the start. What was reached before it is kept until the trial ends. ``state["trial"]`` is not
+    None while one is under way: then :meth:`UndoingController.broke` may end it too, and nothing goes back.
+    """
+
+    def doubts(self, run: Run, state: State, seen: Observation) -> bool:
+        """Return whether a trial begins after this sync; asked with the state before it, where nothing broke."""
+
+    def tried(self, run: Run, state: State, seen: Observation) -> State:
+        """Return the state with which the trial begins, over the steps that remain."""
+
+    def worse(self, run: Run, state: State, seen: Observation) -> bool:
+        """Return whether the trial ends here because it is no better: all goes back to where it was before it.
+
+        Where it ends because it is better, :meth:`update` says so by ``trial=None``.
         """
 
 

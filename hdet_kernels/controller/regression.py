@@ -1,4 +1,4 @@
-"""The default controller: begin anew with a lower learning rate where it was certainly too high, leave the rest.
+"""The default controller: begin anew with a lower learning rate where it was too high, leave the rest.
 
 A sync of it, in :meth:`RegressionController.update`:
 
@@ -6,7 +6,8 @@ A sync of it, in :meth:`RegressionController.update`:
    replicas' losses (``least_squares.py``);
 2. scalars other than learning rates move against their slopes (:class:`.SlopeController`);
 3. the course of the losses and of the slopes goes on (:class:`Soundness`). Before all of this the scheduler asks
-   :meth:`RegressionController.broke`: then the run begins anew, see :meth:`RegressionController.begun_anew`;
+   :meth:`RegressionController.broke`: then the run begins anew, see :meth:`RegressionController.begun_anew`. After it,
+   once in a run, it asks :meth:`RegressionController.doubts`: then a lower learning rate is tried;
 4. where the user does not trust the given learning rate, the signs of slopes are evidence on the right one.
 
 The evidence of 4: the learning rate that looks best over the next T steps falls as training goes on. At first a larger
@@ -151,25 +152,27 @@ def _blur(settings: RegressionSettings) -> Array:
     return found / found.sum(axis=1, keepdims=True)
 
 
-#: Changes of the level from which the usual one is taken.
-CHANGES = 8
+#: Changes of the level from which the usual one is taken, and bends from which the noise is.
+CHANGES, BENDS = 8, 5
 
 
 @dataclass(frozen=True)
 class Soundness:
     """The course of the losses and of the slopes of all learning rates together, since the run began.
 
-    Three signs tell that a learning rate is too high. The first slopes ask for a smaller one, where those of a good one
-    ask for a larger one: they come earliest, before much is lost, and are judged while the learning rate climbs. A
-    larger learning rate would cost a large part of what was gained, sync after sync: the edge of stability. The losses
-    have lost, for good, a large part of what was gained.
+    Two signs tell that a learning rate is too high. The first slopes ask for a smaller one, where those of a good one
+    ask for a larger one: they come earliest, before much is lost, and are judged while the learning rate climbs. The
+    losses have lost, for good, a large part of what was gained.
+
+    First slopes that ask for a smaller one with less certainty raise a doubt: a lower learning rate is tried.
 
     Args:
         initial: level (mean loss of the replicas) at the first sync.
         lowest: lowest level so far.
         last: level at the last sync.
         changes: sizes of the last changes of the level, from sync to sync.
-        costs: the last costs of an e-fold larger learning rate, over the gain since the first sync.
+        before: level at the sync before the last; None before there were two.
+        bends: how far the last levels were from the mean of the two beside them: noise without the trend.
         slopes: the sum of all slopes over their errors.
         count: how many they are.
         path: path length so far, over the peak and the steps of the run.
@@ -179,7 +182,8 @@ class Soundness:
     lowest: float
     last: float
     changes: tuple[float, ...] = ()
-    costs: tuple[float, ...] = ()
+    before: float | None = None
+    bends: tuple[float, ...] = ()
     slopes: float = 0.0
     count: int = 0
     path: float = 0.0
@@ -204,67 +208,76 @@ class Soundness:
         """The usual change of the level from sync to sync."""
         return median(self.changes) if self.changes else math.inf
 
-    def near_edge(self, settings: RegressionSettings) -> bool:
-        """Return whether the last cycles were near the edge of stability.
-
-        A gain that may be noise tells nothing: on a plateau the lowest of many levels is below the first one too.
-        """
-        if len(self.costs) < settings.edge_cycles or self.gain <= settings.fall_noise * self.usual_change:
-            return False
-        return median(self.costs) > settings.edge_cost
-
     @property
     def mean_slope(self) -> float:
         """The mean of the slopes over their errors; NaN before the first."""
         return self.slopes / self.count if self.count else math.nan
 
     def evidence(self, settings: RegressionSettings) -> float:
-        """Return the mean of the first slopes over their errors while they are judged, and minus infinity else.
+        """Return the mean of the first slopes over their errors; minus infinity before the first.
 
         The error of a mean falls with the root of their number: a mean of fewer than ``turned_count`` counts less.
         """
-        if not self.count or not settings.turned_from <= self.path <= settings.turned_until:
+        if not self.count:
             return -math.inf
         return self.mean_slope * math.sqrt(min(self.count / settings.turned_count, 1.0))
 
     def turned(self, settings: RegressionSettings) -> bool:
-        """Return whether the first slopes ask for a smaller learning rate, while they are judged."""
-        return self.evidence(settings) > settings.turned_mean
+        """Return whether the first slopes certainly ask for a smaller learning rate, while they are judged."""
+        judged = settings.turned_from <= self.path <= settings.turned_until
+        return judged and self.evidence(settings) > settings.turned_mean
+
+    def doubtful(self, settings: RegressionSettings) -> bool:
+        """Return whether the first slopes ask for a smaller learning rate at all.
+
+        Before anything is gained they tell nothing: on a plateau all learning rates look alike.
+        """
+        gained = self.gain > settings.fall_noise * self.usual_change
+        return gained and self.evidence(settings) > settings.doubt_mean
 
     @property
     def words(self) -> str:
         """The lowest level, the gain and the usual change, for messages."""
         return f"lowest {self.lowest:.4g}, gain so far {self.gain:.3g}, usual change {self.usual_change:.2g}"
 
+    @property
+    def recent(self) -> float:
+        """The mean of the last two levels."""
+        return self.last if self.before is None else 0.5 * (self.before + self.last)
+
+    @property
+    def noise(self) -> float:
+        """The usual distance of a level from the mean of the two beside it."""
+        return median(self.bends) if self.bends else math.inf
+
     def numbers(self, level: float | None, last: float) -> dict[str, float]:
         """Return the numbers of a sync with this level, the last one in the course, after one with ``last``.
 
         NaN stands for those that are not known.
         """
-        cost = median(self.costs) if self.costs else math.nan
-        known = {"lowest": self.lowest, "gain": self.gain, "usual_change": self.usual_change, "cost": cost}
+        known = {"lowest": self.lowest, "gain": self.gain, "usual_change": self.usual_change}
         return {"level": math.nan if level is None else level, "last": last, **known, "slope": self.mean_slope}
 
-    def after(
-        self, level: float, settings: RegressionSettings, *, slope: float | None, sign: float | None, path: float
-    ) -> Soundness:
+    def after(self, level: float, *, sign: float | None, path: float) -> Soundness:
         """Return the course after one more sync.
 
         Args:
             level: mean loss of the replicas.
-            settings: the controller's constants.
-            slope: of the loss in the logarithm of all learning rates together; None if it is not known.
             sign: the mean of the learning rates' slopes over their errors; None if they are not known.
             path: path length of the cycle, over the peak and the steps of the run.
         """
-        lowest = min(self.lowest, level)
-        changes = (*self.changes, abs(level - self.last))[-CHANGES:]
-        gain, costs = self.initial - lowest, self.costs
-        if slope is not None and gain > 0:
-            costs = (*costs, slope / gain)[-settings.edge_cycles :]
-        known = sign is not None
-        total, count = self.slopes + (sign or 0.0), self.count + known
-        return Soundness(self.initial, lowest, level, changes, costs, total, count, self.path + path)
+        bends = self.bends if self.before is None else (*self.bends, abs(self.last - 0.5 * (self.before + level)))
+        return Soundness(
+            initial=self.initial,
+            lowest=min(self.lowest, level),
+            last=level,
+            changes=(*self.changes, abs(level - self.last))[-CHANGES:],
+            before=self.last,
+            bends=bends[-BENDS:],
+            slopes=self.slopes + (sign or 0.0),
+            count=self.count + (sign is not None),
+            path=self.path + path,
+        )
 
     def sign(self, level: float | None, after: Soundness, settings: RegressionSettings) -> str | None:
         """Return in words why the learning rate is too high, with what decided; None if no sign tells that.
@@ -283,22 +296,16 @@ class Soundness:
                 f"the first slopes ask for a smaller learning rate (by {after.mean_slope:.2g} standard errors in the "
                 f"mean of {after.count} syncs, where {settings.turned_mean:.2g} is allowed; mean loss {level:.4g})"
             )
-        if after.near_edge(settings):
-            cost = f"{100 * median(after.costs):.0f} % of the gain, in the median of {len(after.costs)} syncs"
-            return (
-                f"near the edge of stability (raising the learning rate e-fold would cost {cost}, where "
-                f"{100 * settings.edge_cost:.0f} % is allowed; mean loss {level:.4g}, {after.words})"
-            )
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
-        return {**asdict(self), "changes": list(self.changes), "costs": list(self.costs)}
+        return {**asdict(self), "changes": list(self.changes), "bends": list(self.bends)}
 
     @staticmethod
     def of(state: dict[str, Any]) -> Soundness:
         """Return the course that :meth:`state_dict` saved."""
-        return Soundness(**{**state, "changes": tuple(state["changes"]), "costs": tuple(state["costs"])})
+        return Soundness(**{**state, "changes": tuple(state["changes"]), "bends": tuple(state.get("bends", ()))})
 
 
 @dataclass(frozen=True)
@@ -324,7 +331,9 @@ class RegressionController(SlopeController):
 
     Where a sign tells that the learning rate is too high (:class:`Soundness`), or no replica is finite, all replicas
     return to the start, and the schedule begins again over the steps that remain, with a sixth of the peak. That can
-    happen from the first sync to the peak of the schedule.
+    happen from the first sync on: by slopes until the peak of the schedule, by losses for 60 % of the run. Where the first slopes raise a doubt only, the same happens
+    as a trial: after the same share of its steps the lower learning rate must be better, or everything goes back to
+    where it was when the doubt arose.
 
     Everything else depends on ``trust``. The signs of slopes tell the right peak within a factor of about 4, from task
     to task. So a learning rate that is trusted to a factor of 3 is not moved by them; one that is trusted less moves
@@ -343,9 +352,9 @@ class RegressionController(SlopeController):
         ridge: regularisation of the joint regression.
         trust: "the learning rate is right within this factor". 1: it is never changed. Up to 3: it is lowered where it
             is certainly too high. More: it also follows the signs of slopes. None: nothing is known of it.
-        undo: the most returns to the start. 0: none, and no copy of it is kept.
-        undo_on: where the start is kept: ``"auto"``, on the device of the parameters if there is room, or ``"cpu"``, in
-            pinned host memory.
+        undo: the most returns to the start, trials included. 0: none, and no copy of it is kept.
+        undo_on: where the start, and what a trial is compared with, are kept: ``"auto"``, on the device of the
+            parameters if there is room, or ``"cpu"``, in pinned host memory.
         beta, rate, start_at, stop_at, limit, settings: see :class:`SlopeController`.
     """
 
@@ -403,7 +412,7 @@ class RegressionController(SlopeController):
         """Return whether the sync after ``step`` updates the state."""
         first, last = self.slope_steps(run)
         moves_others = run.others and first - STEP_TOLERANCE <= step <= last + STEP_TOLERANCE
-        return moves_others or self._moves_rates_at(run, step)
+        return moves_others or self._watches_at(run, step)
 
     def start(self, count: int, run: Run | None = None) -> State:
         """Return the state before the first update, for ``count`` hyperparameters.
@@ -411,10 +420,11 @@ class RegressionController(SlopeController):
         log_likelihood: over the grid of log θ, empty before the first observation. path_length: see
         :func:`path_length`. ceiling: highest μ that is allowed, None before it was lowered. signs:
         running mean of the slopes' signs. noise: see :func:`.least_squares.updated_noise`. soundness: see
-        :class:`.soundness.Soundness`.
+        :class:`Soundness`. trial: what a trial is compared with, level and usual change of the level; else None.
         """
         per_rate: State = {"log_likelihood": [[] for _ in range(count)], "path_length": [0.0] * count}
         shared: State = {"ceiling": [None] * count, "signs": [0.0] * count, "noise": [0.0, 0], "soundness": None}
+        shared["trial"] = None
         state = {**super().start(count, run), **per_rate, **shared}
         return state if self._follows_signs else {**state, "caps": []}
 
@@ -426,6 +436,20 @@ class RegressionController(SlopeController):
     def broke(self, run: Run, state: State, seen: Observation) -> bool:
         """Return whether a sign tells, at this sync, that the learning rate is too high."""
         return self._sign(run, state, seen) is not None
+
+    def doubts(self, run: Run, state: State, seen: Observation) -> bool:
+        """Return whether a lower learning rate is to be tried after this sync; see :class:`.TryingController`."""
+        return self._doubt(run, state, seen) is not None
+
+    def tried(self, run: Run, state: State, seen: Observation) -> State:
+        """Return the state with which the trial begins: that of a new beginning, with what it is compared with."""
+        course = self._course_at(run, state, seen)
+        level, noise = (math.nan, math.inf) if course is None else (course.recent, course.noise)
+        return {**self.begun_anew(run, state, seen), "trial": {"step": seen.step, "level": level, "noise": noise}}
+
+    def worse(self, run: Run, state: State, seen: Observation) -> bool:
+        """Return whether the trial, which ends at this sync, is no better than what it is compared with."""
+        return self._comparison(run, state, seen) is not None
 
     def begun_anew(self, run: Run, state: State, seen: Observation) -> State:
         """Return the state with which the run begins anew: all learning rates are lowered, and do not rise again."""
@@ -449,7 +473,8 @@ class RegressionController(SlopeController):
         signal = np.sign(slopes.values) * np.minimum(slopes.significance, settings.largest_significance)
         moved = self._moved(run, state, signal, slopes.significance, slopes.explored, seen)
         moved |= self._rate_entries(run, state, seen, slopes, moved)
-        return {**moved, "signs": signs.tolist(), "noise": noise}
+        trial = None if self._compares_at(run, state, seen.step) else state["trial"]
+        return {**moved, "signs": signs.tolist(), "noise": noise, "trial": trial}
 
     def findings(self, run: Run, before: State, after: State, seen: Observation, *, returned: bool) -> Findings:
         """Return slopes, posteriors and reasons of a sync, for its record; see :class:`.ExplainingController`."""
@@ -476,13 +501,14 @@ class RegressionController(SlopeController):
     ) -> Findings:
         """Return the findings with the numbers that decided at this sync, and the reason for what was moved."""
         rates, level = _rates(run), mean_level(seen.losses, self.settings)
-        if self._moves_rates_at(run, seen.step):
+        if self._watches_at(run, seen.step):
             certain, _ = self._with_sign_significance(before, slopes)
             course = self._course(run, seen, before, certain)
             last = before["soundness"]["last"] if before["soundness"] else math.nan
             found = replace(found, judgement=course.numbers(level, last) if course else {})
         if returned:
-            return replace(found, why=self._sign(run, before, seen) or "")
+            reasons = (self._sign(run, before, seen), self._comparison(run, before, seen))
+            return replace(found, why=next(filter(None, reasons), self._doubt(run, before, seen) or ""))
         followed = [found.posterior[i] for i in rates if i in found.posterior and after["mu"][i] != before["mu"][i]]
         if followed:
             right = " and ".join(f"{math.exp(m):.2g} (within a factor of {math.exp(d):.2g})" for m, d in followed)
@@ -548,16 +574,16 @@ class RegressionController(SlopeController):
         rates, kept["mu"] = _rates(run), list(moved["mu"])
         for index in rates:  # they do not follow their slopes, as other scalars do
             kept["mu"][index] = state["mu"][index]
-        if not self._moves_rates_at(run, seen.step):
+        if not self._watches_at(run, seen.step):
             return kept
         course = self._course(run, seen, state, slopes)
         state = {**moved, **kept, "soundness": course and course.state_dict()}
-        followed = self._followed(run, state, seen, slopes, rates)
+        followed = self._followed(run, state, seen, slopes, rates if self._moves_rates_at(run, seen.step) else ())
         return {name: state[name] for name in kept} | followed
 
     def _sign(self, run: Run, state: State, seen: Observation) -> str | None:
         """Return in words the sign that the learning rate is too high; None if there is none at this sync."""
-        if not self._moves_rates_at(run, seen.step):
+        if not self._watches_at(run, seen.step):
             return None
         level, course = mean_level(seen.losses, self.settings), state["soundness"]
         if course is None:
@@ -565,6 +591,49 @@ class RegressionController(SlopeController):
         slopes, _ = self._with_sign_significance(state, self._slopes(run, seen, state["noise"]))
         after = self._course(run, seen, state, slopes)
         return None if after is None else Soundness.of(course).sign(level, after, self.settings)
+
+    def _compares_at(self, run: Run, state: State, step: int) -> bool:
+        """Return whether a doubt may be raised at the sync after ``step``, or the trial under way ends there."""
+        trial = state["trial"]
+        look = self.settings.doubt_at * (run.total_steps or 0) if trial is None else trial["step"]
+        before = step - run.steps_since_sync(step)
+        return self._moves_rates_at(run, step) and before < look - STEP_TOLERANCE <= step
+
+    def _course_at(self, run: Run, state: State, seen: Observation) -> Soundness | None:
+        """Return the course after a sync at which a doubt may be raised or a trial ends; None at any other."""
+        if state["soundness"] is None or not self._compares_at(run, state, seen.step):
+            return None
+        slopes, _ = self._with_sign_significance(state, self._slopes(run, seen, state["noise"]))
+        return self._course(run, seen, state, slopes)
+
+    def _doubt(self, run: Run, state: State, seen: Observation) -> str | None:
+        """Return in words why the learning rate is in doubt at this sync; None if it is not."""
+        course = self._course_at(run, state, seen)
+        ends = self._moves_rates_at(run.rest(seen.step), seen.step)  # the trial, while it can still be judged
+        if course is None or not ends or not course.doubtful(self.settings):
+            return None
+        return (
+            f"the first slopes do not ask for a larger learning rate (they are {course.mean_slope:.2g} standard errors "
+            f"in the mean of {course.count} syncs, where that of a good one is below {self.settings.doubt_mean:.2g}; "
+            f"mean loss {course.last:.4g})"
+        )
+
+    def _comparison(self, run: Run, state: State, seen: Observation) -> str | None:
+        """Return in words why the trial that ends at this sync is no better; None if it is, or if none ends.
+
+        Both are compared after the same number of steps, by the mean of their last two levels. A lower learning rate
+        that is in doubt itself is the better one, whatever its loss.
+        """
+        course, trial = self._course_at(run, state, seen), state["trial"]
+        if course is None or trial is None or course.doubtful(self.settings):
+            return None
+        noise = max(course.noise, trial["noise"])
+        if trial["level"] - course.recent > self.settings.better_noise * noise:
+            return None
+        return (
+            f"the lower learning rate is no better after {seen.step} steps (mean loss {course.recent:.4g}, where it "
+            f"was {trial['level']:.4g}; noise {noise:.2g})"
+        )
 
     def _course(self, run: Run, seen: Observation, state: State, slopes: Slopes) -> Soundness | None:
         """Return the course of losses and slopes after this sync; None before the first level."""
@@ -577,17 +646,11 @@ class RegressionController(SlopeController):
         if before is None:
             return replace(Soundness.at(level), path=path)
         explored = [index for index in rates if slopes.explored[index]]
-        certain = [float(slopes.values[i]) * _certainty(float(slopes.significance[i])) for i in explored]
         largest = self.settings.largest_significance
         signs = [math.copysign(min(slopes.significance[i], largest), slopes.values[i]) for i in explored]
-        return before.after(
-            level,
-            self.settings,
-            slope=sum(certain) if explored else None,
-            # Those of losses are not judged: they are compared on other examples, or by few replicas.
-            sign=sum(signs) / len(signs) if signs and seen.slopes is not None else None,
-            path=path,
-        )
+        # Slopes of losses are not judged: they are compared on other examples, or by few replicas.
+        sign = sum(signs) / len(signs) if signs and seen.slopes is not None else None
+        return before.after(level, sign=sign, path=path)
 
     def _followed(self, run: Run, state: State, seen: Observation, slopes: Slopes, rates: Sequence[int]) -> State:
         """Return the entries after the signs of slopes were taken as evidence, if they count."""
@@ -613,6 +676,12 @@ class RegressionController(SlopeController):
 
     def _moves_rates_at(self, run: Run, step: int) -> bool:
         return self._moves_rates(run) and super().active(run, step)
+
+    def _watches_at(self, run: Run, step: int) -> bool:
+        """Return whether losses are watched for breaks at the sync after ``step``: longer than learning rates move."""
+        until = self.settings.watch_until * (run.total_steps or 0)
+        watched = self.stop_at is None and self._moves_rates(run) and step <= until + STEP_TOLERANCE
+        return self._moves_rates_at(run, step) or watched
 
     def _next_caps(self, run: Run, step: int) -> list[float | None]:
         """Return the caps of the cycle after ``step``: only evidence from a climb needs one."""
@@ -656,11 +725,6 @@ def _with_measured(run: Run, slopes: Slopes, seen: Observation, settings: Regres
             errors[index] = error
             significance[index] = size / error if error != 0 else math.inf if size else 0.0
     return Slopes(values, errors, significance, explored)
-
-
-def _certainty(significance: float) -> float:
-    """Return the share of a slope that is certain: 0 up to two standard errors, which noise reaches now and then."""
-    return 1 - (2 / significance) ** 2 if significance > 2 else 0.0
 
 
 def _sign_persistence(slopes: Array, signs: Array, observations: Array, decay: float) -> Array:

@@ -20,6 +20,8 @@ _SHARES = (
     "early_peak",
     "turned_from",
     "turned_until",
+    "doubt_at",
+    "watch_until",
     "others_until",
     "others_from",
     "outlier_share",
@@ -118,10 +120,6 @@ class RegressionSettings(SlopeSettings):
     quantile: float = 0.26
     #: Signs of slopes count where the given learning rate is trusted to less than this factor.
     least_distrust: float = 3.0
-    #: Cost of an e-fold larger learning rate, over the total gain, that marks the edge of stability.
-    edge_cost: float = 0.23
-    #: Number of cycles whose median cost has to be above it.
-    edge_cycles: int = 3
     #: Path length, over the peak and the steps of the run, from which on the first slopes are judged.
     turned_from: float = 0.013
     #: The same, until which they are judged.
@@ -131,10 +129,18 @@ class RegressionSettings(SlopeSettings):
     turned_mean: float = 2.0
     #: Number of slopes whose mean counts in full: that of n fewer ones counts by the root of n over this number.
     turned_count: int = 6
+    #: Share of the run at which the first slopes may raise a doubt.
+    doubt_at: float = 0.135
+    #: Mean of the first slopes over their errors from which on the learning rate is in doubt.
+    doubt_mean: float = 0.4
+    #: Difference of the mean losses, over the noise of the level, from which on a trial is better.
+    better_noise: float = 1.1
     #: Loss, over the total gain, by which training fell back.
     fall_share: float = 0.2
-    #: The same loss, over the usual change of the level from sync to sync. A gain counts for an edge above it too.
+    #: The same loss, over the usual change of the level from sync to sync. A gain counts, for a doubt, above it too.
     fall_noise: float = 4.0
+    #: Share of the run until which losses are watched for that.
+    watch_until: float = 0.6
     #: Factor by which learning rates are lowered where a run begins anew.
     cut: float = 6.0
 

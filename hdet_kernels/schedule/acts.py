@@ -5,37 +5,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hdet_kernels.controller.protocol import ExplainingController, Findings, Observation, Run, State
 from hdet_kernels.fanout.spread import Spread
 
 log = logging.getLogger("hdet_kernels")
 
-ActKind = Literal["return", "move", "found"]
+ReturnKind = Literal["return", "trial", "back"]
+ActKind = Literal["return", "trial", "back", "move", "found"]
 
 #: Acts that are events of a run. The others move values little by little, at sync after sync.
-EVENTS = ("return", "found")
+EVENTS = ("return", "trial", "back", "found")
 
 
 @dataclass(frozen=True)
 class Return:
-    """A return of all replicas to the start.
+    """A return of all replicas: to the start, or back to where the run was before a trial.
 
     Args:
-        run: the run that begins then, as its controller prepared it.
-        number: how many returns there were so far, this one included.
+        kind: ``"return"`` or ``"trial"``: to the start, for good or to compare; ``"back"``: to before the trial.
+        run: the run that begins or goes on then, as its controller prepared it.
+        number: how many returns to the start there were so far, this one included.
         most: how many there can be.
+        to: where the run was before the trial, for ``"back"``.
     """
 
+    kind: ReturnKind
     run: Run
     number: int
     most: int
+    to: Any = None
 
     def __str__(self) -> str:
+        if self.to is not None:
+            return f"all replicas go back to where they were at step {self.to.origin + self.to.step}"
         left = self.run.total_steps
         over = "" if left is None else f", and the run begins anew over the {left} steps that remain"
-        return f"all replicas return to the start{over}"
+        return f"all replicas return to the start{over}{' as a trial' if self.kind == 'trial' else ''}"
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,9 @@ class Act:
     """One act of the controller at a sync.
 
     Args:
-        kind: ``"return"``: all replicas returned to the start, with lower learning rates; ``"move"``: values were moved
-            by a little; ``"found"``: a scouting phase found the learning rate.
+        kind: ``"return"``: all replicas returned to the start, with lower learning rates; ``"trial"``: the same, to
+            compare; ``"back"``: a trial was no better, and they went back; ``"move"``: values were moved by a little;
+            ``"found"``: a scouting phase found the learning rate.
         why: one sentence: the step, the reason with its numbers, old and new values, and what is left.
     """
 
@@ -53,8 +61,7 @@ class Act:
 
     def log(self) -> None:
         """Log it: as a warning where training was undone, for debugging where it happens at sync after sync."""
-        levels = {"return": logging.WARNING, "found": logging.WARNING, "move": logging.DEBUG}
-        log.log(levels.get(self.kind, logging.INFO), "%s", self.why)
+        log.log(logging.DEBUG if self.kind == "move" else logging.WARNING, "%s", self.why)
 
 
 def factors_of(spread: Spread, state: State) -> list[float] | None:
@@ -110,7 +117,7 @@ def explained(
     if undone is None:
         return findings, Act("move", sentence + ", ".join(changes))
     left = f"{undone.most - undone.number} of {undone.most} returns left"
-    return findings, Act("return", f"{sentence}{', '.join([str(undone), *changes])}; {left}")
+    return findings, Act(undone.kind, f"{sentence}{', '.join([str(undone), *changes])}; {left}")
 
 
 def _changes(spread: Spread, run: Run, before: Before, *, anew: bool) -> list[str]:

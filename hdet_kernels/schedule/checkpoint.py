@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -132,10 +132,18 @@ class SoundnessState:
     lowest: float
     last: float
     changes: list[NotNegative]
-    costs: list[AnyNumber]
+    before: float | None = None
+    bends: list[NotNegative] = dataclasses.field(default_factory=list)
     slopes: float = 0.0
     count: int = 0
     path: NotNegative = 0.0
+
+
+@dataclass(frozen=True)
+class TrialState:
+    step: Positive
+    level: AnyNumber
+    noise: AnyNumber
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,7 @@ class RegressionState(SlopeState):
     signs: PerScalar[Annotated[float, Within(-1, 1)]]
     noise: tuple[NotNegative, NotNegative]
     soundness: SoundnessState | None
+    trial: TrialState | None = None
 
 
 @dataclass(frozen=True)
@@ -238,9 +247,19 @@ class KeptState:
 
 
 @dataclass(frozen=True)
+class AttemptState:
+    origin: int
+    step: int
+    position: NotNegative
+    state: dict[str, Any]
+    kept: KeptState | None
+
+
+@dataclass(frozen=True)
 class UndoState:
     returns: int
     kept: KeptState | None
+    attempt: AttemptState | None = None
 
 
 @dataclass(frozen=True)
@@ -269,6 +288,7 @@ class SummaryState:
     every: Positive
     points: list[Point]
     lost: int = 0
+    aside: int = 0
     events: list[Event] = dataclasses.field(default_factory=list)
     peaks: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
@@ -301,6 +321,7 @@ class CycleState:
     undo: UndoState | None
     origin: int = 0
     first: int = 0
+    anchor: tuple[int, NotNegative] | None = None  # None: the schedule began again at its first step
 
 
 @dataclass(frozen=True)
@@ -524,6 +545,7 @@ def state_of(cycle: Cycle) -> dict[str, Any]:
         "undo": cycle.undoing and cycle.undoing.state_dict(),
         "origin": cycle.origin,
         "first": cycle.first,
+        "anchor": list(cycle.anchor),
     }
 
 
@@ -541,7 +563,8 @@ def restore(cycle: Cycle, saved: CycleState) -> None:
             "and load a file of its own",
             *(saved.replica, cycle.before + saved.origin + saved.step, ensemble.replica),
         )
-    cycle.origin, cycle.first, cycle.run = saved.origin, saved.first, run_of(cycle, saved)
+    cycle.origin, cycle.first, cycle.run = saved.origin, saved.first, run_of(cycle, saved, saved.origin)
+    cycle.anchor = saved.anchor or (0, saved.first)
     cycle.step, cycle.shared = saved.step, saved.shared
     cycle.spread.load_state_dict(to_plain(saved.spread), cycle.optimizer.param_groups)
     window = to_plain(saved.window)
@@ -555,7 +578,7 @@ def restore(cycle: Cycle, saved: CycleState) -> None:
     cycle.converger.load_state_dict(to_plain(saved.compression) if same_part else None, own=own)
     cycle.converger.load_outer_state_dict(to_plain(saved.outer))
     if cycle.undoing is not None:
-        cycle.undoing.load_state_dict(to_plain(saved.undo), own=own)
+        cycle.undoing.load_state_dict(to_plain(saved.undo), own=own, run_from=partial(run_of, cycle, saved))
     cycle.started, cycle.averaged = saved.begun, saved.averaged
     cycle.expects_state = saved.optimizer_state
     cycle.history = History.of(to_plain(saved.history), to_plain(saved.summary))
@@ -571,7 +594,8 @@ def undone_on_error(cycle: Cycle, *others: object) -> Iterator[None]:
     """Bring the cycle, the optimizer's groups and ``others`` back to what they were if the block raises."""
     undoing = cycle.undoing
     parts = [cycle, cycle.spread, cycle.window, cycle.displacement, *cycle.converger.memories(), *others]
-    parts += [undoing, undoing.start, undoing.start.copy] if undoing else []
+    for kept in (undoing.start, undoing.aside) if undoing else ():
+        parts += [undoing, kept, kept.copy]
     before = [(part, dict(vars(part))) for part in parts if part is not None]
     with untouched_on_error(cycle.optimizer):
         try:
@@ -614,15 +638,15 @@ def holds_part(cycle: Cycle, saved: CycleState) -> bool:
     return saved.part == (cycle.ensemble.part, cycle.ensemble.parts)
 
 
-def run_of(cycle: Cycle, saved: CycleState) -> Run:
-    """Return the run as the controller prepared it in the saved run.
+def run_of(cycle: Cycle, saved: CycleState, origin: int) -> Run:
+    """Return the run that began after ``origin`` steps, as the controller prepared it in the saved run.
 
     A schedule that is built on an optimizer that was loaded before begins somewhere else and may look otherwise.
     """
     facts: dict[str, Any] = {"peak": saved.run.peak, "peaks": tuple(saved.run.peaks), "end": saved.run.end}
     whole, controller = cycle.whole, cycle.spread.controller
     same = all(getattr(whole, name) == value for name, value in facts.items())
-    if controller is None or (same and not saved.origin):
+    if controller is None or (same and not origin):
         return whole
-    prepared = controller.prepare(dataclasses.replace(whole.rest(saved.origin), **facts))
+    prepared = controller.prepare(dataclasses.replace(whole.rest(origin), **facts))
     return dataclasses.replace(prepared, slopes=whole.slopes)  # decided where the cycle is built

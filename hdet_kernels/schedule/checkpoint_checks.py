@@ -114,7 +114,7 @@ def _of_this_format(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
             f"this is version {__version__}, which reads 3 and {FORMAT}"
             f"{f' and does not know {unknown}' if unknown else ''}: load it with the version that saved it"
         )
-    state = {**state, "undo": _with_start_alone(state.get("undo"))}
+    state = {**state, "undo": _with_start_alone(state.get("undo")), "spread": _without_costs(state.get("spread"))}
     if saved == FORMAT:
         return state
     step, run = state.get("step"), cycle.run
@@ -137,6 +137,16 @@ def _with_start_alone(undo: Any) -> Any:
         return undo
     start = {name: entry for name, entry in kept.items() if name != "level"}
     return {**undo, "kept": start if start.get("step") == 0 else None}
+
+
+def _without_costs(spread: Any) -> Any:
+    """Return the entry ``"spread"`` without the costs of a larger learning rate, which version 0.2.0 judged."""
+    controller = spread.get("controller") if isinstance(spread, dict) else None
+    course = controller.get("soundness") if isinstance(controller, dict) else None
+    if not isinstance(course, dict) or "costs" not in course:
+        return spread
+    course = {name: entry for name, entry in course.items() if name != "costs"}
+    return {**spread, "controller": {**dict(controller or ()), "soundness": course}}
 
 
 def _without_others(saved: Any, here: dict[str, Any]) -> Any:
@@ -337,9 +347,17 @@ def _check_converger(cycle: Cycle, saved: CycleState) -> None:
     if saved.undo is not None:
         undoes = cycle.undoing is not None
         expect(undoes, "hdet.undo", "None (the controller undoes nothing here)", to_plain(saved.undo))
-    if cycle.undoing is not None and saved.undo is not None and saved.undo.kept is not None:
-        _check_kept(cycle, saved.undo.kept, "hdet.undo.kept", saved.rows, saved.origin + saved.step)
-        cycle.undoing.start.check_state_dict(to_plain(saved.undo.kept), "hdet.undo.kept")
+    if cycle.undoing is None or saved.undo is None:
+        return
+    copies = [(cycle.undoing.start, saved.undo.kept, "hdet.undo.kept")]
+    if (attempt := saved.undo.attempt) is not None:
+        made = attempt.origin + attempt.step
+        expect(made <= saved.origin, "hdet.undo.attempt.step", f"at most {saved.origin - attempt.origin}", attempt.step)
+        copies.append((cycle.undoing.aside, attempt.kept, "hdet.undo.attempt.kept"))
+    for keeper, kept, path in copies:
+        if kept is not None:
+            _check_kept(cycle, kept, path, saved.rows, saved.origin + saved.step)
+            keeper.check_state_dict(to_plain(kept), path)
 
 
 def _check_compression(cycle: Cycle, saved: CompressionState, path: str, *, own_part: bool) -> None:
@@ -377,8 +395,20 @@ def _check_kept(cycle: Cycle, saved: KeptState, path: str, rows: int, step: int)
 
 
 def _check_controller(cycle: Cycle, saved: CycleState, sizes: Sizes) -> None:
-    """Raise ValueError unless the controller's state fits it and gives every hyperparameter a base value."""
-    controller, own, path = cycle.spread.controller, saved.spread.controller, "hdet.spread.controller"
+    """Raise ValueError unless the controller's states fit it and give every hyperparameter a base value."""
+    _check_state_of_controller(cycle, saved, saved.spread.controller, "hdet.spread.controller", sizes)
+    if saved.undo is not None and (attempt := saved.undo.attempt) is not None:
+        _check_state_of_controller(cycle, saved, attempt.state, "hdet.undo.attempt.state", sizes)
+    try:
+        for origin in {saved.origin, saved.undo.attempt.origin if saved.undo and saved.undo.attempt else saved.origin}:
+            run_of(cycle, saved, origin)
+    except Exception as error:
+        controller = type(cycle.spread.controller).__name__
+        expect(False, "hdet.run", f"one that {controller} can work in ({error})", to_plain(saved.run))
+
+
+def _check_state_of_controller(cycle: Cycle, saved: CycleState, own: dict[str, Any], path: str, sizes: Sizes) -> None:
+    controller = cycle.spread.controller
     if controller is None:
         expect(not own, path, "an empty dict", own)
         return
@@ -403,10 +433,6 @@ def _check_controller(cycle: Cycle, saved: CycleState, sizes: Sizes) -> None:
         except Exception as error:  # a controller may raise anything
             fine, why = False, repr(error)
         expect(fine, path, f"one that gives {hyper.name} a value ({why})", own)
-    try:
-        run_of(cycle, saved)
-    except Exception as error:
-        expect(False, "hdet.run", f"one that {type(controller).__name__} can work in ({error})", to_plain(saved.run))
 
 
 # Schedules of torch, and states of objects whose code is not ours

@@ -42,7 +42,7 @@ from hdet_kernels.schedule.gradients import Displacement, fingerprint
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
 from hdet_kernels.schedule.losses import NONE_RECORDED, EqualLosses, Loss, LossWindow, checked_loss, run_probe
-from hdet_kernels.schedule.undo.undoing import Undoing
+from hdet_kernels.schedule.undo.undoing import Attempt, Undoing
 
 log = logging.getLogger("hdet_kernels")
 
@@ -130,6 +130,7 @@ class Cycle:
         undoing: the start of the run and returns to it, if the controller undoes what broke.
         origin: steps that were made before the schedule began again, because training broke; 0 before that.
         first: steps that the schedule had made when the run began.
+        anchor: a step since the schedule began again, and the step of the whole schedule that it was at.
         whole: the run as it was at first; :attr:`run` is the one over the steps since then.
         fingerprint: of the gradients of the last step before a sync, which tells whether all replicas have the same.
         started: whether a step was made; the outer optimizer starts from the parameters before it.
@@ -170,6 +171,7 @@ class Cycle:
         self.started = self.in_consensus = self.expects_state = self.replaced = False
         self.averaged = True
         self.first = self.step
+        self.anchor: tuple[int, float] = (0, self.first)
         self._group_count = len(self.optimizer.param_groups)
         self._write_hyperparameters: Callable[[], None] | None = getattr(self.optimizer, "write_hyperparameters", None)
         self.fan_out()
@@ -315,19 +317,33 @@ class Cycle:
         return mark is not None
 
     def _begin_anew(self) -> bool:
-        """Begin the run after this step, over those that remain, if the replicas returned to the start."""
+        """Begin the run after this step, over those that remain, if the replicas returned to the start.
+
+        If they went back to before a trial, the run goes on there.
+        """
         if self._returned is None:
             return False
-        self.origin, self.step, self.run, self._returned = self.made, 0, self._returned.run, None
+        to, made = self._returned.to, self.made
+        self.run, self.anchor = self._returned.run, (0, self.first) if to is None else (to.step, to.position)
+        self.step, self._returned = self.anchor[0], None
+        self.origin = made - self.step
         return True
 
     @property
     def position(self) -> float:
         """The step of the schedule, as a fraction of a step where it began again over fewer steps than it has."""
+        return self._position_at(self.step)
+
+    def _position_at(self, step: int) -> float:
         whole, left = self.whole.total_steps, self.run.total_steps
         if not self.origin or whole is None or left is None:
-            return self.made
-        return min(self.first + self.step * (whole - 1 - self.first) / (left - 1), whole)
+            return self.origin + step
+        at, position = self.anchor
+        return min(position + (step - at) * (whole - 1 - position) / (left - 1 - at), whole)
+
+    def place_at(self, step: int) -> Attempt:
+        """Return where the run is after ``step``, with the state of its controller."""
+        return Attempt(self.origin, step, self._position_at(step), self.run, self.spread.controller_state)
 
     def _acts(self, step: int) -> bool:
         return self.spread.controller is not None and self.spread.controller.active(self.run, step)
@@ -565,7 +581,7 @@ def _finish(
         if cycle.undoing is None:
             cycle.spread.move(cycle.run, seen)
         else:
-            undone = cycle.undoing.act(cycle.run, seen, outcome, landed=applied)
+            undone = cycle.undoing.act(cycle.place_at(applied), seen, outcome, landed=applied)
         findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.offset)
     cycle.shared = outcome.shared
     if undone is None:
@@ -585,9 +601,10 @@ def _measured_slopes(cycle: Cycle, shared: bool | None, measured: Tensor | None)
 
 
 def _stop_measuring(cycle: Cycle, step: int) -> None:
-    """Measure no slopes after the last sync at which the controller acts."""
-    controller = cycle.spread.controller
-    acts_later = controller is not None and cycle.run.acts_after(controller, step)
+    """Measure no slopes after the last sync at which the controller acts, or at which replicas differ in a rate."""
+    controller, departs = cycle.spread.controller, cycle.run.departs_at(step)
+    rates = [True] if departs is None else [d for d, peak in zip(departs, cycle.run.peaks, strict=False) if peak]
+    acts_later = controller is not None and any(rates) and cycle.run.acts_after(controller, step)
     if cycle.displacement is not None and not cycle.displacement.ended and not acts_later:
         cycle.displacement.end()
 

@@ -62,7 +62,8 @@ class SyncRecord:
         landed: the step after which the average was applied: ``step``, or up to ``overlap_steps`` later.
         taken: the replica that all others became a copy of (``merge="best"``); None for a mean.
         undone: the step since which everything is undone, because training broke: the one after which the schedule had
-            begun. All replicas are at the start, and it begins again. None: nothing is undone.
+            begun. All replicas are at the start, and it begins again; or where they were before a trial, and it goes
+            on there. None: nothing is undone.
         slopes: slope of the loss in the logarithm of a hyperparameter, by name, where the controller found one; None
             where it does not act or tells none.
         errors: standard errors of these slopes, by name, where they are known.
@@ -71,13 +72,14 @@ class SyncRecord:
         distance: root mean square of the replicas' distances from their mean, over the norm of the mean; None where it
             is not known. Of a sharded replica that of the shard in this process.
         act: what the controller did: ``"return"`` (all replicas returned to the start, with lower learning rates),
-            ``"move"`` (values were moved by a little); None: nothing was moved.
+            ``"trial"`` (the same, to compare), ``"back"`` (a trial was no better), ``"move"`` (values were moved by a
+            little); None: nothing was moved.
         why: what it did and why, in one sentence, as it was logged: the step, the sign and its numbers, old and new
             values, and how many are left; None: nothing was moved.
         judgement: the numbers that the controller judged this sync by; None where it does not act or tells none. Those
             of the default controller: ``level`` (mean loss), ``last`` (that of the sync before), ``lowest``, ``gain``
-            (since the first sync), ``usual_change`` (of the level, from sync to sync), ``cost`` (of an e-fold larger
-            learning rate, over the gain), ``slope`` (mean of all slopes of learning rates over their errors).
+            (since the first sync), ``usual_change`` (of the level, from sync to sync), ``slope`` (mean of all slopes of
+            learning rates over their errors).
         peaks: the given peak of the schedule and the one after this sync, by name of the learning rate; None where the
             controller does not scale the schedule.
     """
@@ -220,6 +222,7 @@ class HistorySummary:
         excluded: how often a replica was left out.
         undone: how often all replicas returned to the start.
         lost: steps that were undone.
+        aside: those of them that a trial under way set aside.
         events: the last returns, and a learning rate that was found: ``step`` and ``why``.
         peaks: the given peak of the schedule and the last one, by name of the learning rate.
         base: ``first``, ``lowest``, ``highest`` and ``last`` value of every hyperparameter at a sync, by name.
@@ -235,6 +238,7 @@ class HistorySummary:
     excluded: int = 0
     undone: int = 0
     lost: int = 0
+    aside: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
     peaks: dict[str, list[float]] = field(default_factory=dict)
     base: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -254,9 +258,12 @@ class HistorySummary:
         self.bytes += record.bytes
         self.seconds += record.seconds
         self.excluded += len(record.excluded)
-        self.undone += record.undone is not None
         if record.undone is not None:
-            self.lost += (record.step if record.landed is None else record.landed) - record.undone
+            steps = (record.step if record.landed is None else record.landed) - record.undone
+            self.undone += record.act != "back"
+            # What a trial set aside is not lost if the run goes back to it.
+            self.lost += steps - self.aside if record.act == "back" else steps
+            self.aside = steps if record.act == "trial" else 0
         if record.event is not None:
             self.events = [*self.events, {"step": record.step, "why": record.event}][-MOST_EVENTS:]
         self.peaks = record.peaks or self.peaks

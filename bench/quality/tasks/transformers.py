@@ -38,7 +38,7 @@ class Llama(Language):
     optimizer: ClassVar[str] = "adamw, 0.95"
     replicas: ClassVar[int] = 4
     steps: ClassVar[int] = 600
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 6e-3
     shape: ClassVar[dict[str, int]] = {"width": 128, "heads": 4, "layers": 4}
     context = 128
     loss = staticmethod(in_bfloat16(Language.loss))
@@ -54,7 +54,7 @@ class LargeLlama(Llama):
     title: ClassVar[str] = "documentation of Linux 6.1, Llama of 19 M parameters, bfloat16, clipped, 2 replicas"
     replicas: ClassVar[int] = 2
     steps: ClassVar[int] = 1000
-    lr: ClassVar[float] = 1e-3
+    lr: ClassVar[float] = 4e-4
     shape: ClassVar[dict[str, int]] = {"width": 512, "heads": 8, "layers": 6}
     clip: ClassVar[float | None] = 1.0
     warm_up: ClassVar[float] = 0.05
@@ -69,7 +69,7 @@ class GPT(Llama):
     )
     steps: ClassVar[int] = 1500
     batch: ClassVar[int] = 4
-    lr: ClassVar[float] = 2e-3
+    lr: ClassVar[float] = 1.5e-3
     shape: ClassVar[dict[str, int]] = {"width": 256, "heads": 8, "layers": 6}
     clip: ClassVar[float | None] = 1.0
     warm_up: ClassVar[float] = 0.05
@@ -86,7 +86,7 @@ class PostNormLanguage(Language):
     optimizer: ClassVar[str] = "adam"
     steps: ClassVar[int] = 1000
     batch: ClassVar[int] = 4
-    lr: ClassVar[float] = 1e-3
+    lr: ClassVar[float] = 3e-3
     shape: ClassVar[dict[str, int]] = {"width": 128, "heads": 4, "layers": 4}
     context = 128
 
@@ -102,7 +102,7 @@ class LlamaWords(Words):
     optimizer: ClassVar[str] = "adamw, 0.95"
     steps: ClassVar[int] = 600
     batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 4e-3
+    lr: ClassVar[float] = 3e-3
     shape: ClassVar[dict[str, int]] = {"width": 128, "heads": 4, "layers": 3}
     clip: ClassVar[float | None] = 1.0
     warm_up: ClassVar[float] = 0.05
@@ -173,7 +173,7 @@ class VisionTransformer(Images):
     title: ClassVar[str] = "Fashion-MNIST, vision transformer of 1.2 M parameters, bfloat16, clipped"
     architecture: ClassVar[str] = "transformer"
     batch: ClassVar[int] = 8
-    lr: ClassVar[float] = 2e-3
+    lr: ClassVar[float] = 1e-3
     shape: ClassVar[dict[str, int]] = {"width": 128, "heads": 4, "layers": 6}
     clip: ClassVar[float | None] = 1.0
     loss = staticmethod(in_bfloat16(Images.loss))
@@ -190,7 +190,7 @@ class FlightColumns(FlightsResidual):
     architecture: ClassVar[str] = "transformer"
     optimizer: ClassVar[str] = "adamw"
     steps: ClassVar[int] = 1000
-    lr: ClassVar[float] = 2e-3
+    lr: ClassVar[float] = 4e-3
     shape: ClassVar[dict[str, int]] = {"width": 128, "heads": 4, "layers": 3}
 
     def model(self) -> nn.Module:

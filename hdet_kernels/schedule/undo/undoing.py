@@ -1,8 +1,9 @@
-"""Undo what broke: return all replicas to the start of the run, a limited number of times.
+"""Undo what broke: return all replicas to the start of the run, a limited number of times, and try what is in doubt.
 
 The controller judges every sync at which it acts (:class:`.protocol.UndoingController`). All processes see the same
-losses, so that they judge alike; the handshake of a sync tells whether all of them keep the start. After a return the
-schedule begins again over the steps that remain, which is not done here.
+losses, so that they judge alike; the handshake of a sync tells whether all of them keep the same copies. After a return
+the schedule begins again over the steps that remain, which is not done here. A return can be a trial: what was reached
+is kept aside, and all replicas go back to it where the lower learning rate turns out no better.
 
 The copy of the start (:class:`KeptStart`) has everything that training changes: the parameters of the replicas held
 here (in full precision where they have master weights), the model's buffers, the whole state of the optimizer, and the
@@ -17,7 +18,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import Observation, Run, UndoingController, returns_allowed
+from hdet_kernels.controller.protocol import (
+    Observation,
+    Run,
+    State,
+    TryingController,
+    UndoingController,
+    returns_allowed,
+)
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.schedule.acts import Return
+from hdet_kernels.schedule.acts import Return, ReturnKind
 from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.gradients import Displacement
 from hdet_kernels.schedule.undo.copies import KeptTensors, Place, copy_all, reset_others, state_pairs, whole_state
@@ -300,21 +308,43 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """What replicas go back to if a trial is no better: where the run was when the trial began.
+
+    Args:
+        origin: steps that were made before the schedule of the attempt began.
+        step: steps of that schedule that were made.
+        position: the step of the whole schedule that they had come to; see :attr:`.Cycle.position`.
+        run: the run over the steps that were its own.
+        state: the controller's state.
+    """
+
+    origin: int
+    step: int
+    position: float
+    run: Run
+    state: State
+
+
 class Undoing:
-    """Keeps the start of a run, returns to it, and counts the returns.
+    """Keeps the start of a run, returns to it, tries lower learning rates, and counts the returns.
 
     Args:
         spread: its controller judges, and its state changes with a return.
         controller: that controller.
         start: the copy of the start.
+        aside: the copy of what a trial is compared with, while there is one.
 
     Attributes:
-        returns: how often the replicas have returned so far.
+        returns: how often the replicas have returned so far, trials included.
+        attempt: what the trial under way is compared with; None if there is none.
     """
 
-    def __init__(self, spread: Spread, controller: UndoingController, start: KeptStart) -> None:
-        self.spread, self.controller, self.start = spread, controller, start
+    def __init__(self, spread: Spread, controller: UndoingController, start: KeptStart, aside: KeptStart) -> None:
+        self.spread, self.controller, self.start, self.aside = spread, controller, start, aside
         self.returns = 0
+        self.attempt: Attempt | None = None
         self._told = False
 
     @staticmethod
@@ -338,11 +368,14 @@ class Undoing:
         if not isinstance(controller, UndoingController) or not returns_allowed(controller):
             return None
         on: Place = getattr(controller, "undo_on", "auto")
-        return Undoing(spread, controller, KeptStart(optimizer, converger, displacement, buffers, on))
+        copies = (KeptStart(optimizer, converger, displacement, buffers, on) for _ in range(2))
+        return Undoing(spread, controller, *copies)
 
     @property
     def kept(self) -> int | None:
-        """The step of the start to which this process can return; None if it cannot."""
+        """The step to whose copy this process can return: that of the attempt aside, or of the start; None: neither."""
+        if self.attempt is not None and self.aside.step is not None:
+            return self.aside.step
         return self.start.step if self.returns < self.controller.undo else None
 
     def keep_start(self, run: Run, step: int) -> None:
@@ -357,25 +390,36 @@ class Undoing:
                 "undone: make a step before capturing to have it kept"
             )
 
-    def act(self, run: Run, seen: Observation, outcome: Outcome, *, landed: int) -> Return | None:
-        """Let the controller act on a sync: move the base values, or return to the start.
+    def act(self, now: Attempt, seen: Observation, outcome: Outcome, *, landed: int) -> Return | None:
+        """Let the controller act on a sync: move the base values, return to the start, or end a trial.
 
         Args:
-            run: the run.
+            now: where the run is, with the controller's state before the sync.
             seen: the sync.
             outcome: its average, which is in place.
             landed: the step after which that was applied.
 
         Returns:
-            The return to the start, with the run that begins then; None if there was none.
+            What the replicas returned to, and the run that begins or goes on then; None if they did not.
         """
-        broke = self.controller.broke(run, self.spread.controller_state, seen)
-        if broke and self.can_go_back(outcome.kept, run, landed):
+        run, controller = now.run, self.controller
+        agreed = outcome.kept is not None and outcome.kept == self.kept  # all processes keep the same copies
+        possible = agreed and self._possible(run, landed)
+        broke = controller.broke(run, now.state, seen)
+        if broke and possible:
             return self.go_back(run, seen, landed=landed)
+        trying = controller if isinstance(controller, TryingController) and not broke else None
+        if trying and agreed and self.attempt is not None and trying.worse(run, now.state, seen):
+            return self._resume(self.attempt, landed=landed)
         self.spread.move(run, seen)
         if broke:
             self._tell(seen)
-        if not run.acts_after(self.controller, seen.step):
+        if self.attempt is not None and self.spread.controller_state.get("trial") is None:
+            self._forget_attempt()
+        can_try = possible and self.attempt is None and self._can_try(run, landed)
+        if trying and can_try and trying.doubts(run, now.state, seen):
+            return self._try(now, seen, trying, landed=landed)
+        if not run.acts_after(controller, seen.step):
             self.start.drop()
         return None
 
@@ -389,18 +433,49 @@ class Undoing:
         """
         # First, because a controller may raise.
         state = self.controller.begun_anew(run, self.spread.controller_state, seen)
+        self._forget_attempt()  # what is even higher is no better
+        return self._begin_again(state, run, landed, "return")
+
+    def _begin_again(self, state: State, run: Run, landed: int, kind: ReturnKind) -> Return:
         rest = self.controller.prepare(run.rest(landed))
         self.start.restore()
         self.spread.controller_state = state
         self.returns += 1
         if self.returns >= self.controller.undo or not rest.acts_after(self.controller, 0):
             self.start.drop()
-        return Return(replace(rest, slopes=run.slopes), self.returns, self.controller.undo)
+        return Return(kind, replace(rest, slopes=run.slopes), self.returns, self.controller.undo)
+
+    def _try(self, now: Attempt, seen: Observation, controller: TryingController, *, landed: int) -> Return:
+        """Keep what was reached, and return to the start with a lower learning rate."""
+        state = controller.tried(now.run, now.state, seen)
+        self.aside.keep(now.origin + landed)
+        self.attempt = replace(now, state=self.spread.controller_state)
+        return self._begin_again(state, now.run, landed, "trial")
+
+    def _resume(self, attempt: Attempt, *, landed: int) -> Return:
+        """Go back to where the run was before the trial, with the steps that remain."""
+        run = self.controller.prepare(attempt.run.rest(landed))
+        self.aside.restore()
+        self.spread.controller_state = attempt.state
+        self._forget_attempt()
+        resumed = replace(run, slopes=attempt.run.slopes)
+        return Return("back", resumed, self.returns, self.controller.undo, attempt)
+
+    def _forget_attempt(self) -> None:
+        self.attempt = None
+        self.aside.drop()
 
     def can_go_back(self, agreed: int | None, run: Run, landed: int) -> bool:
-        """Return whether all processes keep the start, made after step ``agreed``, and returns and steps are left."""
+        """Return whether all processes keep the same copies, of step ``agreed``, and returns and steps are left."""
+        return agreed is not None and agreed == self.kept and self._possible(run, landed)
+
+    def _possible(self, run: Run, landed: int) -> bool:
         steps_left = run.total_steps is None or run.total_steps - landed >= FEWEST_LEFT
-        return agreed is not None and agreed == self.kept and steps_left
+        return self.start.step is not None and self.returns < self.controller.undo and steps_left
+
+    def _can_try(self, run: Run, landed: int) -> bool:
+        """Return whether steps are left for a trial and for what follows it, and a copy can be made."""
+        return run.total_steps is not None and run.total_steps - 2 * landed >= FEWEST_LEFT and self.aside.can_copy
 
     def _tell(self, seen: Observation) -> None:
         """Warn, once and in the first process, that training broke and nothing can be undone."""
@@ -416,10 +491,27 @@ class Undoing:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of returns, and the copy."""
-        return {"returns": self.returns, "kept": self.start.state_dict()}
+        """Return the number of returns, and the copies."""
+        attempt = None
+        if self.attempt is not None:
+            names = ("origin", "step", "position", "state")
+            attempt = {**{name: getattr(self.attempt, name) for name in names}, "kept": self.aside.state_dict()}
+        return {"returns": self.returns, "kept": self.start.state_dict(), "attempt": attempt}
 
-    def load_state_dict(self, state: dict[str, Any] | None, *, own: bool) -> None:
-        """Load a saved state, if there is one. ``own``: whether a process with the same replicas saved it."""
+    def load_state_dict(
+        self, state: dict[str, Any] | None, *, own: bool, run_from: Callable[[int], Run] | None = None
+    ) -> None:
+        """Load a saved state, if there is one.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            own: whether a process with the same replicas saved it.
+            run_from: returns the run that began after so many steps.
+        """
         self.returns = 0 if state is None else state["returns"]
         self.start.load_state_dict(None if state is None else state["kept"], own=own)
+        self._forget_attempt()
+        if state is not None and run_from is not None and (saved := state.get("attempt")) is not None:
+            self.aside.load_state_dict(saved["kept"], own=own)
+            entries = {name: saved[name] for name in ("origin", "step", "position", "state")}
+            self.attempt = Attempt(**entries, run=run_from(saved["origin"]))
