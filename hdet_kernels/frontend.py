@@ -9,7 +9,14 @@ One cycle, in their terms: a :class:`Spread` gives every replica its values. Aft
 """
 
 from hdet_kernels.controller.hypergradient import HypergradientController
-from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observation, Run, UndoingController
+from hdet_kernels.controller.protocol import (
+    Controller,
+    MeasuredSlopes,
+    Observation,
+    Run,
+    TryingController,
+    UndoingController,
+)
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.controller.softmax import SoftmaxController
 from hdet_kernels.converge import AverageRequest, Converger, NoneSound, Outcome, OverlappedAverage, Report, converger_of
@@ -21,7 +28,7 @@ from hdet_kernels.schedule.attachment import release
 from hdet_kernels.schedule.gradients import Displacement, fingerprint, look_at_gradients
 from hdet_kernels.schedule.history import SyncCallbacks, SyncRecord
 from hdet_kernels.schedule.losses import LossWindow, run_probe
-from hdet_kernels.schedule.undo.undoing import Undoing
+from hdet_kernels.schedule.undo.undoing import Progress, Undoing
 
 __all__ = [
     "AverageRequest",
@@ -39,6 +46,7 @@ __all__ = [
     "OverlappedAverage",
     "Placement",
     "ProcessEnsemble",
+    "Progress",
     "RegressionController",
     "Report",
     "Run",
@@ -46,6 +54,7 @@ __all__ = [
     "Spread",
     "SyncCallbacks",
     "SyncRecord",
+    "TryingController",
     "Undoing",
     "UndoingController",
     "announced_size",

@@ -331,9 +331,9 @@ class RegressionController(SlopeController):
 
     Where a sign tells that the learning rate is too high (:class:`Soundness`), or no replica is finite, all replicas
     return to the start, and the schedule begins again over the steps that remain, with a sixth of the peak. That can
-    happen from the first sync on: by slopes until the peak of the schedule, by losses for 60 % of the run. Where the first slopes raise a doubt only, the same happens
-    as a trial: after the same share of its steps the lower learning rate must be better, or everything goes back to
-    where it was when the doubt arose.
+    happen from the first sync on: by slopes until the peak of the schedule, by losses for 60 % of the run. Where the
+    first slopes raise a doubt only, the same happens as a trial: after as many steps the lower learning rate must be
+    better, or everything goes back to where it was when the doubt arose.
 
     Everything else depends on ``trust``. The signs of slopes tell the right peak within a factor of about 4, from task
     to task. So a learning rate that is trusted to a factor of 3 is not moved by them; one that is trusted less moves

@@ -42,7 +42,7 @@ from hdet_kernels.schedule.gradients import Displacement, fingerprint
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
 from hdet_kernels.schedule.losses import NONE_RECORDED, EqualLosses, Loss, LossWindow, checked_loss, run_probe
-from hdet_kernels.schedule.undo.undoing import Attempt, Undoing
+from hdet_kernels.schedule.undo.undoing import Progress, Undoing
 
 log = logging.getLogger("hdet_kernels")
 
@@ -341,9 +341,9 @@ class Cycle:
         at, position = self.anchor
         return min(position + (step - at) * (whole - 1 - position) / (left - 1 - at), whole)
 
-    def place_at(self, step: int) -> Attempt:
-        """Return where the run is after ``step``, with the state of its controller."""
-        return Attempt(self.origin, step, self._position_at(step), self.run, self.spread.controller_state)
+    def progress_at(self, step: int) -> Progress:
+        """Return how far the run has come after ``step``, with the state of its controller."""
+        return Progress(self.origin, step, self._position_at(step), self.run, self.spread.controller_state)
 
     def _acts(self, step: int) -> bool:
         return self.spread.controller is not None and self.spread.controller.active(self.run, step)
@@ -581,7 +581,7 @@ def _finish(
         if cycle.undoing is None:
             cycle.spread.move(cycle.run, seen)
         else:
-            undone = cycle.undoing.act(cycle.place_at(applied), seen, outcome, landed=applied)
+            undone = cycle.undoing.act(cycle.progress_at(applied), seen, outcome, landed=applied)
         findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.offset)
     cycle.shared = outcome.shared
     if undone is None:

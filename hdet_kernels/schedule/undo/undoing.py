@@ -309,14 +309,14 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What replicas go back to if a trial is no better: where the run was when the trial began.
+class Progress:
+    """How far a run has come, for a sync; and what it goes back to if a trial is no better.
 
     Args:
-        origin: steps that were made before the schedule of the attempt began.
+        origin: steps that were made before the schedule began, or began again.
         step: steps of that schedule that were made.
         position: the step of the whole schedule that they had come to; see :attr:`.Cycle.position`.
-        run: the run over the steps that were its own.
+        run: the run over the steps since the origin.
         state: the controller's state.
     """
 
@@ -344,7 +344,7 @@ class Undoing:
     def __init__(self, spread: Spread, controller: UndoingController, start: KeptStart, aside: KeptStart) -> None:
         self.spread, self.controller, self.start, self.aside = spread, controller, start, aside
         self.returns = 0
-        self.attempt: Attempt | None = None
+        self.attempt: Progress | None = None
         self._told = False
 
     @staticmethod
@@ -390,7 +390,7 @@ class Undoing:
                 "undone: make a step before capturing to have it kept"
             )
 
-    def act(self, now: Attempt, seen: Observation, outcome: Outcome, *, landed: int) -> Return | None:
+    def act(self, now: Progress, seen: Observation, outcome: Outcome, *, landed: int) -> Return | None:
         """Let the controller act on a sync: move the base values, return to the start, or end a trial.
 
         Args:
@@ -445,14 +445,14 @@ class Undoing:
             self.start.drop()
         return Return(kind, replace(rest, slopes=run.slopes), self.returns, self.controller.undo)
 
-    def _try(self, now: Attempt, seen: Observation, controller: TryingController, *, landed: int) -> Return:
+    def _try(self, now: Progress, seen: Observation, controller: TryingController, *, landed: int) -> Return:
         """Keep what was reached, and return to the start with a lower learning rate."""
         state = controller.tried(now.run, now.state, seen)
         self.aside.keep(now.origin + landed)
         self.attempt = replace(now, state=self.spread.controller_state)
         return self._begin_again(state, now.run, landed, "trial")
 
-    def _resume(self, attempt: Attempt, *, landed: int) -> Return:
+    def _resume(self, attempt: Progress, *, landed: int) -> Return:
         """Go back to where the run was before the trial, with the steps that remain."""
         run = self.controller.prepare(attempt.run.rest(landed))
         self.aside.restore()
@@ -514,4 +514,4 @@ class Undoing:
         if state is not None and run_from is not None and (saved := state.get("attempt")) is not None:
             self.aside.load_state_dict(saved["kept"], own=own)
             entries = {name: saved[name] for name in ("origin", "step", "position", "state")}
-            self.attempt = Attempt(**entries, run=run_from(saved["origin"]))
+            self.attempt = Progress(**entries, run=run_from(saved["origin"]))
