@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--task",
         choices=("text", "digits"),
         default="text",
-        help="text (default): byte-level transformer on the standard library's source; digits: MLP on scikit-learn's digits",
+        help="text (default): transformer on the standard library's source; digits: MLP on scikit-learn's digits",
     )
     demo.add_argument(
         "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="folder of the results (default: demo-out)"
