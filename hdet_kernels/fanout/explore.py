@@ -74,15 +74,8 @@ def tied_groups(
 ) -> list[tuple[int, ...]]:
     """Return the sets of parameter groups that have one learning rate, each in order, by their first groups.
 
-    A group whose learning rate is 0 is tied to nothing: it has no ratio to others.
-
-    Args:
-        groups: the optimizer's, with the entries that its schedule notes there.
-        tie_groups: checked by :func:`check_tie_groups`.
-        covered: the ``Explore("lr", …)`` of those groups that have one. Groups with different ones are not tied.
-
-    Raises:
-        ValueError: if groups are to be tied that cannot be.
+    A group whose learning rate is 0 is tied to nothing: it has no ratio to others. ``covered`` has the
+    ``Explore("lr", …)`` of those groups that have one; groups with different ones are not tied.
     """
     covered = covered or {}
     frozen = {index for index, group in enumerate(groups) if not peak_of(group)}
@@ -143,19 +136,14 @@ def _check_set(tied: tuple[int, ...], count: int, frozen: set[int], covered: Map
 
 def _hyperparameters(group: Group) -> list[tuple[str, Any]]:
     """Return the entries of a group that are numbers, or tuples of numbers, less those in which groups may differ."""
-    entries = ((key, _plain(value)) for key, value in sorted(group.items()) if key not in _MAY_DIFFER)
-    return [(key, value) for key, value in entries if value is not _NO_NUMBER]
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else _NO_NUMBER
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value)) if all(_plain(entry) is not _NO_NUMBER for entry in value) else _NO_NUMBER
-    return value if value is None or isinstance(value, bool | int | float) else _NO_NUMBER
-
-
-_NO_NUMBER = object()
+    found = []
+    for key in sorted(group.keys() - set(_MAY_DIFFER)):
+        value = group[key]
+        several = tuple(value) if isinstance(value, tuple | list) else (value,)
+        plain = tuple(each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in several)
+        if all(each is None or isinstance(each, int | float) for each in plain):
+            found.append((key, plain))
+    return found
 
 
 #: Entries of a group that a schedule keeps there for itself, and seeds.
@@ -287,15 +275,9 @@ def expand(
 ) -> list[Hyperparameter]:
     """Return one :class:`Hyperparameter` for every scalar and group that it covers; nothing is modified.
 
-    Args:
-        explores: the user's.
-        groups: the optimizer's parameter groups.
-        lr_spread: spread of the learning rates that no ``Explore("lr", …)`` covers.
-        elsewhere: takes the values of scalars that are in no group.
-        tie_groups: which groups have one learning rate, see :func:`.ties.tied_groups`.
-
-    Returns:
-        First the learning rates of all groups or sets of tied groups, by the first group of each, then the others.
+    First come the learning rates of all groups or sets of tied groups, by the first group of each, then the others.
+    ``lr_spread`` is that of the learning rates that no ``Explore("lr", …)`` covers; ``elsewhere`` takes the values of
+    scalars that are in no group.
     """
     check_spread(lr_spread, "linear")
     by_group: dict[int, Explore] = {}
@@ -330,7 +312,12 @@ def expand(
                 # A group that was spread before holds a replica's value: see remember_bases.
                 base = groups[group].get(f"initial_{explore.name}", held) if explore.base is None else explore.base
                 check_base(f"{explore.name} of parameter group {group}", base)
-                _check_decay_bounds(explore)
+                decays = split_key(explore.name)[0] in ("betas", "momentum")
+                if decays and not (explore.bounds and explore.bounds[1] < 1):
+                    raise ValueError(
+                        f"Explore({explore.name!r}) needs bounds= that end below 1, got {explore.bounds}: multiples of "
+                        "a number near 1 soon exceed it, and with a decay of 1 or more training diverges"
+                    )
                 others.append(_hyperparameter(explore, f"{explore.name}/{group}", base, group))
     default = Explore("lr", spread=lr_spread)
     rates = [
@@ -345,10 +332,7 @@ def expand(
 
 
 def remember_bases(hyperparameters: Iterable[Hyperparameter], groups: Sequence[Group]) -> None:
-    """Note the base values in the groups, beside torch's ``initial_lr``.
-
-    The entry itself is this replica's value, and a group that was saved, loaded or scheduled again must tell the base.
-    """
+    """Note the base values in the groups, beside torch's ``initial_lr``: the entry itself is this replica's value."""
     for hyper in hyperparameters:
         if hyper.group is not None and hyper.base is not None:
             groups[hyper.group][f"initial_{hyper.key}"] = hyper.base
@@ -385,14 +369,6 @@ def _read_base(group: Group, key: str) -> float:
             f"{error}. For a scalar that lives elsewhere pass apply= and base=; for one of stack.hyper pass base=, and "
             "ensemble=stack.ensemble to the scheduler"
         ) from None
-
-
-def _check_decay_bounds(explore: Explore) -> None:
-    if split_key(explore.name)[0] in ("betas", "momentum") and not (explore.bounds and explore.bounds[1] < 1):
-        raise ValueError(
-            f"Explore({explore.name!r}) needs bounds= that end below 1, got {explore.bounds}: multiples of a number "
-            "near 1 soon exceed it, and with a decay of 1 or more training diverges"
-        )
 
 
 def _covered(explore: Explore, groups: Sequence[Group]) -> Sequence[int]:

@@ -47,14 +47,10 @@ class Attachment:
     """The part of a run that writes to an optimizer, and the hooks of that optimizer.
 
     Another part can take its place (:meth:`take`) while the hooks stay, also from within one of them.
-
-    Attributes:
-        spread: what the writer writes. It outlives the writer.
-        schedule: a weak reference to the object whose learning rates are spread.
     """
 
-    spread: Spread
-    schedule: weakref.ref[Any]
+    spread: Spread  # what the writer writes; it outlives the writer
+    schedule: weakref.ref[Any]  # the object whose learning rates are spread
 
     def __init__(self) -> None:
         self._writer: Callable[[], Writer | None] = lambda: None
@@ -83,35 +79,24 @@ class Attachment:
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
-        self._finalizer = weakref.finalize(writer, self._finish)
+        self._finalizer = weakref.finalize(writer, self.end)
         self._finalizer.atexit = False
 
     def end(self) -> None:
-        """Remove the hooks. The writer, if it still exists, refuses to step."""
+        """Remove the hooks. The writer, if it was not garbage-collected, refuses to step."""
         self._leave()
-        self._remove_hooks()
-
-    def _leave(self) -> None:
-        if self._finalizer is None or self._finalizer.detach() is None:
-            return
-        self._call_at_end()
-        if (writer := self._writer()) is not None:
-            writer.replaced = True
-
-    def _finish(self) -> None:
-        """Remove the hooks after the writer was garbage-collected."""
-        self._remove_hooks()
-        self._call_at_end()
-
-    def _call_at_end(self) -> None:
-        at_end, self._at_end = self._at_end, None  # not kept: it may refer to the optimizer
-        if at_end is not None:
-            at_end()
-
-    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def _leave(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        at_end, self._at_end = self._at_end, None  # not kept: it may refer to the optimizer
+        if at_end is not None:
+            at_end()
+        if (writer := self._writer()) is not None:
+            writer.replaced = True
 
     # The hooks. torch.compile does not look into them: it would compile a step anew for every value of a counter.
 
@@ -213,13 +198,12 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Restore the optimizer if the block raises: the entries of its groups, and its own ``step``.
 
     torch's constructor writes the first values of the schedule, and puts a wrapper around ``step`` of the instance.
-
-    Args:
-        optimizer: the optimizer, or a wrapper around it.
     """
     outside, optimizer = optimizer, unwrapped(optimizer)
     groups = [dict(group) for group in optimizer.param_groups]
-    held = [tensor for group in groups for name, value in group.items() if name != "params" for tensor in _in(value)]
+    entries = [value for group in groups for name, value in group.items() if name != "params"]
+    several = [value if isinstance(value, tuple | list) else (value,) for value in entries]
+    held = [tensor for each in several for tensor in each if isinstance(tensor, Tensor)]
     values = [tensor.clone() for tensor in held]  # schedules fill learning rates that are tensors in place
     stepped = "step" in vars(outside)
     try:
@@ -233,14 +217,6 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
         if not stepped:
             vars(outside).pop("step", None)
         raise
-
-
-def _in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an entry of a parameter group: the entry itself, or those in a tuple."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        yield from (entry for entry in value if isinstance(entry, Tensor))
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

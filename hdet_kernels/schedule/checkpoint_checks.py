@@ -552,8 +552,8 @@ def _check_phase(scouted: Scouted, cycle: Cycle, phase: Saved) -> None:
     if phase["consensus"]:
         raise ValueError(
             "the checkpoint was saved inside scheduler.consensus() at step "
-            f"{scouted.plan.before(phase['round']) + phase['step']}, while a learning rate was looked for: its model is "
-            "the one that the run begins with. Begin the run anew, or load a checkpoint of step "
+            f"{scouted.plan.before(phase['round']) + phase['step']}, while a learning rate was looked for: its model "
+            "is the one that the run begins with. Begin the run anew, or load a checkpoint of step "
             f"{scouted.plan.steps} or later"
         )
     for name in ("first", "tail", "squares"):

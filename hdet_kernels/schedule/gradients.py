@@ -27,12 +27,8 @@ def look_at_gradients(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Call ``look`` when the gradients of an optimizer step are there: now, or once its closure has made them.
 
-    Args:
-        look: reads the gradients.
-        args, kwargs: those of ``optimizer.step``, the optimizer first, as a pre-hook of it gets them.
-
-    Returns:
-        The arguments with another closure, for the optimizer to go on with; None where there is no closure.
+    ``args`` and ``kwargs`` are those of ``optimizer.step``, the optimizer first, as a pre-hook of it gets them. Returns
+    them with another closure, for the optimizer to go on with; None where there is no closure.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -104,14 +100,7 @@ class Displacement:
     def of(
         optimizer: Optimizer, run: Run, ensemble: Ensemble, *, tied: Sequence[Sequence[int]] | None = None
     ) -> Displacement | None:
-        """Return one for a run; None if its controller does not ask for slopes.
-
-        Args:
-            optimizer: its parameters are measured.
-            run: the run, as the controller prepared it.
-            ensemble: the replicas.
-            tied: the parameter groups of each learning rate, :attr:`.Spread.tied`. None: every group has its own.
-        """
+        """Return one for a run as its controller prepared it; None if that does not ask for slopes."""
         if not run.slopes:
             return None
         return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied)
@@ -131,7 +120,6 @@ class Displacement:
 
     @property
     def ended(self) -> bool:
-        """Whether :meth:`end` was called."""
         return not any(self.last)
 
     def _parameters(self) -> list[list[Tensor]]:

@@ -128,17 +128,15 @@ class SyncRecord:
         act: Act | None = None,
         peaks: dict[str, list[float]] | None = None,
     ) -> SyncRecord:
-        """Return the record of an average.
+        """Return the record of an average. What is not explained here is as the fields.
 
         Args:
             outcome: that of the average.
             placed: what the replicas had trained with.
             names: names of the hyperparameters.
-            step, cycle, kind, undone, peaks: as the fields.
             gradients: as it is known; ``"auto"``: as the average found out.
-            landed: as the field; None: ``step``.
+            landed: None: ``step``.
             findings: those of the controller, if it acted.
-            act: what the controller did, if it moved something.
         """
         return SyncRecord(
             step=step,
@@ -175,10 +173,7 @@ class SyncRecord:
     def metrics(self, *, replicas: bool = True) -> dict[str, float]:
         """Return the numbers of this sync under flat names, for a logger. ``docs/usage/loggers.md`` lists them.
 
-        What is not known, or not finite, is left out.
-
-        Args:
-            replicas: whether every replica has entries of its own.
+        What is not known, or not finite, is left out. ``replicas``: every replica has entries of its own.
         """
         short = short_names(list(self.base))
         posterior = (self.posterior or {}).items()
@@ -306,25 +301,12 @@ def _extended(known: dict[str, float], value: float) -> dict[str, float]:
 
 
 class History:
-    """The last ``WINDOW`` records of a run, and the summary of all.
-
-    Args:
-        records: those so far.
-        summary: that of all syncs so far; by default it is made from ``records``.
-
-    Attributes:
-        unreported: the records that callbacks have not been called with yet.
-    """
+    """The last ``WINDOW`` records of a run, the summary of all, and the records that callbacks have not seen yet."""
 
     def __init__(self, records: Iterable[SyncRecord] = (), summary: HistorySummary | None = None) -> None:
-        self.records: list[SyncRecord] = []
-        self.summary = HistorySummary()
+        self.records = list(records)
+        self.summary = HistorySummary() if summary is None else summary
         self.unreported: deque[SyncRecord] = deque(maxlen=WINDOW)
-        for record in records:
-            self.add(record)
-        self.unreported.clear()
-        if summary is not None:
-            self.summary = summary
 
     def add(self, record: SyncRecord) -> None:
         """Append a record; the oldest one leaves if there are too many."""
