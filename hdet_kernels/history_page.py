@@ -163,7 +163,6 @@ def history_page(history: History, title: str = "HDET run") -> str:
 
 
 def cards(records: Records) -> str:
-    """Return the totals of the run."""
     totals, last = summary(records), records[-1]
     kinds = Counter(_KINDS[record.kind] for record in records)
     entries = [
@@ -203,7 +202,6 @@ def events(records: Records) -> str:
 
 
 def last_sync(records: Records) -> str:
-    """Return the values and losses of every replica at the last sync."""
     last = records[-1]
     names = list(last.values)[:16]
     rows = []
@@ -218,7 +216,6 @@ def last_sync(records: Records) -> str:
 
 
 def value_table(records: Records) -> str:
-    """Return first, lowest, highest and last base value of every hyperparameter."""
     totals = HistorySummary()
     for record in records:
         totals.add(record)
@@ -259,7 +256,6 @@ def _table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], *
 
 
 def _figure(chart: Chart, records: Records, *, wide: bool) -> str:
-    """Return a chart with its caption as HTML."""
     picture = io.BytesIO()
     draw(chart, records, size=WIDE if wide else NARROW).savefig(picture, format="png", metadata={"Software": None})
     data = base64.b64encode(picture.getvalue()).decode()

@@ -47,7 +47,6 @@ class Compression:
         return self._memory is not None and sizes == [known.consensus.numel() for known in self._memory]
 
     def consensus(self, transport: Transport, regions: Sequence[Region]) -> list[Tensor] | None:
-        """Return the last consensus of these tensors, by bucket; None if there is none."""
         return [known.consensus for known in self._memory or ()] if self.matches(transport, regions) else None
 
     def remember(self, transport: Transport, regions: Sequence[Region], *, keep_errors: bool) -> None:

@@ -142,7 +142,6 @@ class OuterStep:
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
         part, parts = self.transport.ensemble.part, self.transport.ensemble.parts
         if state["part"] != [part, parts]:
             saved, of = state["part"]

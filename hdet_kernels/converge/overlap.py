@@ -129,7 +129,6 @@ class Correction:
 
     @staticmethod
     def of(state: dict[str, Any]) -> Correction:
-        """Return the correction that was saved as ``state``."""
         return Correction(**(state | {"sound": tuple(state["sound"])}))
 
 

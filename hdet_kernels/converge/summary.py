@@ -169,7 +169,6 @@ def pattern(buffers: Sequence[Tensor], rows: int, device: torch.device) -> Tenso
 
 
 def finite_part(buffer: Tensor) -> Tensor:
-    """Return a copy in which elements that are not finite are zero."""
     return buffer.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 

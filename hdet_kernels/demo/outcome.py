@@ -49,7 +49,6 @@ class Run:
         return float(self.base[max(len(self.base) * 3 // 10 - 1, 0) :].max())
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers of the table by name."""
         totals = report.summary(self.history)
         return {
             "held_out_loss": self.held_out,
@@ -83,7 +82,6 @@ def gathered(replicas: Sequence[Sequence[ReplicaRun]]) -> dict[RunName, Run]:
 
 
 def comparison(runs: dict[RunName, Run], options: Options) -> str:
-    """Return the table that the demo prints."""
     numbers = {name: run.numbers() for name, run in runs.items()}
 
     def row(label: str, key: str, style: str) -> list[str]:
@@ -108,7 +106,6 @@ def comparison(runs: dict[RunName, Run], options: Options) -> str:
 
 
 def acts(run: Run) -> list[str]:
-    """Return every return to the start with its reason, as lines of a list."""
     return [f"- {record['why']}" for record in run.history if record.get("act") in EVENTS]
 
 
@@ -123,7 +120,6 @@ def verdict(runs: dict[RunName, Run]) -> str:
 
 
 def write_json(runs: dict[RunName, Run], options: Options, backend: str, path: Path) -> None:
-    """Write options and results of all steps to ``path``."""
     content = {
         "options": {
             **{name: getattr(options, name) for name in ("replicas", "steps", "task", "seed", "max_lr")},
@@ -146,7 +142,6 @@ def write_json(runs: dict[RunName, Run], options: Options, backend: str, path: P
 
 
 def plot_training_losses(runs: dict[RunName, Run], options: Options, path: Path) -> None:
-    """Draw the mean training loss of the replicas at every step, raw and smoothed."""
     title = f"Training loss from the same start, peak learning rate {options.max_lr:.0e}"
     figure, axes = report.new_figure(title, "step", "training loss, mean of the replicas (nats)")
     steps = np.arange(1, options.steps + 1)
@@ -184,12 +179,8 @@ def plot_learning_rates(runs: dict[RunName, Run], options: Options, path: Path) 
 
 def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the moving mean over 5 % of the run; the window is cut at both ends."""
-    half = max(len(values) // 40, 1)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    means: NDArray[np.float64] = (sums[high] - sums[low]) / (high - low)
-    return means
+    window = np.ones(2 * max(len(values) // 40, 1) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def _mark_controller(axes: Axes, run: Run) -> None:

@@ -24,8 +24,6 @@ class Collective(Protocol):
 
 
 class Done:
-    """A collective that has finished."""
-
     def wait(self) -> None:
         return None
 

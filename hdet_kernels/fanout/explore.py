@@ -187,9 +187,21 @@ class Explore:
             raise ValueError(f"the name of an Explore must be {key}, got ''")
         check_spread(self.spread, self.spacing, f"spread of {self.name!r}")
         if self.bounds is not None:
-            _check_bounds(self.name, self.bounds)
+            what, pair = f"bounds of {self.name!r}", "(lowest, highest)"
+            low, high = check_sequence(what, self.bounds, pair, length=2)
+            low = check_number(f"lowest of the {what}", low, at_least=0, remedy="pass 0 for no lower bound")
+            remedy = "pass math.inf for none"
+            if high != math.inf and check_number(f"highest of the {what}", high, remedy=remedy) <= low:
+                raise ValueError(
+                    f"{what} must be {pair}, got {spell(self.bounds)}: the highest has to exceed the lowest"
+                )
         if self.groups is not None:
-            _check_groups(self.name, self.groups)
+            what = f"groups of {self.name!r}"
+            indices = check_sequence(what, self.groups, "a list of parameter groups, counted from 0")
+            if not indices:
+                raise ValueError(f"{what} must name a parameter group, got {spell(self.groups)}: leave it out for all")
+            for index in indices:
+                check_whole(f"a parameter group in {what}", index, remedy="they are counted from 0")
         if self.apply is not None:
             check_callable(f"apply of {self.name!r}", self.apply, "apply(value)")
             if self.base is None:
@@ -220,7 +232,6 @@ class Hyperparameter:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The parameter groups that have it."""
         return self.tied if self.group is None else (self.group, *self.tied)
 
     def multipliers(self, n: int, *, seed: int, cycle: int) -> NDArray[np.float64]:
@@ -308,7 +319,13 @@ def expand(
                     raise ValueError(f"the learning rate of parameter group {group} is explored twice")
                 by_group[group] = explore
             else:
-                held = _read_base(groups[group], explore.name)
+                try:
+                    held = read_entry(groups[group], explore.name)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{error}. For a scalar that lives elsewhere pass apply= and base=; for one of stack.hyper "
+                        "pass base=, and ensemble=stack.ensemble to the scheduler"
+                    ) from None
                 # A group that was spread before holds a replica's value: see remember_bases.
                 base = groups[group].get(f"initial_{explore.name}", held) if explore.base is None else explore.base
                 check_base(f"{explore.name} of parameter group {group}", base)
@@ -342,33 +359,6 @@ def check_base(name: str, base: float) -> None:
     """Raise unless ``base`` is a positive finite number, so that its multiples differ."""
     remedy = "its replicas train with multiples of it; pass base= to Explore, or leave the group out with groups="
     check_positive(f"the base value of {name}", base, remedy=remedy)
-
-
-def _check_bounds(name: str, bounds: object) -> None:
-    """Raise unless ``bounds`` are two numbers between which positive values can lie; the upper one may be infinite."""
-    what, pair = f"bounds of {name!r}", "(lowest, highest)"
-    low, high = check_sequence(what, bounds, pair, length=2)
-    low = check_number(f"lowest of the {what}", low, at_least=0, remedy="pass 0 for no lower bound")
-    if high != math.inf and check_number(f"highest of the {what}", high, remedy="pass math.inf for none") <= low:
-        raise ValueError(f"{what} must be {pair}, got {spell(bounds)}: the highest has to exceed the lowest")
-
-
-def _check_groups(name: str, groups: object) -> None:
-    indices = check_sequence(f"groups of {name!r}", groups, "a list of parameter groups, counted from 0")
-    if not indices:
-        raise ValueError(f"Explore({name!r}, groups={spell(groups)}) explores nothing: leave out groups= for all")
-    for index in indices:
-        check_whole(f"a parameter group in groups of {name!r}", index, remedy="they are counted from 0")
-
-
-def _read_base(group: Group, key: str) -> float:
-    try:
-        return read_entry(group, key)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. For a scalar that lives elsewhere pass apply= and base=; for one of stack.hyper pass base=, and "
-            "ensemble=stack.ensemble to the scheduler"
-        ) from None
 
 
 def _covered(explore: Explore, groups: Sequence[Group]) -> Sequence[int]:

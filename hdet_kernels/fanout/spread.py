@@ -35,12 +35,10 @@ class Placement:
     applied: Array
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arrays as lists."""
         return {"base": self.base.tolist(), "values": self.values.tolist(), "applied": self.applied.tolist()}
 
     @staticmethod
     def of(state: dict[str, Any]) -> Placement:
-        """Return the placement that :meth:`state_dict` saved."""
         return Placement(*(np.array(state[name]) for name in ("base", "values", "applied")))
 
 
@@ -102,21 +100,8 @@ class Spread:
     ) -> Spread:
         """Return the spread of an optimizer's learning rates, and of scalars that are explored beside them.
 
-        Its first cycle has begun.
-
-        Args:
-            groups: the optimizer's parameter groups, with the schedule's first learning rates.
-            ensemble: the replicas.
-            controller: moves the base values; None: they are the scheduled ones.
-            run: the run, as the controller prepared it.
-            spread: α of the learning rates.
-            explore: further scalars.
-            tie_groups: which parameter groups have one learning rate: ``"auto"``, as in the schedulers, True for all,
-                or lists of their indices.
-            seed: of the permutations.
-
-        Raises:
-            ValueError: if ``run`` describes another number of hyperparameters.
+        Its first cycle has begun. The groups have the schedule's first learning rates. ``run`` is that which the
+        controller prepared. ``spread``, ``explore``, ``tie_groups`` and ``seed`` are as in the schedulers.
         """
         check_tie_groups(tie_groups)
         hyperparameters = expand(explore, groups, spread, tie_groups=tie_groups)
@@ -162,13 +147,10 @@ class Spread:
     def fan_out(
         self, cycle: int, sync: int = 0, *, in_pairs: bool = False, departs: Sequence[bool] | None = None
     ) -> None:
-        """Deal the multipliers [J, N] of a cycle to the replicas.
+        """Deal the multipliers [J, N] of a cycle, the number of which decides the permutations, to the replicas.
 
-        Args:
-            cycle: number of the cycle, which decides the permutations.
-            sync: number of syncs before it, which decides the pairs.
-            in_pairs: whether every replica departs in at most one hyperparameter, see :func:`.multipliers.pairs`.
-            departs: in which hyperparameters replicas differ; the others have multiplier 1. None: in all.
+        ``sync``, the number of syncs before it, decides the pairs, if every replica departs in at most one
+        hyperparameter (:func:`.multipliers.pairs`). ``departs``: in which replicas differ; None: in all.
         """
         n, hyperparameters = self._size, self.hyperparameters
         departs = [True] * len(hyperparameters) if departs is None else departs

@@ -47,9 +47,6 @@ class BatchProbe:
         autocast: returns the context in which the loss is computed, for example
             ``lambda: torch.autocast("cuda", torch.bfloat16)``. Default: none.
         group: the processes that share the batch. Default: all.
-
-    Raises:
-        RuntimeError: if the processes do not have the same batch in the end.
     """
 
     def __init__(
@@ -80,11 +77,8 @@ class BatchProbe:
     ) -> BatchProbe:
         """Return a probe of the first batch of a loader, see :func:`first_batch`. Collective.
 
-        Args:
-            model, loss_fn: as of the class.
-            loader: that of the evaluation data, or of the training data. Every process iterates its own, because some
-                loaders talk to those of the others.
-            options: the keywords of the class.
+        Every process iterates its own loader, because some talk to those of the others. ``options`` are the keywords of
+        the class.
         """
         return cls(model, loss_fn, partial(first_batch, loader), **options)
 
@@ -100,9 +94,6 @@ def first_batch(loader: Iterable[Any]) -> Any:
     """Return the first batch of a loader, and leave the random generators as they were.
 
     The loader begins anew afterwards. One whose data cannot be read twice (a stream) has lost this batch.
-
-    Raises:
-        ValueError: if there is none.
     """
     check_kind("loader", loader, Iterable, "a loader of batches")
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
@@ -124,10 +115,8 @@ def first_batch(loader: Iterable[Any]) -> Any:
 def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """Return what ``make()`` returns in the first process of the group. Collective; without a group a plain call.
 
-    Every process calls ``make``. Where it raises in the first, all raise.
-
-    Raises:
-        RuntimeError: if the processes do not have the same tensors, numbers and texts in the end.
+    Every process calls ``make``. Where it raises in the first, all raise, and where the processes do not have the same
+    tensors, numbers and texts in the end.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return make()

@@ -149,21 +149,7 @@ def refuse_unknown(given: Mapping[str, object], where: str) -> None:
 
 
 def one_cycle_arguments(
-    optimizer: Optimizer,
-    *,
-    max_lr: object,
-    total_steps: object,
-    epochs: object,
-    steps_per_epoch: object,
-    pct_start: object,
-    anneal_strategy: object,
-    cycle_momentum: object,
-    base_momentum: object,
-    max_momentum: object,
-    div_factor: object,
-    final_div_factor: object,
-    three_phase: object,
-    last_epoch: object,
+    optimizer: Optimizer, max_lr: object, lengths: dict[str, object], **given: object
 ) -> dict[str, Any]:
     """Return the arguments of torch's ``OneCycleLR`` as plain numbers; raise for those that torch takes or trips over.
 
@@ -176,24 +162,20 @@ def one_cycle_arguments(
             f"max_lr must be a number for each parameter group, or None for all of them, got {spell(max_lr)}: with "
             "None the groups keep the ratios of their learning rates in the optimizer"
         )
-    lengths = {"total_steps": total_steps, "epochs": epochs, "steps_per_epoch": steps_per_epoch}
     checked: dict[str, Any] = {
         "max_lr": None if max_lr is None else _per_group("max_lr", max_lr, count, at_least=0),
         **{name: None if value is None else check_steps(name, value) for name, value in lengths.items()},
-        "pct_start": check_share("pct_start", pct_start),
-        "anneal_strategy": anneal_strategy,
-        "cycle_momentum": check_flag("cycle_momentum", cycle_momentum),
-        "base_momentum": base_momentum,
-        "max_momentum": max_momentum,
-        "div_factor": check_positive("div_factor", div_factor),
-        "final_div_factor": check_positive("final_div_factor", final_div_factor),
-        "three_phase": check_flag("three_phase", three_phase),
-        "last_epoch": check_whole("last_epoch", last_epoch, at_least=-1, remedy="-1 is a new run"),
+        **given,
+        "pct_start": check_share("pct_start", given["pct_start"]),
+        "last_epoch": check_whole("last_epoch", given["last_epoch"], at_least=-1, remedy="-1 is a new run"),
     }
-    check_choice("anneal_strategy", anneal_strategy, ("cos", "linear"))
-    if checked["cycle_momentum"]:
-        for name, value in (("base_momentum", base_momentum), ("max_momentum", max_momentum)):
-            checked[name] = _per_group(name, value, count, at_least=0, below=1)
+    for name in ("cycle_momentum", "three_phase"):
+        checked[name] = check_flag(name, given[name])
+    for name in ("div_factor", "final_div_factor"):
+        checked[name] = check_positive(name, given[name])
+    check_choice("anneal_strategy", given["anneal_strategy"], ("cos", "linear"))
+    for name in ("base_momentum", "max_momentum") if checked["cycle_momentum"] else ():
+        checked[name] = _per_group(name, given[name], count, at_least=0, below=1)
     _check_length(checked)
     _check_resumed(optimizer, checked["last_epoch"])
     if max_lr is None and checked["last_epoch"] != -1:

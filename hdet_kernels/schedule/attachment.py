@@ -1,4 +1,4 @@
-"""One HDET scheduler for an optimizer at a time: find the optimizer, hook into it, and give its own values back.
+"""One HDET scheduler for an optimizer at a time: hook into optimizer and model, and give the own values back.
 
 A replica's value stands where the user's was. So a scheduler that is built on an optimizer that had one before first
 gives the user's values back, and the hooks of the old one are removed. They are also removed when a scheduler is
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -27,7 +28,8 @@ from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
 from hdet_kernels.schedule.gradients import look_at_gradients
 from hdet_kernels.schedule.guards import StepCount
-from hdet_kernels.torch_internals import not_compiled
+from hdet_kernels.stack import ReplicaStack
+from hdet_kernels.torch_internals import not_compiled, uncompiled
 
 
 class Writer(Protocol):
@@ -261,3 +263,45 @@ def _same_groups(wrapper: object, inner: object) -> bool:
     if outside is None or inside is None:
         return True
     return len(outside) == len(inside) and all(one is other for one, other in zip(outside, inside, strict=True))
+
+
+# Hooks on the user's model: before its ``state_dict()``, and after its ``load_state_dict()``. In a copy of the model
+# (``copy.deepcopy``, ``torch.save(model)``) there are others in their places, which need no part of this package.
+
+
+class _Hook:
+    """Calls a bound method as long as its object lives, and returns nothing."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *arguments: Any) -> None:
+        if (method := self._method()) is not None:
+            method(*arguments)
+
+    def __reduce__(self) -> Any:
+        # A function of the standard library that takes anything and does nothing.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def call_before_saving(model: object, method: Callable[..., None]) -> None:
+    """Call a bound method before each ``state_dict()`` of a module, which its wrappers call too."""
+    if isinstance(model, nn.Module):
+        inner = uncompiled(model)
+        while isinstance(inner, DistributedDataParallel | DataParallel):
+            inner = uncompiled(inner.module)
+        _keep(inner.register_state_dict_pre_hook(_Hook(method)), method)
+
+
+def call_after_loading(model: object, method: Callable[..., None]) -> None:
+    """Call a bound method, with the module, after each ``load_state_dict()`` of a stack or of a module with buffers."""
+    found = model.modules() if isinstance(model, nn.Module) else [model] if isinstance(model, ReplicaStack) else []
+    for module in found:
+        own = module.buffers(recurse=False) if isinstance(module, nn.Module) else module.buffers()
+        if any(True for _ in own):
+            _keep(module.register_load_state_dict_post_hook(_Hook(method)), method)
+
+
+def _keep(handle: Any, method: Any) -> None:
+    """Remove a hook when the object of its method is garbage-collected."""
+    weakref.finalize(method.__self__, handle.remove).atexit = False

@@ -83,7 +83,6 @@ class Overlapping:
 
     @staticmethod
     def of(state: dict[str, Any]) -> Overlapping:
-        """Return the average that :meth:`state_dict` saved; it has arrived already."""
         arrays = {name: np.array(state["outcome"][name]) for name in _ARRAYS}
         average = OverlappedAverage.landed(
             Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays})
@@ -196,7 +195,6 @@ class Cycle:
 
     @property
     def known_shared(self) -> bool | None:
-        """Whether replicas share their gradients; None: not known."""
         return self.shared if self.gradients == "auto" else self.gradients == "shared"
 
     @property

@@ -106,7 +106,6 @@ class Displacement:
         return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied)
 
     def begin(self) -> None:
-        """Start from the current parameters."""
         self.last = self._copy()
 
     def begin_anew(self) -> None:
@@ -128,7 +127,6 @@ class Displacement:
 
     @property
     def shapes(self) -> list[list[tuple[int, ...]]]:
-        """The shapes of the parameters of one replica, by group."""
         return [[tuple(param.shape) for param in group] for group in self._parameters()]
 
     def _copy(self) -> list[list[Tensor]]:
@@ -155,7 +153,6 @@ class Displacement:
         return slopes
 
     def _measured(self) -> list[list[float]]:
-        """Return the slopes of each gradient, by learning rate."""
         found: list[list[float]] = torch.stack(self.slopes).tolist() if self.slopes else []
         return found
 
@@ -198,7 +195,6 @@ class Displacement:
             self.moved = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the tensors in use."""
         return {"last": self.last, "moved": self.moved, "slopes": self._measured(), "apart": self.apart}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -119,12 +119,10 @@ class StepCount:
         self._gradient = _trace(first_gradient(groups))
 
     def synced(self) -> None:
-        """Begin to count the optimizer steps of the next cycle."""
         self.since_sync = 0
 
 
 def first_gradient(groups: Iterable[dict[str, Any]]) -> Tensor | None:
-    """Return the gradient of the first parameter that has one."""
     return next((param.grad for group in groups for param in group["params"] if param.grad is not None), None)
 
 

@@ -162,7 +162,6 @@ class SyncRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict."""
         return asdict(self)
 
     @property
@@ -243,7 +242,6 @@ class HistorySummary:
     points: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def add(self, record: SyncRecord) -> None:
-        """Count one more sync."""
         if self.syncs % self.every == 0:
             self.points.append({"step": record.step, "loss": record.mean_loss, "base": dict(record.base)})
             if len(self.points) == 2 * POINTS:
@@ -266,7 +264,6 @@ class HistorySummary:
             self.loss = _extended(self.loss, loss)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict of plain values."""
         return asdict(self)
 
     def outcome(self) -> str:
@@ -324,12 +321,10 @@ class History:
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last sync; None before the first."""
         return self.records[-1].step if self.records else None
 
     @staticmethod
     def of(records: Sequence[dict[str, Any]], summary: dict[str, Any]) -> History:
-        """Return the history that was saved as these two."""
         return History([SyncRecord(**record) for record in records], HistorySummary(**copy.deepcopy(summary)))
 
 

@@ -67,7 +67,6 @@ class LossWindow:
         self.ever = True
 
     def clear(self) -> None:
-        """Forget the losses, but not that there ever was one."""
         if isinstance(self.sum, Tensor):
             self.sum.zero_()
         else:
@@ -92,11 +91,9 @@ class LossWindow:
 
     @staticmethod
     def emptied(state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved state without its losses."""
         return {**state, "sum": 0.0, "count": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load saved sums."""
         self.count, self.ever = state["count"], state["ever"]
         # An empty window fits any number of replicas.
         total = state["sum"] if self.count else 0.0
