@@ -64,14 +64,27 @@ class RowEnsemble:
         self.among, self.rows, self.talks, self.rank = among, rows, among.talks, among.rank
         self.processes, self.process = among.processes, among.process
         self.size, self.replica = rows * among.size, rows * among.replica
-        self.serves, self.averages = among.serves, among.averages
-        self.all_reduce, self.exchange, self.collect = among.all_reduce, among.exchange, among.collect
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.among.gather(rows).view(self.size, 1, -1)
 
+    def serves(self, device: torch.device) -> bool:
+        return self.among.serves(device)
+
+    def averages(self, device: torch.device) -> bool:
+        return self.among.averages(device)
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
+        return self.among.all_reduce(tensor, operation)
+
     def broadcast(self, tensor: Tensor, replica: int) -> Collective:
         return self.among.broadcast(tensor, replica // self.rows)
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Collective:
+        return self.among.exchange(received, sent)
+
+    def collect(self, gathered: Tensor, own: Tensor) -> Collective:
+        return self.among.collect(gathered, own)
 
     def twin(self) -> RowEnsemble:
         return RowEnsemble(self.rows, self.among.twin())

@@ -284,13 +284,18 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """Return the module inside of ``DistributedDataParallel``, whose forward pass would talk to the other processes."""
+    inner = uncompiled(model)
+    while isinstance(inner, DistributedDataParallel | DataParallel):
+        model = inner = inner.module
+    return model
+
+
 def call_before_saving(model: object, method: Callable[..., None]) -> None:
     """Call a bound method before each ``state_dict()`` of a module, which its wrappers call too."""
     if isinstance(model, nn.Module):
-        inner = uncompiled(model)
-        while isinstance(inner, DistributedDataParallel | DataParallel):
-            inner = uncompiled(inner.module)
-        _keep(inner.register_state_dict_pre_hook(_Hook(method)), method)
+        _keep(uncompiled(bare(model)).register_state_dict_pre_hook(_Hook(method)), method)
 
 
 def call_after_loading(model: object, method: Callable[..., None]) -> None:

@@ -390,7 +390,7 @@ def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
     if total_steps > LONGEST:
         return None
     try:
-        with warnings.catch_warnings(), _same_generators():
+        with warnings.catch_warnings(), same_generators(torch.device("cpu")):
             warnings.simplefilter("ignore")  # torch warns that the stand-in takes no steps
             stand_in = _stand_in(scheduler.optimizer)
             played = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
@@ -434,10 +434,19 @@ def _stand_in(optimizer: Optimizer) -> SGD:
 
 
 @contextlib.contextmanager
-def _same_generators() -> Iterator[None]:
-    """Restore the global random generators after the block: a schedule may draw from them."""
+def same_generators(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Restore the global generators after the block: Python's, NumPy's, torch's on the CPU and on ``device``.
+
+    ``seed``: begin the block with torch's generators in this state.
+    """
+    on_cuda = device.type == "cuda"
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices
+            if on_cuda:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
         try:
             yield
         finally:
