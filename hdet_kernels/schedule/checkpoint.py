@@ -1,10 +1,11 @@
 """Save a run as plain values and tensors, and restore it.
 
-The dicts below are the file: every key, and the type of what may stand there. :func:`checked_entry`
-raises a ValueError that names the first entry of a state dict that is not as expected. ``checkpoint_checks.py``
-compares a state with the scheduler that loads it. Nothing is modified before all of that has passed. Then
-:func:`restore` applies it; if that fails after all, because a setter of the user raises, :func:`undone_on_error` brings
-everything back. ``docs/checkpoint-format.md`` explains every key.
+The dataclasses below are the file: every field is a key, and its type says what may stand there. A field with a default
+may be missing. :func:`from_plain` reads them from a state dict and raises a ValueError that names the first entry that
+is not as expected; :func:`to_plain` turns them back. ``checkpoint_checks.py`` compares a state with the scheduler that
+loads it. Nothing is modified before all of that has passed. Then :func:`restore` applies it; if that fails after all,
+because a setter of the user raises, :func:`undone_on_error` brings everything back. ``docs/checkpoint-format.md``
+explains every key.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -40,7 +42,6 @@ DAMAGED = "load an undamaged checkpoint"
 
 Kind = TypeVar("Kind")
 Sizes = Mapping[str, int]
-Schema = dict[str, Any]
 
 
 # What is in a file
@@ -61,7 +62,7 @@ class Long:
     of: str
     or_empty: bool = False
 
-    def check(self, value: list[Any], path: str, sizes: Sizes) -> None:
+    def check(self, value: Sequence[Any], path: str, sizes: Sizes) -> None:
         wanted = {sizes[self.of], 0} if self.or_empty else {sizes[self.of]}
         expect(len(value) in wanted, path, f"a list of {' or '.join(map(str, wanted))} entries", value)
 
@@ -82,7 +83,7 @@ class Holds:
 Positive = Annotated[int, Within(1, 2**31)]
 Share = Annotated[float, Within(0, 1)]
 NotNegative = Annotated[float, Within(0)]
-Part = [int, Positive]  # number of a part of a replica, and how many there are
+Part = tuple[int, Positive]  # number of a part of a replica, and how many there are
 Floats = Annotated[Tensor, Holds()]
 Flat = Annotated[Tensor, Holds(dimensions=1)]
 Integers = Annotated[Tensor, Holds(integers=True)]
@@ -94,206 +95,273 @@ PerScalar = Annotated[list[Kind], Long("scalars")]
 PerScalarOrNone = Annotated[list[Kind], Long("scalars", or_empty=True)]
 
 
-def schema_of(kind: type) -> Schema:
-    """Return the fields of a dataclass; those with a default may be missing."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {f"{name}?" if name in vars(kind) else name: hint for name, hint in hints.items()}
+@dataclass(frozen=True)
+class RunFacts:
+    peak: Share
+    peaks: Annotated[list[NotNegative | None], Long("peaks")]
+    end: Share
 
 
-#: The losses of a window.
-WINDOW: Schema = {
-    "sum": (PerRow[AnyNumber], AnyNumber),
-    "count": Annotated[float, Within(0, 2**63 - 1)],
-    "ever": bool,
-}
-
-COMPRESSION: Schema = {
-    "format": Literal["bf16", "int8"],
-    "processes": Positive,
-    "consensus": list[Flat],
-    "error": list[Flat],
-    "shard_error": list[Flat],
-}
-
-OUTER: Schema = {
-    "consensus": list[Flat],
-    "velocity": list[Flat] | None,
-    "start": list[AnyNumber] | None,
-    "part": Part,
-}
-
-#: A copy of the start.
-KEPT: Schema = {
-    "step": int,
-    "part": Part,
-    "rows": int,
-    "params": list[Floats],
-    "buffers": list[Tensor | None],  # None: one that was replaced since
-    "state": dict[str, Tensor] | None,
-    "others": dict[str, Any] | None,
-    "compression": (COMPRESSION, None),
-    "outer": (OUTER, None),
-}
-
-#: The states of this package's controllers.
-SOFTMAX: Schema = {
-    "eta": PerScalarOrNone[NotNegative],
-    "velocity": PerScalar[float],
-    "gamma": PerScalarOrNone[Annotated[float, Within(-math.inf, 1)]],
-}
-SLOPE: Schema = {
-    "mu": PerScalar[float],
-    "m": PerScalar[float],
-    "q": PerScalar[NotNegative],
-    "s": PerScalar[NotNegative],
-    "observations": PerScalar[int],
-    "updates": PerScalar[int],
-    "caps": PerScalarOrNone[NotNegative | None],
-}
-SOUNDNESS: Schema = {
-    "initial": float,
-    "lowest": float,
-    "last": float,
-    "changes": list[NotNegative],
-    "costs": list[AnyNumber],
-    "slopes?": float,
-    "count?": int,
-    "path?": NotNegative,
-}
-REGRESSION: Schema = {
-    **SLOPE,
-    "log_likelihood": PerScalar[Annotated[list[float], Long("grid", or_empty=True)]],
-    "path_length": PerScalar[NotNegative],
-    "ceiling": PerScalar[float | None],
-    "signs": PerScalar[Annotated[float, Within(-1, 1)]],
-    "noise": [NotNegative, NotNegative],
-    "soundness": (SOUNDNESS, None),
-}
-
-#: An overlapped average under way.
-PENDING: Schema = {
-    "step": int,
-    "due": int,
-    "placed": {
-        "base": PerScalar[float],
-        "values": PerScalar[PerReplica[float]],
-        "applied": PerScalar[PerReplica[float]],
-    },
-    "acting": bool,
-    "correction": {
-        "sound": PerRow[bool],
-        "heal": bool,
-        "has_state": bool,
-        "params": list[Floats],
-        "buffers": list[Floats],
-        "buffers_before": list[Floats],
-        "state": dict[str, Floats],
-        "state_before": dict[str, Floats],
-        "integers": list[Integers],
-        "counts": Flat | None,
-    },
-    "outcome": {
-        "losses": PerReplica[AnyNumber],
-        "probes": PerReplica[AnyNumber],
-        "healthy": PerReplica[bool],
-        "shared": bool | None,
-        "bytes": int,
-        "collectives": int,
-        "seconds": NotNegative,
-        "kept": int | None,
-        "distance?": NotNegative | None,
-    },
-}
-
-#: The entry ``"hdet"`` of a scheduler's state.
-CYCLE: Schema = {
-    "format": int,
-    "version": str,
-    "config": dict[str, Any],
-    "size": Positive,
-    "replica": int,
-    "rows": Positive,
-    "part": Part,
-    "step": int,
-    "averaged": bool,
-    "optimizer_state": bool,
-    "run": {"peak": Share, "peaks": Annotated[list[NotNegative | None], Long("peaks")], "end": Share},
-    "shared": bool | None,
-    "spread": {"scheduled": PerGroup[Rate], "controller": dict[str, Any]},
-    "window": WINDOW,
-    "displacement": (
-        {
-            "last": PerGroup[list[Floats]],
-            "moved": PerGroup[list[Floats]] | None,
-            "slopes": list[Annotated[list[AnyNumber], Long("rates")]],
-            "apart": bool,
-        },
-        None,
-    ),
-    "pending": (PENDING, None),
-    "compression": (COMPRESSION, None),
-    "outer": (OUTER, None),
-    "begun": bool,
-    "history": [schema_of(SyncRecord), ...],
-    "summary": {
-        "syncs": int,
-        "collectives": int,
-        "bytes": int,
-        "seconds": NotNegative,
-        "excluded": int,
-        "undone": int,
-        "base": dict[str, dict[str, float]],  # first, lowest, highest and last, by name of the hyperparameter
-        "loss": dict[str, float],  # the same; empty before the first loss
-        "every": Positive,
-        "points": [{"step": int, "loss": float | None, "base": dict[str, float]}, ...],
-        "lost?": int,
-        "events?": [{"step": int, "why": str}, ...],
-        "peaks?": dict[str, list[float]],
-    },
-    "undo": ({"returns": int, "kept": (KEPT, None)}, None),
-    "origin": int,
-    "first": int,
-}
-
-#: The entry ``"scout"`` of the state of a scheduler with ``max_lr=None``.
-SCOUT: Schema = {
-    "config": dict[str, Any],
-    "ratios": PerGroup[NotNegative],
-    "found": NotNegative | None,
-    "phase": (
-        {
-            "replicas": [int, int, int, int],
-            "round": int,
-            "step": int,
-            "bracket": [float, float],
-            "losses": {"ever": bool, "first": WINDOW, "tail": WINDOW, "squares": WINDOW},
-            "probed": (PerRow[AnyNumber], AnyNumber),
-            "certain": bool,
-            "shared_state": bool,
-            "fresh": bool,
-            "start": (KEPT, None),
-            "consensus": bool,
-            "near": [[NotNegative, AnyNumber, NotNegative], ...],
-        },
-        None,
-    ),
-}
+@dataclass(frozen=True)
+class SpreadState:
+    scheduled: PerGroup[Rate]
+    controller: dict[str, Any]  # one of the classes below, or that of a controller from outside
 
 
-# Reading a file
+@dataclass(frozen=True)
+class SoftmaxState:
+    eta: PerScalarOrNone[NotNegative]
+    velocity: PerScalar[float]
+    gamma: PerScalarOrNone[Annotated[float, Within(-math.inf, 1)]]
 
 
-def checked_entry(kind: Any, value: Any, path: str, sizes: Sizes) -> Any:
-    """Return ``value``, with lists in the places of tuples; raise ValueError unless it is as ``kind`` says.
+@dataclass(frozen=True)
+class SlopeState:
+    mu: PerScalar[float]
+    m: PerScalar[float]
+    q: PerScalar[NotNegative]
+    s: PerScalar[NotNegative]
+    observations: PerScalar[int]
+    updates: PerScalar[int]
+    caps: PerScalarOrNone[NotNegative | None]
+
+
+@dataclass(frozen=True)
+class SoundnessState:
+    initial: float
+    lowest: float
+    last: float
+    changes: list[NotNegative]
+    costs: list[AnyNumber]
+    slopes: float = 0.0
+    count: int = 0
+    path: NotNegative = 0.0
+
+
+@dataclass(frozen=True)
+class RegressionState(SlopeState):
+    log_likelihood: PerScalar[Annotated[list[float], Long("grid", or_empty=True)]]
+    path_length: PerScalar[NotNegative]
+    ceiling: PerScalar[float | None]
+    signs: PerScalar[Annotated[float, Within(-1, 1)]]
+    noise: tuple[NotNegative, NotNegative]
+    soundness: SoundnessState | None
+
+
+@dataclass(frozen=True)
+class WindowState:
+    sum: PerRow[AnyNumber] | AnyNumber
+    count: Annotated[float, Within(0, 2**63 - 1)]
+    ever: bool
+
+
+@dataclass(frozen=True)
+class DisplacementState:
+    last: PerGroup[list[Floats]]
+    moved: PerGroup[list[Floats]] | None
+    slopes: list[Annotated[list[AnyNumber], Long("rates")]]
+    apart: bool
+
+
+@dataclass(frozen=True)
+class PlacementState:
+    base: PerScalar[float]
+    values: PerScalar[PerReplica[float]]
+    applied: PerScalar[PerReplica[float]]
+
+
+@dataclass(frozen=True)
+class CorrectionState:
+    sound: PerRow[bool]
+    heal: bool
+    has_state: bool
+    params: list[Floats]
+    buffers: list[Floats]
+    buffers_before: list[Floats]
+    state: dict[str, Floats]
+    state_before: dict[str, Floats]
+    integers: list[Integers]
+    counts: Flat | None
+
+
+@dataclass(frozen=True)
+class OutcomeState:
+    losses: PerReplica[AnyNumber]
+    probes: PerReplica[AnyNumber]
+    healthy: PerReplica[bool]
+    shared: bool | None
+    bytes: int
+    collectives: int
+    seconds: NotNegative
+    kept: int | None
+    distance: NotNegative | None = None
+
+
+@dataclass(frozen=True)
+class PendingState:
+    step: int
+    due: int
+    placed: PlacementState
+    acting: bool
+    correction: CorrectionState
+    outcome: OutcomeState
+
+
+@dataclass(frozen=True)
+class CompressionState:
+    format: Literal["bf16", "int8"]
+    processes: Positive
+    consensus: list[Flat]
+    error: list[Flat]
+    shard_error: list[Flat]
+
+
+@dataclass(frozen=True)
+class OuterState:
+    consensus: list[Flat]
+    velocity: list[Flat] | None
+    start: list[AnyNumber] | None
+    part: Part
+
+
+@dataclass(frozen=True)
+class KeptState:
+    step: int
+    part: Part
+    rows: int
+    params: list[Floats]
+    buffers: list[Tensor | None]  # None: one that was replaced since
+    state: dict[str, Tensor] | None
+    others: dict[str, Any] | None
+    compression: CompressionState | None
+    outer: OuterState | None
+
+
+@dataclass(frozen=True)
+class UndoState:
+    returns: int
+    kept: KeptState | None
+
+
+@dataclass(frozen=True)
+class Point:
+    step: int
+    loss: float | None
+    base: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Event:
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class SummaryState:
+    syncs: int
+    collectives: int
+    bytes: int
+    seconds: NotNegative
+    excluded: int
+    undone: int
+    base: dict[str, dict[str, float]]  # first, lowest, highest and last, by name of the hyperparameter
+    loss: dict[str, float]  # the same; empty before the first loss
+    every: Positive
+    points: list[Point]
+    lost: int = 0
+    events: list[Event] = dataclasses.field(default_factory=list)
+    peaks: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CycleState:
+    """The entry ``"hdet"`` of a scheduler's state."""
+
+    format: int
+    version: str
+    config: dict[str, Any]
+    size: Positive
+    replica: int
+    rows: Positive
+    part: Part
+    step: int
+    averaged: bool
+    optimizer_state: bool
+    run: RunFacts
+    shared: bool | None
+    spread: SpreadState
+    window: WindowState
+    displacement: DisplacementState | None
+    pending: PendingState | None
+    compression: CompressionState | None
+    outer: OuterState | None
+    begun: bool
+    history: list[SyncRecord]
+    summary: SummaryState
+    undo: UndoState | None
+    origin: int = 0
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class RoundState:
+    ever: bool
+    first: WindowState
+    tail: WindowState
+    squares: WindowState
+
+
+@dataclass(frozen=True)
+class PhaseState:
+    replicas: tuple[int, int, int, int]
+    round: int
+    step: int
+    bracket: tuple[float, float]
+    losses: RoundState
+    probed: PerRow[AnyNumber] | AnyNumber
+    certain: bool
+    shared_state: bool
+    fresh: bool
+    start: KeptState | None
+    consensus: bool = False
+    near: list[tuple[NotNegative, AnyNumber, NotNegative]] = dataclasses.field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ScoutState:
+    """The entry ``"scout"`` of the state of a scheduler with ``max_lr=None``."""
+
+    config: dict[str, Any]
+    ratios: PerGroup[NotNegative]
+    found: NotNegative | None
+    phase: PhaseState | None
+
+
+# Plain values to dataclasses, and back
+
+
+def to_plain(value: Any) -> Any:
+    """Return a dataclass as nested dicts and lists; its tensors are not copied."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: to_plain(entry) for key, entry in value.items()}
+    return [to_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def from_plain(kind: Any, value: Any, path: str, sizes: Sizes) -> Any:
+    """Return ``value`` as the type ``kind`` says; dataclasses are read from dicts.
 
     Numbers are finite, and whole numbers are from 0 to 2^63 − 1, unless :class:`Within` says otherwise.
 
     Args:
-        kind: a type, or a structure of them: a dict of kinds by key (``"key?"`` may be missing), a list of the kinds of
-            its entries (of all of them: ``[kind, ...]``), or a tuple of alternatives.
+        kind: the type.
         value: the plain value.
         path: how messages name it.
         sizes: the lengths that :class:`Long` names.
+
+    Raises:
+        ValueError: naming the path of the first entry that is not as expected.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -301,24 +369,23 @@ def checked_entry(kind: Any, value: Any, path: str, sizes: Sizes) -> Any:
     if origin is Annotated:
         if arguments[1] is None or isinstance(arguments[1], Within):
             return _number(arguments[0], value, path, arguments[1])
-        read = checked_entry(arguments[0], value, path, sizes)
+        read = from_plain(arguments[0], value, path, sizes)
         arguments[1].check(read, path, sizes)
         return read
-    if isinstance(kind, tuple) or origin in (Union, UnionType):
-        return _one_of(arguments or kind, value, path, sizes)
-    if isinstance(kind, dict):
+    if origin in (Union, UnionType):
+        return _one_of(arguments, value, path, sizes)
+    if dataclasses.is_dataclass(kind):
         return _fields(kind, value, path, sizes)
     if origin is dict:
         named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
         expect(named, path, "a dict with names as keys", value)
-        return {name: checked_entry(arguments[1], entry, f"{path}.{name}", sizes) for name, entry in value.items()}
-    if isinstance(kind, list) or origin is list:
+        return {name: from_plain(arguments[1], entry, f"{path}.{name}", sizes) for name, entry in value.items()}
+    if origin in (list, tuple):
         expect(isinstance(value, list | tuple), path, "a list", value)
-        alike = origin is list or kind[-1] is ...
-        kinds = [(arguments or kind)[0]] * len(value) if alike else kind
+        kinds = arguments if origin is tuple and arguments[-1] is not ... else arguments[:1] * len(value)
         expect(len(kinds) == len(value), path, f"a list of {len(kinds)} entries", value)
         entries = enumerate(zip(kinds, value, strict=True))
-        return [checked_entry(each, entry, f"{path}[{number}]", sizes) for number, (each, entry) in entries]
+        return origin(from_plain(kind, entry, f"{path}[{number}]", sizes) for number, (kind, entry) in entries)
     if origin is Literal:
         expect(isinstance(value, str) and value in arguments, path, f"one of {', '.join(arguments)}", value)
     elif kind is Tensor:
@@ -345,26 +412,36 @@ def _number(kind: type, value: Any, path: str, within: Within | None) -> Any:
 
 def _one_of(kinds: tuple[Any, ...], value: Any, path: str, sizes: Sizes) -> Any:
     """Return ``value`` as one of several types: None, or the last one that may fit, whose error is the best."""
-    *others, last = [kind for kind in kinds if kind not in (None, type(None))]
-    if value is None and len(others) + 1 < len(kinds):
+    if value is None and type(None) in kinds:
         return None
+    *others, last = [kind for kind in kinds if kind is not type(None)]
     for kind in others:
         with contextlib.suppress(ValueError):
-            return checked_entry(kind, value, path, sizes)
-    return checked_entry(last, value, path, sizes)
+            return from_plain(kind, value, path, sizes)
+    return from_plain(last, value, path, sizes)
 
 
-def _fields(schema: Schema, value: Any, path: str, sizes: Sizes) -> dict[str, Any]:
+@cache
+def hints_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _fields(kind: Any, value: Any, path: str, sizes: Sizes) -> Any:
     expect(isinstance(value, dict), path, "a dict", value)
-    if missing := [f"{path}.{name}" for name in schema if name not in value and name[-1] != "?"]:
+    hints = hints_of(kind)
+    needed = [field.name for field in dataclasses.fields(kind) if _is_needed(field)]
+    if missing := [f"{path}.{name}" for name in needed if name not in value]:
         raise ValueError(f"the checkpoint has no {', '.join(missing)}: {DAMAGED}")
-    kinds = {name.removesuffix("?"): kind for name, kind in schema.items()}
-    if unknown := [f"{path}.{name}" for name in value if name not in kinds]:
+    if unknown := [f"{path}.{name}" for name in value if name not in hints]:
         raise ValueError(
             f"the checkpoint has entries that hdet_kernels {__version__} does not know: {', '.join(unknown)}: load it "
             "with the version that saved it"
         )
-    return {name: checked_entry(kinds[name], entry, f"{path}.{name}", sizes) for name, entry in value.items()}
+    return kind(**{name: from_plain(hints[name], entry, f"{path}.{name}", sizes) for name, entry in value.items()})
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def expect(fine: bool, path: str, expected: str, value: object) -> None:
@@ -450,38 +527,38 @@ def state_of(cycle: Cycle) -> dict[str, Any]:
     }
 
 
-def restore(cycle: Cycle, saved: dict[str, Any]) -> None:
+def restore(cycle: Cycle, saved: CycleState) -> None:
     """Bring ``cycle`` to a state that was checked, at this replica's own place in the spread."""
     ensemble = cycle.ensemble
-    same_replicas = (saved["replica"], saved["size"]) == (ensemble.replica, ensemble.size)
+    same_replicas = (saved.replica, saved.size) == (ensemble.replica, ensemble.size)
     same_part = holds_part(cycle, saved)
     own = same_replicas and same_part
-    if not same_replicas and not saved["averaged"]:
+    if not same_replicas and not saved.averaged:
         log.warning(
             "the checkpoint was saved by replica %d at step %d, when the replicas differed, and replica %d resumes "
             "from it: the parameters are not the average of all replicas, and training goes on from other ones than "
             "it had. Save where scheduler.in_sync is True or inside scheduler.consensus(), or have every rank save "
             "and load a file of its own",
-            *(saved["replica"], cycle.before + saved["origin"] + saved["step"], ensemble.replica),
+            *(saved.replica, cycle.before + saved.origin + saved.step, ensemble.replica),
         )
-    cycle.origin, cycle.first, cycle.run = saved["origin"], saved["first"], run_of(cycle, saved)
-    cycle.step, cycle.shared = saved["step"], saved["shared"]
-    cycle.spread.load_state_dict(saved["spread"], cycle.optimizer.param_groups)
-    window = saved["window"]
-    same_count = (saved["size"], saved["rows"]) == (ensemble.size, ensemble.rows)
+    cycle.origin, cycle.first, cycle.run = saved.origin, saved.first, run_of(cycle, saved)
+    cycle.step, cycle.shared = saved.step, saved.shared
+    cycle.spread.load_state_dict(to_plain(saved.spread), cycle.optimizer.param_groups)
+    window = to_plain(saved.window)
+    same_count = (saved.size, saved.rows) == (ensemble.size, ensemble.rows)
     cycle.window.load_state_dict(window if same_count else LossWindow.emptied(window))
     if cycle.displacement is not None:
-        cycle.displacement.load_state_dict(saved["displacement"] if same_part else None)
+        cycle.displacement.load_state_dict(to_plain(saved.displacement) if same_part else None)
     if cycle.overlapping is not None:
         _ = cycle.overlapping.average.failed  # waits for it, so that it cannot write to what is loaded now
-    cycle.overlapping = None if saved["pending"] is None else Overlapping.of(saved["pending"])
-    cycle.converger.load_state_dict(saved["compression"] if same_part else None, own=own)
-    cycle.converger.load_outer_state_dict(saved["outer"])
+    cycle.overlapping = None if saved.pending is None else Overlapping.of(to_plain(saved.pending))
+    cycle.converger.load_state_dict(to_plain(saved.compression) if same_part else None, own=own)
+    cycle.converger.load_outer_state_dict(to_plain(saved.outer))
     if cycle.undoing is not None:
-        cycle.undoing.load_state_dict(saved["undo"], own=own)
-    cycle.started, cycle.averaged = saved["begun"], saved["averaged"]
-    cycle.expects_state = saved["optimizer_state"]
-    cycle.history = History.of(saved["history"], saved["summary"])
+        cycle.undoing.load_state_dict(to_plain(saved.undo), own=own)
+    cycle.started, cycle.averaged = saved.begun, saved.averaged
+    cycle.expects_state = saved.optimizer_state
+    cycle.history = History.of(to_plain(saved.history), to_plain(saved.summary))
     if cycle.history_file is not None:
         cycle.history_file.reopen()
     cycle.fan_out()
@@ -532,24 +609,20 @@ def config_of(state_dict: object) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def holds_part(cycle: Cycle, saved: dict[str, Any]) -> bool:
+def holds_part(cycle: Cycle, saved: CycleState) -> bool:
     """Return whether this process holds the part of its replica that the process which saved the state held."""
-    return tuple(saved["part"]) == (cycle.ensemble.part, cycle.ensemble.parts)
+    return saved.part == (cycle.ensemble.part, cycle.ensemble.parts)
 
 
-def run_of(cycle: Cycle, saved: dict[str, Any]) -> Run:
+def run_of(cycle: Cycle, saved: CycleState) -> Run:
     """Return the run as the controller prepared it in the saved run.
 
     A schedule that is built on an optimizer that was loaded before begins somewhere else and may look otherwise.
     """
-    facts: dict[str, Any] = {
-        "peak": saved["run"]["peak"],
-        "peaks": tuple(saved["run"]["peaks"]),
-        "end": saved["run"]["end"],
-    }
+    facts: dict[str, Any] = {"peak": saved.run.peak, "peaks": tuple(saved.run.peaks), "end": saved.run.end}
     whole, controller = cycle.whole, cycle.spread.controller
     same = all(getattr(whole, name) == value for name, value in facts.items())
-    if controller is None or (same and not saved["origin"]):
+    if controller is None or (same and not saved.origin):
         return whole
-    prepared = controller.prepare(dataclasses.replace(whole.rest(saved["origin"]), **facts))
+    prepared = controller.prepare(dataclasses.replace(whole.rest(saved.origin), **facts))
     return dataclasses.replace(prepared, slopes=whole.slopes)  # decided where the cycle is built

@@ -1,7 +1,7 @@
 """Compare a checkpoint with the scheduler that loads it, as a whole, before any of it is applied.
 
 ``checkpoint.py`` says what stands in a file. Here its settings, replicas, shapes and what belongs together are compared
-with the run. A function ``_check_…`` raises a ValueError that names the entry, and nothing is modified.
+with the run. Every function raises a ValueError that names the entry, and nothing is modified.
 """
 
 from __future__ import annotations
@@ -18,25 +18,33 @@ from hdet_kernels.controller.hypergradient import HypergradientController, Slope
 from hdet_kernels.controller.regression import GRID_POINTS, RegressionController
 from hdet_kernels.controller.softmax import SoftmaxController
 from hdet_kernels.schedule.checkpoint import (
-    CYCLE,
     DAMAGED,
     FORMAT,
-    REGRESSION,
-    SCOUT,
-    SLOPE,
-    SOFTMAX,
+    CompressionState,
+    CycleState,
+    DisplacementState,
     Floats,
     Integers,
+    KeptState,
     Long,
+    OuterState,
+    PendingState,
+    PhaseState,
     Positive,
     Rate,
-    Schema,
+    RegressionState,
+    ScoutState,
     Sizes,
+    SlopeState,
+    SoftmaxState,
+    WindowState,
     Within,
-    checked_entry,
     expect,
+    from_plain,
+    hints_of,
     holds_part,
     run_of,
+    to_plain,
     unpacked,
 )
 from hdet_kernels.schedule.cycle import Cycle
@@ -47,34 +55,35 @@ from hdet_kernels.schedule.scout.phase import Scouted
 from hdet_kernels.schedule.undo.undoing import KeptStart
 from hdet_kernels.version import __version__
 
-Saved = dict[str, Any]
-
 _OTHER_MODEL = "resume with the model that it was saved with"
 
 
-def checked(cycle: Cycle, state_dict: object) -> Saved:
-    """Return the cycle's part of a scheduler's state, which :func:`.checkpoint.restore` can take."""
+def checked(cycle: Cycle, state_dict: object) -> CycleState:
+    """Return the cycle's part of a scheduler's state, which :func:`restore` can take.
+
+    Raises:
+        ValueError: naming the entry that is missing, unknown, damaged or of another run; nothing is modified.
+    """
     own = unpacked(state_dict.get("hdet")) if isinstance(state_dict, dict) else None
     if not isinstance(own, dict) or "config" not in own:
         raise ValueError("this is not a checkpoint of an HDET scheduler: it has no 'hdet' entry")
     plain = _of_this_format(cycle, own)
     _check_config(_without_others(plain["config"], cycle.config), cycle.config)
     sizes = _sizes(cycle, plain.get("size"), plain.get("rows"))
-    saved: Saved = checked_entry(CYCLE, plain, "hdet", sizes)
-    step, total = saved["origin"] + saved["step"], cycle.whole.total_steps
-    expect(total is None or step <= total, "hdet.step", f"at most {total}, after hdet.origin={saved['origin']}", step)
-    _check_within("hdet", saved, "first", 0, saved["origin"] or saved["step"])
-    undoes = cycle.undoing is not None
-    expect(undoes or not saved["origin"], "hdet.origin", "0 (nothing is undone here)", saved["origin"])
+    saved: CycleState = from_plain(CycleState, plain, "hdet", sizes)
+    step, total = saved.origin + saved.step, cycle.whole.total_steps
+    expect(total is None or step <= total, "hdet.step", f"at most {total}, after hdet.origin={saved.origin}", step)
+    expect(saved.first <= (saved.origin or saved.step), "hdet.first", f"at most {step}", saved.first)
+    expect(not saved.origin or cycle.undoing is not None, "hdet.origin", "0 (nothing is undone here)", saved.origin)
     _check_replicas(cycle, saved)
-    for number, rate in enumerate(saved["spread"]["scheduled"]):
+    for number, rate in enumerate(saved.spread.scheduled):
         _check_rate(rate, f"hdet.spread.scheduled[{number}]")
-    _check_by_row("hdet.window", saved["window"], saved["rows"])
+    _check_by_row("hdet.window", saved.window, saved.rows)
     _check_history(cycle, saved)
-    if saved["displacement"] is not None:
-        _check_displacement(cycle, saved["displacement"], own_part=holds_part(cycle, saved))
-    if saved["pending"] is not None:
-        _check_pending(cycle, saved, saved["pending"])
+    if saved.displacement is not None:
+        _check_displacement(cycle, saved.displacement, own_part=holds_part(cycle, saved))
+    if saved.pending is not None:
+        _check_pending(cycle, saved, saved.pending)
     _check_converger(cycle, saved)
     _check_controller(cycle, saved, sizes)
     return saved
@@ -83,8 +92,8 @@ def checked(cycle: Cycle, state_dict: object) -> Saved:
 def _sizes(cycle: Cycle, size: object, rows: object) -> Sizes:
     """Return the lengths that :class:`.Long` names, for a state of so many replicas, so many of them in a process."""
     return {
-        "replicas": checked_entry(Positive, size, "hdet.size", {}),
-        "rows": checked_entry(Positive, rows, "hdet.rows", {}),
+        "replicas": from_plain(Positive, size, "hdet.size", {}),
+        "rows": from_plain(Positive, rows, "hdet.rows", {}),
         "groups": len(cycle.optimizer.param_groups),
         "scalars": len(cycle.spread.hyperparameters),
         "rates": len(cycle.spread.tied),
@@ -99,13 +108,13 @@ def _of_this_format(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the checkpoint has no hdet.format: {DAMAGED}")
     saved = state.get("format", 1)
     if isinstance(saved, bool) or not isinstance(saved, int) or saved not in (3, FORMAT):
-        unknown = ", ".join(f"hdet.{name}" for name in state if name not in CYCLE)
+        unknown = ", ".join(f"hdet.{name}" for name in state if name not in hints_of(CycleState))
         raise ValueError(
             f"the checkpoint has format {saved!r:.40} of hdet_kernels {state.get('version', 'before 0.2.0')!r:.40}, "
             f"this is version {__version__}, which reads 3 and {FORMAT}"
             f"{f' and does not know {unknown}' if unknown else ''}: load it with the version that saved it"
         )
-    state = {"origin": 0, "first": 0, **state, "undo": _with_start_alone(state.get("undo"))}
+    state = {**state, "undo": _with_start_alone(state.get("undo"))}
     if saved == FORMAT:
         return state
     step, run = state.get("step"), cycle.run
@@ -157,7 +166,7 @@ def _with_slopes(displacement: dict[str, Any]) -> dict[str, Any]:
         by_group = [_spread_out(total, squares, int(count or 0)) for total, squares in zip(*(sums or ()), strict=True)]
         return {**others, "slopes": [list(slopes) for slopes in zip(*by_group, strict=True)]}
     except (TypeError, ValueError, ZeroDivisionError):
-        return displacement  # damaged, which checked_entry names
+        return displacement  # damaged, which from_plain names
 
 
 def _spread_out(total: float, squares: float, count: int) -> list[float]:
@@ -168,7 +177,7 @@ def _spread_out(total: float, squares: float, count: int) -> list[float]:
 
 
 def _check_config(saved: object, here: object, name: str = "") -> None:
-    """Name the first setting in which two nested dicts differ."""
+    """Raise ValueError for the first setting in which two nested dicts differ."""
     if isinstance(saved, dict) and isinstance(here, dict):
         for key in dict.fromkeys((*here, *saved)):
             _check_config(saved.get(key, "nothing"), here.get(key, "nothing"), f"{name}.{key}" if name else str(key))
@@ -188,40 +197,35 @@ def _equal(saved: object, here: object) -> bool:
         return False
 
 
-def _check_replicas(cycle: Cycle, saved: Saved) -> None:
-    """Check that a state of another number of replicas can be divided among those here."""
-    there, here = (saved["size"], saved["rows"]), (cycle.ensemble.size, cycle.ensemble.rows)
-    _check_within("hdet", saved, "replica", 0, saved["size"] - 1)
-    divides = not (saved["size"] % saved["rows"] or saved["replica"] % saved["rows"])
-    expect(divides, "hdet.rows", f"a divisor of size={saved['size']} and of replica={saved['replica']}", saved["rows"])
-    if saved["pending"] is not None and not holds_part(cycle, saved):
+def _check_replicas(cycle: Cycle, saved: CycleState) -> None:
+    """Raise ValueError if a state of another number of replicas cannot be divided among those here."""
+    there, here = (saved.size, saved.rows), (cycle.ensemble.size, cycle.ensemble.rows)
+    expect(saved.replica < saved.size, "hdet.replica", f"below size={saved.size}", saved.replica)
+    divides = not (saved.size % saved.rows or saved.replica % saved.rows)
+    expect(divides, "hdet.rows", f"a divisor of size={saved.size} and of replica={saved.replica}", saved.rows)
+    if saved.pending is not None and not holds_part(cycle, saved):
         raise ValueError(
-            f"the checkpoint has part {saved['part'][0]} of {saved['part'][1]} of a replica and an overlapped average "
+            f"the checkpoint has part {saved.part[0]} of {saved.part[1]} of a replica and an overlapped average "
             f"under way, this process holds part {cycle.ensemble.part} of {cycle.ensemble.parts}: load the file of a "
             "process that held the same part, or call scheduler.converge() before saving, which applies the average"
         )
     if there == here:
         return
-    into_cycle = saved["step"] % cycle.whole.sync_every
+    into_cycle = saved.step % cycle.whole.sync_every
     several = max(there[1], here[1]) > 1
     of_saved, of_here = (f", {rows} in a process," if several else "" for _, rows in (there, here))
     counts = f"the checkpoint has {there[0]} replicas{of_saved}", f"this run has {here[0]}{of_here.rstrip(',')}"
-    if into_cycle and saved["origin"] + saved["step"] != cycle.whole.total_steps and not saved["averaged"]:
+    if into_cycle and saved.origin + saved.step != cycle.whole.total_steps and not saved.averaged:
         raise ValueError(
             f"{counts[0]} and was saved {into_cycle} steps into a cycle, {counts[1]}: another number of replicas"
             f"{' in a process' if there[0] == here[0] else ''} can resume only where all are equal, at a multiple "
             f"of sync_every={cycle.run.sync_every}; save there, or inside scheduler.consensus()"
         )
-    if saved["pending"] is not None and there[1] != here[1]:
+    if saved.pending is not None and there[1] != here[1]:
         raise ValueError(
             f"{counts[0]} and an overlapped average under way, {counts[1]}: its corrections are those of the saved "
             "replicas; call scheduler.converge() before saving, which applies it"
         )
-
-
-def _check_within(path: str, entries: Any, name: str, lowest: int, highest: int) -> None:
-    entry = entries[name]
-    expect(lowest <= entry <= highest, f"{path}.{name}", f"from {lowest} to {highest}", entry)
 
 
 def _check_rate(rate: float | Tensor, path: str) -> None:
@@ -230,9 +234,10 @@ def _check_rate(rate: float | Tensor, path: str) -> None:
         _check_finite(path, rate)
 
 
-def _check_by_row(path: str, window: Saved, rows: int) -> None:
-    fine = not window["count"] or isinstance(window["sum"], list) is (rows > 1)
-    expect(fine, f"{path}.sum", f"{rows} numbers" if rows > 1 else "a number", window["sum"])
+def _check_by_row(path: str, window: WindowState, rows: int) -> None:
+    """Raise ValueError unless a window with losses has a sum, or one for each of several rows."""
+    fine = not window.count or isinstance(window.sum, list) is (rows > 1)
+    expect(fine, f"{path}.sum", f"{rows} numbers" if rows > 1 else "a number", window.sum)
 
 
 def _check_finite(path: str, tensor: Tensor) -> None:
@@ -243,6 +248,7 @@ def _check_finite(path: str, tensor: Tensor) -> None:
 def _check_tensors(
     path: str, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], *, finite: bool = True
 ) -> None:
+    """Raise ValueError unless there is a tensor of each shape, with finite values."""
     expect(len(tensors) == len(shapes), path, f"a list of {len(shapes)} tensors", tensors)
     for number, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
         name = f"{path}[{number}]"
@@ -251,67 +257,64 @@ def _check_tensors(
             _check_finite(name, tensor)
 
 
-def _check_history(cycle: Cycle, saved: Saved) -> None:
-    """Check that there are as many records and points as belong to the number of syncs."""
-    step, names = cycle.before + saved["origin"] + saved["step"], {hyper.name for hyper in cycle.spread.hyperparameters}
-    for number, record in enumerate(saved["history"]):
+def _check_history(cycle: Cycle, saved: CycleState) -> None:
+    """Raise ValueError unless there are as many records and points as belong to the number of syncs."""
+    step, names = cycle.before + saved.origin + saved.step, {hyper.name for hyper in cycle.spread.hyperparameters}
+    for number, record in enumerate(saved.history):
         path = f"hdet.history[{number}]"
-        _check_within(path, record, "step", 0, step)
-        for name, found in (("base", record["base"]), ("values", record["values"])):
+        expect(record.step <= step, f"{path}.step", f"at most {step}", record.step)
+        for name, found in (("base", record.base), ("values", record.values)):
             expect(found.keys() == names, f"{path}.{name}", f"a dict of {', '.join(names)}", ", ".join(found))
-        for name, values in (record.get("posterior") or {}).items():
+        for name, values in (record.posterior or {}).items():
             expect(len(values) == 2, f"{path}.posterior.{name}", "mean and deviation", values)
-    summary = saved["summary"]
-    bases = summary["base"]
-    expect(not bases or bases.keys() == names, "hdet.summary.base", ", ".join(names), bases)
-    for name, extremes in {**summary["base"], "loss": summary["loss"]}.items():
+    summary = saved.summary
+    expect(not summary.base or summary.base.keys() == names, "hdet.summary.base", ", ".join(names), summary.base)
+    for name, extremes in {**summary.base, "loss": summary.loss}.items():
         known = not extremes or extremes.keys() == {"first", "lowest", "highest", "last"}
         expect(known, f"hdet.summary ({name})", "first, lowest, highest and last", ", ".join(extremes))
-    for number, point in enumerate(summary["points"]):
+    for number, point in enumerate(summary.points):
         path = f"hdet.summary.points[{number}].base"
-        expect(point["base"].keys() == names, path, f"a dict of {', '.join(names)}", point["base"])
+        expect(point.base.keys() == names, path, f"a dict of {', '.join(names)}", point.base)
     for name, count, expected in (
-        ("history", len(saved["history"]), min(summary["syncs"], WINDOW)),
-        ("summary.points", len(summary["points"]), -(-summary["syncs"] // summary["every"])),
+        ("history", len(saved.history), min(summary.syncs, WINDOW)),
+        ("summary.points", len(summary.points), -(-summary.syncs // summary.every)),
     ):
         if count != expected:
             raise ValueError(
-                f"the checkpoint's hdet.{name} has {count} entries, {expected} belong to {summary['syncs']} syncs: "
+                f"the checkpoint's hdet.{name} has {count} entries, {expected} belong to {summary.syncs} syncs: "
                 f"{DAMAGED}"
             )
 
 
-def _check_displacement(cycle: Cycle, saved: Saved, *, own_part: bool) -> None:
-    """Check that it is one of this model. A run that measures none, or another part, leaves it out."""
-    slopes = saved["slopes"]
-    expect(len(slopes) <= SLOPE_STEPS, "hdet.displacement.slopes", f"at most {SLOPE_STEPS} lists", slopes)
+def _check_displacement(cycle: Cycle, saved: DisplacementState, *, own_part: bool) -> None:
+    """Raise ValueError unless it is one of this model. A run that measures none, or another part, leaves it out."""
+    expect(len(saved.slopes) <= SLOPE_STEPS, "hdet.displacement.slopes", f"at most {SLOPE_STEPS} lists", saved.slopes)
     if cycle.displacement is None or not own_part:
         return
-    for name, groups in (("last", saved["last"] if any(saved["last"]) else None), ("moved", saved["moved"])):
+    for name, groups in (("last", saved.last if any(saved.last) else None), ("moved", saved.moved)):
         for number, (tensors, shapes) in enumerate(zip(groups or (), cycle.displacement.shapes, strict=False)):
             _check_tensors(f"hdet.displacement.{name}[{number}]", tensors, shapes)
 
 
-def _check_pending(cycle: Cycle, saved: Saved, pending: Saved) -> None:
-    """Check that an average under way is one of this model and of the saved replicas."""
-    step, path, span = saved["step"], "hdet.pending", cycle.run.sync_every
-    _check_within(path, pending, "step", max(step - span, 0), step)
-    _check_within(path, pending, "due", step + 1, step + span)
-    if pending["outcome"]["kept"] is not None:
-        _check_within(f"{path}.outcome", pending["outcome"], "kept", 0, saved["origin"] + step)
-    correction = pending["correction"]
+def _check_pending(cycle: Cycle, saved: CycleState, pending: PendingState) -> None:
+    """Raise ValueError unless an average under way is one of this model and of the saved replicas."""
+    step, path, span = saved.step, "hdet.pending", cycle.run.sync_every
+    expect(step - span <= pending.step <= step, f"{path}.step", f"from {max(step - span, 0)} to {step}", pending.step)
+    expect(step < pending.due <= step + span, f"{path}.due", f"from {step + 1} to {step + span}", pending.due)
+    outcome, correction = pending.outcome, pending.correction
+    expect((outcome.kept or 0) <= saved.origin + step, f"{path}.outcome.kept", f"at most {step}", outcome.kept)
     path = f"{path}.correction"
     payload = cycle.converger.tensors.payload(include_state=True, reads=True)
-    _check_tensors(f"{path}.params", correction["params"], [tuple(t.shape) for t in payload.outlines])
+    _check_tensors(f"{path}.params", correction.params, [tuple(t.shape) for t in payload.outlines])
     buffers = [tuple(t.shape) for t in payload.buffers]
-    _check_tensors(f"{path}.buffers", correction["buffers"], buffers, finite=False)
-    _check_tensors(f"{path}.buffers_before", correction["buffers_before"], buffers, finite=False)
-    _check_tensors(f"{path}.integers", correction["integers"], [tuple(t.shape) for t in payload.integers])
-    if correction["counts"] is not None:
-        _check_finite(f"{path}.counts", correction["counts"])
+    _check_tensors(f"{path}.buffers", correction.buffers, buffers, finite=False)
+    _check_tensors(f"{path}.buffers_before", correction.buffers_before, buffers, finite=False)
+    _check_tensors(f"{path}.integers", correction.integers, [tuple(t.shape) for t in payload.integers])
+    if correction.counts is not None:
+        _check_finite(f"{path}.counts", correction.counts)
     here = {name: t.shape for name, t in payload.state.items()}
-    for name in correction["state"].keys() | correction["state_before"].keys():
-        both = [each.get(name) for each in (correction["state"], correction["state_before"])]
+    for name in correction.state.keys() | correction.state_before.keys():
+        both = [each.get(name) for each in (correction.state, correction.state_before)]
         shapes = [None if tensor is None else tensor.shape for tensor in both]
         if None in shapes or shapes[0] != shapes[1] or here.get(name, shapes[0]) != shapes[0]:
             raise ValueError(
@@ -321,30 +324,30 @@ def _check_pending(cycle: Cycle, saved: Saved, pending: Saved) -> None:
             )
 
 
-def _check_converger(cycle: Cycle, saved: Saved) -> None:
-    """Check what averages remember, and the copy that replicas return to."""
-    if saved["compression"] is not None:
-        _check_compression(cycle, saved["compression"], "hdet.compression", own_part=holds_part(cycle, saved))
-    if saved["outer"] is not None:
-        expect(cycle.config["outer"] is not None, "hdet.outer", "None (outer=None here)", saved["outer"])
-        _check_outer(saved["outer"], "hdet.outer", saved["rows"])
+def _check_converger(cycle: Cycle, saved: CycleState) -> None:
+    """Raise ValueError unless what averages remember, and the copy that replicas return to, are of this model."""
+    if saved.compression is not None:
+        _check_compression(cycle, saved.compression, "hdet.compression", own_part=holds_part(cycle, saved))
+    if saved.outer is not None:
+        expect(cycle.config["outer"] is not None, "hdet.outer", "None (outer=None here)", to_plain(saved.outer))
+        _check_outer(saved.outer, "hdet.outer", saved.rows)
     if holds_part(cycle, saved):
-        cycle.converger.check_state_dict(saved["compression"])
-    cycle.converger.check_outer_state_dict(saved["outer"])
-    if saved["undo"] is not None:
+        cycle.converger.check_state_dict(to_plain(saved.compression))
+    cycle.converger.check_outer_state_dict(to_plain(saved.outer))
+    if saved.undo is not None:
         undoes = cycle.undoing is not None
-        expect(undoes, "hdet.undo", "None (the controller undoes nothing here)", saved["undo"])
-    if cycle.undoing is not None and saved["undo"] is not None and saved["undo"]["kept"] is not None:
-        _check_kept(cycle, saved["undo"]["kept"], "hdet.undo.kept", saved["rows"], saved["origin"] + saved["step"])
-        cycle.undoing.start.check_state_dict(saved["undo"]["kept"], "hdet.undo.kept")
+        expect(undoes, "hdet.undo", "None (the controller undoes nothing here)", to_plain(saved.undo))
+    if cycle.undoing is not None and saved.undo is not None and saved.undo.kept is not None:
+        _check_kept(cycle, saved.undo.kept, "hdet.undo.kept", saved.rows, saved.origin + saved.step)
+        cycle.undoing.start.check_state_dict(to_plain(saved.undo.kept), "hdet.undo.kept")
 
 
-def _check_compression(cycle: Cycle, saved: Saved, path: str, *, own_part: bool) -> None:
-    """Check that the memory of the compression has the elements of one replica here."""
+def _check_compression(cycle: Cycle, saved: CompressionState, path: str, *, own_part: bool) -> None:
+    """Raise ValueError unless the memory of the compression has the elements of one replica here."""
     payload = cycle.converger.tensors.payload(include_state=False, reads=True)
     here = sum(t.numel() for t in payload.outlines if t.dtype != torch.float64) // cycle.ensemble.rows
     for name in ("consensus", "error", "shard_error"):
-        tensors = saved[name]
+        tensors = getattr(saved, name)
         found = sum(tensor.numel() for tensor in tensors)
         # The size comes first: a tensor of one element can claim to be as large as memory allows.
         if cycle.converger.compress and own_part and name != "shard_error" and found != here:
@@ -355,46 +358,45 @@ def _check_compression(cycle: Cycle, saved: Saved, path: str, *, own_part: bool)
             _check_finite(f"{path}.{name}[{number}]", tensor)
 
 
-def _check_outer(saved: Saved, path: str, rows: int) -> None:
-    """Check that numbers are finite; ``OuterStep.check_state_dict`` compares the sizes."""
-    for name, tensors in (("consensus", saved["consensus"]), ("velocity", saved["velocity"] or ())):
+def _check_outer(saved: OuterState, path: str, rows: int) -> None:
+    """Raise ValueError unless numbers are finite; ``OuterStep.check_state_dict`` compares the sizes."""
+    for name, tensors in (("consensus", saved.consensus), ("velocity", saved.velocity or ())):
         for number, tensor in enumerate(tensors):
             _check_finite(f"{path}.{name}[{number}]", tensor)
-    start = saved["start"]
-    expect(start is None or len(start) in (1, rows), f"{path}.start", f"1 or {rows} numbers", start)
+    expect(saved.start is None or len(saved.start) in (1, rows), f"{path}.start", f"1 or {rows} numbers", saved.start)
 
 
-def _check_kept(cycle: Cycle, saved: Saved, path: str, rows: int, step: int) -> None:
-    """Check that it is a copy of ``rows`` replicas; ``KeptStart.check_state_dict`` compares shapes."""
-    _check_within(path, saved, "step", 0, step)
-    _check_within(path, saved, "rows", rows, rows)
-    if saved["compression"] is not None:
-        _check_compression(cycle, saved["compression"], f"{path}.compression", own_part=False)
-    if saved["outer"] is not None:
-        _check_outer(saved["outer"], f"{path}.outer", rows)
+def _check_kept(cycle: Cycle, saved: KeptState, path: str, rows: int, step: int) -> None:
+    """Raise ValueError unless this is a copy of ``rows`` replicas; ``KeptStart.check_state_dict`` compares shapes."""
+    expect(saved.step <= step, f"{path}.step", f"at most {step}", saved.step)
+    expect(saved.rows == rows, f"{path}.rows", str(rows), saved.rows)
+    if saved.compression is not None:
+        _check_compression(cycle, saved.compression, f"{path}.compression", own_part=False)
+    if saved.outer is not None:
+        _check_outer(saved.outer, f"{path}.outer", rows)
 
 
-def _check_controller(cycle: Cycle, saved: Saved, sizes: Sizes) -> None:
-    """Check that the controller's state fits it, and gives every hyperparameter a base value."""
-    controller, own, path = cycle.spread.controller, saved["spread"]["controller"], "hdet.spread.controller"
+def _check_controller(cycle: Cycle, saved: CycleState, sizes: Sizes) -> None:
+    """Raise ValueError unless the controller's state fits it and gives every hyperparameter a base value."""
+    controller, own, path = cycle.spread.controller, saved.spread.controller, "hdet.spread.controller"
     if controller is None:
         expect(not own, path, "an empty dict", own)
         return
-    state: dict[type, Schema] = {
-        SoftmaxController: SOFTMAX,
-        HypergradientController: SLOPE,
-        RegressionController: REGRESSION,
+    state: dict[type, type] = {
+        SoftmaxController: SoftmaxState,
+        HypergradientController: SlopeState,
+        RegressionController: RegressionState,
     }
     if (kind := state.get(type(controller))) is None:
         check_like(own, controller.start(len(cycle.spread.hyperparameters), cycle.run), path)
     else:
-        read = checked_entry(kind, own, path, sizes)
+        read = from_plain(kind, own, path, sizes)
         if isinstance(controller, SlopeController):
-            for number, mu in enumerate(read["mu"]):
+            for number, mu in enumerate(read.mu):
                 low, high = controller.lowest, controller.limit
                 expect(low <= mu <= high, f"{path}.mu[{number}]", f"from {low:g} to {high:g}", mu)
     for index, hyper in enumerate(cycle.spread.hyperparameters):
-        scheduled = saved["spread"]["scheduled"][hyper.groups[0]] if hyper.base is None else hyper.base
+        scheduled = saved.spread.scheduled[hyper.groups[0]] if hyper.base is None else hyper.base
         try:
             value = controller.base(copy.deepcopy(own), index, scheduled)
             fine, why = math.isfinite(value) and float(value) >= 0, f"not {value}"
@@ -404,7 +406,7 @@ def _check_controller(cycle: Cycle, saved: Saved, sizes: Sizes) -> None:
     try:
         run_of(cycle, saved)
     except Exception as error:
-        expect(False, "hdet.run", f"one that {type(controller).__name__} can work in ({error})", saved["run"])
+        expect(False, "hdet.run", f"one that {type(controller).__name__} can work in ({error})", to_plain(saved.run))
 
 
 # Schedules of torch, and states of objects whose code is not ours
@@ -422,7 +424,12 @@ def checked_schedule(
 ) -> dict[str, Any]:
     """Return the entries of a torch scheduler's saved state that it has here too, without those of other versions.
 
-    It must have made ``step`` steps. ``of_torch``: its class is torch's, so that its constants are known by name.
+    Args:
+        here: the state of the scheduler now.
+        saved: the saved one.
+        step: the step of the checkpoint, which the schedule must have too.
+        path: how messages name ``saved``.
+        of_torch: whether torch has the scheduler's class, so that its constants are known by name.
     """
     if not isinstance(saved, dict):
         expect(False, path, "a dict", saved)
@@ -438,7 +445,12 @@ def check_like(value: Any, example: Any, path: str, *, of_torch: bool = False) -
     """Raise ValueError unless ``value`` has the structure of an example: for objects whose code is not ours.
 
     Numbers are finite where the example's are. Where the example is None or empty, anything is accepted.
-    ``of_torch``: entries have the names that torch's schedulers give them, and their constants must be equal.
+
+    Args:
+        value: what was saved.
+        example: the example.
+        path: how messages name ``value``.
+        of_torch: whether entries have the names that torch's schedulers give them: their constants must be equal.
     """
     if isinstance(example, dict) and example:
         expect(isinstance(value, dict), path, "a dict", value)
@@ -455,12 +467,12 @@ def check_like(value: Any, example: Any, path: str, *, of_torch: bool = False) -
         for number, (entry, like) in enumerate(zip(value, example, strict=True)):
             check_like(entry, like, f"{path}[{number}]", of_torch=of_torch)
     elif isinstance(example, bool | str):
-        checked_entry(type(example), value, path, {})
+        from_plain(type(example), value, path, {})
     elif isinstance(example, Tensor) and (example.numel() != 1 or isinstance(value, Tensor)):
-        checked_entry(Floats if example.is_floating_point() else Integers, value, path, {})
+        from_plain(Floats if example.is_floating_point() else Integers, value, path, {})
         _check_tensors(path, [value], [tuple(example.shape)], finite=example.numel() == 1)
     elif isinstance(example, int | float | Tensor):
-        read = checked_entry(Rate if isinstance(value, Tensor) else AnyNumber, value, path, {})
+        read = from_plain(Rate if isinstance(value, Tensor) else AnyNumber, value, path, {})
         expect(not math.isfinite(example) or math.isfinite(read), path, "a finite number", value)
 
 
@@ -473,13 +485,13 @@ def _check_of_torch(name: str, value: Any, here: Any, path: str) -> bool:
                 "the arguments of the saved run"
             )
     elif name in ("base_lrs", "_last_lr"):
-        rates = checked_entry(Annotated[list[Rate], Long("here")], value, path, {"here": len(here)})
+        rates = from_plain(Annotated[list[Rate], Long("here")], value, path, {"here": len(here)})
         for number, rate in enumerate(rates):
             _check_rate(rate, f"{path}[{number}]")
     elif name == "_step_count":
-        checked_entry(int, value, path, {})
+        from_plain(int, value, path, {})
     elif name == "last_epoch":
-        checked_entry(Annotated[int, Within(-1, 2**63 - 1)], value, path, {})
+        from_plain(Annotated[int, Within(-1, 2**63 - 1)], value, path, {})
     else:
         return False
     return True
@@ -488,10 +500,16 @@ def _check_of_torch(name: str, value: Any, here: Any, path: str) -> bool:
 # A run without a learning rate
 
 
-def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> Saved | None:
+def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> ScoutState | None:
     """Return the ``"scout"`` entry of a scheduler's state after checking it; None if there is none to check.
 
-    ``scouted`` is None if the scheduler that loads it was given a learning rate.
+    Args:
+        scouted: that of the scheduler that loads it; None if it was given a learning rate.
+        cycle: the cycle of that scheduler.
+        state_dict: the whole state.
+
+    Raises:
+        ValueError: naming the entry that is missing, damaged or of another run.
     """
     if not isinstance(state_dict, dict) or "hdet" not in state_dict:
         return None  # checked() refuses it
@@ -513,23 +531,23 @@ def checked_scout(scouted: Scouted | None, cycle: Cycle, state_dict: object) -> 
     cycle_part: Any = unpacked(state_dict["hdet"])
     replicas = [cycle_part.get(name) if isinstance(cycle_part, dict) else None for name in ("size", "rows")]
     if isinstance(phase := plain.get("phase"), dict):
-        start = _with_start_alone({"kept": phase.get("start")})["kept"]
-        plain = {**plain, "phase": {"consensus": False, "near": [], **phase, "start": start}}
-    saved: Saved = checked_entry(SCOUT, plain, "scout", _sizes(cycle, *replicas))
-    if (saved["phase"] is None) is (saved["found"] is None):
+        plain = {**plain, "phase": {**phase, "start": _with_start_alone({"kept": phase.get("start")})["kept"]}}
+    saved: ScoutState = from_plain(ScoutState, plain, "scout", _sizes(cycle, *replicas))
+    if (saved.phase is None) is (saved.found is None):
         raise ValueError(f"the checkpoint's scout.found and scout.phase exclude each other: {DAMAGED}")
-    if saved["phase"] is not None:
-        _check_scouting_replicas(cycle, saved["phase"])
+    if saved.phase is not None:
+        _check_scouting_replicas(cycle, saved.phase)
         for name, entry in rounds.items():
             _check_config(config.get(name), entry, name)
-        _check_phase(scouted, cycle, saved["phase"])
+        _check_phase(scouted, cycle, saved.phase)
     return saved
 
 
-def _check_scouting_replicas(cycle: Cycle, phase: Saved) -> None:
+def _check_scouting_replicas(cycle: Cycle, phase: PhaseState) -> None:
+    """Raise ValueError unless a process with the same replicas saved the phase."""
     ensemble = cycle.ensemble
-    saved, here = tuple(phase["replicas"]), (ensemble.size, ensemble.replica, ensemble.rows, ensemble.part)
-    if phase["step"] == 0:  # at the start of a round all replicas are equal
+    saved, here = phase.replicas, (ensemble.size, ensemble.replica, ensemble.rows, ensemble.part)
+    if phase.step == 0:  # at the start of a round all replicas are equal
         saved = (saved[0], here[1], *saved[2:])
     if saved == here:
         return
@@ -542,25 +560,25 @@ def _check_scouting_replicas(cycle: Cycle, phase: Saved) -> None:
     )
 
 
-def _check_phase(scouted: Scouted, cycle: Cycle, phase: Saved) -> None:
-    """Check that the phase is in one of its rounds, and what it keeps is of this model."""
+def _check_phase(scouted: Scouted, cycle: Cycle, phase: PhaseState) -> None:
+    """Raise ValueError unless the phase is in one of its rounds, and what it keeps is of this model."""
     rounds, path, ensemble = scouted.plan.rounds, "scout.phase", cycle.ensemble
-    _check_within(path, phase, "round", 0, len(rounds) - 1)
-    _check_within(path, phase, "step", 0, rounds[phase["round"]] - 1)
-    compared = 2 * sum(scouted.plan.in_teams(number) for number in range(phase["round"]))
-    expect(len(phase["near"]) == compared, f"{path}.near", f"{compared} entries", phase["near"])
-    if phase["consensus"]:
+    expect(phase.round < len(rounds), f"{path}.round", f"below {len(rounds)}", phase.round)
+    expect(phase.step < rounds[phase.round], f"{path}.step", f"below {rounds[phase.round]}", phase.step)
+    compared = 2 * sum(scouted.plan.in_teams(number) for number in range(phase.round))
+    expect(len(phase.near) == compared, f"{path}.near", f"{compared} entries", phase.near)
+    if phase.consensus:
         raise ValueError(
             "the checkpoint was saved inside scheduler.consensus() at step "
-            f"{scouted.plan.before(phase['round']) + phase['step']}, while a learning rate was looked for: its model "
-            "is the one that the run begins with. Begin the run anew, or load a checkpoint of step "
+            f"{scouted.plan.before(phase.round) + phase.step}, while a learning rate was looked for: its model is the "
+            "one that the run begins with. Begin the run anew, or load a checkpoint of step "
             f"{scouted.plan.steps} or later"
         )
     for name in ("first", "tail", "squares"):
-        _check_by_row(f"{path}.losses.{name}", phase["losses"][name], ensemble.rows)
-    begun = phase["round"] > 0 or phase["step"] > 0
-    expect(phase["start"] is not None or not begun, f"{path}.start", "a copy of the start", phase["start"])
-    if phase["start"] is not None:
-        _check_kept(cycle, phase["start"], f"{path}.start", ensemble.rows, 0)
+        _check_by_row(f"{path}.losses.{name}", getattr(phase.losses, name), ensemble.rows)
+    begun = phase.round > 0 or phase.step > 0
+    expect(phase.start is not None or not begun, f"{path}.start", "a copy of the start", phase.start)
+    if phase.start is not None:
+        _check_kept(cycle, phase.start, f"{path}.start", ensemble.rows, 0)
         start = KeptStart(cycle.optimizer, cycle.converger, None, cycle.buffers)
-        start.check_state_dict(phase["start"], f"{path}.start")
+        start.check_state_dict(to_plain(phase.start), f"{path}.start")

@@ -686,15 +686,14 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         hdet = checkpoint_checks.checked(self.cycle, state_dict)
         scouted, phase = self._scouted, None
         if scout is not None and scouted is not None:
-            scouted, phase = Scouted(scouted.plan, scouted.settings, scout["ratios"], scout["found"]), scout["phase"]
+            scouted, phase = Scouted(scouted.plan, scouted.settings, scout.ratios, scout.found), scout.phase
         if phase is None or scouted is None:
-            made = hdet["origin"] + hdet["step"]
+            made = hdet.origin + hdet.step
             schedule = checkpoint_checks.checked_schedule(self._schedule_state(), state_dict, made, "scheduler")
         else:
-            low, high = phase["bracket"]
-            miniature = scouted.round_arguments(phase["round"], (low, high))
+            miniature = scouted.round_arguments(phase.round, phase.bracket)
             as_built = built_state(self._inner, {**self._arguments, **miniature})
-            schedule = checkpoint_checks.checked_schedule(as_built, state_dict, phase["step"], "scheduler")
+            schedule = checkpoint_checks.checked_schedule(as_built, state_dict, phase.step, "scheduler")
         with self._undone_on_error():
             self._scouted = scouted
             if phase is None or scouted is None:
@@ -710,7 +709,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                     self._attach()
                 self._phase.scouted = scouted
                 checkpoint.restore(self.cycle, hdet)
-                self._phase.load_state_dict(phase, schedule)
+                self._phase.load_state_dict(checkpoint.to_plain(phase), schedule)
             self._last_lr = learning_rates(self._inner)
         self.cycle.steps.begin_anew()
 
@@ -905,7 +904,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         base, saved = self.base_scheduler, checkpoint.unpacked(state_dict.get("base_scheduler"))
         of_torch = type(base).__module__.startswith("torch.")
         schedule = checkpoint_checks.checked_schedule(
-            base.state_dict(), saved, hdet["origin"] + hdet["step"], "base_scheduler", of_torch=of_torch
+            base.state_dict(), saved, hdet.origin + hdet.step, "base_scheduler", of_torch=of_torch
         )
         with self._undone_on_error(), checkpoint.schedule_loaded(base, schedule):
             checkpoint.restore(self.cycle, hdet)
