@@ -7,7 +7,7 @@ import importlib
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata, util
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -24,8 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
-    command: Callable[[argparse.Namespace], int] = arguments.run
-    return command(arguments)
+    return int(arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,33 +50,22 @@ def _parser() -> argparse.ArgumentParser:
             "under plain data parallel, and with HDET. Both runs have the same data, seeds and steps. A table "
             "is printed; plots (these need matplotlib), a table of syncs and all numbers as JSON are written to --out."
         ),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--replicas", type=int, default=4, metavar="N", help="number of processes, at least 2")
-    demo.add_argument(
-        "--steps",
-        type=int,
-        metavar="S",
-        default=argparse.SUPPRESS,
-        help="steps of each run (default: depends on the task)",
-    )
+    demo.add_argument("--replicas", type=int, default=4, metavar="N", help="processes, at least 2 (default: 4)")
+    demo.add_argument("--steps", type=int, metavar="S", help="steps of each run (default: depends on the task)")
     demo.add_argument(
         "--task",
         choices=("text", "digits"),
         default="text",
-        help="text: byte-level transformer on the standard library's source; digits: MLP on scikit-learn's digits",
-    )
-    demo.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="folder for the results")
-    demo.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="seed of the initial model and of the data order"
+        help="text (default): transformer on the standard library's source; digits: MLP on scikit-learn's digits",
     )
     demo.add_argument(
-        "--max-lr",
-        type=float,
-        metavar="X",
-        default=argparse.SUPPRESS,
-        help="peak learning rate at the start of both runs (default: ten times a good one)",
+        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="folder of the results (default: demo-out)"
     )
+    demo.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="seed of initial model and data order (default: 0)"
+    )
+    demo.add_argument("--max-lr", type=float, metavar="X", help="peak of both runs (default: ten times a good one)")
     demo.set_defaults(run=_demo)
 
     bench = commands.add_parser(
@@ -97,10 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--list", action="store_true", help="only list the suites")
     bench.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="begin no case of a suite after this time, except the first",
+        "--seconds", type=float, metavar="S", help="begin no case of a suite after this time, but the first"
     )
     bench.add_argument("--quick", action="store_true", help="few and short rounds, to check that everything runs")
     bench.set_defaults(run=_bench)
@@ -115,13 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     report.add_argument("history", type=Path, metavar="HISTORY", help="the history: lines of JSON, or a JSON list")
-    report.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        metavar="PAGE",
-        help="the page to write (default: HISTORY with .html in the place of its ending)",
-    )
+    page = "the page to write (default: HISTORY with .html in the place of its ending)"
+    report.add_argument("-o", "--out", type=Path, metavar="PAGE", help=page)
     report.set_defaults(run=_report)
     return parser
 
@@ -133,14 +113,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     from hdet_kernels.demo.training import checked_options
 
     try:
-        options = checked_options(
-            replicas=arguments.replicas,
-            steps=getattr(arguments, "steps", None),
-            task=arguments.task,
-            out=arguments.out,
-            seed=arguments.seed,
-            max_lr=getattr(arguments, "max_lr", None),
-        )
+        given = ("replicas", "steps", "task", "out", "seed", "max_lr")
+        options = checked_options(**{name: getattr(arguments, name) for name in given})
     except ValueError as error:
         return _failed("demo", error)
     try:
@@ -234,12 +208,7 @@ def _info(_: argparse.Namespace) -> int:
 
 
 def hidden_by(source: Path, path: Sequence[str]) -> Path | None:
-    """Return the folder of an installed package that the one in the current folder hides; None if there is none.
-
-    Args:
-        source: the folder of the package that is imported.
-        path: that of ``sys.path``.
-    """
+    """Return the folder of an installed package that ``source``, in the current folder, hides on ``path``, if any."""
     if source.parent.resolve() != Path.cwd():
         return None
     others = [entry for entry in path if Path(entry or ".").resolve() != Path.cwd()]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hdet_kernels import history_page as pages
+from hdet_kernels import report
 from tests.histories import BROKEN, HISTORIES, record, run
 
 ALL = ["Training loss", "Loss on the probe", "Slopes of the loss", "Posterior of the peak"]
@@ -74,7 +75,7 @@ def test_nothing_is_written_for_a_wrong_argument(tmp_path: Path, monkeypatch: py
 
 
 def titles(name: str) -> list[str]:
-    return [chart.title for _, charts in pages.sections_of(HISTORIES[name]) for chart in charts]
+    return [chart.title for _, charts in report.sections_of(HISTORIES[name]) for chart in charts]
 
 
 @pytest.mark.parametrize(
@@ -94,29 +95,29 @@ def test_a_chart_is_there_if_it_has_something_to_show(name: str, expected: list[
 
 
 def test_every_replica_has_a_curve_and_very_many_are_a_band() -> None:
-    (values,), (losses, _) = pages.value_charts(BROKEN), pages.loss_charts(BROKEN)
+    (values,), (losses, _) = report.value_charts(BROKEN), report.loss_charts(BROKEN)
     assert [curve.label for curve in values.curves] == ["base", *(f"replica {r}" for r in range(4))]
     assert values.curves[1].values.tolist() == [each.values["lr/0"][0] for each in BROKEN]
     assert [curve.label for curve in losses.curves] == [*(f"replica {r}" for r in range(4)), "mean of the finite ones"]
-    base, band = pages.value_charts(HISTORIES["64 replicas"])[0].curves
+    base, band = report.value_charts(HISTORIES["64 replicas"])[0].curves
     assert band.label == "lowest to highest of 64 replicas"
     assert band.low is not None
     assert band.high is not None
     assert (band.low / base.values).tolist() == pytest.approx([0.7] * 20)
     assert (band.high / base.values).tolist() == pytest.approx([1.3] * 20)
-    fewer = pages.loss_charts(HISTORIES["another number of replicas"])[0]
+    fewer = report.loss_charts(HISTORIES["another number of replicas"])[0]
     assert [math.isnan(value) for value in fewer.curves[3].values] == [False] * 5 + [True] * 5
 
 
 def test_a_loss_that_exploded_does_not_hide_the_others() -> None:
-    losses, _ = pages.loss_charts(BROKEN)
+    losses, _ = report.loss_charts(BROKEN)
     assert 50 < losses.finite().max() < 150
     assert "drawn at the upper edge" in losses.note
 
 
 def test_events_are_marked_and_scouting_rounds_are_single_points() -> None:
     for name, label, step in (("broken", "return to the start", 70), ("scouting", "end of scouting", 20)):
-        (axes,) = pages.draw(pages.value_charts(HISTORIES[name])[0], HISTORIES[name]).axes
+        (axes,) = report.draw(report.value_charts(HISTORIES[name])[0], HISTORIES[name]).axes
         (mark,) = [line for line in axes.lines if line.get_label() == label]
         assert list(mark.get_xdata()) == [step, step]
     base = axes.lines[0].get_ydata()
@@ -125,9 +126,9 @@ def test_events_are_marked_and_scouting_rounds_are_single_points() -> None:
 
 def test_findings_are_shown_where_the_controller_acted() -> None:
     records = [*run(20), *(record(step, slopes=None, errors=None, posterior=None) for step in range(210, 1000, 10))]
-    slopes, posterior = *pages.slope_charts(records), pages.posterior_chart(records)
+    slopes, posterior = *report.slope_charts(records), report.posterior_chart(records)
     for chart in (slopes, posterior):
-        low, high = pages.draw(chart, records).axes[0].get_xlim()
+        low, high = report.draw(chart, records).axes[0].get_xlim()
         assert 0 <= low < 10
         assert 200 < high < 250
     (curve,) = posterior.curves
@@ -136,8 +137,8 @@ def test_findings_are_shown_where_the_controller_acted() -> None:
 
 
 def test_titles_are_words() -> None:
-    assert pages.title_of("lr/0", ["lr/0"]) == "Learning rate"
-    assert pages.title_of("weight_decay/1", ["lr/0", "weight_decay/1"]) == "Weight decay"
+    assert report.title_of("lr/0", ["lr/0"]) == "Learning rate"
+    assert report.title_of("weight_decay/1", ["lr/0", "weight_decay/1"]) == "Weight decay"
 
 
 def cells(text: str) -> list[list[str]]:

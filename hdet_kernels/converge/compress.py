@@ -43,22 +43,16 @@ class Compression:
 
     def matches(self, transport: Transport, regions: Sequence[Region]) -> bool:
         """Return whether a consensus of these tensors is remembered."""
-        if self._memory is None:
-            return False
         sizes = [bucket.numel for _, bucket in transport.cut(regions)]
-        return sizes == [known.consensus.numel() for known in self._memory]
+        return self._memory is not None and sizes == [known.consensus.numel() for known in self._memory]
 
     def consensus(self, transport: Transport, regions: Sequence[Region]) -> list[Tensor] | None:
-        """Return the last consensus of these tensors, by bucket; None if there is none."""
         return [known.consensus for known in self._memory or ()] if self.matches(transport, regions) else None
 
     def remember(self, transport: Transport, regions: Sequence[Region], *, keep_errors: bool) -> None:
         """Remember the tensors, which are now equal on all replicas, as the consensus.
 
-        Args:
-            transport: over which the tensors are averaged.
-            regions: the tensors.
-            keep_errors: keep the errors of earlier roundings. Those of an unhealthy replica must be dropped.
+        With ``keep_errors`` those of earlier roundings stay. Those of an unhealthy replica must be dropped.
         """
         known = self._memory if self.matches(transport, regions) else None
         memory = []
@@ -73,11 +67,8 @@ class Compression:
     ) -> tuple[Cost, Callable[[], None]]:
         """Exchange the differences. Return the cost, and a function that writes the new consensus to every tensor.
 
-        Args:
-            transport: over which the tensors are averaged.
-            regions: the tensors.
-            backup: keep the errors of earlier roundings until that function is called, so that they are as before if
-                the exchange fails. Without it they are lost then, and the next average is sent in full.
+        With ``backup`` the errors of earlier roundings are kept until that function is called, so that they are as
+        before if the exchange fails. Without it they are lost then, and the next average is sent in full.
         """
         memory = self._memory
         if memory is None:
@@ -128,7 +119,7 @@ class Compression:
         merged = torch.empty_like(sent[0])
         wire.merge(received, ensemble.processes, known.shard_error, merged)
         yield ensemble.collect(gathered, merged)
-        return _written_later
+        return lambda: None  # the consensus is written when all buckets have arrived
 
     def state_dict(self, processes: int, *, copied: bool = True) -> dict[str, Any] | None:
         """Return consensus and errors, by bucket; None if there is no consensus.
@@ -137,16 +128,11 @@ class Compression:
         """
         if self._memory is None:
             return None
-        memory = self._memory
-        if copied:
-            memory = [_BucketMemory(k.consensus.clone(), k.error.clone(), k.shard_error.clone()) for k in memory]
-        return {
-            "format": self.format,
-            "processes": processes,
-            "consensus": [known.consensus for known in memory],
-            "error": [known.error for known in memory],
-            "shard_error": [known.shard_error for known in memory],
-        }
+        state: dict[str, Any] = {"format": self.format, "processes": processes}
+        for name in ("consensus", "error", "shard_error"):
+            tensors = [getattr(known, name) for known in self._memory]
+            state[name] = [tensor.clone() for tensor in tensors] if copied else tensors
+        return state
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless every bucket of ``state`` has a consensus and errors that belong together."""
@@ -161,14 +147,10 @@ class Compression:
     def load_state_dict(
         self, state: dict[str, Any] | None, transport: Transport, regions: Sequence[Region], *, own: bool
     ) -> None:
-        """Load the consensus, and the errors if they are still valid.
+        """Load the consensus, and the errors if they are still valid: if this process saved them (``own``).
 
-        Args:
-            state: a saved state; None, or one of other tensors, makes the next average travel in full.
-            transport: over which the tensors are averaged.
-            regions: the tensors.
-            own: whether this process saved ``state``. Errors of another process, of another number of processes or of
-                another format are dropped.
+        None, or a state of other tensors, makes the next average travel in full. Errors of another number of processes
+        or of another format are dropped.
         """
         self._memory = None
         buckets = [bucket for _, bucket in transport.cut(regions)]
@@ -195,7 +177,3 @@ class Compression:
         if key not in self._wires:
             self._wires[key] = Wire(self.format, numel, transport.ensemble.processes, device, backend=transport.backend)
         return self._wires[key]
-
-
-def _written_later() -> None:
-    """Write nothing: the consensus is written when all buckets have arrived."""

@@ -117,7 +117,6 @@ class StepCounts:
         return torch.cat([next(here[t.device]) for t in tensors]) if tensors else torch.zeros(0, device="cpu")
 
     def write(self, counts: Tensor) -> None:
-        """Replace the counts, in the order of :meth:`read`."""
         flats = getattr(self.optimizer, "step_flats", None)
         if callable(flats):
             targets = flats()

@@ -45,10 +45,7 @@ class OuterStep:
         self._start: Tensor | None = None
 
     def begin(self, regions: Sequence[Region], checksum: Tensor) -> None:
-        """Start from the current tensors. The first sync shows whether all replicas start from the same place.
-
-        ``checksum``, [rows], is that of the tensors.
-        """
+        """Start from the current tensors, with these checksums [rows]."""
         self._start = checksum
         self._velocity = None
         self._remember(regions)
@@ -67,10 +64,8 @@ class OuterStep:
     def step(self, regions: Sequence[Region], *, same_start: bool, advance: bool) -> None:
         """Replace the tensors, which are the mean of all replicas, by θ_{k+1}.
 
-        Args:
-            regions: the tensors.
-            same_start: whether all replicas remember the same θ_k. Otherwise the mean is θ_{k+1} and v restarts at 0.
-            advance: whether to take the step. Otherwise the mean is θ_{k+1} and v is kept.
+        It is the mean itself where the replicas do not remember the same θ_k (then v restarts at 0), and without
+        ``advance`` (then v is kept).
         """
         if not same_start:
             log.warning(
@@ -147,7 +142,6 @@ class OuterStep:
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless :meth:`load_state_dict` accepts ``state``."""
         part, parts = self.transport.ensemble.part, self.transport.ensemble.parts
         if state["part"] != [part, parts]:
             saved, of = state["part"]
@@ -168,18 +162,18 @@ class OuterStep:
         """Load the state of any replica: all remember the same."""
         self.check_state_dict(state)
         devices = [flat.device for flat in self._consensus]
-        self._consensus = _copied(state["consensus"], devices)
-        self._velocity = None if state["velocity"] is None else _copied(state["velocity"], devices)
+        copied = {
+            name: [tensor.to(device, copy=True) for device, tensor in zip(devices, state[name], strict=True)]
+            for name in ("consensus", "velocity")
+            if state[name] is not None
+        }
+        self._consensus, self._velocity = copied["consensus"], copied.get("velocity")
         self._start = None
         if state["start"] is not None:
             # One number, for however many replicas this process holds now: NaN if the saved rows started apart.
             first, *others = state["start"]
             one = first if all(other == first for other in others) else math.nan
             self._start = torch.tensor(one, dtype=torch.float64, device="cpu")
-
-
-def _copied(tensors: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
-    return [tensor.to(device, copy=True) for device, tensor in zip(devices, tensors, strict=True)]
 
 
 def _spell(sizes: list[tuple[int, torch.dtype]]) -> str:

@@ -27,21 +27,14 @@ class Correction:
 
     Second moments and variances must not become negative. So where a tensor is nowhere negative and an element has
     shrunk since the sync to a share ρ of its value then, ρ times the difference is added.
-
-    Attributes:
-        sound: which of the replicas held here were healthy.
-        heal: whether the optimizer state of a replica that was left out still has to be replaced.
-        has_state: whether optimizer state and step counts were averaged.
-        params, buffers, state, integers, counts: the differences.
-        buffers_before, state_before: the values at the sync.
     """
 
-    sound: tuple[bool, ...]
-    heal: bool
-    has_state: bool
+    sound: tuple[bool, ...]  # which of the replicas held here were healthy
+    heal: bool  # whether the optimizer state of a replica that was left out still has to be replaced
+    has_state: bool  # whether optimizer state and step counts were averaged
     params: list[Tensor]
     buffers: list[Tensor]
-    buffers_before: list[Tensor]
+    buffers_before: list[Tensor]  # the values at the sync; the others are differences
     state: dict[str, Tensor]
     state_before: dict[str, Tensor]
     integers: list[Tensor]
@@ -91,7 +84,11 @@ class Correction:
             masters = [region.read()] if isinstance(region, SplitRegion) else region
             for target, change in zip(masters, params, strict=False):
                 _clear_unhealthy(target, self.sound)
-                _add(target, _on_device_of(target, change))
+                change = _on_device_of(target, change)
+                if target.dtype == change.dtype:
+                    target.add_(change)
+                else:
+                    target.copy_(target.to(change.dtype).add_(change))
             if isinstance(region, SplitRegion):
                 region.write(masters[0])
         for target in targets[len(self.params) :]:
@@ -128,11 +125,10 @@ class Correction:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"sound": list(self.sound)}
+        return {**vars(self), "sound": list(self.sound)}
 
     @staticmethod
     def of(state: dict[str, Any]) -> Correction:
-        """Return the correction that was saved as ``state``."""
         return Correction(**(state | {"sound": tuple(state["sound"])}))
 
 
@@ -155,13 +151,6 @@ def _on_device_of(target: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _add(target: Tensor, change: Tensor) -> None:
-    if target.dtype == change.dtype:
-        target.add_(change)
-    else:
-        target.copy_(target.to(change.dtype).add_(change))
-
-
 def _corrected(now: Tensor, change: Tensor, before: Tensor) -> Tensor:
     """Return ``now`` + ρ·``change`` if nothing is negative, else ``now`` + ``change``. Decided without a host sync."""
     if not now.numel():
@@ -178,12 +167,8 @@ class OverlappedAverage(Generic[T]):
     """An average that runs in a thread of its own, and on a GPU on a stream of its own.
 
     The work on the GPU starts after all that the current stream was given so far. A process that ends waits for the
-    thread.
-
-    Args:
-        average: runs in the thread; returns the correction and a result for the caller.
-        stream: the stream on a GPU.
-        seconds: the time that the training spent on starting it.
+    thread. ``average`` runs in it, and returns the correction and a result for the caller; ``seconds`` is the time that
+    the training spent on starting it.
     """
 
     def __init__(

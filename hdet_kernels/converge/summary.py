@@ -17,33 +17,20 @@ from hdet_kernels.tensors import Slot, local, wide_dtype
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """The numbers that a process sends about the tensors of its replicas.
+    """The numbers that a process sends about the tensors of its replicas. Tensors are [rows]."""
 
-    Attributes:
-        layout: hash of names, shapes, strides, dtypes and ties of parameters and buffers.
-        state: the same of the optimizer state; 0 if there is none.
-        counts: hash of the optimizer's step counts.
-        integers: [rows] hashes of the values of integer buffers.
-        checksum: [rows] checksums of the parameters.
-        rest: [rows] checksums of the optimizer state and the finite part of the buffers.
-        nonfinite: [rows] hashes of where buffers are not finite; 0 where they are.
-        masks: whether a buffer has changed that was not finite at the start.
-        consensus: checksum of the last consensus, which compressed differences refer to; NaN if none is remembered.
-        outer: checksum of the place that the outer step starts from; NaN without one.
-        describe: returns a readable description of ``"layout"`` or ``"state"``, by tensor, or the names of tensors
-            that are not ``"finite"``, by row, for error messages.
-    """
-
-    layout: int
-    state: int
-    counts: int
-    integers: Tensor
-    checksum: Tensor
-    rest: Tensor
-    nonfinite: Tensor
-    masks: bool
-    consensus: Tensor | float
-    outer: Tensor | float
+    layout: int  # hash of names, shapes, strides, dtypes and ties of parameters and buffers
+    state: int  # the same of the optimizer state; 0 if there is none
+    counts: int  # hash of the optimizer's step counts
+    integers: Tensor  # hashes of the values of integer buffers
+    checksum: Tensor  # checksums of the parameters
+    rest: Tensor  # checksums of the optimizer state and the finite part of the buffers
+    nonfinite: Tensor  # hashes of where buffers are not finite; 0 where they are
+    masks: bool  # whether a buffer has changed that was not finite at the start
+    consensus: Tensor | float  # of the last consensus, which compressed differences refer to; NaN without one
+    outer: Tensor | float  # of the place that the outer step starts from; NaN without one
+    #: Returns a readable description of ``"layout"`` or ``"state"``, by tensor, or the names of tensors that are not
+    #: ``"finite"``, by row, for error messages.
     describe: Callable[[str], Mapping[str, Any]]
 
 
@@ -182,7 +169,6 @@ def pattern(buffers: Sequence[Tensor], rows: int, device: torch.device) -> Tenso
 
 
 def finite_part(buffer: Tensor) -> Tensor:
-    """Return a copy in which elements that are not finite are zero."""
     return buffer.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -27,11 +27,7 @@ _LOG_SHARE = 0.25
 
 
 def run_demo(options: Options) -> None:
-    """Train with OneCycleLR and with HDET, print the table, and write the files to ``options.out``.
-
-    Raises:
-        ProcessException: A replica raised or died.
-    """
+    """Train with OneCycleLR and with HDET, print the table, and write the files to ``options.out``."""
     backend, device = place(options.replicas)
     kind = "CPU" if device == "cpu" else "one GPU each" if backend == "nccl" else "sharing the GPUs"
     where = f"{options.replicas} replicas, {kind}, {backend}"
@@ -74,21 +70,20 @@ class Bar:
         self.total = total
         self.stream = stream
         self.terminal = stream.isatty()
-        self.full, self.empty = ("█", "░") if _can_write("█░", stream) else ("#", ".")
+        self.full, self.empty = "█░" if (stream.encoding or "").lower().startswith("utf") else "#."
         self.start = time.monotonic()
         self.drawn = -1.0
         self.logged = 0.0
 
     def update(self, done: int, note: str) -> None:
         """Show that ``done`` steps are finished, with ``note`` behind the bar."""
-        if self.terminal:
-            now = time.monotonic()
-            if done == self.total or now - self.drawn >= _REDRAW_SECONDS:
-                self.drawn = now
-                self._write(f"\r{self._line(done, note)}\x1b[K" + ("\n" if done == self.total else ""))
-        elif done == self.total or done / self.total >= self.logged + _LOG_SHARE:
+        now, ended = time.monotonic(), done == self.total
+        if self.terminal and (ended or now - self.drawn >= _REDRAW_SECONDS):
+            self.drawn = now
+            print(f"\r{self._line(done, note)}\x1b[K", end="\n" if ended else "", file=self.stream, flush=True)
+        elif not self.terminal and (ended or done / self.total >= self.logged + _LOG_SHARE):
             self.logged = done / self.total
-            self._write(self._line(done, note) + "\n")
+            print(self._line(done, note), file=self.stream, flush=True)
 
     def _line(self, done: int, note: str) -> str:
         elapsed = time.monotonic() - self.start
@@ -100,15 +95,3 @@ class Bar:
         filled = max(width, 0) * done // self.total
         bar = self.full * filled + self.empty * (width - filled)
         return f"{self.label:<18}{bar} {text}"
-
-    def _write(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()
-
-
-def _can_write(text: str, stream: TextIO) -> bool:
-    try:
-        text.encode(stream.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True

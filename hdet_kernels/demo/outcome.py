@@ -8,7 +8,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hdet_kernels import report
 from hdet_kernels.demo.training import RUNS, Options, ReplicaRun, RunName
 from hdet_kernels.schedule.acts import EVENTS
+from hdet_kernels.schedule.history import without_nan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,21 +28,11 @@ _COLOURS: dict[RunName, str] = {"plain": "#8a8f99", "hdet": "#c8442d"}
 
 @dataclass(frozen=True)
 class Run:
-    """One run over all replicas.
+    """One run over all replicas: what :class:`.ReplicaRun` has of one."""
 
-    Args:
-        losses: Mean training loss of the replicas, [steps].
-        rates: Learning rate of every replica, [replicas, steps].
-        base: Learning rate before the fan-out, [steps].
-        held_out: Loss of the averaged model on held-out data.
-        seconds: Time of the training steps.
-        gradient_bytes: Bytes that DDP all-reduced.
-        history: The syncs, as dicts.
-    """
-
-    losses: NDArray[np.float64]
-    rates: NDArray[np.float64]
-    base: NDArray[np.float64]
+    losses: NDArray[np.float64]  # [steps], mean of the replicas
+    rates: NDArray[np.float64]  # [replicas, steps]
+    base: NDArray[np.float64]  # [steps]
     held_out: float
     seconds: float
     gradient_bytes: int
@@ -49,16 +40,15 @@ class Run:
 
     @property
     def last_losses(self) -> float:
-        """Return the mean training loss of the last 10 % of the steps."""
+        """The mean training loss of the last 10 % of the steps."""
         return float(self.losses[-max(len(self.losses) // 10, 1) :].mean())
 
     @property
     def peak(self) -> float:
-        """Return the base learning rate at the peak of the schedule: before it, HDET may have lowered a higher one."""
+        """The base learning rate at the peak of the schedule: before it, HDET may have lowered a higher one."""
         return float(self.base[max(len(self.base) * 3 // 10 - 1, 0) :].max())
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers of the table by name."""
         totals = report.summary(self.history)
         return {
             "held_out_loss": self.held_out,
@@ -76,24 +66,22 @@ class Run:
 
 def gathered(replicas: Sequence[Sequence[ReplicaRun]]) -> dict[RunName, Run]:
     """Merge one list of runs for each replica into one :class:`Run` over all replicas, by name."""
-    return {name: _one_run([runs[index] for runs in replicas]) for index, name in enumerate(RUNS)}
-
-
-def _one_run(replicas: Sequence[ReplicaRun]) -> Run:
-    first = replicas[0]  # base, held-out loss and history are the same on all
-    return Run(
-        losses=np.mean([replica.losses for replica in replicas], axis=0),
-        rates=np.array([replica.rates for replica in replicas]),
-        base=np.array(first.base),
-        held_out=first.held_out,
-        seconds=max(replica.seconds for replica in replicas),
-        gradient_bytes=first.gradient_bytes,
-        history=first.history,
-    )
+    found = {}
+    for name, runs in zip(RUNS, zip(*replicas, strict=True), strict=True):
+        first = runs[0]  # base, held-out loss and history are the same on all
+        found[name] = Run(
+            losses=np.mean([run.losses for run in runs], axis=0),
+            rates=np.array([run.rates for run in runs]),
+            base=np.array(first.base),
+            held_out=first.held_out,
+            seconds=max(run.seconds for run in runs),
+            gradient_bytes=first.gradient_bytes,
+            history=first.history,
+        )
+    return found
 
 
 def comparison(runs: dict[RunName, Run], options: Options) -> str:
-    """Return the table that the demo prints."""
     numbers = {name: run.numbers() for name, run in runs.items()}
 
     def row(label: str, key: str, style: str) -> list[str]:
@@ -118,7 +106,6 @@ def comparison(runs: dict[RunName, Run], options: Options) -> str:
 
 
 def acts(run: Run) -> list[str]:
-    """Return every return to the start with its reason, as lines of a list."""
     return [f"- {record['why']}" for record in run.history if record.get("act") in EVENTS]
 
 
@@ -133,14 +120,9 @@ def verdict(runs: dict[RunName, Run]) -> str:
 
 
 def write_json(runs: dict[RunName, Run], options: Options, backend: str, path: Path) -> None:
-    """Write options and results of all steps to ``path``."""
     content = {
         "options": {
-            "replicas": options.replicas,
-            "steps": options.steps,
-            "task": options.task,
-            "seed": options.seed,
-            "max_lr": options.max_lr,
+            **{name: getattr(options, name) for name in ("replicas", "steps", "task", "seed", "max_lr")},
             "process_group": backend,
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -156,20 +138,10 @@ def write_json(runs: dict[RunName, Run], options: Options, backend: str, path: P
             for name, run in runs.items()
         },
     }
-    path.write_text(json.dumps(_without_nan(content), indent=1) + "\n", encoding="utf-8")
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    return [_without_nan(entry) for entry in value] if isinstance(value, list) else value
+    path.write_text(json.dumps(without_nan(content), indent=1) + "\n", encoding="utf-8")
 
 
 def plot_training_losses(runs: dict[RunName, Run], options: Options, path: Path) -> None:
-    """Draw the mean training loss of the replicas at every step, raw and smoothed."""
     title = f"Training loss from the same start, peak learning rate {options.max_lr:.0e}"
     figure, axes = report.new_figure(title, "step", "training loss, mean of the replicas (nats)")
     steps = np.arange(1, options.steps + 1)
@@ -179,7 +151,7 @@ def plot_training_losses(runs: dict[RunName, Run], options: Options, path: Path)
         axes.plot(steps, smoothed(run.losses), color=_COLOURS[name], linewidth=2.2, label=label)
     if any(run.losses.min() > 0 and run.losses.max() > 50 * run.losses.min() for run in runs.values()):
         axes.set_yscale("log")
-    _mark_controller(axes, runs["hdet"], "bottom")
+    _mark_controller(axes, runs["hdet"])
     axes.set_xlim(0, options.steps)
     axes.legend(frameon=False, loc="best")
     figure.savefig(path)
@@ -200,45 +172,23 @@ def plot_learning_rates(runs: dict[RunName, Run], options: Options, path: Path) 
     lowest, highest = min(plain.base[0], hdet.rates[:, 0].min()), max(hdet.rates.max(), plain.peak)
     axes.set_ylim(lowest / 2, highest * 1.6)
     axes.set_xlim(0, options.steps)
-    _mark_controller(axes, hdet, "top")
+    _mark_controller(axes, hdet)
     axes.legend(frameon=False, loc="lower center", ncols=2 + (options.replicas > 8))
     figure.savefig(path)
 
 
 def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the moving mean over 5 % of the run; the window is cut at both ends."""
-    half = max(len(values) // 40, 1)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    means: NDArray[np.float64] = (sums[high] - sums[low]) / (high - low)
-    return means
+    window = np.ones(2 * max(len(values) // 40, 1) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
-def _mark_controller(axes: Axes, run: Run, label_at: Literal["top", "bottom"]) -> None:
+def _mark_controller(axes: Axes, run: Run) -> None:
     """Shade the part of the run in which the controller moves the base, and mark every return."""
-    acting = [record["step"] for record in run.history if record["probes"] is not None]
-    if not acting:
-        return
-    axes.axvspan(acting[0], acting[-1], color="#f3e9d2", alpha=0.6, linewidth=0, zorder=0)
-    for record in run.history:
-        if record.get("act") in EVENTS:
-            axes.axvline(record["step"], color=report.INK, linewidth=1.0, linestyle=":", zorder=1)
-            axes.annotate(
-                f" {record['act']}",
-                (record["step"], 0.9 if label_at == "bottom" else 0.05),
-                xycoords=("data", "axes fraction"),
-                rotation=90,
-                ha="right",
-                fontsize=9,
-                color=report.INK,
-            )
-    axes.annotate(
-        "HDET adapts\nits base",
-        ((acting[0] + acting[-1]) / 2, 0.98 if label_at == "top" else 0.02),
-        xycoords=("data", "axes fraction"),
-        ha="center",
-        va=label_at,
-        fontsize=9,
-        color=report.MUTED,
-    )
+    if acting := [record["step"] for record in run.history if record["probes"] is not None]:
+        axes.axvspan(
+            acting[0], acting[-1], color="#f3e9d2", alpha=0.6, linewidth=0, zorder=0, label="HDET adapts its base"
+        )
+    for number, record in enumerate(record for record in run.history if record.get("act") in EVENTS):
+        label = "" if number else "return to the start"
+        axes.axvline(record["step"], color=report.INK, linewidth=1.0, linestyle=":", zorder=1, label=label)

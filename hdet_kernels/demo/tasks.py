@@ -1,6 +1,8 @@
 """Tasks of the demo: a byte-level language model of the standard library's source, and a classifier of digits.
 
-Both use data that comes with Python or scikit-learn, and are small enough for a laptop's CPU.
+Both use data that comes with Python or scikit-learn, and are small enough for a laptop's CPU. A task has a model, a
+training ``batch``, a larger one for the controller's ``probe``, and ``held_out`` data. ``poor_lr`` is about ten times a
+good peak learning rate for ``steps`` steps. ``missing()`` tells why it cannot run here and how to fix it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import importlib
 import importlib.util
 import sysconfig
 from pathlib import Path
-from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,31 +19,7 @@ from torch import Generator, Tensor, nn
 # Inputs, and the class number of every output position.
 Batch = tuple[Tensor, Tensor]
 
-
-class Task(Protocol):
-    """Interface of a task: data and a model.
-
-    ``poor_lr`` is about ten times a good peak learning rate for ``steps`` steps.
-    """
-
-    title: ClassVar[str]
-    steps: ClassVar[int]
-    poor_lr: ClassVar[float]
-
-    @staticmethod
-    def missing() -> str | None:
-        """Return why the task cannot run here and how to fix it, or None if it can."""
-
-    def model(self) -> nn.Module: ...
-
-    def batch(self, generator: Generator) -> Batch:
-        """Draw the next training batch of a replica."""
-
-    def probe(self, generator: Generator) -> Batch:
-        """Draw training data for the controller's probe, more than a batch."""
-
-    def held_out(self) -> Batch:
-        """Return the data that is not trained on."""
+SOURCE = Path(sysconfig.get_paths()["stdlib"])
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -55,25 +32,23 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 class TextTask:
     """Predict the next byte of the Python standard library's top-level modules; every tenth file is held out."""
 
-    title: ClassVar[str] = "next byte of the Python standard library's source, transformer of 137 000 parameters"
-    steps: ClassVar[int] = 400
-    poor_lr: ClassVar[float] = 0.2
-
+    title = "next byte of the Python standard library's source, transformer of 137 000 parameters"
+    steps = 400
+    poor_lr = 0.2
     context = 64
     batch_size = 8
     held_out_windows = 512
 
     def __init__(self, folder: Path | None = None) -> None:
-        files = sorted(_source_folder(folder).glob("*.py"))
+        files = sorted((folder or SOURCE).glob("*.py"))
         self.train = _bytes_of([file for index, file in enumerate(files) if index % 10])
         self.unseen = _bytes_of(files[::10])
 
     @staticmethod
     def missing() -> str | None:
-        folder = _source_folder(None)
-        if sum(file.stat().st_size for file in folder.glob("*.py")) > 500_000:
+        if sum(file.stat().st_size for file in SOURCE.glob("*.py")) > 500_000:
             return None
-        return f"the standard library's source is not in {folder}: use a full Python installation, or --task digits"
+        return f"the standard library's source is not in {SOURCE}: use a full Python installation, or --task digits"
 
     def model(self) -> nn.Module:
         return ByteTransformer(width=64, heads=2, layers=2, context=self.context)
@@ -99,10 +74,9 @@ class TextTask:
 class DigitsTask:
     """Classify scikit-learn's 1797 handwritten digits, 8×8 pixels; every fifth is held out."""
 
-    title: ClassVar[str] = "scikit-learn's handwritten digits, MLP of 26 000 parameters"
-    steps: ClassVar[int] = 600
-    poor_lr: ClassVar[float] = 0.1
-
+    title = "scikit-learn's handwritten digits, MLP of 26 000 parameters"
+    steps = 600
+    poor_lr = 0.1
     batch_size = 16
 
     def __init__(self) -> None:
@@ -135,14 +109,12 @@ class DigitsTask:
         return inputs[chosen], targets[chosen]
 
 
-TASKS: dict[str, type[TextTask] | type[DigitsTask]] = {"text": TextTask, "digits": DigitsTask}
+Task = TextTask | DigitsTask
+TASKS: dict[str, type[Task]] = {"text": TextTask, "digits": DigitsTask}
 
 
 class ByteTransformer(nn.Module):
-    """Language model: bytes [batch, length] → logits of the next byte [batch, length, 256].
-
-    It has pre-norm blocks and learned positions.
-    """
+    """Language model: bytes [batch, length] → logits of the next byte [batch, length, 256]."""
 
     def __init__(self, *, width: int, heads: int, layers: int, context: int) -> None:
         super().__init__()
@@ -175,10 +147,6 @@ class _Block(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.mlp_norm(x))
-
-
-def _source_folder(folder: Path | None) -> Path:
-    return Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
 
 
 def _bytes_of(files: list[Path]) -> Tensor:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +35,6 @@ from hdet_kernels.schedule.schedulers import HDETOneCycleLR
 RunName = Literal["plain", "hdet"]
 RUNS: tuple[RunName, ...] = ("plain", "hdet")
 
-#: How processes are started.
 START_METHOD = "spawn"
 
 #: Passes a message of a replica to the parent process.
@@ -59,13 +59,7 @@ class Options:
 def checked_options(
     *, replicas: int, steps: int | None, task: str, out: Path, seed: int, max_lr: float | None
 ) -> Options:
-    """Check the options, fill in the task's defaults, and create the folder ``out``.
-
-    Raises:
-        ValueError: An option is invalid, the task's data is missing, or ``out`` cannot be written.
-    """
-    if task not in TASKS:
-        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
+    """Fill in the task's defaults and create ``out``; raise ValueError for what cannot be trained or written."""
     if replicas < 2:
         raise ValueError(f"--replicas must be at least 2, got {replicas}: HDET compares replicas with each other")
     chosen = TASKS[task]
@@ -82,19 +76,14 @@ def checked_options(
         raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {seed}")
     if (missing := chosen.missing()) is not None:
         raise ValueError(missing)
-    _check_writable(out)
-    return Options(replicas, steps, task, out, seed, max_lr)
-
-
-def _check_writable(out: Path) -> None:
-    """Check that files can be created in ``out``, before two minutes of training."""
-    try:
+    try:  # before two minutes of training
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"cannot write to --out {out} ({reason}): choose a writable folder") from error
+    return Options(replicas, steps, task, out, seed, max_lr)
 
 
 @dataclass(frozen=True)
@@ -109,24 +98,14 @@ class Progress:
 
 @dataclass
 class ReplicaRun:
-    """Result of one run on one replica. Lists have one entry for each step.
-
-    Args:
-        losses: Training losses.
-        rates: Learning rates of this replica.
-        base: Learning rates before the fan-out.
-        held_out: Loss of the averaged model on held-out data.
-        seconds: Time of the training steps, including scheduler and syncs.
-        gradient_bytes: Bytes that DDP all-reduces in the run.
-        history: The syncs, as dicts.
-    """
+    """Result of one run on one replica. Lists have one entry for each step."""
 
     losses: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    base: list[float] = field(default_factory=list)
-    held_out: float = float("nan")
-    seconds: float = 0.0
-    gradient_bytes: int = 0
+    base: list[float] = field(default_factory=list)  # learning rates before the fan-out
+    held_out: float = float("nan")  # of the averaged model
+    seconds: float = 0.0  # of the training steps, including scheduler and syncs
+    gradient_bytes: int = 0  # that DDP all-reduces
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -222,7 +201,7 @@ def train_both(rank: int, device: torch.device, send: Send, options: Options) ->
     """Train both runs, one after the other, as replica ``rank`` of the default process group."""
     logging.getLogger("hdet_kernels").setLevel(logging.ERROR)  # what HDET did is printed under the table
     task: Task = TASKS[options.task]()
-    return [_train(run, task, rank, device, send if rank == 0 else _silent, options) for run in RUNS]
+    return [_train(run, task, rank, device, send, options) for run in RUNS]
 
 
 def _train(run: RunName, task: Task, rank: int, device: torch.device, send: Send, options: Options) -> ReplicaRun:
@@ -230,7 +209,13 @@ def _train(run: RunName, task: Task, rank: int, device: torch.device, send: Send
     model = task.model().to(device)
     replicated = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.max_lr)
-    scheduler = _scheduler(run, optimizer, model, task, device, options)
+    scheduler: OneCycleLR | HDETOneCycleLR
+    if run == "plain":
+        scheduler = OneCycleLR(optimizer, options.max_lr, total_steps=options.steps)
+    else:
+        same_for_all = _on(device, task.probe(_generator(options, options.replicas)))
+        probe = partial(loss_of, model, same_for_all)
+        scheduler = HDETOneCycleLR(optimizer, options.max_lr, options.steps, probe=probe, seed=options.seed)
     order = _generator(options, rank)  # the same batches in both runs
     losses = torch.zeros(options.steps, device=device)
     seen = ReplicaRun(gradient_bytes=options.steps * sum(p.nbytes for p in model.parameters()))
@@ -251,7 +236,7 @@ def _train(run: RunName, task: Task, rank: int, device: torch.device, send: Send
         else:
             scheduler.step()
         losses[step] = loss.detach()
-        if (step + 1) % tell_every == 0 or step + 1 == options.steps:
+        if rank == 0 and ((step + 1) % tell_every == 0 or step + 1 == options.steps):
             send(Progress(run, step + 1, float(losses[step]), rate))
     seen.losses = losses.tolist()
     seen.seconds = time.perf_counter() - start
@@ -261,26 +246,6 @@ def _train(run: RunName, task: Task, rank: int, device: torch.device, send: Send
     if isinstance(scheduler, HDETOneCycleLR):
         seen.history = [record.to_dict() for record in scheduler.history]
     return seen
-
-
-def _scheduler(
-    run: RunName,
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    task: Task,
-    device: torch.device,
-    options: Options,
-) -> OneCycleLR | HDETOneCycleLR:
-    if run == "plain":
-        return OneCycleLR(optimizer, options.max_lr, total_steps=options.steps)
-    same_for_all = _on(device, task.probe(_generator(options, options.replicas)))
-    return HDETOneCycleLR(
-        optimizer,
-        options.max_lr,
-        total_steps=options.steps,
-        probe=lambda: loss_of(model, same_for_all),
-        seed=options.seed,
-    )
 
 
 @torch.no_grad()
@@ -300,7 +265,3 @@ def _generator(options: Options, stream: int) -> torch.Generator:
 
 def _on(device: torch.device, batch: Batch) -> Batch:
     return batch[0].to(device), batch[1].to(device)
-
-
-def _silent(_: object) -> None:
-    return None

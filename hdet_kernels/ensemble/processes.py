@@ -244,8 +244,7 @@ def announced_size() -> int:
 def settled_ensemble(user: str) -> Ensemble:
     """Return the default ensemble for ``user``, which needs to know at once who the replicas are.
 
-    Raises:
-        RuntimeError: if a launcher announced several processes and their group is not initialised yet.
+    Raises RuntimeError if a launcher announced several processes and their group is not initialised yet.
     """
     size = announced_size()
     if size > 1 and dist.is_available() and not dist.is_initialized():
@@ -277,11 +276,8 @@ def _keep_for_good() -> None:
 
 def _check_groups(process_group: object, shard_group: object, overlap_group: object) -> None:
     outside = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns to processes that are not in the group
-    for name, group in (
-        ("process_group", process_group),
-        ("shard_group", shard_group),
-        ("overlap_group", overlap_group),
-    ):
+    given = {"process_group": process_group, "shard_group": shard_group, "overlap_group": overlap_group}
+    for name, group in given.items():
         kinds = (dist.ProcessGroup, DeviceMesh) if name == "process_group" else (dist.ProcessGroup,)
         if group is not None and group != outside and not isinstance(group, kinds):
             expected = " or a torch.distributed.DeviceMesh" * (len(kinds) > 1)

@@ -24,8 +24,6 @@ class Collective(Protocol):
 
 
 class Done:
-    """A collective that has finished."""
-
     def wait(self) -> None:
         return None
 
@@ -93,13 +91,7 @@ _MEMBERS = ("size", "replica", "rows", "part", "parts", "processes", "process", 
 
 
 def check_ensemble(name: str, value: object, members: Sequence[str] = _MEMBERS) -> None:
-    """Raise TypeError unless ``value`` has the attributes and methods of an :class:`Ensemble`.
-
-    Args:
-        name: how the message names the argument.
-        value: what was given.
-        members: those that are needed.
-    """
+    """Raise TypeError unless ``value`` has these attributes and methods of an :class:`Ensemble`."""
     missing = [member for member in members if not hasattr(value, member)]
     if missing or isinstance(value, type):
         wraps = isinstance(value, dist.ProcessGroup | DeviceMesh)

@@ -49,9 +49,7 @@ class SingleReplica:
 class RowEnsemble:
     """Several replicas per process, as the rows of its tensors.
 
-    Args:
-        rows: number of replicas in this process.
-        among: the processes, each of which holds as many (default: this process alone).
+    ``among`` are the processes, each of which holds as many (default: this process alone).
     """
 
     part = 0

@@ -74,15 +74,8 @@ def tied_groups(
 ) -> list[tuple[int, ...]]:
     """Return the sets of parameter groups that have one learning rate, each in order, by their first groups.
 
-    A group whose learning rate is 0 is tied to nothing: it has no ratio to others.
-
-    Args:
-        groups: the optimizer's, with the entries that its schedule notes there.
-        tie_groups: checked by :func:`check_tie_groups`.
-        covered: the ``Explore("lr", …)`` of those groups that have one. Groups with different ones are not tied.
-
-    Raises:
-        ValueError: if groups are to be tied that cannot be.
+    A group whose learning rate is 0 is tied to nothing: it has no ratio to others. ``covered`` has the
+    ``Explore("lr", …)`` of those groups that have one; groups with different ones are not tied.
     """
     covered = covered or {}
     frozen = {index for index, group in enumerate(groups) if not peak_of(group)}
@@ -143,19 +136,14 @@ def _check_set(tied: tuple[int, ...], count: int, frozen: set[int], covered: Map
 
 def _hyperparameters(group: Group) -> list[tuple[str, Any]]:
     """Return the entries of a group that are numbers, or tuples of numbers, less those in which groups may differ."""
-    entries = ((key, _plain(value)) for key, value in sorted(group.items()) if key not in _MAY_DIFFER)
-    return [(key, value) for key, value in entries if value is not _NO_NUMBER]
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else _NO_NUMBER
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value)) if all(_plain(entry) is not _NO_NUMBER for entry in value) else _NO_NUMBER
-    return value if value is None or isinstance(value, bool | int | float) else _NO_NUMBER
-
-
-_NO_NUMBER = object()
+    found = []
+    for key in sorted(group.keys() - set(_MAY_DIFFER)):
+        value = group[key]
+        several = tuple(value) if isinstance(value, tuple | list) else (value,)
+        plain = tuple(each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in several)
+        if all(each is None or isinstance(each, int | float) for each in plain):
+            found.append((key, plain))
+    return found
 
 
 #: Entries of a group that a schedule keeps there for itself, and seeds.
@@ -199,9 +187,21 @@ class Explore:
             raise ValueError(f"the name of an Explore must be {key}, got ''")
         check_spread(self.spread, self.spacing, f"spread of {self.name!r}")
         if self.bounds is not None:
-            _check_bounds(self.name, self.bounds)
+            what, pair = f"bounds of {self.name!r}", "(lowest, highest)"
+            low, high = check_sequence(what, self.bounds, pair, length=2)
+            low = check_number(f"lowest of the {what}", low, at_least=0, remedy="pass 0 for no lower bound")
+            remedy = "pass math.inf for none"
+            if high != math.inf and check_number(f"highest of the {what}", high, remedy=remedy) <= low:
+                raise ValueError(
+                    f"{what} must be {pair}, got {spell(self.bounds)}: the highest has to exceed the lowest"
+                )
         if self.groups is not None:
-            _check_groups(self.name, self.groups)
+            what = f"groups of {self.name!r}"
+            indices = check_sequence(what, self.groups, "a list of parameter groups, counted from 0")
+            if not indices:
+                raise ValueError(f"{what} must name a parameter group, got {spell(self.groups)}: leave it out for all")
+            for index in indices:
+                check_whole(f"a parameter group in {what}", index, remedy="they are counted from 0")
         if self.apply is not None:
             check_callable(f"apply of {self.name!r}", self.apply, "apply(value)")
             if self.base is None:
@@ -232,7 +232,6 @@ class Hyperparameter:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The parameter groups that have it."""
         return self.tied if self.group is None else (self.group, *self.tied)
 
     def multipliers(self, n: int, *, seed: int, cycle: int) -> NDArray[np.float64]:
@@ -287,15 +286,9 @@ def expand(
 ) -> list[Hyperparameter]:
     """Return one :class:`Hyperparameter` for every scalar and group that it covers; nothing is modified.
 
-    Args:
-        explores: the user's.
-        groups: the optimizer's parameter groups.
-        lr_spread: spread of the learning rates that no ``Explore("lr", …)`` covers.
-        elsewhere: takes the values of scalars that are in no group.
-        tie_groups: which groups have one learning rate, see :func:`.ties.tied_groups`.
-
-    Returns:
-        First the learning rates of all groups or sets of tied groups, by the first group of each, then the others.
+    First come the learning rates of all groups or sets of tied groups, by the first group of each, then the others.
+    ``lr_spread`` is that of the learning rates that no ``Explore("lr", …)`` covers; ``elsewhere`` takes the values of
+    scalars that are in no group.
     """
     check_spread(lr_spread, "linear")
     by_group: dict[int, Explore] = {}
@@ -326,11 +319,22 @@ def expand(
                     raise ValueError(f"the learning rate of parameter group {group} is explored twice")
                 by_group[group] = explore
             else:
-                held = _read_base(groups[group], explore.name)
+                try:
+                    held = read_entry(groups[group], explore.name)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{error}. For a scalar that lives elsewhere pass apply= and base=; for one of stack.hyper "
+                        "pass base=, and ensemble=stack.ensemble to the scheduler"
+                    ) from None
                 # A group that was spread before holds a replica's value: see remember_bases.
                 base = groups[group].get(f"initial_{explore.name}", held) if explore.base is None else explore.base
                 check_base(f"{explore.name} of parameter group {group}", base)
-                _check_decay_bounds(explore)
+                decays = split_key(explore.name)[0] in ("betas", "momentum")
+                if decays and not (explore.bounds and explore.bounds[1] < 1):
+                    raise ValueError(
+                        f"Explore({explore.name!r}) needs bounds= that end below 1, got {explore.bounds}: multiples of "
+                        "a number near 1 soon exceed it, and with a decay of 1 or more training diverges"
+                    )
                 others.append(_hyperparameter(explore, f"{explore.name}/{group}", base, group))
     default = Explore("lr", spread=lr_spread)
     rates = [
@@ -345,10 +349,7 @@ def expand(
 
 
 def remember_bases(hyperparameters: Iterable[Hyperparameter], groups: Sequence[Group]) -> None:
-    """Note the base values in the groups, beside torch's ``initial_lr``.
-
-    The entry itself is this replica's value, and a group that was saved, loaded or scheduled again must tell the base.
-    """
+    """Note the base values in the groups, beside torch's ``initial_lr``: the entry itself is this replica's value."""
     for hyper in hyperparameters:
         if hyper.group is not None and hyper.base is not None:
             groups[hyper.group][f"initial_{hyper.key}"] = hyper.base
@@ -358,41 +359,6 @@ def check_base(name: str, base: float) -> None:
     """Raise unless ``base`` is a positive finite number, so that its multiples differ."""
     remedy = "its replicas train with multiples of it; pass base= to Explore, or leave the group out with groups="
     check_positive(f"the base value of {name}", base, remedy=remedy)
-
-
-def _check_bounds(name: str, bounds: object) -> None:
-    """Raise unless ``bounds`` are two numbers between which positive values can lie; the upper one may be infinite."""
-    what, pair = f"bounds of {name!r}", "(lowest, highest)"
-    low, high = check_sequence(what, bounds, pair, length=2)
-    low = check_number(f"lowest of the {what}", low, at_least=0, remedy="pass 0 for no lower bound")
-    if high != math.inf and check_number(f"highest of the {what}", high, remedy="pass math.inf for none") <= low:
-        raise ValueError(f"{what} must be {pair}, got {spell(bounds)}: the highest has to exceed the lowest")
-
-
-def _check_groups(name: str, groups: object) -> None:
-    indices = check_sequence(f"groups of {name!r}", groups, "a list of parameter groups, counted from 0")
-    if not indices:
-        raise ValueError(f"Explore({name!r}, groups={spell(groups)}) explores nothing: leave out groups= for all")
-    for index in indices:
-        check_whole(f"a parameter group in groups of {name!r}", index, remedy="they are counted from 0")
-
-
-def _read_base(group: Group, key: str) -> float:
-    try:
-        return read_entry(group, key)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. For a scalar that lives elsewhere pass apply= and base=; for one of stack.hyper pass base=, and "
-            "ensemble=stack.ensemble to the scheduler"
-        ) from None
-
-
-def _check_decay_bounds(explore: Explore) -> None:
-    if split_key(explore.name)[0] in ("betas", "momentum") and not (explore.bounds and explore.bounds[1] < 1):
-        raise ValueError(
-            f"Explore({explore.name!r}) needs bounds= that end below 1, got {explore.bounds}: multiples of a number "
-            "near 1 soon exceed it, and with a decay of 1 or more training diverges"
-        )
 
 
 def _covered(explore: Explore, groups: Sequence[Group]) -> Sequence[int]:

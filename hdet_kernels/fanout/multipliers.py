@@ -56,13 +56,8 @@ def pairs(n: int, spreads: Sequence[tuple[float, Spacing]], *, seed: int, sync: 
     Replicas come in pairs, one below the base value and one as far above. The pairs are dealt in turn to the
     hyperparameters that have a spread; where there are fewer pairs than hyperparameters, the next cycle goes on with
     the next ones. The k pairs of one hyperparameter take the multipliers of 2·k replicas. With four replicas or more,
-    the last pair trains with the base values: its replicas differ by noise only, which measures the noise.
-
-    Args:
-        n: number of replicas.
-        spreads: spread and spacing of each hyperparameter.
-        seed: of the permutation.
-        sync: number of syncs before this cycle.
+    the last pair trains with the base values: its replicas differ by noise only, which measures the noise. ``sync`` is
+    the number of syncs before this cycle.
     """
     found = np.ones((len(spreads), n))
     wanted = [index for index, (spread, _) in enumerate(spreads) if spread > 0]

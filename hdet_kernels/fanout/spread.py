@@ -35,12 +35,10 @@ class Placement:
     applied: Array
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arrays as lists."""
         return {"base": self.base.tolist(), "values": self.values.tolist(), "applied": self.applied.tolist()}
 
     @staticmethod
     def of(state: dict[str, Any]) -> Placement:
-        """Return the placement that :meth:`state_dict` saved."""
         return Placement(*(np.array(state[name]) for name in ("base", "values", "applied")))
 
 
@@ -102,21 +100,8 @@ class Spread:
     ) -> Spread:
         """Return the spread of an optimizer's learning rates, and of scalars that are explored beside them.
 
-        Its first cycle has begun.
-
-        Args:
-            groups: the optimizer's parameter groups, with the schedule's first learning rates.
-            ensemble: the replicas.
-            controller: moves the base values; None: they are the scheduled ones.
-            run: the run, as the controller prepared it.
-            spread: α of the learning rates.
-            explore: further scalars.
-            tie_groups: which parameter groups have one learning rate: ``"auto"``, as in the schedulers, True for all,
-                or lists of their indices.
-            seed: of the permutations.
-
-        Raises:
-            ValueError: if ``run`` describes another number of hyperparameters.
+        Its first cycle has begun. The groups have the schedule's first learning rates. ``run`` is that which the
+        controller prepared. ``spread``, ``explore``, ``tie_groups`` and ``seed`` are as in the schedulers.
         """
         check_tie_groups(tie_groups)
         hyperparameters = expand(explore, groups, spread, tie_groups=tie_groups)
@@ -162,13 +147,10 @@ class Spread:
     def fan_out(
         self, cycle: int, sync: int = 0, *, in_pairs: bool = False, departs: Sequence[bool] | None = None
     ) -> None:
-        """Deal the multipliers [J, N] of a cycle to the replicas.
+        """Deal the multipliers [J, N] of a cycle, the number of which decides the permutations, to the replicas.
 
-        Args:
-            cycle: number of the cycle, which decides the permutations.
-            sync: number of syncs before it, which decides the pairs.
-            in_pairs: whether every replica departs in at most one hyperparameter, see :func:`.multipliers.pairs`.
-            departs: in which hyperparameters replicas differ; the others have multiplier 1. None: in all.
+        ``sync``, the number of syncs before it, decides the pairs, if every replica departs in at most one
+        hyperparameter (:func:`.multipliers.pairs`). ``departs``: in which replicas differ; None: in all.
         """
         n, hyperparameters = self._size, self.hyperparameters
         departs = [True] * len(hyperparameters) if departs is None else departs
@@ -183,10 +165,9 @@ class Spread:
 
     def place(self, factors: Array) -> None:
         """Give each replica its own factor [N] of all learning rates; everything else is equal on all replicas."""
-        rates = self._rate_count
         self._spreads = [(0.0, hyper.spacing) for hyper in self.hyperparameters]
         self._multipliers = np.ones((len(self.hyperparameters), self._size))
-        self._multipliers[:rates] = factors
+        self._multipliers[: len(self.tied)] = factors
         self._own = self._multipliers[:, self._held].tolist()
 
     def base(self, index: int, group: int | None = None) -> Any:
@@ -199,8 +180,6 @@ class Spread:
             start, share = self.scheduled[group], self._shares[group]
         if self.controller is None or not share:  # a group whose schedule is always 0 stays at 0
             return hyper.bounded(start)
-        if share == 1:
-            return hyper.bounded(self.controller.base(self.controller_state, index, start))
         return hyper.bounded(self.controller.base(self.controller_state, index, start / share) * share)
 
     def values(self, index: int, group: int | None = None) -> tuple[Any, ...]:
@@ -213,15 +192,11 @@ class Spread:
         return self.base(index, group) if self._several else self.values(index, group)[0]
 
     @property
-    def _rate_count(self) -> int:
-        return sum(hyper.base is None for hyper in self.hyperparameters)
-
-    @property
     def changes_rates(self) -> bool:
         """Whether some replica trains with another learning rate than the scheduled one. Equal on all replicas."""
         pairs_of_rates = zip(self.base_rates(), self.scheduled, strict=True)
         moved = any(float(base) != float(scheduled) for base, scheduled in pairs_of_rates)
-        return moved or bool((self._multipliers[: self._rate_count] != 1).any())
+        return moved or bool((self._multipliers[: len(self.tied)] != 1).any())
 
     def rates(self, scheduled: Sequence[float | Tensor]) -> list[float | Tensor]:
         """Take the schedule's learning rates and return those for the optimizer's groups.
@@ -272,11 +247,8 @@ class Spread:
     def observe(self, placed: Placement, losses: Array, step: int, slopes: MeasuredSlopes | None = None) -> Observation:
         """Return a sync as the controller sees it.
 
-        Args:
-            placed: the values that the replicas trained with.
-            losses: [N], NaN where a replica is bad.
-            step: the step that the sync followed.
-            slopes: those of the learning rates that were measured from gradients; other scalars have none.
+        ``losses``, [N], are NaN where a replica is bad. ``slopes`` are those of the learning rates that were measured
+        from gradients; other scalars have none.
         """
         values = errors = None
         if slopes is not None:
@@ -291,10 +263,7 @@ class Spread:
             self.controller_state = self.controller.update(run, self.controller_state, seen)
 
     def bases(self) -> dict[str, str]:
-        """Return the base values by name, for a report.
-
-        Six digits: the last ones may differ between machines of different kinds.
-        """
+        """Return the base values by name, for a report. The last digits may differ between machines."""
         base = self.placement().base.tolist()
         return {hyper.name: f"{value:.6e}" for hyper, value in zip(self.hyperparameters, base, strict=True)}
 
@@ -328,6 +297,4 @@ def rates_of(groups: Sequence[Group]) -> list[float | Tensor]:
 
 def _share(peaks: Sequence[float] | None, first: int, group: int) -> float:
     """Return the peak of a group over that of the first group that it is tied to."""
-    if peaks is None or group == first or not peaks[first]:
-        return 1.0
-    return peaks[group] / peaks[first]
+    return 1.0 if peaks is None or not peaks[first] else peaks[group] / peaks[first]

@@ -39,11 +39,7 @@ _ONE_REPLICA = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType
 
 
 class PreparedScheduler(AcceleratedScheduler):
-    """An HDET scheduler in a loop of Accelerate. All attributes but those below are the scheduler's own.
-
-    Attributes:
-        scheduler: the HDET scheduler.
-    """
+    """An HDET scheduler in a loop of Accelerate. All attributes but ``scheduler`` are the scheduler's own."""
 
     scheduler: Any
 
@@ -115,7 +111,14 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
     results = [prepared] if len(objects) == 1 else list(prepared)
     for index, thing in enumerate(objects):
         if isinstance(thing, WithCycle):
-            results[index] = _prepared_scheduler(accelerator, thing)
+            made = PreparedScheduler(
+                thing,
+                [thing.optimizer],
+                step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+                split_batches=accelerator.split_batches,
+            )
+            made._is_accelerate_prepared = True
+            results[index] = accelerator.prepare_scheduler(made)
             _check_length(accelerator, thing, lengths, [_length(result) for result in results])
         elif isinstance(thing, PreparedScheduler):
             results[index] = accelerator.prepare_scheduler(thing)
@@ -149,18 +152,6 @@ def _check_replicas(accelerator: Accelerator) -> None:
     )
 
 
-def _prepared_scheduler(accelerator: Accelerator, scheduler: WithCycle) -> PreparedScheduler:
-    prepared = PreparedScheduler(
-        scheduler,
-        [scheduler.optimizer],
-        step_with_optimizer=accelerator.step_scheduler_with_optimizer,
-        split_batches=accelerator.split_batches,
-    )
-    prepared._is_accelerate_prepared = True
-    result: PreparedScheduler = accelerator.prepare_scheduler(prepared)
-    return result
-
-
 def _length(thing: Any) -> int | None:
     """Return the batches of a data loader; None for anything else, and where they are not known."""
     with contextlib.suppress(TypeError):
@@ -184,19 +175,8 @@ def _check_length(
             log.warning(
                 "the schedule has %d steps, which is %d epochs of the loader before it was divided among %d processes. "
                 "Each of them makes %d steps an epoch: for %d epochs build the scheduler with %d steps",
-                total,
-                total // meant,
-                accelerator.num_processes,
-                made,
-                total // meant,
-                total // meant * made,
+                *(total, total // meant, accelerator.num_processes, made, total // meant, total // meant * made),
             )
-
-
-def _trains(scheduler: PreparedScheduler, model: nn.Module) -> bool:
-    """Return whether a parameter of the model is among those that the scheduler spreads."""
-    spread = {id(param) for group in scheduler.optimizer.param_groups for param in group["params"]}
-    return any(id(param) in spread for param in model.parameters())
 
 
 def _save_the_average(accelerator: Accelerator) -> None:
@@ -221,7 +201,9 @@ def _save_the_average(accelerator: Accelerator) -> None:
     @functools.wraps(get_state_dict)
     def get_state_dict_of_average(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         # Not an average by itself: this is often called in the main process alone, which would wait for the others.
-        if any(_trains(scheduler, model) for scheduler in apart()):
+        groups = [group for scheduler in apart() for group in scheduler.optimizer.param_groups]
+        differing = {id(param) for group in groups for param in group["params"]}
+        if any(id(param) in differing for param in model.parameters()):
             raise RuntimeError(
                 "the replicas differ between two syncs, and this would be the model of one of them: call it in every "
                 "process inside `with scheduler.consensus():`, or after scheduler.end()"

@@ -55,11 +55,7 @@ _RETURN = '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "in
 
 
 def find_lightning() -> Any:
-    """Return Lightning's package: ``lightning.pytorch`` or ``pytorch_lightning``, first the one that is imported.
-
-    Raises:
-        ModuleNotFoundError: neither is installed.
-    """
+    """Return Lightning's package: ``lightning.pytorch`` or ``pytorch_lightning``, first the one that is imported."""
     for name in sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name)
@@ -116,7 +112,11 @@ class HDET(_Callback):
         """Find the schedulers, refuse what cannot work, and take part in saving and in the syncs."""
         found = checked_schedulers(trainer.lr_scheduler_configs, automatic=pl_module.automatic_optimization)
         for optimizer in trainer.optimizers:
-            check_optimizer(optimizer)
+            if name := next((k.__name__ for k in type(optimizer).__mro__ if k.__name__ in _EQUALISERS), None):
+                raise ValueError(
+                    f"{name} makes the parameters of all processes equal, so that replicas could not differ: use a "
+                    "plain optimizer, such as hk.FusedAdamW"
+                )
             if trainer.gradient_clip_val and _scaler(trainer) is not None and isinstance(optimizer, FusedOptimizer):
                 # Lightning clips gradients that it unscaled itself, and refuses optimizers that unscale in step().
                 optimizer._step_supports_amp_scaling = False
@@ -151,7 +151,7 @@ class HDET(_Callback):
         """Bring this replica's own parameters back. The other processes may be anywhere: nothing is averaged."""
         self._leave()
         apart = not all(scheduler.in_sync for scheduler in self._schedulers)
-        self._end()
+        self.teardown(trainer, pl_module, "fit")
         if apart:
             log.warning(
                 "training ended by %s between two syncs: the parameters in this process, and in a checkpoint that is "
@@ -161,9 +161,6 @@ class HDET(_Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let go of trainer and schedulers."""
-        self._end()
-
-    def _end(self) -> None:
         self._leave()
         self._at_end.close()
         self._schedulers, self._probe = [], None
@@ -213,20 +210,17 @@ class HDET(_Callback):
         Callback hooks do not suffice: they are not called for weights alone, and the average must be held until the
         file is written.
         """
-        own, save = vars(trainer), trainer.save_checkpoint
-        replaced = own.get("save_checkpoint")
-        trainer.save_checkpoint = functools.partial(self._save, save)
+        save = trainer.save_checkpoint
 
-        def restore() -> None:
-            own.pop("save_checkpoint", None)
-            if replaced is not None:
-                own["save_checkpoint"] = replaced
+        def save_the_average(*args: Any, **kwargs: Any) -> None:
+            with contextlib.nullcontext() if self._holds else self._average():
+                save(*args, **kwargs)
 
-        self._at_end.callback(restore)
-
-    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with contextlib.nullcontext() if self._holds else self._average():
-            save(*args, **kwargs)
+        own = "save_checkpoint" in vars(trainer)
+        trainer.save_checkpoint = save_the_average
+        self._at_end.callback(
+            lambda: setattr(trainer, "save_checkpoint", save) if own else vars(trainer).pop("save_checkpoint", None)
+        )
 
 
 def write_metrics(trainer: Any, scheduler: WithCycle, name: str, record: SyncRecord) -> None:
@@ -254,15 +248,7 @@ def _scaler(trainer: Any) -> Any:
 
 
 def checked_schedulers(configs: list[Any], *, automatic: bool) -> list[WithCycle]:
-    """Return the HDET schedulers of a run.
-
-    Args:
-        configs: the trainer's ``lr_scheduler_configs``.
-        automatic: whether Lightning steps them; with manual optimization the user does.
-
-    Raises:
-        ValueError: there is none, or one is not stepped after every step of the optimizer.
-    """
+    """Return the HDET schedulers among the trainer's ``lr_scheduler_configs``; ``automatic``: Lightning steps them."""
     found = [config for config in configs if isinstance(config.scheduler, WithCycle)]
     if not found:
         names = ", ".join(type(config.scheduler).__name__ for config in configs) or "none"
@@ -298,28 +284,12 @@ def check_strategy(strategy: object) -> None:
         )
 
 
-def check_optimizer(optimizer: object) -> None:
-    """Raise ValueError if an optimizer makes the parameters of all processes equal at every step."""
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _EQUALISERS:
-            raise ValueError(
-                f"{kind.__name__} makes the parameters of all processes equal, so that replicas could not differ: use "
-                "a plain optimizer, such as hk.FusedAdamW"
-            )
-
-
 class ModuleProbe:
     """The probe of a run. The scheduler gets it before a checkpoint is loaded, the loaders are known only after that.
 
     The loss is what ``probe_step(batch)`` of the module returns, if it has one. Otherwise it is that of
     ``validation_step`` for a held-out batch, and of ``training_step`` for a training batch; nothing is logged, and
-    metrics are as before.
-
-    Args:
-        choice: ``"eval"``: the first batch of the first validation loader. ``"train"``: the first batch of the
-            training loader, which is trained on too. Or a function of the module.
-        trainer: Lightning's trainer.
-        module: the LightningModule.
+    metrics are as before. ``choice`` is ``probe=`` of :class:`HDET`.
     """
 
     def __init__(self, choice: ProbeChoice, trainer: Any, module: nn.Module) -> None:
@@ -327,11 +297,7 @@ class ModuleProbe:
         self._of_batch: BatchProbe | None = None
 
     def begin(self) -> None:
-        """Take the batch of the first process, and try it. Collective.
-
-        Raises:
-            ValueError: there is no loader, or the step returns no loss.
-        """
+        """Take the batch of the first process, and try it. Collective."""
         if callable(self.choice):
             return
         loader = _validation_loader(self.trainer) if self.choice == "eval" else _training_loader(self.trainer)
@@ -395,7 +361,7 @@ def unnoticed(module: nn.Module) -> Iterator[None]:
     replaced: dict[str, Any] = {name: own[name] for name in ("log", "log_dict") if name in own}
     metrics = [part for part in module.modules() if _is_metric(part)]
     before = [{key: _copied(value) for key, value in vars(metric).items()} for metric in metrics]
-    own["log"] = own["log_dict"] = _nothing
+    own["log"] = own["log_dict"] = lambda *_, **__: None
     try:
         yield
     finally:
@@ -404,10 +370,6 @@ def unnoticed(module: nn.Module) -> Iterator[None]:
         for metric, entries in zip(metrics, before, strict=True):
             vars(metric).clear()
             vars(metric).update(entries)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _is_metric(part: nn.Module) -> bool:
@@ -427,7 +389,9 @@ def _validation_loader(trainer: Any) -> Any:
         trainer.validating = True  # as Lightning itself does where an epoch without validation comes first
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
-    loader = _first(trainer.val_dataloaders)
+    loader = trainer.val_dataloaders
+    while isinstance(loader, dict | list | tuple):  # the first in what val_dataloader returned
+        loader = next(iter(loader.values() if isinstance(loader, dict) else loader), None)
     if loader is None:
         raise ValueError(
             "probe='eval' takes the first batch of the validation loader, and this run has none: pass a validation "
@@ -444,10 +408,3 @@ def _training_loader(trainer: Any) -> Any:
             "the LightningModule that returns a loss on a batch of your choice"
         )
     return loader
-
-
-def _first(loaders: Any) -> Any:
-    """Return the first loader in what ``val_dataloader`` returned."""
-    while isinstance(loaders, dict | list | tuple):
-        loaders = next(iter(loaders.values() if isinstance(loaders, dict) else loaders), None)
-    return loaders

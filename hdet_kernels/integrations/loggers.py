@@ -26,9 +26,7 @@ class Writer:
     Args:
         replicas: whether every replica has metrics of its own. With very many replicas that is a lot.
         every_process: whether every process writes, and not the first one alone. Each needs a place of its own then.
-
-    Attributes:
-        every_process: read by ``scheduler.on_sync``.
+            ``scheduler.on_sync`` reads it.
     """
 
     def __init__(self, *, replicas: bool = True, every_process: bool = False) -> None:
@@ -62,9 +60,6 @@ class TensorBoardWriter(Writer):
         target: a folder for the event files, or a ``SummaryWriter`` that you have already, of torch or tensorboardX.
             The folder is made at the first sync.
         replicas, every_process: see :class:`Writer`.
-
-    Raises:
-        ImportError: if a folder is given and TensorBoard is not installed.
     """
 
     def __init__(
@@ -127,9 +122,6 @@ class DictWriter(Writer):
             logger must not be set, because you log without one: W&B drops what comes with a lower step than the last.
             The metric ``hdet/step`` has it in any case.
         replicas, every_process: see :class:`Writer`.
-
-    Raises:
-        TypeError: if the target cannot be called with a dict.
     """
 
     def __init__(
@@ -145,15 +137,11 @@ class DictWriter(Writer):
 
 def _log_function(target: object) -> LogFunction:
     """Return a function of a dict and a step that passes them to ``target``; raise TypeError if it takes no dict."""
-    for name in ("log", "log_metrics"):
-        method = getattr(target, name, None)
-        if callable(method) and (found := _called(method)) is not None:
+    for call in (getattr(target, "log", None), getattr(target, "log_metrics", None), target):
+        if callable(call) and (found := _called(call)) is not None:
             return found
-    if callable(target):
-        if (found := _called(target)) is not None:
-            return found
-        if _accepts(target, {}, 0):
-            return target
+    if callable(target) and _accepts(target, {}, 0):
+        return target
     raise TypeError(
         f"target must have log(dict) or log_metrics(dict), or be a function of a dict and a step, got {spell(target)}: "
         "pass for example the run that wandb.init() returns, or mlflow.log_metrics"

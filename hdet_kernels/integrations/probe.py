@@ -11,19 +11,17 @@ import copy
 import dataclasses
 import hashlib
 import pickle
-import random
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hdet_kernels.checks import check_callable, check_kind
-from hdet_kernels.torch_internals import uncompiled
+from hdet_kernels.schedule.attachment import bare
+from hdet_kernels.schedule.build import same_generators
 
 #: Seed of the random numbers that the loss draws.
 SEED = 0
@@ -47,9 +45,6 @@ class BatchProbe:
         autocast: returns the context in which the loss is computed, for example
             ``lambda: torch.autocast("cuda", torch.bfloat16)``. Default: none.
         group: the processes that share the batch. Default: all.
-
-    Raises:
-        RuntimeError: if the processes do not have the same batch in the end.
     """
 
     def __init__(
@@ -80,11 +75,8 @@ class BatchProbe:
     ) -> BatchProbe:
         """Return a probe of the first batch of a loader, see :func:`first_batch`. Collective.
 
-        Args:
-            model, loss_fn: as of the class.
-            loader: that of the evaluation data, or of the training data. Every process iterates its own, because some
-                loaders talk to those of the others.
-            options: the keywords of the class.
+        Every process iterates its own loader, because some talk to those of the others. ``options`` are the keywords of
+        the class.
         """
         return cls(model, loss_fn, partial(first_batch, loader), **options)
 
@@ -100,9 +92,6 @@ def first_batch(loader: Iterable[Any]) -> Any:
     """Return the first batch of a loader, and leave the random generators as they were.
 
     The loader begins anew afterwards. One whose data cannot be read twice (a stream) has lost this batch.
-
-    Raises:
-        ValueError: if there is none.
     """
     check_kind("loader", loader, Iterable, "a loader of batches")
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
@@ -124,10 +113,8 @@ def first_batch(loader: Iterable[Any]) -> Any:
 def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """Return what ``make()`` returns in the first process of the group. Collective; without a group a plain call.
 
-    Every process calls ``make``. Where it raises in the first, all raise.
-
-    Raises:
-        RuntimeError: if the processes do not have the same tensors, numbers and texts in the end.
+    Every process calls ``make``. Where it raises in the first, all raise, and where the processes do not have the same
+    tensors, numbers and texts in the end.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return make()
@@ -191,14 +178,6 @@ def digest(batch: Any) -> str:
     return found.hexdigest()
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """Return the module inside of ``DistributedDataParallel``, whose forward pass would talk to the other processes."""
-    inner = uncompiled(model)
-    while isinstance(inner, DistributedDataParallel | DataParallel):
-        model = inner = inner.module
-    return model
-
-
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Hold a model in evaluation mode inside the block; every module has its own mode again after it."""
@@ -210,27 +189,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)  # a module may do more in train() and eval() than note it
         for module, own in modes:
             module.training = own
-
-
-@contextlib.contextmanager
-def same_generators(device: torch.device, seed: int | None = None) -> Iterator[None]:
-    """Restore the global generators after the block: Python's, NumPy's, torch's on the CPU and on ``device``.
-
-    ``seed``: begin the block with torch's generators in this state.
-    """
-    on_cuda = device.type == "cuda"
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices
-            if on_cuda:
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _leaves(batch: Any) -> Iterator[Any]:

@@ -49,30 +49,24 @@ _ONE_CYCLE = "one_cycle"
 
 def check_replicas(args: TrainingArguments, model: nn.Module | None = None) -> None:
     """Raise ValueError if the processes of this training cannot hold parameters of their own, and say the way out."""
-    if (reason := _shared_by(args, model)) is not None:
+    # accelerate launch chooses by its own configuration, which is not in the arguments.
+    kind = AcceleratorState().distributed_type.value if is_initialized() else ""
+    sizes = getattr(args, "parallelism_config", None)
+    parts = [f"{name}={getattr(sizes, name, 1)}" for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size")]
+    reasons = {
+        "DeepSpeed steps one optimizer for all processes": args.deepspeed or kind == "DEEPSPEED",
+        "FSDP or Megatron shards one model over the processes": args.fsdp or kind in ("FSDP", "MEGATRON_LM"),
+        f"one process drives {args.n_gpu} GPUs (DataParallel)": args.n_gpu > 1,
+        f"parallelism_config shards the model ({', '.join(parts)})": not all(part.endswith("=1") for part in parts),
+        "the model was loaded sharded (distributed_config=)": getattr(
+            model, "is_distributed_loading_by_transformers", False
+        ),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
         raise ValueError(
             f"HDET needs a whole replica of the model in every process, but {reason}: start one process for each GPU "
             "with torchrun, without it (plain data parallel), or write a loop of your own"
         )
-
-
-def _shared_by(args: TrainingArguments, model: nn.Module | None) -> str | None:
-    """Return why there are no replicas; None if there are."""
-    # accelerate launch chooses by its own configuration, which is not in the arguments.
-    kind = AcceleratorState().distributed_type.value if is_initialized() else ""
-    if args.deepspeed or kind == "DEEPSPEED":
-        return "DeepSpeed steps one optimizer for all processes"
-    if args.fsdp or kind == "FSDP" or kind == "MEGATRON_LM":
-        return "FSDP or Megatron shards one model over the processes"
-    if args.n_gpu > 1:
-        return f"one process drives {args.n_gpu} GPUs (DataParallel)"
-    sizes = getattr(args, "parallelism_config", None)
-    parts = [f"{name}={getattr(sizes, name, 1)}" for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size")]
-    if any(not part.endswith("=1") for part in parts):
-        return f"parallelism_config shards the model ({', '.join(parts)})"
-    if getattr(model, "is_distributed_loading_by_transformers", False):
-        return "the model was loaded sharded (distributed_config=)"
-    return None
 
 
 class StepLoss:
@@ -83,9 +77,8 @@ class StepLoss:
     between replicas. So losses are summed here as totals and numbers of items.
     """
 
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
-        self._count: Tensor | int = 0
+    _total: Tensor | None = None
+    _count: Tensor | int = 0
 
     def add(self, total: Tensor, count: Tensor | int = 1) -> None:
         """Add the loss of a micro-batch: the total over ``count`` items."""
@@ -278,11 +271,7 @@ class HDETCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def average(self, step: int) -> Iterator[None]:
-        """Have the averaged model inside the block, if replicas differ now. Collective during training.
-
-        Args:
-            step: the trainer's global step.
-        """
+        """Have the averaged model inside the block, if replicas differ at this global step. Collective in training."""
         if self._average is None and self._apart:
             self._averaged_at = step
             with self.scheduler.consensus():
@@ -366,35 +355,26 @@ def _checked_scheduler(scheduler: Any, steps: int) -> HDETOneCycleLR | HDETSched
             "optimizers=(optimizer, hdet_kernels.HDETOneCycleLR(optimizer, …)), or use HDETTrainer, which builds one"
         )
     run = scheduler.cycle.run.total_steps
-    planned = None if run is None else scheduler.cycle.before + run
-    if planned is not None and planned < steps:
+    planned = steps if run is None else scheduler.cycle.before + run
+    if planned < steps:
         raise ValueError(
             f"the scheduler was built for {planned} steps, and the trainer makes {steps}: build it with {steps}, or "
             "use HDETTrainer, which knows the number"
         )
-    if planned is not None and planned > steps:
+    if planned > steps:
         log.warning("the scheduler was built for %d steps, and the trainer makes %d: it ends early", planned, steps)
     return scheduler
 
 
 @dataclass
 class TrainerOptions:
-    """The entries of a trainer's ``hdet=``.
-
-    Args:
-        schedule: ``"one_cycle"``, or a ``lr_scheduler_type`` of transformers. None: that of ``TrainingArguments``, but
-            one cycle where that is ``"linear"``, the default.
-        peak: ``{"max_lr": …}`` of the one cycle if it was given; None looks for it. Else it is ``learning_rate``.
-        save: see :class:`HDETCallback`.
-        eval_probe: ``probe="eval"`` was given.
-        scheduler: the keywords of the scheduler.
-    """
+    """The entries of a trainer's ``hdet=``, which :class:`HDETTrainerMixin` explains."""
 
     schedule: str | None = None
-    peak: dict[str, float | None] = field(default_factory=dict)
+    peak: dict[str, float | None] = field(default_factory=dict)  # {"max_lr": …} if it was given
     save: str = "consensus"
-    eval_probe: bool = False
-    scheduler: dict[str, Any] = field(default_factory=dict)
+    eval_probe: bool = False  # probe="eval" was given
+    scheduler: dict[str, Any] = field(default_factory=dict)  # the keywords of the scheduler
 
     def schedule_of(self, args: TrainingArguments) -> str:
         """Return ``"one_cycle"`` or the name of a schedule of transformers."""
@@ -407,28 +387,26 @@ class TrainerOptions:
                 )
             return _ONE_CYCLE
         schedule = named.value if self.schedule is None else self.schedule
-        if self.peak and schedule != _ONE_CYCLE:
-            raise ValueError(
-                f"max_lr is for the one cycle, got it with the schedule {schedule!r}: leave one of the two out"
-            )
+        if self.peak:
+            _check_one_cycle(schedule)
         return schedule
 
 
-def trainer_options(hdet: Mapping[str, Any] | None) -> TrainerOptions:
-    """Return the checked options of ``hdet=``.
+def _check_one_cycle(schedule: str) -> None:
+    if schedule != _ONE_CYCLE:
+        raise ValueError(f"max_lr is for the one cycle, got it with schedule={schedule!r}: leave one of the two out")
 
-    Raises:
-        TypeError: for an entry that does not exist.
-        ValueError: for a value that is not possible.
-    """
+
+def trainer_options(hdet: Mapping[str, Any] | None) -> TrainerOptions:
+    """Return the checked options of ``hdet=``."""
     given = dict(hdet or {})
     schedule, save = given.pop("schedule", None), given.pop("save", "consensus")
     if schedule is not None:
         check_choice("schedule", schedule, (_ONE_CYCLE, *(kind.value for kind in SchedulerType)))
     check_choice("save", save, ("consensus", "sync"))
     peak = {"max_lr": given.pop("max_lr")} if "max_lr" in given else {}
-    if peak and schedule not in (None, _ONE_CYCLE):
-        raise ValueError(f"max_lr is for the one cycle, got it with schedule={schedule!r}: leave one of the two out")
+    if peak and schedule is not None:
+        _check_one_cycle(schedule)
     eval_probe = given.get("probe") == "eval"
     if eval_probe:
         del given["probe"]
@@ -445,19 +423,11 @@ def build_scheduler(
     model: nn.Module,
     probe: Probe | None = None,
 ) -> HDETOneCycleLR | HDETScheduler:
-    """Return the scheduler of a training of ``steps`` steps.
+    """Return the scheduler of a training of ``steps`` steps of the optimizer, which is not wrapped.
 
-    Args:
-        args: the arguments of the trainer: learning rate, warm-up, schedule and its keywords.
-        optimizer: the optimizer, not wrapped.
-        steps: number of optimizer steps.
-        options: from :func:`trainer_options`.
-        model: the model, wrapped in DDP if it is.
-        probe: in the place of the one of ``options``.
+    The model is wrapped in DDP if it is. ``probe`` comes in the place of the one of ``options``.
     """
-    given = {"model": model, **options.scheduler}
-    if probe is not None:
-        given["probe"] = probe
+    given = {"model": model, **options.scheduler} | ({} if probe is None else {"probe": probe})
     warmup, name = args.get_warmup_steps(steps), options.schedule_of(args)
     release(optimizer)  # a schedule of transformers must not begin from the values of one replica
     if name != _ONE_CYCLE:

@@ -1,7 +1,7 @@
 """The schedulers that a training loop steps, and the cycle of HDET that they drive.
 
 ``schedulers.py`` has the two classes. ``arguments.py`` checks their arguments, ``build.py`` finds out who the replicas
-are and puts a cycle together, and ``attachment.py`` hooks it to the optimizer.
+are and puts a cycle together, and ``attachment.py`` hooks it to optimizer and model.
 
 ``cycle.py`` is the method: after every step the loss goes into ``losses.py``; every T steps comes a sync. A sync
 reports on the replicas held here (``gradients.py`` tells whether gradients are shared, and measures the
@@ -10,9 +10,8 @@ the base values, and records it in ``history.py``. Folder ``fanout/`` then sprea
 the next cycle.
 
 ``checkpoint.py`` saves and restores all of it, after ``checkpoint_checks.py`` has compared it with the run;
-``guards.py`` notices what frameworks do wrong, and ``model_hooks.py`` what is saved and loaded. Folders: ``undo/``
-returns all replicas to the start where training broke; ``scout/`` is what comes before the first cycle
-with ``max_lr=None``.
+``guards.py`` notices what frameworks do wrong. Folders: ``undo/`` returns all replicas to the start where training
+broke; ``scout/`` is what comes before the first cycle with ``max_lr=None``.
 """
 
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord

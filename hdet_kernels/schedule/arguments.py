@@ -91,11 +91,19 @@ class Options:
             check_callable("probe", self.probe, "probe()", remedy="it takes no arguments and returns a loss")
         check_tie_groups(self.tie_groups)
         check_choice("gradients", self.gradients, ("auto", "shared", "local"))
-        _check_replicas(self.ensemble)
+        if isinstance(self.ensemble, ReplicaStack):
+            raise TypeError(f"ensemble is {self.ensemble!r} itself: pass ensemble=stack.ensemble")
+        if self.ensemble is not None:
+            check_ensemble("ensemble", self.ensemble)
         if self.averaging is not None:
             remedy = "pass for example hk.Averaging(compress='bf16')"
             check_kind("averaging", self.averaging, Averaging, "a hdet_kernels.Averaging", remedy=remedy)
-        _check_model(self.model)
+        model = self.model
+        if model is not None and (isinstance(model, type) or not callable(getattr(model, "buffers", None))):
+            raise TypeError(
+                f"model must be a torch.nn.Module, whose buffers are averaged, got {spell(model)}: leave model= out if "
+                "it has no buffers"
+            )
         if self.scout is not None:
             remedy = "pass hdet_kernels.ScoutSettings(…)"
             check_kind("scout", self.scout, ScoutSettings, "a hdet_kernels.ScoutSettings", remedy=remedy)
@@ -110,14 +118,13 @@ class Options:
 
     @property
     def average(self) -> Averaging:
-        """How replicas are averaged."""
         return Averaging() if self.averaging is None else self.averaging
 
     def explored(self, *, cycle_momentum: bool) -> tuple[Explore, ...]:
         """Return ``explore=``; raise for a momentum that the schedule sets itself."""
         several = tuple(self.explore)
-        for explore in several:
-            if cycle_momentum and explore.apply is None and explore.name in ("momentum", "betas[0]"):
+        for explore in several if cycle_momentum else ():
+            if explore.apply is None and explore.name in ("momentum", "betas[0]"):
                 raise ValueError(
                     f"{explore.name!r} cannot be explored while the schedule sets it at every step: pass "
                     "cycle_momentum=False"
@@ -126,12 +133,7 @@ class Options:
 
 
 def refuse_unknown(given: Mapping[str, object], where: str) -> None:
-    """Raise TypeError for keywords that the schedulers do not have, and say which was probably meant.
-
-    Args:
-        given: the keywords.
-        where: what they were given to, for the message.
-    """
+    """Raise TypeError for keywords that the schedulers do not have, and say which was probably meant."""
     known = [field.name for field in fields(Options)]
     for name in given:
         if name in known:
@@ -147,21 +149,7 @@ def refuse_unknown(given: Mapping[str, object], where: str) -> None:
 
 
 def one_cycle_arguments(
-    optimizer: Optimizer,
-    *,
-    max_lr: object,
-    total_steps: object,
-    epochs: object,
-    steps_per_epoch: object,
-    pct_start: object,
-    anneal_strategy: object,
-    cycle_momentum: object,
-    base_momentum: object,
-    max_momentum: object,
-    div_factor: object,
-    final_div_factor: object,
-    three_phase: object,
-    last_epoch: object,
+    optimizer: Optimizer, max_lr: object, lengths: dict[str, object], **given: object
 ) -> dict[str, Any]:
     """Return the arguments of torch's ``OneCycleLR`` as plain numbers; raise for those that torch takes or trips over.
 
@@ -169,25 +157,25 @@ def one_cycle_arguments(
     """
     check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     count = len(optimizer.param_groups)
+    if isinstance(max_lr, list | tuple) and any(rate is None for rate in max_lr):
+        raise TypeError(
+            f"max_lr must be a number for each parameter group, or None for all of them, got {spell(max_lr)}: with "
+            "None the groups keep the ratios of their learning rates in the optimizer"
+        )
     checked: dict[str, Any] = {
-        "max_lr": None if max_lr is None else _max_lr(max_lr, count),
-        "total_steps": _count_or_none("total_steps", total_steps),
-        "epochs": _count_or_none("epochs", epochs),
-        "steps_per_epoch": _count_or_none("steps_per_epoch", steps_per_epoch),
-        "pct_start": check_share("pct_start", pct_start),
-        "anneal_strategy": anneal_strategy,
-        "cycle_momentum": check_flag("cycle_momentum", cycle_momentum),
-        "base_momentum": base_momentum,
-        "max_momentum": max_momentum,
-        "div_factor": check_positive("div_factor", div_factor),
-        "final_div_factor": check_positive("final_div_factor", final_div_factor),
-        "three_phase": check_flag("three_phase", three_phase),
-        "last_epoch": check_whole("last_epoch", last_epoch, at_least=-1, remedy="-1 is a new run"),
+        "max_lr": None if max_lr is None else _per_group("max_lr", max_lr, count, at_least=0),
+        **{name: None if value is None else check_steps(name, value) for name, value in lengths.items()},
+        **given,
+        "pct_start": check_share("pct_start", given["pct_start"]),
+        "last_epoch": check_whole("last_epoch", given["last_epoch"], at_least=-1, remedy="-1 is a new run"),
     }
-    check_choice("anneal_strategy", anneal_strategy, ("cos", "linear"))
-    if checked["cycle_momentum"]:
-        for name, value in (("base_momentum", base_momentum), ("max_momentum", max_momentum)):
-            checked[name] = _per_group(name, value, count, at_least=0, below=1)
+    for name in ("cycle_momentum", "three_phase"):
+        checked[name] = check_flag(name, given[name])
+    for name in ("div_factor", "final_div_factor"):
+        checked[name] = check_positive(name, given[name])
+    check_choice("anneal_strategy", given["anneal_strategy"], ("cos", "linear"))
+    for name in ("base_momentum", "max_momentum") if checked["cycle_momentum"] else ():
+        checked[name] = _per_group(name, given[name], count, at_least=0, below=1)
     _check_length(checked)
     _check_resumed(optimizer, checked["last_epoch"])
     if max_lr is None and checked["last_epoch"] != -1:
@@ -214,19 +202,6 @@ def run_length(arguments: dict[str, Any]) -> int:
 def can_divide(pct_start: float, total_steps: int) -> bool:
     """Return whether ``OneCycleLR`` can be built for so many steps: it cannot divide a warm-up of one step."""
     return float(pct_start * total_steps) - 1 != 0
-
-
-def _max_lr(max_lr: object, count: int) -> list[float | Tensor]:
-    if isinstance(max_lr, list | tuple) and any(rate is None for rate in max_lr):
-        raise TypeError(
-            f"max_lr must be a number for each parameter group, or None for all of them, got {spell(max_lr)}: with "
-            "None the groups keep the ratios of their learning rates in the optimizer"
-        )
-    return _per_group("max_lr", max_lr, count, at_least=0)
-
-
-def _count_or_none(name: str, value: object) -> int | None:
-    return None if value is None else check_steps(name, value)
 
 
 def _per_group(name: str, value: object, count: int, **bounds: Any) -> list[float | Tensor]:
@@ -267,37 +242,14 @@ def _check_resumed(optimizer: Optimizer, last_epoch: int) -> None:
 def _explored(explore: object) -> tuple[Explore, ...]:
     if isinstance(explore, Explore):
         raise TypeError(f"explore= takes several: pass [{explore!r}]")
-    if isinstance(explore, str | bytes | dict) or not isinstance(explore, Iterable):
+    several = tuple(explore) if isinstance(explore, Iterable) and not isinstance(explore, str | bytes | dict) else ()
+    wrong = [entry for entry in several if not isinstance(entry, Explore)]
+    if wrong or not isinstance(explore, Iterable) or isinstance(explore, str | bytes | dict):
         raise TypeError(
-            f"explore must be a list of hdet_kernels.Explore objects, got {spell(explore)}: pass for example "
-            "[hk.Explore('weight_decay')]"
+            f"explore must be a list of hdet_kernels.Explore objects, got {spell(wrong[0] if wrong else explore)}"
+            f"{' in it' if wrong else ''}: pass for example [hk.Explore('weight_decay')]"
         )
-    several = tuple(explore)
-    for index, entry in enumerate(several):
-        if not isinstance(entry, Explore):
-            raise TypeError(
-                f"explore= takes hdet_kernels.Explore objects, got {spell(entry)} at position {index}: pass for "
-                "example [hk.Explore('weight_decay')]"
-            )
     return several
-
-
-def _check_replicas(ensemble: object) -> None:
-    if ensemble is None:
-        return
-    if isinstance(ensemble, ReplicaStack):
-        raise TypeError(f"ensemble is {ensemble!r} itself: pass ensemble=stack.ensemble")
-    check_ensemble("ensemble", ensemble)
-
-
-def _check_model(model: object) -> None:
-    if model is None:
-        return
-    if isinstance(model, type) or not callable(getattr(model, "buffers", None)):
-        raise TypeError(
-            f"model must be a torch.nn.Module, whose buffers are averaged, got {spell(model)}: leave model= out if it "
-            "has no buffers"
-        )
 
 
 def check_no_epoch(loss: object) -> None:

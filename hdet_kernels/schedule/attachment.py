@@ -1,4 +1,4 @@
-"""One HDET scheduler for an optimizer at a time: find the optimizer, hook into it, and give its own values back.
+"""One HDET scheduler for an optimizer at a time: hook into optimizer and model, and give the own values back.
 
 A replica's value stands where the user's was. So a scheduler that is built on an optimizer that had one before first
 gives the user's values back, and the hooks of the old one are removed. They are also removed when a scheduler is
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -27,7 +28,8 @@ from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
 from hdet_kernels.schedule.gradients import look_at_gradients
 from hdet_kernels.schedule.guards import StepCount
-from hdet_kernels.torch_internals import not_compiled
+from hdet_kernels.stack import ReplicaStack
+from hdet_kernels.torch_internals import not_compiled, uncompiled
 
 
 class Writer(Protocol):
@@ -47,14 +49,10 @@ class Attachment:
     """The part of a run that writes to an optimizer, and the hooks of that optimizer.
 
     Another part can take its place (:meth:`take`) while the hooks stay, also from within one of them.
-
-    Attributes:
-        spread: what the writer writes. It outlives the writer.
-        schedule: a weak reference to the object whose learning rates are spread.
     """
 
-    spread: Spread
-    schedule: weakref.ref[Any]
+    spread: Spread  # what the writer writes; it outlives the writer
+    schedule: weakref.ref[Any]  # the object whose learning rates are spread
 
     def __init__(self) -> None:
         self._writer: Callable[[], Writer | None] = lambda: None
@@ -83,35 +81,24 @@ class Attachment:
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
-        self._finalizer = weakref.finalize(writer, self._finish)
+        self._finalizer = weakref.finalize(writer, self.end)
         self._finalizer.atexit = False
 
     def end(self) -> None:
-        """Remove the hooks. The writer, if it still exists, refuses to step."""
+        """Remove the hooks. The writer, if it was not garbage-collected, refuses to step."""
         self._leave()
-        self._remove_hooks()
-
-    def _leave(self) -> None:
-        if self._finalizer is None or self._finalizer.detach() is None:
-            return
-        self._call_at_end()
-        if (writer := self._writer()) is not None:
-            writer.replaced = True
-
-    def _finish(self) -> None:
-        """Remove the hooks after the writer was garbage-collected."""
-        self._remove_hooks()
-        self._call_at_end()
-
-    def _call_at_end(self) -> None:
-        at_end, self._at_end = self._at_end, None  # not kept: it may refer to the optimizer
-        if at_end is not None:
-            at_end()
-
-    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def _leave(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        at_end, self._at_end = self._at_end, None  # not kept: it may refer to the optimizer
+        if at_end is not None:
+            at_end()
+        if (writer := self._writer()) is not None:
+            writer.replaced = True
 
     # The hooks. torch.compile does not look into them: it would compile a step anew for every value of a counter.
 
@@ -213,13 +200,12 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Restore the optimizer if the block raises: the entries of its groups, and its own ``step``.
 
     torch's constructor writes the first values of the schedule, and puts a wrapper around ``step`` of the instance.
-
-    Args:
-        optimizer: the optimizer, or a wrapper around it.
     """
     outside, optimizer = optimizer, unwrapped(optimizer)
     groups = [dict(group) for group in optimizer.param_groups]
-    held = [tensor for group in groups for name, value in group.items() if name != "params" for tensor in _in(value)]
+    entries = [value for group in groups for name, value in group.items() if name != "params"]
+    several = [value if isinstance(value, tuple | list) else (value,) for value in entries]
+    held = [tensor for each in several for tensor in each if isinstance(tensor, Tensor)]
     values = [tensor.clone() for tensor in held]  # schedules fill learning rates that are tensors in place
     stepped = "step" in vars(outside)
     try:
@@ -233,14 +219,6 @@ def untouched_on_error(optimizer: Optimizer) -> Iterator[None]:
         if not stepped:
             vars(outside).pop("step", None)
         raise
-
-
-def _in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an entry of a parameter group: the entry itself, or those in a tuple."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        yield from (entry for entry in value if isinstance(entry, Tensor))
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -285,3 +263,50 @@ def _same_groups(wrapper: object, inner: object) -> bool:
     if outside is None or inside is None:
         return True
     return len(outside) == len(inside) and all(one is other for one, other in zip(outside, inside, strict=True))
+
+
+# Hooks on the user's model: before its ``state_dict()``, and after its ``load_state_dict()``. In a copy of the model
+# (``copy.deepcopy``, ``torch.save(model)``) there are others in their places, which need no part of this package.
+
+
+class _Hook:
+    """Calls a bound method as long as its object lives, and returns nothing."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *arguments: Any) -> None:
+        if (method := self._method()) is not None:
+            method(*arguments)
+
+    def __reduce__(self) -> Any:
+        # A function of the standard library that takes anything and does nothing.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the module inside of ``DistributedDataParallel``, whose forward pass would talk to the other processes."""
+    inner = uncompiled(model)
+    while isinstance(inner, DistributedDataParallel | DataParallel):
+        model = inner = inner.module
+    return model
+
+
+def call_before_saving(model: object, method: Callable[..., None]) -> None:
+    """Call a bound method before each ``state_dict()`` of a module, which its wrappers call too."""
+    if isinstance(model, nn.Module):
+        _keep(uncompiled(bare(model)).register_state_dict_pre_hook(_Hook(method)), method)
+
+
+def call_after_loading(model: object, method: Callable[..., None]) -> None:
+    """Call a bound method, with the module, after each ``load_state_dict()`` of a stack or of a module with buffers."""
+    found = model.modules() if isinstance(model, nn.Module) else [model] if isinstance(model, ReplicaStack) else []
+    for module in found:
+        own = module.buffers(recurse=False) if isinstance(module, nn.Module) else module.buffers()
+        if any(True for _ in own):
+            _keep(module.register_load_state_dict_post_hook(_Hook(method)), method)
+
+
+def _keep(handle: Any, method: Any) -> None:
+    """Remove a hook when the object of its method is garbage-collected."""
+    weakref.finalize(method.__self__, handle.remove).atexit = False

@@ -28,12 +28,12 @@ from hdet_kernels.checks import check_steps
 from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.controller.settings import SlopeSettings
-from hdet_kernels.converge import Converger, converger_of
+from hdet_kernels.converge import converger_of
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, peak_of, remember_bases
 from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.group_entries import forget_per_replica
-from hdet_kernels.schedule.arguments import GradientMode, HasBuffers, Options
+from hdet_kernels.schedule.arguments import GradientMode, Options
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import HistoryFile
 from hdet_kernels.schedule.scout.rounds import ScoutSettings
@@ -57,37 +57,16 @@ HARDLY_TRUSTED = 10
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """The schedule that HDET rides on, as far as it is known.
+    """The schedule that HDET rides on, as far as it is known."""
 
-    Args:
-        name: as it is saved in checkpoints.
-        step: steps that it has made so far.
-        total_steps: length of the run, if it is known.
-        peak: share of the run at which it peaks.
-        cycle_momentum: whether it sets the momentum at every step.
-        rehearse: plays a copy of it for so many steps, for a schedule that does not tell its peak and end.
-        before: steps that are made before its first: those of a scouting phase.
-    """
-
-    name: str
-    step: int
+    name: str  # as it is saved in checkpoints
+    step: int  # steps that it has made so far
     total_steps: int | None
-    peak: float
-    cycle_momentum: bool
+    peak: float  # share of the run at which it peaks
+    cycle_momentum: bool  # whether it sets the momentum at every step
+    #: Plays a copy of it for so many steps, for a schedule that does not tell its peak and end.
     rehearse: Callable[[int], Rehearsal | None] | None = None
-    before: int = 0
-
-
-def default_sync_every(total_steps: int, *, compares_losses: bool, rates_alone: bool) -> int:
-    """Return T where none is given: 1.25 % of the run, or twice that, between 1 and 1000 steps.
-
-    Twice that where replicas with local gradients are compared by their training losses, which are of other examples on
-    every replica, and for other scalars, which act slowly: both need longer to tell replicas apart. Other scalars get
-    at least ``FEWEST_STEPS``, or a tenth of the run.
-    """
-    share = 0.025 if compares_losses or not rates_alone else 0.0125
-    fewest = 1 if rates_alone else min(FEWEST_STEPS, total_steps // 10)
-    return min(max(round(share * total_steps), fewest, 1), 1000)
+    before: int = 0  # steps that are made before its first: those of a scouting phase
 
 
 def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options) -> Cycle:
@@ -97,7 +76,11 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
     ensemble = ensemble_of(groups, options.ensemble)
     gradients = gradients_of(optimizer, ensemble, options.gradients)
     sync_every = _sync_every(schedule.total_steps, options, explore, gradients)
-    _check_overlap(options.average.overlap_steps, sync_every)
+    if options.average.overlap_steps >= sync_every:
+        raise ValueError(
+            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got "
+            f"{options.average.overlap_steps}: an average has to land before the next one starts"
+        )
     history_file = None if options.history_file is None else HistoryFile(options.history_file)
     stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
     elsewhere = stack.hyper.set if stack is not None else None
@@ -114,14 +97,24 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
         others=any(hyper.base is not None and hyper.spread for hyper in hyperparameters),
         overlaps=options.average.overlap_steps > 0,
     )
-    controller = _controller_of(options.auto_lr, options.trust, any(hyper.spread for hyper in hyperparameters))
+    controller: Controller | None = None
+    if options.auto_lr is not False:
+        controller = RegressionController(trust=options.trust) if options.auto_lr is True else options.auto_lr
+    if controller is not None and controller.reads == "losses" and not any(hyper.spread for hyper in hyperparameters):
+        controller = None  # it would compare replicas that do not differ
     peaks: Sequence[float] | None = None
     if controller is not None:
         run, peaks = _with_peaks(run, controller, hyperparameters, groups, ensemble.size, schedule.rehearse)
         run = controller.prepare(run)
         if controller.reads == "slopes":
             run = replace(run, slopes=True)
-        _check_controller_in(run, controller, options.average.overlap_steps)
+        if controller.reads == "slopes" and gradients == "local":
+            raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
+        if controller.reads == "slopes" and run.overlaps:
+            raise ValueError(
+                f"{type(controller).__name__} needs the averaged parameters at the sync itself, got "
+                f"overlap_steps={options.average.overlap_steps}: use overlap_steps=0, or the regression controller"
+            )
     _offer_scouting(schedule, options, ensemble)
     model = stack if options.model is None else options.model
 
@@ -129,7 +122,15 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
         # Read anew every time: modules replace their buffers (``self.ema = …``, ``model.to()``).
         return list(model.buffers()) if model is not None else []
 
-    converger = _converger_of(optimizer, ensemble, gradients, options, model, buffers)
+    average = options.average
+    converger = converger_of(
+        optimizer,
+        ensemble,
+        needs_state=gradients != "shared" and average.state is not False,
+        model=model,
+        buffers=buffers if average.buffers else list,
+        **{name: getattr(average, name) for name in ("bucket_bytes", "compress", "backup", "outer", "merge")},
+    )
     remember_bases(hyperparameters, groups)
     forget_per_replica(groups)
     spread = Spread(
@@ -160,32 +161,23 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
 
 
 def _sync_every(total_steps: int | None, options: Options, explore: Sequence[Explore], gradients: GradientMode) -> int:
+    """Return T: as given, or 1.25 % of the run or twice that, between 1 and 1000 steps.
+
+    Twice that where replicas with local gradients are compared by their training losses, which are of other examples on
+    every replica, and for other scalars, which act slowly: both need longer to tell replicas apart. Other scalars get
+    at least ``FEWEST_STEPS``, or a tenth of the run.
+    """
     if total_steps is not None:
         check_steps("total_steps", total_steps)
-    given = options.sync_every
-    if given is not None:
-        return given
+    if options.sync_every is not None:
+        return options.sync_every
     if total_steps is None:
         raise ValueError("the length of the run is not known: pass total_steps=, or sync_every= and auto_lr=False")
     rates_alone = all(each.name == "lr" for each in explore)
     compares_losses = gradients == "local" and options.probe is None
-    return default_sync_every(total_steps, compares_losses=compares_losses, rates_alone=rates_alone)
-
-
-def _check_overlap(steps: int, sync_every: int) -> None:
-    if steps >= sync_every:
-        raise ValueError(
-            f"overlap_steps must be a whole number from 0 to sync_every - 1 = {sync_every - 1}, got {steps}: an "
-            "average has to land before the next one starts"
-        )
-
-
-def _controller_of(auto_lr: bool | Controller, trust: float | None, diverges: bool) -> Controller | None:
-    """Return the controller; None where it is off, or would compare replicas that do not differ."""
-    if auto_lr is False:
-        return None
-    controller: Controller = RegressionController(trust=trust) if isinstance(auto_lr, bool) else auto_lr
-    return controller if diverges or controller.reads == "slopes" else None
+    share = 0.025 if compares_losses or not rates_alone else 0.0125
+    fewest = 1 if rates_alone else min(FEWEST_STEPS, total_steps // 10)
+    return min(max(round(share * total_steps), fewest, 1), 1000)
 
 
 def _offer_scouting(schedule: ScheduleFacts, options: Options, ensemble: Ensemble) -> None:
@@ -197,23 +189,10 @@ def _offer_scouting(schedule: ScheduleFacts, options: Options, ensemble: Ensembl
         log.info("trust=%s: with max_lr=None the first %d %% of the steps find a learning rate", trust, 100 * share)
 
 
-def _check_controller_in(run: Run, controller: Controller, overlap_steps: int) -> None:
-    """Raise if the run cannot give the controller what it reads."""
-    if controller.reads == "slopes" and run.gradients == "local":
-        raise ValueError(f"{type(controller).__name__} needs shared gradients, got gradients='local'")
-    if controller.reads == "slopes" and overlap_steps:
-        raise ValueError(
-            f"{type(controller).__name__} needs the averaged parameters at the sync itself, got "
-            f"overlap_steps={overlap_steps}: use overlap_steps=0, or the regression controller"
-        )
-
-
 def name_few_looks(cycle: Cycle, sync_every: int | None) -> None:
     """Warn in the first process where the controller acts at too few syncs, or at none.
 
-    Args:
-        cycle: that of the run, not one of scouting.
-        sync_every: as the user gave it. What the package chose itself is not warned of: it is as short as it should be.
+    ``sync_every`` is as the user gave it. What the package chose itself is as short as it should be.
     """
     run, controller, total = cycle.run, cycle.spread.controller, cycle.run.total_steps
     if controller is None or total is None or not cycle.first_process:
@@ -228,13 +207,7 @@ def name_few_looks(cycle: Cycle, sync_every: int | None) -> None:
                 "sync_every=%d of total_steps=%d: until step %d, where %s stops, there are %d syncs, and a learning "
                 "rate that is too high may not be noticed with fewer than %d: pass sync_every=%d or less, or leave it "
                 "out",
-                run.sync_every,
-                total,
-                last,
-                type(controller).__name__,
-                looks,
-                FEWEST_LOOKS,
-                enough,
+                *(run.sync_every, total, last, type(controller).__name__, looks, FEWEST_LOOKS, enough),
             )
         return
     if isinstance(controller, RegressionController) and not run.others:
@@ -245,9 +218,7 @@ def name_few_looks(cycle: Cycle, sync_every: int | None) -> None:
         log.warning(
             "no sync falls into the part of the run in which %s acts (sync_every=%d, total_steps=%d): the base "
             "schedule will not be changed",
-            type(controller).__name__,
-            run.sync_every,
-            total,
+            *(type(controller).__name__, run.sync_every, total),
         )
 
 
@@ -288,46 +259,19 @@ def _with_peaks(
     The peak of a set of tied groups is that of the first. The peaks of all groups are returned beside it.
     """
     compares = controller.reads == "losses"
-    movable = [
-        hyper.base is None and hyper.group is not None and not (compares and (replicas == 1 or not hyper.spread))
+    movable = [  # the groups whose learning rates can be moved
+        hyper.group if hyper.base is None and not (compares and (replicas == 1 or not hyper.spread)) else None
         for hyper in hyperparameters
     ]
     played: Rehearsal | None = None
-    if rehearse is not None and run.total_steps is not None and any(movable):
+    if rehearse is not None and run.total_steps is not None and any(group is not None for group in movable):
         played = rehearse(run.total_steps)
     highest = [peak_of(group) for group in groups] if played is None else played.highest
-    peaks: list[float | None] = [None] * len(hyperparameters)
-    for index, hyper in enumerate(hyperparameters):
-        if movable[index] and hyper.group is not None:
-            peaks[index] = highest[hyper.group] if highest[hyper.group] > 0 else None  # a frozen group stays frozen
+    # A frozen group, whose peak is 0, stays frozen.
+    peaks = [None if group is None else highest[group] or None for group in movable]
     if played is None:
         return replace(run, peaks=tuple(peaks)), highest
     return replace(run, peaks=tuple(peaks), end=played.end, peak=played.peak), highest
-
-
-def _converger_of(
-    optimizer: Optimizer,
-    ensemble: Ensemble,
-    gradients: GradientMode,
-    options: Options,
-    model: HasBuffers | None,
-    buffers: Callable[[], list[Tensor]],
-) -> Converger:
-    converger = converger_of(
-        optimizer,
-        ensemble,
-        needs_state=gradients != "shared" and options.average.state is not False,
-        model=model,
-        buffers=buffers if options.average.buffers else list,
-        bucket_bytes=options.average.bucket_bytes,
-        compress=options.average.compress,
-        backup=options.average.backup,
-        outer=options.average.outer,
-        merge=options.average.merge,
-    )
-    if options.average.overlap_steps:
-        converger.check_overlap()
-    return converger
 
 
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
@@ -393,15 +337,7 @@ def check_stack(
     hyperparameters: Sequence[Hyperparameter],
     gradients: GradientMode,
 ) -> None:
-    """Raise unless model and optimizer are those of the stack; warn of scalars that act on no replica alone.
-
-    Args:
-        stack: the stack whose rows are the replicas; None: nothing is checked.
-        optimizer: the innermost one.
-        options: the keywords of the scheduler.
-        hyperparameters: what is explored.
-        gradients: those of the stack.
-    """
+    """Raise unless model and optimizer are those of the stack; warn of scalars that act on no replica alone."""
     if stack is None:
         return
     if options.model is not None and options.model is not stack:
@@ -430,21 +366,13 @@ LONGEST = 100_000
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The outcome of playing a schedule.
+    """The outcome of playing a schedule."""
 
-    Args:
-        highest: highest learning rate of every parameter group.
-        end: learning rate at the last step over the highest one, as a mean over the groups.
-        peak: share of the run after which the first group has reached 99 % of its highest learning rate.
-        first: the step at which it began.
-        rates: [steps, groups], the learning rates from that step on.
-    """
-
-    highest: tuple[float, ...]
-    end: float
-    peak: float
-    first: int
-    rates: NDArray[np.float64]
+    highest: tuple[float, ...]  # the highest learning rate of every parameter group
+    end: float  # the learning rate at the last step over the highest one, as a mean over the groups
+    peak: float  # the share of the run after which the first group has reached 99 % of its highest learning rate
+    first: int  # the step at which it began
+    rates: NDArray[np.float64]  # [steps, groups], the learning rates from that step on
 
     def at(self, step: float, *, like: Sequence[float | Tensor]) -> list[float | Tensor]:
         """Return the learning rates nearest to ``step`` steps after the first; tensors where ``like`` has them."""
@@ -457,22 +385,19 @@ class Rehearsal:
 def rehearse(scheduler: LRScheduler, total_steps: int) -> Rehearsal | None:
     """Play a copy of ``scheduler`` from its current step to step ``total_steps``, on a stand-in for its optimizer.
 
-    Optimizer, scheduler and random generators are not modified.
-
-    Returns:
-        None if the run has more than 100 000 steps, or the schedule cannot be copied or played.
+    Nothing is modified. None if the run has more than 100 000 steps, or the schedule cannot be copied or played.
     """
     if total_steps > LONGEST:
         return None
     try:
-        with warnings.catch_warnings(), _same_generators():
+        with warnings.catch_warnings(), same_generators(torch.device("cpu")):
             warnings.simplefilter("ignore")  # torch warns that the stand-in takes no steps
             stand_in = _stand_in(scheduler.optimizer)
             played = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
-            rates, step = [_rates(stand_in)], getattr(scheduler, "last_epoch", 0)
+            rates, step = [list(map(float, rates_of(stand_in.param_groups)))], getattr(scheduler, "last_epoch", 0)
             for _ in range(step, total_steps - 1):
                 played.step()
-                rates.append(_rates(stand_in))
+                rates.append(list(map(float, rates_of(stand_in.param_groups))))
     except Exception as error:  # a user's schedule may raise anything
         log.info("%s cannot be played ahead (%s): taken as one that anneals", type(scheduler).__name__, error)
         return None
@@ -508,15 +433,20 @@ def _stand_in(optimizer: Optimizer) -> SGD:
     return stand_in
 
 
-def _rates(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
 @contextlib.contextmanager
-def _same_generators() -> Iterator[None]:
-    """Restore the global random generators after the block: a schedule may draw from them."""
+def same_generators(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Restore the global generators after the block: Python's, NumPy's, torch's on the CPU and on ``device``.
+
+    ``seed``: begin the block with torch's generators in this state.
+    """
+    on_cuda = device.type == "cuda"
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices
+            if on_cuda:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
         try:
             yield
         finally:

@@ -52,27 +52,18 @@ _PLAIN = ("shared", "bytes", "collectives", "seconds", "kept", "distance")
 
 @dataclass(frozen=True)
 class Overlapping:
-    """An average that runs beside the training, with all that the cycle needs when its result is applied.
+    """An average that runs beside the training, with all that the cycle needs when its result is applied."""
 
-    Args:
-        step: the step that its sync followed.
-        due: the step after which it is applied.
-        placed: what the replicas had trained with.
-        acting: whether the controller acts on it.
-        average: the average itself.
-    """
-
-    step: int
-    due: int
-    placed: Placement
-    acting: bool
+    step: int  # the step that its sync followed
+    due: int  # the step after which it is applied
+    placed: Placement  # what the replicas had trained with
+    acting: bool  # whether the controller acts on it
     average: OverlappedAverage[Outcome]
 
     def state_dict(self, *, in_consensus: bool) -> dict[str, Any] | None:
         """Wait for the average and return it with its result; None if it failed.
 
-        Args:
-            in_consensus: whether the parameters that are saved with it are the average of all replicas.
+        ``in_consensus``: the parameters that are saved with it are the average of all replicas.
         """
         if self.average.failed:
             return None
@@ -92,7 +83,6 @@ class Overlapping:
 
     @staticmethod
     def of(state: dict[str, Any]) -> Overlapping:
-        """Return the average that :meth:`state_dict` saved; it has arrived already."""
         arrays = {name: np.array(state["outcome"][name]) for name in _ARRAYS}
         average = OverlappedAverage.landed(
             Correction.of(state["correction"]), Outcome(**{**state["outcome"], **arrays})
@@ -103,22 +93,6 @@ class Overlapping:
 @dataclass(eq=False, repr=False)
 class Cycle:
     """The state of a run between and at its syncs, in this process.
-
-    Args:
-        optimizer: the innermost one.
-        spread: the values of all replicas.
-        run: the facts of the run, and the controller's wishes.
-        ensemble: the replicas.
-        converger: averages them.
-        probe: the loss of this replica on a batch that is the same for all, if replicas are compared by one.
-        gradients: whether replicas share their gradients; ``"auto"``: found out at every sync.
-        average_state: whether the optimizer's state is averaged too; ``"auto"``: where gradients are local.
-        overlap_steps: steps after a sync at which its average is applied; 0: at once.
-        step: steps since the schedule began; at first those that it had made before.
-        schedule: its name in checkpoints.
-        buffers: returns the buffers that are averaged.
-        history_file: the file that gets a line for every record, if there is one.
-        before: steps that were made before step 0: those of a scouting phase.
 
     Attributes:
         window: the losses since the last sync.
@@ -140,21 +114,21 @@ class Cycle:
         replaced: another scheduler was built on the optimizer.
     """
 
-    optimizer: Optimizer
+    optimizer: Optimizer  # the innermost one
     spread: Spread
     run: Run
     ensemble: Ensemble
     converger: Converger
     _: KW_ONLY
     probe: Probe | None
-    gradients: GradientMode
-    average_state: AverageState
-    overlap_steps: int
-    step: int
-    schedule: str
-    buffers: Callable[[], Sequence[Tensor]]
+    gradients: GradientMode  # "auto": found out at every sync
+    average_state: AverageState  # "auto": where gradients are local
+    overlap_steps: int  # steps after a sync at which its average is applied; 0: at once
+    step: int  # steps since the schedule began; at first those that it had made before
+    schedule: str  # its name in checkpoints
+    buffers: Callable[[], Sequence[Tensor]]  # returns those that are averaged
     history_file: HistoryFile | None = None
-    before: int = 0
+    before: int = 0  # steps that were made before step 0: those of a scouting phase
 
     def __post_init__(self) -> None:
         self.window = LossWindow(self.ensemble.rows)
@@ -223,7 +197,6 @@ class Cycle:
 
     @property
     def known_shared(self) -> bool | None:
-        """Whether replicas share their gradients; None: not known."""
         return self.shared if self.gradients == "auto" else self.gradients == "shared"
 
     @property
@@ -277,14 +250,9 @@ class Cycle:
     def end_step(self, loss: Loss | None, last_step: int | None) -> bool:
         """End a step of the optimizer: record the loss, sync if one is due, and apply an overlapping average if due.
 
-        Raises with nothing changed, except that an average of the sync before may have been applied.
-
-        Args:
-            loss: training loss of the step, if it was not recorded before.
-            last_step: last step of the schedule, if it has one.
-
-        Returns:
-            Whether values changed: then :meth:`write` is due once the schedule has moved on.
+        Raises with nothing changed, except that an average of the sync before may have been applied. ``last_step`` is
+        that of the schedule, if it has one. Returns whether values changed: then :meth:`write` is due once the schedule
+        has moved on.
         """
         self._check_step(last_step)
         checked = None if loss is None else checked_loss(loss, "the loss", self.ensemble.rows)
@@ -392,11 +360,7 @@ class Cycle:
     # Averages between syncs
 
     def converge(self) -> bool:
-        """Average all replicas now, wherever in the cycle; the cycle goes on.
-
-        Returns:
-            Whether the run begins anew, because an overlapping average was applied and training had broken.
-        """
+        """Average all replicas now. Return whether the run begins anew: an overlapping average showed that it broke."""
         begins = self.apply_now()
         if not begins:
             converge(self)
@@ -418,7 +382,6 @@ class Cycle:
         return begins
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the averaged parameters and buffers inside a block, and this replica's own again after it."""
         return consensus(self)
 
     def add_record(self, record: SyncRecord) -> None:
@@ -684,7 +647,7 @@ def _caused_by(failure: Exception | None) -> Iterator[None]:
 
 
 def _plain_fields(controller: object) -> dict[str, Any]:
-    """Return the fields of a dataclass that checkpoints compare, as dicts, lists and numbers as they give them back."""
+    """Return the fields of a dataclass that checkpoints compare, with lists in the places of tuples."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -27,12 +27,8 @@ def look_at_gradients(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Call ``look`` when the gradients of an optimizer step are there: now, or once its closure has made them.
 
-    Args:
-        look: reads the gradients.
-        args, kwargs: those of ``optimizer.step``, the optimizer first, as a pre-hook of it gets them.
-
-    Returns:
-        The arguments with another closure, for the optimizer to go on with; None where there is no closure.
+    ``args`` and ``kwargs`` are those of ``optimizer.step``, the optimizer first, as a pre-hook of it gets them. Returns
+    them with another closure, for the optimizer to go on with; None where there is no closure.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -104,20 +100,12 @@ class Displacement:
     def of(
         optimizer: Optimizer, run: Run, ensemble: Ensemble, *, tied: Sequence[Sequence[int]] | None = None
     ) -> Displacement | None:
-        """Return one for a run; None if its controller does not ask for slopes.
-
-        Args:
-            optimizer: its parameters are measured.
-            run: the run, as the controller prepared it.
-            ensemble: the replicas.
-            tied: the parameter groups of each learning rate, :attr:`.Spread.tied`. None: every group has its own.
-        """
+        """Return one for a run as its controller prepared it; None if that does not ask for slopes."""
         if not run.slopes:
             return None
         return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied)
 
     def begin(self) -> None:
-        """Start from the current parameters."""
         self.last = self._copy()
 
     def begin_anew(self) -> None:
@@ -131,7 +119,6 @@ class Displacement:
 
     @property
     def ended(self) -> bool:
-        """Whether :meth:`end` was called."""
         return not any(self.last)
 
     def _parameters(self) -> list[list[Tensor]]:
@@ -140,7 +127,6 @@ class Displacement:
 
     @property
     def shapes(self) -> list[list[tuple[int, ...]]]:
-        """The shapes of the parameters of one replica, by group."""
         return [[tuple(param.shape) for param in group] for group in self._parameters()]
 
     def _copy(self) -> list[list[Tensor]]:
@@ -167,7 +153,6 @@ class Displacement:
         return slopes
 
     def _measured(self) -> list[list[float]]:
-        """Return the slopes of each gradient, by learning rate."""
         found: list[list[float]] = torch.stack(self.slopes).tolist() if self.slopes else []
         return found
 
@@ -210,7 +195,6 @@ class Displacement:
             self.moved = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the tensors in use."""
         return {"last": self.last, "moved": self.moved, "slopes": self._measured(), "apart": self.apart}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -82,15 +82,10 @@ class StepCount:
             )
 
     def check(self, groups: Iterable[dict[str, Any]], rank: int) -> None:
-        """Raise if a scheduler step now is one too many.
+        """Raise RuntimeError if a scheduler step now is one too many.
 
-        Args:
-            groups: the optimizer's parameter groups.
-            rank: by which the message names this process.
-
-        Raises:
-            RuntimeError: the gradient is still that of the last scheduler step, and no optimizer step came in between;
-                or several optimizer steps in a row were followed by two scheduler steps or more.
+        Either the gradient is still that of the last scheduler step, and no optimizer step came in between; or several
+        optimizer steps in a row were followed by two scheduler steps or more.
         """
         if not self.counts or self._after_optimizer == 0:
             return
@@ -98,7 +93,8 @@ class StepCount:
             f"{_ONCE}. Accelerate steps a prepared scheduler once per process: use "
             "hdet_kernels.integrations.accelerate.prepare(). With gradient accumulation, step it with the optimizer"
         )
-        if self._is_last_gradient(first_gradient(groups)):
+        now = _trace(first_gradient(groups))
+        if self._gradient and now and now[0]() is self._gradient[0]() and now[1] == self._gradient[1]:
             raise RuntimeError(
                 f"rank {rank}: scheduler.step() was called {self._after_optimizer + 1} times after one "
                 f"optimizer.step(), with no new gradient in between: {remedy}"
@@ -122,20 +118,11 @@ class StepCount:
             self._repeats += self._after_optimizer == 2
         self._gradient = _trace(first_gradient(groups))
 
-    def _is_last_gradient(self, gradient: Tensor | None) -> bool:
-        """Return whether a gradient is that of the last scheduler step, and was not written since."""
-        if self._gradient is None or _trace(gradient) is None or gradient is None:
-            return False
-        last, version = self._gradient
-        return last() is gradient and times_written(gradient) == version
-
     def synced(self) -> None:
-        """Begin to count the optimizer steps of the next cycle."""
         self.since_sync = 0
 
 
 def first_gradient(groups: Iterable[dict[str, Any]]) -> Tensor | None:
-    """Return the gradient of the first parameter that has one."""
     return next((param.grad for group in groups for param in group["params"] if param.grad is not None), None)
 
 
@@ -157,14 +144,9 @@ _REMEDY = (
 
 
 class LateEnsemble:
-    """The decision between one replica and a process group that is initialised later.
+    """The decision between one replica and a process group that is initialised later, as long as it is ``open``.
 
-    Args:
-        given: ``ensemble=`` of the scheduler.
-        found: the replicas that it was built with.
-
-    Attributes:
-        open: whether it is still to be decided.
+    ``given`` is ``ensemble=`` of the scheduler, ``found`` are the replicas that it was built with.
     """
 
     def __init__(self, given: Ensemble | None, found: Ensemble) -> None:
@@ -173,7 +155,6 @@ class LateEnsemble:
 
     @property
     def arrived(self) -> bool:
-        """Whether the decision is open and there is a process group now."""
         return self.open and _several_processes()
 
     def check_arrived(self) -> None:

@@ -6,6 +6,8 @@ Metrics are flat names as loggers take them (``hdet/base/lr``, ``hdet/replica0/l
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import logging
 import math
@@ -28,6 +30,10 @@ from hdet_kernels.schedule.acts import EVENTS, Act, ActKind, peak_words
 from hdet_kernels.schedule.losses import AnyNumber
 
 Kind = Literal["sync", "early", "last", "manual", "scout"]
+Gradients = Literal["shared", "local", "teams", "unknown"]
+
+#: What an average found out about gradients, in words.
+_FOUND: dict[bool | None, Gradients] = {None: "unknown", True: "shared", False: "local"}
 
 #: Records that are kept in full. A run has 40 syncs by default, and 1000 if it has a million steps.
 WINDOW = 1000
@@ -92,7 +98,7 @@ class SyncRecord:
     base: dict[str, float]
     values: dict[str, list[float]]
     excluded: list[int]
-    gradients: Literal["shared", "local", "teams", "unknown"]
+    gradients: Gradients
     bytes: int
     collectives: int
     seconds: float
@@ -124,17 +130,15 @@ class SyncRecord:
         act: Act | None = None,
         peaks: dict[str, list[float]] | None = None,
     ) -> SyncRecord:
-        """Return the record of an average.
+        """Return the record of an average. What is not explained here is as the fields.
 
         Args:
             outcome: that of the average.
             placed: what the replicas had trained with.
             names: names of the hyperparameters.
-            step, cycle, kind, undone, peaks: as the fields.
             gradients: as it is known; ``"auto"``: as the average found out.
-            landed: as the field; None: ``step``.
+            landed: None: ``step``.
             findings: those of the controller, if it acted.
-            act: what the controller did, if it moved something.
         """
         return SyncRecord(
             step=step,
@@ -145,7 +149,7 @@ class SyncRecord:
             base=dict(zip(names, placed.base.tolist(), strict=True)),
             values=dict(zip(names, placed.values.tolist(), strict=True)),
             excluded=np.flatnonzero(~outcome.healthy).tolist(),
-            gradients=_found(outcome.shared) if gradients == "auto" else gradients,
+            gradients=_FOUND[outcome.shared] if gradients == "auto" else gradients,
             bytes=outcome.bytes,
             collectives=outcome.collectives,
             seconds=outcome.seconds,
@@ -160,7 +164,6 @@ class SyncRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict."""
         return asdict(self)
 
     @property
@@ -171,10 +174,7 @@ class SyncRecord:
     def metrics(self, *, replicas: bool = True) -> dict[str, float]:
         """Return the numbers of this sync under flat names, for a logger. ``docs/usage/loggers.md`` lists them.
 
-        What is not known, or not finite, is left out.
-
-        Args:
-            replicas: whether every replica has entries of its own.
+        What is not known, or not finite, is left out. ``replicas``: every replica has entries of its own.
         """
         short = short_names(list(self.base))
         posterior = (self.posterior or {}).items()
@@ -202,15 +202,14 @@ class SyncRecord:
     @property
     def mean_loss(self) -> float | None:
         """The mean of the finite training losses; None if there is none."""
-        losses = np.array(self.losses, dtype=np.float64)  # thousands of them where there are thousands of replicas
-        finite = losses[np.isfinite(losses)]
-        return math.fsum((finite / len(finite)).tolist()) if len(finite) else None
+        return mean_of_finite(self.losses)
 
 
-def _found(shared: bool | None) -> Literal["shared", "local", "unknown"]:
-    if shared is None:
-        return "unknown"
-    return "shared" if shared else "local"
+def mean_of_finite(losses: Sequence[float | None]) -> float | None:
+    """Return the mean of the finite losses; None if there is none."""
+    numbers = np.array(losses, dtype=np.float64)  # thousands of them where there are thousands of replicas
+    finite = numbers[np.isfinite(numbers)]
+    return math.fsum((finite / len(finite)).tolist()) if len(finite) else None
 
 
 @dataclass
@@ -247,7 +246,6 @@ class HistorySummary:
     points: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def add(self, record: SyncRecord) -> None:
-        """Count one more sync."""
         if self.syncs % self.every == 0:
             self.points.append({"step": record.step, "loss": record.mean_loss, "base": dict(record.base)})
             if len(self.points) == 2 * POINTS:
@@ -273,7 +271,6 @@ class HistorySummary:
             self.loss = _extended(self.loss, loss)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict of plain values."""
         return asdict(self)
 
     def outcome(self) -> str:
@@ -308,25 +305,12 @@ def _extended(known: dict[str, float], value: float) -> dict[str, float]:
 
 
 class History:
-    """The last ``WINDOW`` records of a run, and the summary of all.
-
-    Args:
-        records: those so far.
-        summary: that of all syncs so far; by default it is made from ``records``.
-
-    Attributes:
-        unreported: the records that callbacks have not been called with yet.
-    """
+    """The last ``WINDOW`` records of a run, the summary of all, and the records that callbacks have not seen yet."""
 
     def __init__(self, records: Iterable[SyncRecord] = (), summary: HistorySummary | None = None) -> None:
-        self.records: list[SyncRecord] = []
-        self.summary = HistorySummary()
+        self.records = list(records)
+        self.summary = HistorySummary() if summary is None else summary
         self.unreported: deque[SyncRecord] = deque(maxlen=WINDOW)
-        for record in records:
-            self.add(record)
-        self.unreported.clear()
-        if summary is not None:
-            self.summary = summary
 
     def add(self, record: SyncRecord) -> None:
         """Append a record; the oldest one leaves if there are too many."""
@@ -344,19 +328,11 @@ class History:
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last sync; None before the first."""
         return self.records[-1].step if self.records else None
 
     @staticmethod
     def of(records: Sequence[dict[str, Any]], summary: dict[str, Any]) -> History:
-        """Return the history that was saved as these two."""
-        copied = {**summary, "base": {name: dict(each) for name, each in summary["base"].items()}}
-        copied |= {name: dict(summary.get(name, {})) for name in ("loss", "peaks")}
-        copied |= {name: list(summary.get(name, ())) for name in ("points", "events")}
-        return History([SyncRecord(**record) for record in records], HistorySummary(**copied))
-
-
-Numbers = Mapping[str, float | None]
+        return History([SyncRecord(**record) for record in records], HistorySummary(**copy.deepcopy(summary)))
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -381,14 +357,11 @@ def loss_metrics(what: str, losses: Sequence[float | None] | None, *, replicas: 
     """Return the mean of the finite losses and, if asked for, that of every replica."""
     if losses is None:
         return {}
-    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    found: dict[str, float | None] = {what: math.fsum(loss / len(finite) for loss in finite) if finite else None}
-    if replicas:
-        found |= {f"replica{replica}/{what}": loss for replica, loss in enumerate(losses)}
-    return found
+    each = {f"replica{replica}/{what}": loss for replica, loss in enumerate(losses)} if replicas else {}
+    return {what: mean_of_finite(losses), **each}
 
 
-def flat(entries: Numbers) -> dict[str, float]:
+def flat(entries: Mapping[str, float | None]) -> dict[str, float]:
     """Return the entries that are finite numbers, as floats, with the package's prefix."""
     known = ((name, value) for name, value in entries.items() if value is not None)
     return {f"hdet/{name}": float(value) for name, value in known if math.isfinite(value)}
@@ -424,13 +397,8 @@ class HistoryFile:
         self._waiting.clear()
 
     def append(self, record: SyncRecord, before: History) -> None:
-        """Write a record.
-
-        Args:
-            record: the newest one.
-            before: the history before it.
-        """
-        self._waiting.append(json.dumps(_without_nan(record.to_dict())) + "\n")
+        """Write the newest record; ``before`` is the history before it."""
+        self._waiting.append(json.dumps(without_nan(record.to_dict())) + "\n")
         try:
             if not self._in_place:
                 self._find_place(before)
@@ -460,32 +428,25 @@ class HistoryFile:
 
 def _end_of(record: SyncRecord, count: int, path: Path) -> int | None:
     """Return where in the file the line of ``record`` ends, the ``count``-th if several fit; None if none does."""
-    end, found = 0, None
+    end, found, sought = 0, None, {"step": record.step, "kind": record.kind, "landed": record.landed}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             end += len(line)
-            if line.endswith(b"\n") and _is(record, line):
-                found = end
-                if number == count:
-                    break
+            with contextlib.suppress(ValueError):  # a line that was cut off, or is not ours
+                read = json.loads(line)
+                if line.endswith(b"\n") and isinstance(read, dict) and sought.items() <= read.items():
+                    found = end
+                    if number == count:
+                        break
     return found
 
 
-def _is(record: SyncRecord, line: bytes) -> bool:
-    try:
-        read = json.loads(line)
-    except ValueError:
-        return False
-    known = (record.step, record.kind, record.landed)
-    return isinstance(read, dict) and (read.get("step"), read.get("kind"), read.get("landed")) == known
-
-
-def _without_nan(value: Any) -> Any:
-    """Return the value with None for numbers that JSON does not have."""
+def without_nan(value: Any) -> Any:
+    """Return nested dicts and lists with None for numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
+        return {key: without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_without_nan(entry) for entry in value]
+        return [without_nan(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -493,23 +454,14 @@ SyncCallback = Callable[[SyncRecord], object]
 
 
 class SyncCallbacks:
-    """The callbacks of a scheduler, in the order in which they came.
-
-    Attributes:
-        running: whether callbacks are being called now.
-    """
+    """The callbacks of a scheduler, in the order in which they came. ``running``: they are being called now."""
 
     def __init__(self) -> None:
         self._callbacks: OrderedDict[int, tuple[SyncCallback, bool]] = OrderedDict()  # with every_process
         self.running = False
 
     def add(self, callback: SyncCallback, every_process: bool | None) -> RemovableHandle:
-        """Add a callback and return a handle that removes it; see :meth:`.WithCycle.on_sync`.
-
-        Args:
-            callback: the user's.
-            every_process: False: only the first process calls it. None: as the callback's own ``every_process`` says.
-        """
+        """Add a callback and return a handle that removes it; see :meth:`.WithCycle.on_sync`."""
         check_callable("callback", callback, "callback(record), with a SyncRecord")
         if every_process is None:
             every_process = getattr(callback, "every_process", True)
@@ -519,11 +471,7 @@ class SyncCallbacks:
         return handle
 
     def call(self, records: Iterable[SyncRecord], *, first: bool) -> None:
-        """Call every callback with every record.
-
-        Args:
-            records: of the syncs.
-            first: whether this is the first process.
+        """Call every callback with every record; ``first``: this is the first process.
 
         Raises:
             Exception: that of a callback, after all have been called; an ExceptionGroup if several raised.

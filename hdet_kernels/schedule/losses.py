@@ -35,8 +35,7 @@ Loss = float | Tensor | Sequence[float]
 class LossWindow:
     """Sum and number of the losses recorded since the last sync. Recording never waits for the device.
 
-    Args:
-        rows: replicas that this process holds. With several, every recorded loss and the sum are [rows].
+    With several ``rows``, replicas that this process holds, every recorded loss and the sum are [rows].
     """
 
     def __init__(self, rows: int = 1) -> None:
@@ -68,7 +67,6 @@ class LossWindow:
         self.ever = True
 
     def clear(self) -> None:
-        """Forget the losses, but not that there ever was one."""
         if isinstance(self.sum, Tensor):
             self.sum.zero_()
         else:
@@ -93,11 +91,9 @@ class LossWindow:
 
     @staticmethod
     def emptied(state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved state without its losses."""
         return {**state, "sum": 0.0, "count": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load saved sums."""
         self.count, self.ever = state["count"], state["ever"]
         # An empty window fits any number of replicas.
         total = state["sum"] if self.count else 0.0
@@ -107,13 +103,7 @@ class LossWindow:
 def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
     """Return a loss as a float or a detached scalar tensor; for several replicas as a detached tensor [rows].
 
-    Args:
-        value: the user's loss.
-        what: how a message names it.
-        rows: number of replicas.
-
-    Raises:
-        TypeError, ValueError: if it is not a real number, or not one for each replica.
+    Raises TypeError or ValueError, which names it as ``what``, if it is not a real number for each replica.
     """
     if rows > 1:
         return _of_several(value, what, rows)
@@ -184,19 +174,11 @@ class EqualLosses:
     """Counts the syncs in a row at which all replicas had the same loss although their values differ."""
 
     def __init__(self) -> None:
-        self._syncs = 0
-        self._step = 0
+        self._syncs = self._step = 0
         self._warned = False
 
     def check(self, step: int, losses: NDArray[np.float64], values: NDArray[np.float64], what: str) -> None:
-        """Compare the losses of a sync, and warn once if they were equal at two in a row.
-
-        Args:
-            step: of the sync.
-            losses: [N] that the controller compares; those that are not finite are left out.
-            values: [J, N] of the hyperparameters.
-            what: name of the losses in the message.
-        """
+        """Warn once if the finite ``losses`` [N] were equal at two syncs in a row, and ``values`` [J, N] were not."""
         finite = losses[np.isfinite(losses)]
         # After a single step the losses are those of the average, from which all replicas began.
         long = step - self._step > 1

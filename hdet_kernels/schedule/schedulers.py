@@ -44,6 +44,8 @@ from hdet_kernels.schedule.arguments import (
 )
 from hdet_kernels.schedule.attachment import (
     attach,
+    call_after_loading,
+    call_before_saving,
     check_schedule_is_own,
     outermost,
     own_values_back,
@@ -75,7 +77,6 @@ from hdet_kernels.schedule.history import (
     value_metrics,
 )
 from hdet_kernels.schedule.losses import Loss
-from hdet_kernels.schedule.model_hooks import call_after_loading, call_before_saving
 from hdet_kernels.schedule.scout.own_gradients import OwnGradients, can_form_teams
 from hdet_kernels.schedule.scout.phase import Scouted, Scouting, ratios_of
 from hdet_kernels.schedule.scout.rounds import ScoutSettings, first_bracket, make_plan, middle
@@ -92,26 +93,17 @@ _OWN = (
 
 
 class WithCycle:
-    """The methods that both schedulers have beside torch's own.
-
-    Attributes:
-        _options: the keywords of the schedulers, checked.
-        _cycle: the cycle of the run; None while the scheduler is built.
-        _phase: the scouting phase that steps in its place; None before and after it.
-        _late: whether a process group may still come; None while the scheduler is built, and after a group came.
-        _follows_ties: whether the checkpoint that was loaded last decided which groups are tied.
-        _told_of_saving: whether it was said that ``state_dict()`` of the model gave one replica of several.
-    """
+    """The methods that both schedulers have beside torch's own."""
 
     optimizer: Optimizer
     _last_lr: list[float | Tensor]
     _options: Options
-    _cycle: Cycle | None = None
-    _phase: Scouting | None = None
-    _late: LateEnsemble | None = None
-    _follows_ties = False
+    _cycle: Cycle | None = None  # None while the scheduler is built
+    _phase: Scouting | None = None  # steps in the place of the cycle
+    _late: LateEnsemble | None = None  # None while the scheduler is built, and after a group came
+    _follows_ties = False  # the checkpoint that was loaded last decided which groups are tied
     _callbacks: SyncCallbacks | None = None
-    _told_of_saving = False
+    _told_of_saving = False  # it was said that state_dict() of the model gave one replica of several
 
     @property
     def cycle(self) -> Cycle:
@@ -130,7 +122,6 @@ class WithCycle:
 
     @property
     def _inner(self) -> Optimizer:
-        """The optimizer inside its wrappers."""
         return unwrapped(self.optimizer)
 
     @property
@@ -174,27 +165,17 @@ class WithCycle:
 
         Base values and values of the replicas are those of now, totals are over all syncs, and everything else is of
         the last sync (:meth:`.SyncRecord.metrics`). What is not known, or not finite, is left out. It communicates with
-        nobody; where learning rates are tensors on a GPU it waits for them.
-
-        Args:
-            replicas: whether every replica has entries of its own.
+        nobody; where learning rates are tensors on a GPU it waits for them. ``replicas``: every replica has entries of
+        its own.
         """
         spread, summary = self._part.spread, self.history_summary
         names, placed = [hyper.name for hyper in spread.hyperparameters], spread.placement()
         base = dict(zip(names, placed.base.tolist(), strict=True))
         values = dict(zip(names, placed.values.tolist(), strict=True))
-        totals = {
-            "syncs": summary.syncs,
-            "excluded": summary.excluded,
-            "returns": summary.undone,
-            "lost": summary.lost,
-            "seconds": summary.seconds,
-            "bytes": summary.bytes,
-            "collectives": summary.collectives,
-        }
+        counted = ("syncs", "excluded", "lost", "seconds", "bytes", "collectives")
+        totals = {"total/returns": summary.undone, **{f"total/{name}": getattr(summary, name) for name in counted}}
         found = self.history[-1].metrics(replicas=replicas) if self.history else {}
-        found |= flat(value_metrics(base, values, replicas=replicas))
-        return found | flat({f"total/{name}": value for name, value in totals.items()})
+        return found | flat({**value_metrics(base, values, replicas=replicas), **totals})
 
     def record_loss(self, loss: Loss, *, divided_by: float = 1) -> None:
         """Add a training loss to those since the last sync, without waiting for the device.
@@ -238,14 +219,8 @@ class WithCycle:
     def use_probe(self, probe: Probe) -> None:
         """Give the scheduler a probe, as if it had been built with ``probe=``. Every replica must do so.
 
-        For frameworks that know the model and the data only after the scheduler is built. A default ``sync_every`` is
-        chosen anew: with local gradients it is shorter with a probe.
-
-        Args:
-            probe: as ``probe=`` of the scheduler.
-
-        Raises:
-            RuntimeError: after the first step.
+        For frameworks that know the model and the data only after the scheduler is built: it raises after the first
+        step. A default ``sync_every`` is chosen anew: with local gradients it is shorter with a probe.
         """
         check_callable("probe", probe, "probe()", remedy="it takes no arguments and returns a loss")
         if self._part.begun:
@@ -263,22 +238,18 @@ class WithCycle:
         that it may evaluate or save. Scouting rounds and returns to the start are such syncs too. An average
         that overlaps with training is reported where it is applied. All callbacks are called, in the order in which
         they came; then the exception of one that raised is raised, with the sync complete: catch it and training goes
-        on. Callbacks are not part of a checkpoint.
+        on. Callbacks are not part of a checkpoint. Returns a handle whose ``remove()`` ends this.
 
         Args:
             callback: is called with the record.
             every_process: False: only the first process calls it. Default: True, or as the callback's own attribute
                 ``every_process`` says: the writers of :mod:`hdet_kernels.integrations.loggers` have it.
-
-        Returns:
-            A handle whose ``remove()`` ends this.
         """
         if self._callbacks is None:
             self._callbacks = SyncCallbacks()
         return self._callbacks.add(callback, every_process)
 
     def _call_callbacks(self) -> None:
-        """Call the callbacks with the records that they have not seen."""
         if self.cycle.history.unreported:
             records = self.cycle.history.take_unreported()
             if self._callbacks is not None:
@@ -335,11 +306,7 @@ class WithCycle:
             call_after_loading(self._options.model if stack is None else stack, self._after_loading)
 
     def _find_replicas(self) -> None:
-        """Decide who the replicas are, before the first use: the process group that exists by now, or one replica.
-
-        Raises:
-            RuntimeError: a group should exist, or was initialised after the decision.
-        """
+        """Decide who the replicas are, before the first use: the process group that exists by now, or one replica."""
         self._follow_moved_model()
         late = self._late
         if late is None:
@@ -506,14 +473,10 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             continues the file, and ``hdet-kernels report`` makes a page of it. Without it only the last 1000 records
             are kept, and a summary of all.
         scout: :class:`hdet_kernels.ScoutSettings`, the constants of the search with ``max_lr=None``.
-
-    Attributes:
-        _arguments: those of torch's OneCycleLR, checked.
-        _scouted: the plan of a run with ``max_lr=None``, and what was found; None where ``max_lr`` was given.
     """
 
-    _arguments: dict[str, Any]
-    _scouted: Scouted | None = None
+    _arguments: dict[str, Any]  # those of torch's OneCycleLR, checked
+    _scouted: Scouted | None = None  # the plan of a run with max_lr=None, and what was found
 
     def __init__(
         self,
@@ -567,10 +530,8 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         )
         self._arguments = one_cycle_arguments(
             unwrapped(optimizer),
-            max_lr=max_lr,
-            total_steps=total_steps,
-            epochs=epochs,
-            steps_per_epoch=steps_per_epoch,
+            max_lr,
+            {"total_steps": total_steps, "epochs": epochs, "steps_per_epoch": steps_per_epoch},
             pct_start=pct_start,
             anneal_strategy=anneal_strategy,
             cycle_momentum=cycle_momentum,
@@ -618,8 +579,11 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         check_no_epoch(loss)
         self._find_replicas()
         self._check_outside_callbacks("step()")
-        if self._phase is not None:
-            self._step_phase(self._phase, loss)
+        if (phase := self._phase) is not None:
+            phase.end_step(loss)
+            if phase.scouted.found is not None:
+                self._begin_run(phase.scouted)
+            self._last_lr = learning_rates(self._inner)
         else:
             cycle = self._cycle
             changed = cycle.end_step(loss, self.total_steps)
@@ -684,13 +648,6 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         self._last_lr = learning_rates(self._inner)
         self._attach()
 
-    def _step_phase(self, phase: Scouting, loss: Loss | None) -> None:
-        """End a step of the scouting phase, and begin the run if the learning rate is found."""
-        phase.end_step(loss)
-        if phase.scouted.found is not None:
-            self._begin_run(phase.scouted)
-        self._last_lr = learning_rates(self._inner)
-
     def _begin_run(self, scouted: Scouted) -> None:
         """Begin the run at the learning rate that was found: torch's schedule at its first step, and a new cycle."""
         own_values_back(self._inner)
@@ -746,20 +703,15 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                 checkpoint.restore(self.cycle, hdet)
                 write_momentum(self, self.cycle.position)
             else:
-                again = self._begin_phase_again(scouted)
+                if self._phase is None:  # it is over here
+                    own_values_back(self._inner)
+                    self._phase = self._new_phase(scouted)
+                    self._attach()
+                self._phase.scouted = scouted
                 checkpoint.restore(self.cycle, hdet)
-                again.load_state_dict(checkpoint.to_plain(phase), schedule)
+                self._phase.load_state_dict(checkpoint.to_plain(phase), schedule)
             self._last_lr = learning_rates(self._inner)
         self.cycle.steps.begin_anew()
-
-    def _begin_phase_again(self, scouted: Scouted) -> Scouting:
-        """Return the scouting phase, begun anew if it is over."""
-        if self._phase is None:
-            own_values_back(self._inner)
-            self._phase = self._new_phase(scouted)
-            self._attach()
-        self._phase.scouted = scouted
-        return self._phase
 
 
 class HDETScheduler(WithCycle, LRScheduler):
@@ -777,12 +729,9 @@ class HDETScheduler(WithCycle, LRScheduler):
 
     The other keywords are those of :class:`HDETOneCycleLR`. Where training broke, a schedule that was played begins
     again over the steps that remain, and any other goes on below a warm-up.
-
-    Attributes:
-        _played: the wrapped schedule, played to its end; None if it was not, or cannot be played.
     """
 
-    _played: Rehearsal | None = None
+    _played: Rehearsal | None = None  # the wrapped schedule, played to its end
 
     def __init__(
         self,
@@ -862,7 +811,6 @@ class HDETScheduler(WithCycle, LRScheduler):
         return build_cycle(self._inner, facts, self._options)
 
     def _rehearsed(self, total_steps: int) -> Rehearsal | None:
-        """Play the wrapped schedule ahead, and keep what it said for a run that begins anew."""
         self._played = rehearse(self.base_scheduler, total_steps)
         return self._played
 
@@ -871,7 +819,6 @@ class HDETScheduler(WithCycle, LRScheduler):
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """Steps so far."""
         return self.cycle.made
 
     @property
