@@ -51,10 +51,19 @@ def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: 
     torch.ops.hdet_kernels.unpack(table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
 
 
-def wire_operators() -> tuple[Any, Any, Any]:
-    """Return the operators that encode, merge and decode."""
-    library = torch.ops.hdet_kernels
-    return library.encode.default, library.merge.default, library.decode.default
+def encode(*given: Any) -> None:
+    """Encode x − consensus + error."""
+    torch.ops.hdet_kernels.encode(*given)
+
+
+def merge(*given: Any) -> None:
+    """Encode the mean of what was received, plus the error."""
+    torch.ops.hdet_kernels.merge(*given)
+
+
+def decode(*given: Any) -> None:
+    """Add what was decoded to the consensus."""
+    torch.ops.hdet_kernels.decode(*given)
 
 
 def rowwise_adagrad(given: RowWiseArguments) -> None:

@@ -84,7 +84,7 @@ class Wire:
         self.shard = shard_elements(numel, shards)
         self.shard_bytes = encoded_bytes(format, self.shard)
         self.backend = resolve(self.device, backend)
-        self._encode, self._merge, self._decode = implementation(self.backend, "wire").wire_operators()
+        self._module = implementation(self.backend, "wire")
         self._number = FORMATS.index(format)
 
     def empty(self) -> Tensor:
@@ -98,7 +98,7 @@ class Wire:
         """
         self._check_floats(self.numel, x=x, consensus=consensus, error=error)
         self._check_wire("wire", wire, (self.shards, self.shard_bytes))
-        self._encode(self._number, x, consensus, error, wire)
+        self._module.encode(self._number, x, consensus, error, wire)
 
     def merge(self, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
         """Write the encoding of Σ/divisor + error to ``wire`` [shard_bytes].
@@ -111,13 +111,13 @@ class Wire:
         self._check_floats(self.shard, error=error)
         self._check_wire("wires", wires, (self.shards, self.shard_bytes))
         self._check_wire("wire", wire, (self.shard_bytes,))
-        self._merge(self._number, wires, float(divisor), error, wire)
+        self._module.merge(self._number, wires, float(divisor), error, wire)
 
     def decode(self, wire: Tensor, consensus: Tensor, target: Tensor | None = None) -> None:
         """Add the decoded ``wire`` [shards, shard_bytes] to the consensus, and copy the sum to ``target`` if given."""
         self._check_wire("wire", wire, (self.shards, self.shard_bytes))
         self._check_floats(self.numel, consensus=consensus, target=target)
-        self._decode(self._number, wire, consensus, target)
+        self._module.decode(self._number, wire, consensus, target)
 
     def _check_floats(self, numel: int, **given: Tensor | None) -> None:
         for name, tensor in given.items():

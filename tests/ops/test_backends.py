@@ -92,7 +92,7 @@ OPERATIONS = {
     "step": ("bind_step",),
     "reduce": ("grad_norm",),
     "pack": ("pack", "unpack"),
-    "wire": ("wire_operators",),
+    "wire": ("encode", "merge", "decode"),
     "rowwise": ("rowwise_adagrad",),
 }
 

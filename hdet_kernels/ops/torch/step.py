@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients, flat_gradients
-from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, register
 from hdet_kernels.ops.step import STATES, Scalars, StepArguments
 from hdet_kernels.ops.torch.companding import (
     SIGNED_STATES,
@@ -32,57 +30,42 @@ from hdet_kernels.tensors import in_full
 
 def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
     """Return a function that runs the step on given gradients and scalars."""
-    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
+    chunks = arguments.chunks
     offsets = [slot.offset for slot in chunks.entries]
     of_scales = first_scales(slot.numel for slot in chunks.entries)
-    operator = partial(STEP, *arguments.flats, chunks.slots)
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
-        operator(chunks.point_at(grads), offsets, of_scales, flat_gradients(grads), *scalars, rounding, rows)
+        _step(arguments, scalars, chunks.point_at(grads), offsets, of_scales, flat_gradients(grads))
 
     return run
 
 
 def _step(
-    rule: int,
-    param: Tensor,
-    master: Tensor | None,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    state2: Tensor | None,
-    scales0: Tensor | None,
-    scales1: Tensor | None,
-    steps: Tensor,
-    table: Tensor,
-    slots: Tensor,
+    given: StepArguments,
+    scalars: Scalars,
     gradients: Tensor,
     offsets: Sequence[int],
     of_scales: Sequence[int],
     tensors: Sequence[Tensor | None],
-    grad_scale: Tensor | None,
-    norm: Tensor | None,
-    found_inf: Tensor | None,
-    stochastic_rounding: bool,
-    rows: int,
 ) -> None:
     """Step every slot that has a gradient, and count its step."""
-    name = list(STATES)[rule]
-    groups = slots[:, 2]
+    name, param, steps, table, rows = given.rule, given.param, given.steps, given.table, given.rows
+    groups = given.chunks.slots[:, 2]
     t = steps.to(table.dtype).abs() + 1
     h = Row(*table[groups].unbind(1))  # of replica 0, each column [slots]
     own = Row(*table.view(rows, -1, table.shape[1])[:, groups].unbind(2))  # of every replica, each [rows, slots]
     numbers = RULES[name].derive(t, steps <= 0, own)
-    numbers["factor"] = _gradient_factor(h, grad_scale, _norm_of_slots(norm, groups, table))
-    states, scales = (state0, state1, state2)[: len(STATES[name])], (scales0, scales1, None)
-    if stochastic_rounding or any(scale is not None for scale in scales):
+    numbers["factor"] = _gradient_factor(h, scalars.grad_scale, _norm_of_slots(scalars.norm, groups, table))
+    scales = [*given.scales, None, None, None]
+    if given.stochastic_rounding or any(scale is not None for scale in scales):
         numbers["key"] = rounding_key(own.seed, t)
-    skip: Scalar = False if found_inf is None else found_inf.squeeze() > 0
+    skip: Scalar = False if scalars.found_inf is None else scalars.found_inf.squeeze() > 0
     readable = _free_to_read(param)
     if readable and skip:
         return
     skip = False if readable else skip
-    masters = None if master is None else master.view(rows, -1)
-    walk = _Walk(name, param.view(rows, -1), masters, skip, stochastic_rounding)
+    masters = None if given.master is None else given.master.view(rows, -1)
+    walk = _Walk(name, param.view(rows, -1), masters, skip, given.stochastic_rounding)
     of_slots = _by_slot(numbers, rows, readable)
     for offset, first, grad, own_numbers in zip(offsets, of_scales, tensors, of_slots, strict=True):
         if grad is None or grad.numel() == 0:
@@ -90,7 +73,7 @@ def _step(
         span, blocks = slice(offset, offset + grad.numel()), slice(first, first + block_count(grad.numel()))
         stored = [
             _State(key, state[span], None if scale is None else scale[blocks])
-            for key, state, scale in zip(STATES[name], states, scales, strict=False)
+            for key, state, scale in zip(STATES[name], given.states, scales, strict=False)
             if state is not None
         ]
         walk.step(span, grad, stored, own_numbers)
@@ -213,13 +196,3 @@ def _norm_of_slots(norm: Tensor | None, groups: Tensor, table: Tensor) -> Tensor
     if norm is None or norm.numel() == 1:
         return None if norm is None else norm.squeeze()
     return norm.reshape(-1)[groups // (len(table) // norm.numel())]
-
-
-#: The operator. It takes the gradients as flat tensors.
-STEP = register(
-    "torch_step_",
-    f"{FLATS}, Tensor slots, Tensor gradients, int[] offsets, int[] first_scales, Tensor?[] tensors, {SCALARS}",
-    "()",
-    _step,
-    fake_in_place,
-)

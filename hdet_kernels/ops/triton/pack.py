@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from struct import pack as to_bytes
 from struct import unpack as from_bytes
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
-from hdet_kernels.ops.operators import fake_in_place, register
 from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, PieceTable
 from hdet_kernels.ops.triton.rounding import nearest, widened
 
@@ -213,52 +213,40 @@ def _quotient(value, divisor, DIVIDE: tl.constexpr):
 
 def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
     """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
-    PACK(table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
+    first, *others = [row for row in range(MOST_ROWS) if included >> row & 1]
+    constants = {"MANY": bool(others), "BLOCK": BLOCK_OF_ROWS if others else BLOCK}
+    rest = sum(1 << (row - first - 1) for row in others)
+    _launch(_pack_chunk, table, matched, staging, first, rest, divisor=divisor, **constants)
 
 
 def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
     """Divide ``staging`` and write its pieces to every row of the tensors."""
-    UNPACK(table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
+    _launch(_unpack_chunk, table, matched, staging, table.rows, divisor=divisor, BLOCK=BLOCK)
 
 
-def _pack(chunks: Tensor, places: Tensor, strides: Tensor, included: int, divisor: float, staging: Tensor) -> None:
-    rows = [row for row in range(MOST_ROWS) if included >> row & 1]
-    if not rows:
-        staging.zero_()
-    if not rows or not len(chunks):
+def _launch(
+    kernel: Any,
+    table: PieceTable,
+    matched: MatchedTensors,
+    staging: Tensor,
+    *numbers: int,
+    divisor: float,
+    **constants: int,
+) -> None:
+    programs = len(table.chunks) * (CHUNK // constants["BLOCK"])
+    if not programs:
         return
-    first, others = rows[0], sum(1 << (row - rows[0] - 1) for row in rows[1:])
-    block = BLOCK_OF_ROWS if others else BLOCK
+    constants |= {"DIVIDE": divisor != 1}
     with torch.cuda.device_of(staging):
-        _pack_chunk[(len(chunks) * (CHUNK // block),)](
-            chunks,
-            places,
-            strides,
+        kernel[(programs,)](
+            table.chunks,
+            table.point_at(matched),
+            table.strides,
             staging,
-            first,
-            others,
+            *numbers,
             _bits(divisor),
-            MANY=others != 0,
-            DIVIDE=divisor != 1,
-            BLOCK=block,
             num_warps=WARPS,
-        )
-
-
-def _unpack(chunks: Tensor, places: Tensor, strides: Tensor, rows: int, divisor: float, staging: Tensor) -> None:
-    if not len(chunks):
-        return
-    with torch.cuda.device_of(staging):
-        _unpack_chunk[(len(chunks) * (CHUNK // BLOCK),)](
-            chunks,
-            places,
-            strides,
-            staging,
-            rows,
-            _bits(divisor),
-            DIVIDE=divisor != 1,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            **constants,
         )
 
 
@@ -266,19 +254,3 @@ def _bits(number: float) -> int:
     """Return the bits of a float64 as a whole number, because Triton would take a Python float for a float32."""
     bits: int = from_bytes("<q", to_bytes("<d", number))[0]
     return bits
-
-
-PACK = register(
-    "triton_pack",
-    "Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging",
-    "()",
-    _pack,
-    fake_in_place,
-)
-UNPACK = register(
-    "triton_unpack",
-    "Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging",
-    "()",
-    _unpack,
-    fake_in_place,
-)

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, ChunkTable, MatchedGradients
-from hdet_kernels.ops.operators import fake_norm, register
 
 # The most programs that share the chunks. It is a constant, so that the order of the sum, and with it the last bit of
 # the norm, does not depend on the GPU: 15 for each of the 132 processors of an H200. With 4 warps a thread has 16
@@ -89,20 +88,14 @@ def _finish(partials, result, count, PROGRAMS: tl.constexpr):
 
 def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
     """Return the norm of the gradients of each of ``rows`` replicas, float64 [rows]."""
-    norms: Tensor = NORM(chunks.chunks, chunks.point_at(grads), rows)
-    return norms
-
-
-def _grad_norm(chunks: Tensor, gradients: Tensor, rows: int) -> Tensor:
-    result = chunks.new_empty((rows,), dtype=torch.float64)
-    count = len(chunks) // rows
+    result = torch.empty(rows, dtype=torch.float64, device=chunks.device)
+    count = len(chunks.chunks) // rows
     each = max(triton.cdiv(count, max(PROGRAMS // rows, 1)), 1)
     programs = max(triton.cdiv(count, each), 1)
     partials = torch.empty(rows * programs, dtype=torch.float64, device=chunks.device)
-    with torch.cuda.device_of(chunks):
-        _reduce[(rows * programs,)](chunks, gradients, partials, count, each, programs, num_warps=WARPS)
+    with torch.cuda.device_of(result):
+        _reduce[(rows * programs,)](
+            chunks.chunks, chunks.point_at(grads), partials, count, each, programs, num_warps=WARPS
+        )
         _finish[(rows,)](partials, result, programs, PROGRAMS=PROGRAMS)
     return result
-
-
-NORM = register("triton_grad_norm", "Tensor chunks, Tensor gradients, int rows", "Tensor", _grad_norm, fake_norm)

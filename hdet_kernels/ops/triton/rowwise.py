@@ -4,13 +4,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from hdet_kernels.ops.operators import ROWWISE, fake_in_place, register
 from hdet_kernels.ops.rowwise import RowWiseArguments
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton.rounding import key_of, random_base, widened, write
@@ -114,11 +111,6 @@ def _gradient(
 
 def rowwise_adagrad(given: RowWiseArguments) -> None:
     """Update the rows that have a gradient."""
-    ROWWISE_STEP(*given)
-
-
-def _rowwise_adagrad(*arguments: Any) -> None:
-    given = RowWiseArguments(*arguments)
     count, width = given.values.shape
     if not width:
         return
@@ -141,6 +133,3 @@ def _rowwise_adagrad(*arguments: Any) -> None:
             BLOCK=block,
             **OPTIONS,
         )
-
-
-ROWWISE_STEP = register("triton_rowwise_adagrad_", ROWWISE, "()", _rowwise_adagrad, fake_in_place)

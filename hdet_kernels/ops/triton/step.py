@@ -10,7 +10,6 @@ one replica (``_step_block``) or for all that share a gradient (``_step_rows``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, MatchedGradients
-from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, register
-from hdet_kernels.ops.step import STATES, Scalars, StepArguments
+from hdet_kernels.ops.step import Scalars, StepArguments
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.companding import BLOCK as STATE_BLOCK
 from hdet_kernels.ops.triton.companding import centred_noise
@@ -48,7 +46,6 @@ CODED = {"BLOCK": 256, "num_warps": 1, "maxnreg": 56}
 # Slots of one program of _advance. It moves some hundred bytes for each slot, so its shape hardly matters.
 SLOTS = 128
 
-_RULES = tuple(STATES)
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 _COLUMNS = tl.constexpr(len(COLUMNS))
@@ -317,15 +314,13 @@ def _random(quad, mine, RANDOM: tl.constexpr):
 
 def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
     """Return a function that runs the step on given gradients and scalars."""
-    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
-    operator = partial(STEP, *arguments.flats, chunks.slots, chunks.chunks)
     known: tuple[object, list[int]] = (None, [])  # the gradient table of the last step, and the dtypes in it
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
         nonlocal known
         if grads.table is not known[0]:
             known = grads.table, dtypes_of(grads)
-        operator(chunks.point_at(grads), known[1], *scalars, rounding, rows)
+        _step(arguments, scalars, arguments.chunks.point_at(grads), known[1])
 
     return run
 
@@ -336,36 +331,16 @@ def dtypes_of(grads: MatchedGradients) -> list[int]:
     return np.flatnonzero(np.bincount(to_read)).tolist()
 
 
-def _step(
-    rule: int,
-    param: Tensor,
-    master: Tensor | None,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    state2: Tensor | None,
-    scales0: Tensor | None,
-    scales1: Tensor | None,
-    steps: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    chunks: Tensor,
-    gradients: Tensor,
-    dtypes: Sequence[int],
-    grad_scale: Tensor | None,
-    norm: Tensor | None,
-    found_inf: Tensor | None,
-    stochastic_rounding: bool,
-    rows: int,
-) -> None:
-    """Take a step; the arguments are those of the operator. ``dtypes``: the numbers of the gradients' dtypes."""
+def _step(given: StepArguments, scalars: Scalars, gradients: Tensor, dtypes: Sequence[int]) -> None:
+    """Take a step with gradients of dtypes number ``dtypes``, given their table on the device."""
+    _, param, *flats, scales0, scales1, steps, table = given.flats
+    slots, chunks, rows = given.chunks.slots, given.chunks.chunks, given.rows
     count = len(slots)
     if count == 0:
         return
-    scales = (scales0, scales1)
-    coded = any(scale is not None for scale in scales)
+    coded = scales0 is not None or scales1 is not None
     # States in 8 bits are always rounded stochastically.
-    structure = {"RULE": _RULES[rule], "RANDOM": stochastic_rounding or coded}
-    flats = (param, master, state0, state1, state2)
+    structure = {"RULE": given.rule, "RANDOM": given.stochastic_rounding or coded}
     wide = torch.float64 if param.dtype == torch.float64 else torch.float32
     numbers = torch.empty((rows, count, NUMBERS), dtype=wide, device=param.device)
     plan = torch.empty((rows, count, 3), dtype=torch.int64, device=param.device)
@@ -375,25 +350,25 @@ def _step(
             table,
             slots,
             gradients,
-            grad_scale,
-            norm,
-            found_inf,
+            *scalars,
             numbers,
             plan,
             count,
             rows,
             len(table) // rows,
-            len(table) // (1 if norm is None else norm.numel()),
+            len(table) // (1 if scalars.norm is None else scalars.norm.numel()),
             SLOTS=SLOTS,
             **structure,
         )
         for number in dtypes if len(chunks) else ():
             dtype = GRADIENT_DTYPES[number]
-            vector = vector_of(dtype, *flats)
-            shape = shape_of(vector, rows, stochastic=stochastic_rounding, coded=coded)
+            vector = vector_of(dtype, param, *flats)
+            shape = shape_of(vector, rows, stochastic=given.stochastic_rounding, coded=coded)
             _walk[(len(chunks) * (CHUNK // shape["BLOCK"]),)](
+                param,
                 *flats,
-                *scales,
+                scales0,
+                scales1,
                 numbers,
                 plan,
                 chunks,
@@ -404,7 +379,7 @@ def _step(
                 TYPE=_TYPES[dtype],
                 VECTOR=vector,
                 SHARED=rows > 1,
-                STOCHASTIC=stochastic_rounding,
+                STOCHASTIC=given.stochastic_rounding,
                 CODED=coded,
                 **shape,
                 **structure,
@@ -436,13 +411,3 @@ def block_of_rows(vector: int) -> int:
     vectors 97 92 96 95 %, with the loads of 2 replicas at a time 96 89 96 96 %, of 4 replicas 96 93 95 95 %.
     """
     return WARPS * 32 * vector
-
-
-#: The operator. The host knows the dtypes of the gradients, ``dtypes``, and launches a kernel for each.
-STEP = register(
-    "triton_step_",
-    f"{FLATS}, Tensor slots, Tensor chunks, Tensor gradients, int[] dtypes, {SCALARS}",
-    "()",
-    _step,
-    fake_in_place,
-)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops.operators import DECODE, ENCODE, MERGE, fake_in_place, register
 from hdet_kernels.ops.triton.rounding import nearest
 from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, encoded_bytes
 
@@ -197,15 +196,3 @@ def _parts(format: int, wire: Tensor) -> tuple[Tensor, Tensor | None]:
     if FORMATS[format] == "bf16":
         return wire.view(torch.bfloat16), None
     return wire.view(torch.int8), wire.view(torch.float32)
-
-
-def wire_operators() -> tuple[Any, Any, Any]:
-    """Return the operators that encode, merge and decode."""
-    return _OPERATORS
-
-
-_OPERATORS = (
-    register("triton_encode", ENCODE, "()", encode, fake_in_place),
-    register("triton_merge", MERGE, "()", merge, fake_in_place),
-    register("triton_decode", DECODE, "()", decode, fake_in_place),
-)
