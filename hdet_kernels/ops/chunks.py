@@ -82,8 +82,7 @@ class ChunkTable:
     Args:
         slots: The parameters of the buffer, each once.
         table_rows: For each slot, its row of the hyperparameter table.
-        device: The device of the buffer.
-        dtype: The dtype of the buffer.
+        device, dtype: Those of the buffer.
 
     Attributes:
         extent: The least number of elements that the flat buffer must have.
@@ -227,8 +226,7 @@ class StackedTable(ChunkTable):
     Args:
         slots: The parameters of one replica.
         table_rows: For each slot, its row of the hyperparameter table within one replica's rows.
-        device: The device of the buffer.
-        dtype: The dtype of the buffer.
+        device, dtype: Those of the buffer.
         replicas: The number of replicas.
         row_stride: Elements from one replica to the next in the flat buffer.
         table_rows_per_replica: Rows of the hyperparameter table that each replica has.

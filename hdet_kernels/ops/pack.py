@@ -48,10 +48,6 @@ class Pack:
         dtype: The dtype of the staging buffer.
         rows: The number of replicas that each tensor holds as its rows.
         backend: A backend by name; the fastest available by default.
-
-    Raises:
-        ValueError: If pieces overlap or reach beyond a tensor, or ``rows`` is out of range.
-        TypeError: If there is no staging buffer of ``dtype``.
     """
 
     def __init__(
@@ -188,12 +184,7 @@ class PieceTable:
     places     [slots, 2]  address of the tensor; index of its dtype in GRADIENT_DTYPES   when a tensor has moved
     ========== =========== ============================================================== ========================
 
-    Args:
-        numels: For each tensor, the elements of one replica.
-        pieces: The pieces, in the order of the staging buffer.
-        rows: The number of replicas in each tensor.
-        device: The device of tensors and staging buffer.
-        dtype: The dtype of the staging buffer.
+    The arguments are those of :class:`Pack`.
     """
 
     def __init__(
@@ -223,12 +214,7 @@ class PieceTable:
         self._all = self.indices == list(range(len(numels)))
 
     def match(self, tensors: Sequence[Tensor]) -> MatchedTensors:
-        """Check the tensors, one for each of ``numels``, and return those that have a piece.
-
-        Raises:
-            ValueError: If a tensor that has a piece has another size, layout or device, or was freed.
-            TypeError: If its dtype does not fit the staging buffer.
-        """
+        """Check the tensors, one for each of ``numels``, and return those that have a piece."""
         if len(tensors) != self._count:
             raise ValueError(f"this Pack is of {self._count} tensors, got {len(tensors)}; pass all of them, in order")
         used = tensors if self._all else [tensors[index] for index in self.indices]

@@ -23,20 +23,12 @@ def grad_norm(
 
     Returns:
         A scalar on the device of the gradients; with ``rows``, a tensor [rows] with the norm of each replica.
-
-    Raises:
-        ValueError: If slots or chunks cannot be divided evenly among ``rows``.
     """
-    if rows is not None:
-        _check_rows(chunks, rows)
-    norms: Tensor = implementation(resolve(chunks.device, backend), "reduce").grad_norm(chunks, grads, rows or 1)
-    return norms.squeeze(0) if rows is None else norms
-
-
-def _check_rows(chunks: ChunkTable, rows: int) -> None:
     slots, pieces = len(chunks.entries), len(chunks.chunks)
-    if rows < 1 or slots % rows or pieces % rows:
+    if rows is not None and (rows < 1 or slots % rows or pieces % rows):
         raise ValueError(
             f"slots and chunks must be equally many for each of rows={rows} replicas, got {slots} slots and {pieces} "
             "chunks; pass the number of replicas that the chunk table was made for"
         )
+    norms: Tensor = implementation(resolve(chunks.device, backend), "reduce").grad_norm(chunks, grads, rows or 1)
+    return norms.squeeze(0) if rows is None else norms

@@ -103,9 +103,6 @@ def rowwise_adagrad_(
         decoupled: Whether weight decay acts on the rows directly, not through the gradient.
         stochastic_rounding: Round bf16 tables up or down at random, so that small updates are kept on average.
         backend: A backend by name; the fastest available by default.
-
-    Raises:
-        ValueError: If the arguments do not fit together.
     """
     _check(param, sums, table, gradient)
     if gradient.values.shape[0]:

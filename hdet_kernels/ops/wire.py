@@ -121,33 +121,24 @@ class Wire:
 
     def _check_floats(self, numel: int, **given: Tensor | None) -> None:
         for name, tensor in given.items():
-            if tensor is None:
-                continue
-            if tensor.shape != (numel,) or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be a contiguous torch.float32 tensor of {numel} elements, got {_describe(tensor)}; "
-                    "pass tensor.float().contiguous().view(-1), or make a Wire for this size"
-                )
-            self._check_device(name, tensor)
+            if tensor is not None:
+                remedy = "pass tensor.float().contiguous().view(-1), or make a Wire for this size"
+                self._check(name, tensor, torch.float32, (numel,), remedy)
 
     def _check_wire(self, name: str, wire: Tensor, shape: tuple[int, ...]) -> None:
-        if wire.shape != shape or wire.dtype != torch.uint8 or not wire.is_contiguous():
-            raise ValueError(
-                f"{name} must be a contiguous torch.uint8 tensor of shape {shape}, got {_describe(wire)}; "
-                "take Wire.empty() or a row of it"
-            )
-        self._check_device(name, wire)
+        self._check(name, wire, torch.uint8, shape, "take Wire.empty() or a row of it")
         if wire.data_ptr() % 16:
             raise ValueError(
-                f"{name} must lie at a multiple of 16 bytes, got address {wire.data_ptr():#x}; "
-                "take Wire.empty() or a row of it"
+                f"{name} must lie at a multiple of 16 bytes, got address {wire.data_ptr():#x}; take Wire.empty() or a "
+                "row of it"
             )
 
-    def _check_device(self, name: str, tensor: Tensor) -> None:
+    def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], remedy: str) -> None:
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            contiguous = "" if tensor.is_contiguous() else ", which is not contiguous"
+            raise ValueError(
+                f"{name} must be a contiguous {dtype} tensor of shape {shape}, got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}{contiguous}; {remedy}"
+            )
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device} and this Wire for {self.device}; they must be together")
-
-
-def _describe(tensor: Tensor) -> str:
-    contiguous = "" if tensor.is_contiguous() else ", which is not contiguous"
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}{contiguous}"

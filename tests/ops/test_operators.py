@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Piece
 from hdet_kernels.ops import STATES
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
 from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
 from hdet_kernels.ops.wire import FORMATS, Wire
+from hdet_kernels.tensors import Piece
 from tests.ops.cases import (
     BF16,
     FP32,

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Piece, cut
+from hdet_kernels.buckets import cut
 from hdet_kernels.ops.chunks import CHUNK
 from hdet_kernels.ops.pack import MOST_ROWS, Pack, PieceTable
+from hdet_kernels.tensors import Piece
 from tests.ops.cases import (
     BACKENDS,
     BF16,

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from hdet_kernels.buckets import Slot
 from hdet_kernels.ops import OPTIONAL_STATES, STATES, backends
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES, ChunkTable
 from hdet_kernels.ops.torch.rounding import random_bits, round_stochastically, rounding_key
+from hdet_kernels.tensors import Slot
 from tests.ops.cases import (
     BF16,
     FP32,

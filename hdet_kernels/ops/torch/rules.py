@@ -15,12 +15,10 @@ reads, rounds and writes.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from hdet_kernels.ops.step import check_rules
 
 States = list[Tensor | None]
 
@@ -34,22 +32,8 @@ Numbers = SimpleNamespace
 Push = tuple[Any, ...]
 
 
-class Row(NamedTuple):
-    """The columns of the hyperparameter table (``ops.table.COLUMNS``), each with one element for each parameter."""
-
-    lr: Tensor
-    weight_decay: Tensor
-    beta1: Tensor
-    beta2: Tensor
-    eps: Tensor
-    momentum: Tensor
-    dampening: Tensor
-    lr_decay: Tensor
-    max_grad_norm: Tensor
-    seed: Tensor
-    nesterov: Tensor
-    amsgrad: Tensor
-    maximize: Tensor
+# The columns of the hyperparameter table (``ops.table.COLUMNS``) by name, each with one element for each parameter.
+Row = SimpleNamespace
 
 
 class Rule(Protocol):
@@ -250,7 +234,6 @@ RULES: dict[str, Rule] = {
     "lion": Lion(),
     "muon": Muon(),
 }
-check_rules(__name__, RULES)
 
 
 def where(condition: Scalar, yes: Tensor, no: Tensor) -> Tensor:

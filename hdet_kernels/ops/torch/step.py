@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients, flat_gradients
 from hdet_kernels.ops.step import STATES, Scalars, StepArguments
+from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.companding import (
     SIGNED_STATES,
     block_count,
@@ -52,8 +53,8 @@ def _step(
     name, param, steps, table, rows = given.rule, given.param, given.steps, given.table, given.rows
     groups = given.chunks.slots[:, 2]
     t = steps.to(table.dtype).abs() + 1
-    h = Row(*table[groups].unbind(1))  # of replica 0, each column [slots]
-    own = Row(*table.view(rows, -1, table.shape[1])[:, groups].unbind(2))  # of every replica, each [rows, slots]
+    h = _by_column(table[groups].unbind(1))  # of replica 0, each column [slots]
+    own = _by_column(table.view(rows, -1, table.shape[1])[:, groups].unbind(2))  # of every replica, each [rows, slots]
     numbers = RULES[name].derive(t, steps <= 0, own)
     numbers["factor"] = _gradient_factor(h, scalars.grad_scale, _norm_of_slots(scalars.norm, groups, table))
     scales = [*given.scales, None, None, None]
@@ -158,6 +159,10 @@ class _Walk:
         if self.stochastic and target.dtype == torch.bfloat16:
             value = round_stochastically(value, random_bits(n.key, stream, offset, value))
         _put(target, value, self.skip)
+
+
+def _by_column(columns: Sequence[Tensor]) -> Row:
+    return Row(**dict(zip(COLUMNS, columns, strict=True)))
 
 
 def _put(target: Tensor, value: Tensor, skip: Scalar) -> None:

@@ -9,19 +9,12 @@ import triton
 import triton.language as tl
 
 from hdet_kernels.ops.rowwise import RowWiseArguments
-from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton.rounding import key_of, random_base, widened, write
+from hdet_kernels.ops.triton.rules import EPS, LR, LR_DECAY, MAXIMIZE, SEED, WEIGHT_DECAY
 
 # The most columns of a row that a program has at a time. Wider rows are summed a second time for the update.
 MOST_COLUMNS = 1024
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-
-_LR = tl.constexpr(COLUMNS.index("lr"))
-_WEIGHT_DECAY = tl.constexpr(COLUMNS.index("weight_decay"))
-_EPS = tl.constexpr(COLUMNS.index("eps"))
-_LR_DECAY = tl.constexpr(COLUMNS.index("lr_decay"))
-_SEED = tl.constexpr(COLUMNS.index("seed"))
-_MAXIMIZE = tl.constexpr(COLUMNS.index("maximize"))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -52,12 +45,12 @@ def _update_row(
     if works:
         wide: tl.constexpr = sums.dtype.element_ty
         t = tl.load(steps).to(tl.float64) + 1
-        rate = tl.load(numbers + _LR) / (1 + (t - 1) * tl.load(numbers + _LR_DECAY))
-        decay = tl.load(numbers + _WEIGHT_DECAY)
-        factor = 1 - 2 * tl.load(numbers + _MAXIMIZE)
+        rate = tl.load(numbers + LR) / (1 + (t - 1) * tl.load(numbers + LR_DECAY))
+        decay = tl.load(numbers + WEIGHT_DECAY)
+        factor = 1 - 2 * tl.load(numbers + MAXIMIZE)
         if grad_scale is not None:
             factor = factor / tl.load(grad_scale).to(tl.float64)
-        key = key_of(tl.load(numbers + _SEED), t)
+        key = key_of(tl.load(numbers + SEED), t)
         total = tl.zeros((BLOCK,), wide)
         for first in range(0, width, BLOCK):
             g = _gradient(
@@ -68,7 +61,7 @@ def _update_row(
         after = tl.load(sums + row) + tl.sum(total) / width
         tl.store(sums + row, after)
         root = tl.sqrt_rn(after) if wide == tl.float32 else tl.sqrt(after)
-        rate_of_row = rate.to(wide) / (root + tl.load(numbers + _EPS).to(wide))
+        rate_of_row = rate.to(wide) / (root + tl.load(numbers + EPS).to(wide))
         kept = (1 - rate * decay).to(wide)
         for first in range(0, width, BLOCK):
             g = _gradient(

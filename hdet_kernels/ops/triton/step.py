@@ -158,7 +158,7 @@ def _walk(
             scales0 += program
         if scales1 is not None:
             scales1 += program
-        flats = (param, master, state0, state1, state2, scales0, scales1)
+        flats = (param, master, (state0, state1, state2), (scales0, scales1))
         stride, step = tl.cast(row_size, tl.int64), tl.cast(slot_count, tl.int64)
         whole = (count >= BLOCK) & (address % _ALIGNED == 0) & (offset % VECTOR == 0)
         if SHARED:
@@ -191,11 +191,8 @@ def _walk(
 def _step_block(
     param,
     master,
-    state0,
-    state1,
-    state2,
-    scales0,
-    scales1,
+    states,
+    scales,
     n,
     mine,
     grad,
@@ -212,9 +209,8 @@ def _step_block(
     theta = _in_full(param, master, at, inside, wide)
     random = _random(quad, mine, RANDOM)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
-    states = (state0, state1, state2, scales0, scales1)
     noise = centred_noise(random, at) if CODED else random
-    direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
+    direction, other = push(RULE, theta, g, n, states, scales, at, inside, (random, noise), STOCHASTIC)
     theta = move(RULE, theta, direction, other, n, CODED)
     _keep(param, master, at, theta, inside, random, STOCHASTIC)
 
@@ -223,11 +219,8 @@ def _step_block(
 def _step_rows(
     param,
     master,
-    state0,
-    state1,
-    state2,
-    scales0,
-    scales1,
+    states,
+    scales,
     n,
     mine,
     grad,
@@ -253,9 +246,8 @@ def _step_rows(
         # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
         theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
     random = _random(quad, mine, RANDOM)
-    states = (state0, state1, state2, scales0, scales1)
     noise = centred_noise(random, at) if CODED else random
-    direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
+    direction, other = push(RULE, theta, g, n, states, scales, at, inside, (random, noise), STOCHASTIC)
     # The row is a scalar, because pointers that the loop advances would get another layout.
     row = tl.cast(0, tl.int64)
     while row < rows:
